@@ -1,0 +1,28 @@
+"""The errors of this package: one class a room, each message gives the value, the rule and the remedy.
+
+Does not format tracebacks or decide exit codes; `ranks.exit_clearly` does that for the recipes.
+"""
+
+
+class RecipeError(Exception):
+    """Say that a person has to change something; the base of all errors below."""
+
+
+class TemplateError(RecipeError):
+    """Say that an Accelerate config or the launch around it cannot work."""
+
+
+class LoadError(RecipeError):
+    """Say that a model or its checkpoint cannot be loaded as asked."""
+
+
+class CheckpointError(RecipeError):
+    """Say that a resumable checkpoint could not be written or read."""
+
+
+class ExportError(RecipeError):
+    """Say that the final weights could not be written or are not what they should be."""
+
+
+class DataError(RecipeError):
+    """Say that a dataset cannot be trained on as it is."""

@@ -1,0 +1,232 @@
+"""Builds a model whose parameters are on meta on every rank; the weights arrive when Accelerate shards it.
+
+`load_model` is from_pretrained for FSDP: global rank 0 reads headers, says what the checkpoint holds, and
+every rank builds the same empty model around that. No weight is read here (`arrival.py` does that, into the
+shards), and without FSDP this is plain from_pretrained.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from hf_fsdp_recipes import ranks
+from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.launch import cpu
+from hf_fsdp_recipes.load import missing, seams
+from hf_fsdp_recipes.load.conversions import Conversions, Piece
+from hf_fsdp_recipes.load.weights import Checkpoint, StoredTensor, open_checkpoint
+
+SOURCE_ATTRIBUTE = "_checkpoint_source"
+# What a Hub download leaves out: weights in other formats than safetensors.
+HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+
+
+@dataclass
+class CheckpointSource:
+    """What has to arrive in a model that was built on meta, and from where.
+
+    Attributes:
+        checkpoint: the files; only on ranks that read (rank 0, or every rank with `direct`).
+        stored: what the checkpoint holds, on every rank.
+        pieces: for each entry of the model's state dict, what fills it.
+        verify: whether checksums cover a sample of every tensor or all of it.
+    """
+
+    name_or_path: str
+    checkpoint: Checkpoint | None
+    stored: dict[str, StoredTensor]
+    pieces: dict[str, list[Piece]]
+    source: Literal["rank0", "direct"] = "rank0"
+    verify: Literal["sample", "full"] = "sample"
+    initialised: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def load_model(
+    name_or_path: str | os.PathLike[str],
+    *,
+    source: Literal["rank0", "direct"] = "rank0",
+    verify: Literal["sample", "full"] = "sample",
+    **from_pretrained_kwargs: Any,
+) -> Any:
+    """Load a causal language model so that no rank ever holds more than its shard and a small constant.
+
+    Collective: every rank must call this. Turns on FSDP on CPU ranks when the launcher asked for that.
+
+    Args:
+        name_or_path: a local directory or a Hub id, as in `from_pretrained`.
+        source: `rank0`, where global rank 0 alone reads the weights and sends every rank its slice, or
+            `direct`, where each rank reads its own byte ranges (the files must be visible to all ranks).
+        verify: checksums over a `sample` of every tensor's slice, or over all of it (`full`).
+        **from_pretrained_kwargs: as in `from_pretrained`: dtype, attn_implementation, revision, token,
+            trust_remote_code, config, and overrides of config fields.
+
+    Returns:
+        A PreTrainedModel. Under FSDP its parameters are on meta and get their values, sharded, when
+        Accelerate prepares the model with its optimizer (Trainer does that in `train`); non-persistent
+        buffers are real. Without FSDP, and for models that are quantised while loading, it is what
+        `from_pretrained` returns.
+
+    Raises:
+        LoadError: the same on every rank, before anything is read: no such model, a pickled, truncated or
+            lying checkpoint, shapes that differ from the config's, a conversion that cannot be read by slices.
+    """
+    if source not in ("rank0", "direct") or verify not in ("sample", "full"):
+        raise LoadError(f"source={source!r}, verify={verify!r}. Rule: rank0 or direct; sample or full.")
+    cpu.enable()
+    _start_process_group()
+    if not is_fsdp_asked_for() or from_pretrained_kwargs.get("quantization_config") is not None:
+        return _load_plainly(str(name_or_path), from_pretrained_kwargs)
+    seams.install()
+    return _load_on_meta(str(name_or_path), source, verify, from_pretrained_kwargs)
+
+
+def is_fsdp_asked_for() -> bool:
+    """Tell whether the launcher or TrainingArguments turned on FSDP through Accelerate."""
+    return cpu.is_true(os.environ.get("ACCELERATE_USE_FSDP", "false"))
+
+
+def _start_process_group() -> None:
+    if ranks.world_size() > 1 and not ranks.is_distributed():
+        from accelerate import PartialState
+
+        PartialState(cpu=cpu.is_true(os.environ.get("ACCELERATE_USE_CPU", "false")))
+
+
+def _load_plainly(name_or_path: str, kwargs: dict[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = None
+    with ranks.agreed():
+        _resolve_directory(name_or_path, kwargs)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
+        except (OSError, ValueError) as error:
+            raise LoadError(f"{name_or_path} cannot be loaded: {error}") from error
+    return model
+
+
+def _load_on_meta(name_or_path: str, source: Any, verify: Any, kwargs: dict[str, Any]) -> Any:
+    kwargs = dict(kwargs)
+    dtype = kwargs.pop("dtype", "auto")
+    box: Any = None
+    with ranks.agreed():
+        if ranks.is_main():
+            box = _describe(name_or_path, kwargs)
+    config, generation_config, checkpoint = box or (None, None, None)
+    stored = {} if checkpoint is None else checkpoint.tensors
+    config, generation_config, stored = ranks.broadcast_object((config, generation_config, stored))
+    model = pieces = None
+    with ranks.agreed():
+        model = build_on_meta(config, resolve_dtype(dtype, config, stored), kwargs.get("trust_remote_code", False))
+        if generation_config is not None:
+            model.generation_config = generation_config
+        pieces = _map_pieces(model, stored, name_or_path)
+        if source == "direct" and checkpoint is None:
+            checkpoint = open_checkpoint(_resolve_directory(name_or_path, kwargs))
+    found = CheckpointSource(name_or_path, checkpoint, stored, pieces or {}, source, verify)
+    with ranks.agreed():
+        missing.prepare(model, found)
+    setattr(model, SOURCE_ATTRIBUTE, found)
+    return model
+
+
+def _describe(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Any, Any, Checkpoint]:
+    """Read config, generation config and weight headers. Main rank only."""
+    from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+
+    directory = _resolve_directory(name_or_path, kwargs)
+    rest = {k: v for k, v in kwargs.items() if k not in ("device_map", "low_cpu_mem_usage", "revision", "token")}
+    config = rest.pop("config", None)
+    try:
+        if not isinstance(config, PreTrainedConfig):
+            config, unused = AutoConfig.from_pretrained(config or directory, return_unused_kwargs=True, **rest)
+            unknown = sorted(set(unused) - {"attn_implementation", "trust_remote_code", "use_cache"})
+            if unknown:
+                raise LoadError(f"{unknown} are neither from_pretrained arguments nor fields of {type(config).__name__}")
+    except (OSError, ValueError) as error:
+        raise LoadError(f"the config of {name_or_path} cannot be read: {error}") from error
+    if "attn_implementation" in rest:
+        config._attn_implementation = rest["attn_implementation"]
+    config.name_or_path = name_or_path
+    generation_config = None
+    if (directory / "generation_config.json").is_file():
+        generation_config = GenerationConfig.from_pretrained(directory)
+    return config, generation_config, open_checkpoint(directory)
+
+
+def _resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
+    """Return the local directory of a model, downloading it where it is a Hub id."""
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path) / (kwargs.get("subfolder") or "")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                name_or_path, allow_patterns=HUB_PATTERNS, revision=kwargs.get("revision"), token=kwargs.get("token")
+            )
+        )
+    except HFValidationError as error:
+        raise LoadError(f"{name_or_path} is neither a directory nor a Hub id. Remedy: check the path.") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise LoadError(
+            f"{name_or_path} is no directory here and could not be fetched from the Hub: {str(error).splitlines()[0]} "
+            f"Remedy: check the name, the network and, for a gated model, the token."
+        ) from error
+
+
+def resolve_dtype(dtype: Any, config: Any, stored: dict[str, StoredTensor]) -> torch.dtype:
+    """Return the parameters' dtype as `from_pretrained` would choose it."""
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = getattr(torch, dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise LoadError("dtype must be auto, float32, bfloat16, float16 or a torch.dtype")
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype is None:
+        return torch.get_default_dtype()
+    if isinstance(getattr(config, "dtype", None), torch.dtype):
+        return config.dtype
+    return next((tensor.dtype for tensor in stored.values() if tensor.dtype.is_floating_point), torch.float32)
+
+
+def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+    """Build the causal language model of a config with meta parameters and real buffers. No collective."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except (ValueError, ImportError) as error:
+        raise LoadError(f"a {config.model_type!r} model cannot be built: {error}") from error
+    for pattern, kept_dtype in model._get_dtype_plan(dtype).items():
+        for name, parameter in model.named_parameters():
+            if pattern in name:
+                parameter.data = parameter.data.to(kept_dtype)
+    return model.eval()
+
+
+def _map_pieces(model: Any, stored: dict[str, StoredTensor], name_or_path: str) -> dict[str, list[Piece]]:
+    state = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    pieces, unexpected = Conversions(model).to_parameters({n: t.shape for n, t in stored.items()}, shapes)
+    wrong = [
+        f"{name}: {list(stored[p[0].tensor].shape)} in the checkpoint, {list(shapes[name])} by the config"
+        for name, p in pieces.items()
+        if len(p) == 1 and tuple(stored[p[0].tensor].shape) != shapes[name] and p[0].shape == stored[p[0].tensor].shape
+        and p[0].num_elements != state[name].numel()
+    ]
+    if wrong:
+        raise LoadError(
+            f"{len(wrong)} tensors of {name_or_path} have another shape than its config says: {'; '.join(wrong[:3])}. "
+            f"Remedy: check that config.json belongs to the weights."
+        )
+    ignored = [name for name in unexpected if "rotary_emb.inv_freq" not in name and "position_ids" not in name]
+    if ignored:
+        missing.warn_main(f"{name_or_path}: {len(ignored)} tensors fit nowhere and stay unread: {ignored[:3]}")
+    return pieces

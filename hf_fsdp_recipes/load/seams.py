@@ -1,0 +1,155 @@
+"""The places in Accelerate and PEFT where a model on meta needs other handling; nothing else is patched.
+
+Each acts only on models that carry a CheckpointSource and passes everything else through untouched.
+`install` checks first that the places are where they were.
+
+Source: accelerate 1.15 `accelerator.py` (`_prepare_fsdp2` maps optimizer parameters by data_ptr, which is 0
+for every meta tensor; `fsdp2_prepare_model` shards; `prepare_model` hands `param_init_fn` to FSDP1);
+peft 0.21 `tuners_utils.py`, `lora/model.py` (adapters follow the base layer's device, here meta, and lose
+their initial values).
+"""
+
+import functools
+import inspect
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from hf_fsdp_recipes.errors import LoadError
+
+_is_installed = False
+
+
+def install() -> None:
+    """Patch Accelerate and PEFT for models on meta. Idempotent; no collective.
+
+    Raises:
+        LoadError: one of the places has moved.
+    """
+    global _is_installed
+    if _is_installed:
+        return
+    _patch_accelerate()
+    _patch_peft()
+    _is_installed = True
+
+
+def find_source(model: torch.nn.Module) -> tuple[torch.nn.Module, Any] | None:
+    """Return the module that load_model marked and its CheckpointSource, wherever wrappers have put it."""
+    for module in model.modules():
+        source = module.__dict__.get("_checkpoint_source")
+        if source is not None:
+            return module, source
+    return None
+
+
+def _patch_accelerate() -> None:
+    from accelerate import Accelerator, accelerator
+
+    _expect(accelerator, "fsdp2_prepare_model", ("accelerator", "model"), "accelerate")
+    _expect(Accelerator, "_prepare_fsdp2", ("self",), "accelerate")
+    _expect(Accelerator, "prepare_model", ("self", "model"), "accelerate")
+    prepare_all, prepare_one, shard = Accelerator._prepare_fsdp2, Accelerator.prepare_model, accelerator.fsdp2_prepare_model
+
+    @functools.wraps(prepare_all)
+    def prepare_all_with_distinct_pointers(self: Any, *args: Any) -> Any:
+        for model in args:
+            if isinstance(model, torch.nn.Module) and find_source(model):
+                _give_pointers(model)
+        return prepare_all(self, *args)
+
+    @functools.wraps(shard)
+    def shard_then_fill(self: Any, model: torch.nn.Module) -> torch.nn.Module:
+        found = find_source(model)
+        if found is None:
+            return shard(self, model)
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        from hf_fsdp_recipes.load import arrival
+
+        plugin = self.state.fsdp_plugin
+        arrival.broadcast_real(model, self.device)
+        was_efficient, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
+        try:
+            model = shard(self, model)
+        finally:
+            plugin.cpu_ram_efficient_loading = was_efficient
+        arrival.fill_sharded(model, found[1], self.device, isinstance(plugin.cpu_offload, CPUOffloadPolicy))
+        del found[0].__dict__["_checkpoint_source"]
+        return model
+
+    @functools.wraps(prepare_one)
+    def prepare_fsdp1_by_units(self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plugin = getattr(self.state, "fsdp_plugin", None)
+        found = find_source(model)
+        if found is None or plugin is None or plugin.fsdp_version != 1:
+            return prepare_one(self, model, *args, **kwargs)
+        from hf_fsdp_recipes.load import arrival, proof
+
+        arrival.broadcast_real(model, self.device)
+        arrival.fill_buffers(model, found[1], self.device)
+        plugin.param_init_fn = arrival.unit_filler(model, found[1], self.device)
+        plugin.sync_module_states = False
+        result = prepare_one(self, model, *args, **kwargs)
+        del found[0].__dict__["_checkpoint_source"]
+        proof.check_buffers(result)
+        return result
+
+    Accelerator._prepare_fsdp2 = prepare_all_with_distinct_pointers
+    Accelerator.prepare_model = prepare_fsdp1_by_units
+    accelerator.fsdp2_prepare_model = shard_then_fill
+
+
+def _give_pointers(model: torch.nn.Module) -> None:
+    # Accelerate finds an optimizer's parameters again by data_ptr; on meta all of them are 0.
+    for number, parameter in enumerate(model.parameters(), start=1):
+        if parameter.is_meta:
+            parameter.data_ptr = functools.partial(int, -number)  # type: ignore[method-assign]
+
+
+def _patch_peft() -> None:
+    from peft.tuners.lora import LoraModel
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+
+    _expect(BaseTunerLayer, "_move_adapter_to_device_of_base_layer", ("self", "adapter_name", "device"), "peft")
+    move = BaseTunerLayer._move_adapter_to_device_of_base_layer
+
+    @functools.wraps(move)
+    def move_unless_to_meta(self: Any, adapter_name: str, device: torch.device | None = None) -> None:
+        base = self.get_base_layer()
+        if device is None and any(parameter.is_meta for parameter in base.parameters(recurse=False)):
+            device = torch.device("cpu")
+        move(self, adapter_name, device)
+
+    BaseTunerLayer._move_adapter_to_device_of_base_layer = move_unless_to_meta
+    for tuner in (LoraModel, BaseTuner):
+        _expect(tuner, "_replace_module", ("self", "parent", "child_name", "new_module", "child"), "peft")
+        tuner._replace_module = _keep_adapters_real(tuner._replace_module)
+
+
+def _keep_adapters_real(replace: Any) -> Any:
+    @functools.wraps(replace)
+    def replace_and_restore(self: Any, parent: Any, child_name: str, new_module: Any, child: Any) -> None:
+        real = {
+            (module, leaf): parameter
+            for module in new_module.modules()
+            for leaf, parameter in module._parameters.items()
+            if parameter is not None and not parameter.is_meta
+        }
+        replace(self, parent, child_name, new_module, child)
+        for (module, leaf), parameter in real.items():
+            if module._parameters[leaf].is_meta:
+                module._parameters[leaf] = parameter
+
+    return replace_and_restore
+
+
+def _expect(owner: Any, name: str, parameters: tuple[str, ...], package: str) -> None:
+    found = getattr(owner, name, None)
+    actual = () if found is None else tuple(inspect.signature(found).parameters)
+    if actual[: len(parameters)] != parameters:
+        raise LoadError(
+            f"{package} {version(package)} has no {owner.__name__}.{name}({', '.join(parameters)}), which loading on meta "
+            f"leans on. Rule: tried with accelerate 1.15 and peft 0.21. Remedy: install one of those."
+        )

@@ -1,0 +1,320 @@
+"""Moves checkpoint bytes into the shards: read on rank 0 and sent, or read by every rank for itself.
+
+Works on flat runs of elements. A `Destination` is one parameter's local shard together with what every rank
+must know to take part: whose elements are whose. Bytes travel in the checkpoint's dtype and are cast on
+arrival; nothing larger than one bucket is held beside the shards. Does not know models or wrappers.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from hf_fsdp_recipes.load.conversions import Piece
+from hf_fsdp_recipes.load.weights import Checkpoint
+
+BUCKET_BYTES = 32 * 1024 * 1024  # what rank 0 stages at once, over all receivers; two buckets are in flight
+SAMPLE_ELEMENTS = 1024  # how much of each slice the always-on checksum covers
+
+
+@dataclass(frozen=True)
+class Destination:
+    """One parameter's place on this rank.
+
+    Attributes:
+        name: the parameter's name, for messages.
+        pieces: what fills it, in its row-major order, over the whole parameter.
+        wire_dtype: the checkpoint's dtype, which bytes travel in.
+        dtype: the parameter's dtype.
+        runs: for each member of the shard group, (first element, number of elements) of the whole parameter.
+        local: this rank's slice, 1-D and contiguous, on its device.
+    """
+
+    name: str
+    pieces: Sequence[Piece]
+    wire_dtype: torch.dtype
+    dtype: torch.dtype
+    runs: Sequence[tuple[int, int]]
+    local: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """The ranks that a parameter is cut over, and the copies of it beside them.
+
+    Attributes:
+        ranks: global ranks that together hold global rank 0's copy, in the order of the cut.
+        position: this rank's place in the cut.
+        holds_first_copy: whether this rank is one of `ranks`.
+        copies: process group over the ranks with the same place in other copies, or None with one copy.
+        group: process group over `ranks`, or None for the world.
+    """
+
+    ranks: Sequence[int]
+    position: int
+    holds_first_copy: bool = True
+    copies: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass
+class Checksums:
+    """Running CRC-32 by (parameter, position in the cut), over elements in the parameter's own dtype."""
+
+    covers_all: bool
+    values: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def add(self, name: str, position: int, start: int, elements: torch.Tensor) -> None:
+        """Take in elements (1-D, in the parameter's dtype, CPU) that lie `start` elements into the slice."""
+        if not self.covers_all:
+            elements = elements[: max(0, SAMPLE_ELEMENTS - start)]
+        if elements.numel():
+            key = (name, position)
+            self.values[key] = zlib.crc32(as_bytes(elements.contiguous()).numpy(), self.values.get(key, 0))
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Elements [start, start + length) of every member's slice of one destination."""
+
+    destination: Destination
+    start: int
+    length: int
+
+    def run(self, position: int) -> tuple[int, int]:
+        """Return (first element of the whole parameter, number of elements) for one member."""
+        first, count = self.destination.runs[position]
+        return first + self.start, max(0, min(count - self.start, self.length))
+
+    def num_bytes(self, position: int) -> int:
+        return self.run(position)[1] * self.destination.wire_dtype.itemsize
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as 1-D uint8 without a copy."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def read_run(checkpoint: Checkpoint, pieces: Sequence[Piece], item_bytes: int, first: int, out: torch.Tensor) -> None:
+    """Read the bytes of a parameter's elements from `first` on into `out` (uint8, CPU); its size says how many."""
+    skip, filled = first, 0
+    for piece in pieces:
+        if skip >= piece.num_elements:
+            skip -= piece.num_elements
+            continue
+        num_bytes = min((piece.num_elements - skip) * item_bytes, out.numel() - filled)
+        checkpoint.read_into(
+            out[filled : filled + num_bytes], checkpoint.tensors[piece.tensor], (piece.start + skip) * item_bytes
+        )
+        filled, skip = filled + num_bytes, 0
+        if filled == out.numel():
+            return
+
+
+def read_direct(destinations: Sequence[Destination], checkpoint: Checkpoint, position: int) -> None:
+    """Fill this rank's slices from the checkpoint. Every rank may call this on its own; no collective."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        for _ in pool.map(lambda destination: _read_slice(destination, checkpoint, position), destinations):
+            pass
+
+
+def _read_slice(destination: Destination, checkpoint: Checkpoint, position: int) -> None:
+    first, count = destination.runs[position]
+    item_bytes = destination.wire_dtype.itemsize
+    step = max(1, BUCKET_BYTES // 4 // item_bytes)
+    for start in range(0, count, step):
+        length = min(step, count - start)
+        _fill_from_file(destination, checkpoint, first + start, start, length)
+
+
+def _fill_from_file(destination: Destination, checkpoint: Checkpoint, first: int, start: int, length: int) -> None:
+    """Read elements into this rank's slice, straight into its memory where dtype and device allow."""
+    local = destination.local[start : start + length]
+    if local.device.type == "cpu" and local.dtype == destination.wire_dtype:
+        read_run(checkpoint, destination.pieces, local.dtype.itemsize, first, as_bytes(local))
+        return
+    staging = torch.empty(length, dtype=destination.wire_dtype)
+    read_run(checkpoint, destination.pieces, staging.dtype.itemsize, first, as_bytes(staging))
+    local.copy_(staging)
+
+
+def scatter(
+    destinations: Sequence[Destination],
+    checkpoint: Checkpoint | None,
+    group: ShardGroup,
+    checksums: Checksums,
+) -> None:
+    """Fill the slices of all ranks from a checkpoint that only global rank 0 can read.
+
+    Collective: every rank must call this, with the same destinations in the same order.
+
+    Args:
+        destinations: the parameters, sorted as the bytes lie in the files; all cut over the same group.
+        checkpoint: on global rank 0; None elsewhere.
+        group: how the parameters are cut and copied.
+        checksums: what rank 0 read, for every member; filled on rank 0 only.
+    """
+    with torch.no_grad():
+        if checkpoint is not None:
+            _send_all(destinations, checkpoint, group, checksums)
+        else:
+            _receive_all(destinations, group)
+
+
+def _buckets(destinations: Sequence[Destination], num_members: int) -> Iterator[list[_Entry]]:
+    """Cut the destinations into buckets of at most BUCKET_BYTES over all members; the same on every rank."""
+    bucket: list[_Entry] = []
+    room = budget = max(BUCKET_BYTES // num_members, 64)
+    for destination in destinations:
+        item_bytes = destination.wire_dtype.itemsize
+        longest = max(count for _, count in destination.runs)
+        start = 0
+        while start < longest:
+            length = min(longest - start, max(room // item_bytes, 1))
+            bucket.append(_Entry(destination, start, length))
+            start, room = start + length, room - length * item_bytes
+            if room < item_bytes:
+                yield bucket
+                bucket, room = [], budget
+    if bucket:
+        yield bucket
+
+
+def _send_all(
+    destinations: Sequence[Destination], checkpoint: Checkpoint, group: ShardGroup, checksums: Checksums
+) -> None:
+    others = [position for position in range(len(group.ranks)) if position != group.position]
+    buckets = _buckets(destinations, len(group.ranks))
+    with ThreadPoolExecutor(max_workers=1) as reader:
+        upcoming = _submit(reader, checkpoint, buckets, others, checksums)
+        while upcoming is not None:
+            bucket, staged = upcoming[0], upcoming[1].result()
+            device = bucket[0].destination.local.device
+            outgoing = {position: buffer.to(device) for position, buffer in staged.items() if buffer.numel()}
+            requests = _exchange(dist.isend, {group.ranks[p]: buffer for p, buffer in outgoing.items()}, group)
+            upcoming = _submit(reader, checkpoint, buckets, others, checksums)
+            own = _fill_own(bucket, checkpoint, group, checksums)
+            _pass_to_copies(own, bucket, group)
+            for request in requests:
+                request.wait()
+
+
+def _submit(reader, checkpoint, buckets, others, checksums):  # type: ignore[no-untyped-def]
+    bucket = next(buckets, None)
+    return bucket and (bucket, reader.submit(_stage, bucket, checkpoint, others, checksums))
+
+
+def _stage(
+    bucket: list[_Entry], checkpoint: Checkpoint, positions: Sequence[int], checksums: Checksums
+) -> dict[int, torch.Tensor]:
+    """Read what the other members get, one byte buffer each."""
+    staged = {}
+    for position in positions:
+        buffer = torch.empty(sum(entry.num_bytes(position) for entry in bucket), dtype=torch.uint8)
+        for entry, part in _parts(bucket, buffer, position):
+            first, _ = entry.run(position)
+            destination = entry.destination
+            read_run(checkpoint, destination.pieces, destination.wire_dtype.itemsize, first, part)
+            _add_checksum(checksums, entry, position, part)
+        staged[position] = buffer
+    return staged
+
+
+def _add_checksum(checksums: Checksums, entry: _Entry, position: int, part: torch.Tensor) -> None:
+    if checksums.covers_all or entry.start < SAMPLE_ELEMENTS:
+        limit = part.numel() if checksums.covers_all else SAMPLE_ELEMENTS * entry.destination.wire_dtype.itemsize
+        # A fresh tensor, because a view at an odd byte offset cannot change its dtype.
+        elements = part[:limit].clone().view(entry.destination.wire_dtype).to(entry.destination.dtype)
+        checksums.add(entry.destination.name, position, entry.start, elements)
+
+
+def _parts(
+    bucket: Sequence[_Entry], buffer: torch.Tensor, position: int
+) -> Iterator[tuple[_Entry, torch.Tensor]]:
+    """Walk a member's byte buffer, entry by entry."""
+    offset = 0
+    for entry in bucket:
+        num_bytes = entry.num_bytes(position)
+        if num_bytes:
+            yield entry, buffer[offset : offset + num_bytes]
+        offset += num_bytes
+
+
+def _fill_own(
+    bucket: Sequence[_Entry], checkpoint: Checkpoint, group: ShardGroup, checksums: Checksums
+) -> torch.Tensor | None:
+    """Fill rank 0's slices; return their bytes as sent to copies, where there are copies."""
+    if group.copies is None:
+        for entry in bucket:
+            first, count = entry.run(group.position)
+            if count:
+                _fill_from_file(entry.destination, checkpoint, first, entry.start, count)
+        return None
+    own = _stage(list(bucket), checkpoint, [group.position], checksums)[group.position]
+    _unpack(own, bucket, group.position)
+    return own.to(bucket[0].destination.local.device)
+
+
+def _receive_all(destinations: Sequence[Destination], group: ShardGroup) -> None:
+    pending = None
+    for bucket in _buckets(destinations, len(group.ranks)):
+        device = bucket[0].destination.local.device
+        num_bytes = sum(entry.num_bytes(group.position) for entry in bucket)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        requests = []
+        if group.holds_first_copy and num_bytes:
+            requests = _exchange(dist.irecv, {group.ranks[0]: buffer}, group)
+        if pending:
+            _land(*pending, group)
+        pending = (bucket, buffer, requests)
+    if pending:
+        _land(*pending, group)
+
+
+def _land(bucket, buffer, requests, group: ShardGroup) -> None:  # type: ignore[no-untyped-def]
+    for request in requests:
+        request.wait()
+    _pass_to_copies(buffer, bucket, group)
+    _unpack(buffer, bucket, group.position)
+
+
+def _pass_to_copies(buffer: torch.Tensor | None, bucket: Sequence[_Entry], group: ShardGroup) -> None:
+    """Hand a member's bytes on to the same place in the other copies. Collective over `group.copies`."""
+    if group.copies is not None and buffer is not None and buffer.numel():
+        dist.broadcast(buffer, group_src=0, group=group.copies)
+
+
+def _unpack(buffer: torch.Tensor, bucket: Sequence[_Entry], position: int) -> None:
+    for entry, part in _parts(bucket, buffer, position):
+        wire_dtype = entry.destination.wire_dtype
+        aligned = part if part.storage_offset() % wire_dtype.itemsize == 0 else part.clone()
+        _, count = entry.run(position)
+        entry.destination.local[entry.start : entry.start + count].copy_(aligned.view(wire_dtype))
+
+
+def _exchange(operation, buffers: Mapping[int, torch.Tensor], group: ShardGroup) -> list[dist.Work]:  # type: ignore[no-untyped-def]
+    operations = [dist.P2POp(operation, buffer, peer, group=group.group) for peer, buffer in buffers.items()]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def broadcast_whole(
+    destination: Destination, checkpoint: Checkpoint | None, device: torch.device
+) -> None:
+    """Give every rank all of a parameter or buffer that only global rank 0 can read.
+
+    Collective: every rank must call this, with `local` holding the whole tensor.
+    """
+    count = destination.local.numel()
+    step = max(1, BUCKET_BYTES // destination.wire_dtype.itemsize)
+    with torch.no_grad():
+        for start in range(0, count, step):
+            staging = torch.empty(min(step, count - start), dtype=destination.wire_dtype)
+            if checkpoint is not None:
+                read_run(checkpoint, destination.pieces, staging.dtype.itemsize, start, as_bytes(staging))
+            if dist.is_initialized():
+                staging = staging.to(device)
+                dist.broadcast(staging, src=0)
+            destination.local[start : start + staging.numel()].copy_(staging)

@@ -1,0 +1,109 @@
+"""Who am I among the ranks, and how do all of them come to the same decision?
+
+Thin names over `torch.distributed` that also work in a single process. Does not start process groups.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_fsdp_recipes.errors import RecipeError
+
+
+def is_distributed() -> bool:
+    """Tell whether a process group is up."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """Return the global rank, from the process group or, before there is one, from the launcher."""
+    return dist.get_rank() if is_distributed() else int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Return the number of ranks, from the process group or, before there is one, from the launcher."""
+    return dist.get_world_size() if is_distributed() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main() -> bool:
+    """Tell whether this is global rank 0."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait for all ranks. Collective: every rank must call this."""
+    if is_distributed():
+        dist.barrier()
+
+
+def broadcast_object(value: Any) -> Any:
+    """Return rank 0's `value` on every rank. Collective: every rank must call this."""
+    if not is_distributed():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return the values of all ranks, in rank order. Collective: every rank must call this."""
+    if not is_distributed():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def print_main(message: str) -> None:
+    """Print one line from rank 0; other ranks stay silent."""
+    if is_main():
+        print(message, flush=True)
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raise the lowest rank's error on every rank, or return on every rank.
+
+    Collective: every rank must call this, with its own error or None.
+
+    Raises:
+        RecipeError: the first failing rank's own error, of the same class and text everywhere; an error
+            that is not of this package is raised as itself where it happened and as RecipeError elsewhere.
+    """
+    report = None if error is None else (type(error), str(error), isinstance(error, RecipeError))
+    failures = [(r, report) for r, report in enumerate(gather_objects(report)) if report is not None]
+    if not failures:
+        return
+    first_rank, (kind, message, is_ours) = failures[0]
+    if is_ours:
+        raise kind(message) from error
+    if error is not None:
+        raise error
+    raise RecipeError(f"rank {first_rank} failed with {kind.__name__}: {message}")
+
+
+@contextlib.contextmanager
+def agreed() -> Iterator[None]:
+    """Run a block that may fail on some ranks, then fail on all of them or on none.
+
+    Collective: every rank must enter this, and the block itself must hold no collective.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    raise_together(error)
+
+
+@contextlib.contextmanager
+def exit_clearly() -> Iterator[None]:
+    """Turn an error of this package into one line on stderr and exit status 1, without a traceback."""
+    try:
+        yield
+    except RecipeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
