@@ -204,6 +204,7 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except (ValueError, ImportError) as error:
         raise LoadError(f"a {config.model_type!r} model cannot be built: {error}") from error
+    model.tie_weights()  # moving each parameter to meta as it is registered has undone the ties
     for pattern, kept_dtype in model._get_dtype_plan(dtype).items():
         for name, parameter in model.named_parameters():
             if pattern in name:

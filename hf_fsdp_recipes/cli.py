@@ -1,0 +1,82 @@
+"""The `hf-fsdp` command: each subcommand a few lines that call a room."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from hf_fsdp_recipes.errors import RecipeError, TemplateError
+
+app = typer.Typer(help="FSDP recipes for Accelerate, Trainer and TRL.", no_args_is_help=True, add_completion=False)
+config_app = typer.Typer(help="Accelerate FSDP configs: find, render, check.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+
+def main() -> None:
+    """Run the command; errors of this package end it with one line on stderr and status 1."""
+    try:
+        app()
+    except RecipeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+@config_app.command("list")
+def config_list() -> None:
+    """List the templates, one line each."""
+    from hf_fsdp_recipes.launch import templates
+
+    for template in templates.all_templates():
+        print(f"{template.name:<34} {templates.first_sentence(template)}")
+
+
+@config_app.command("show")
+def config_show(name: Annotated[str, typer.Argument(help="A template's name, as `config list` prints it.")]) -> None:
+    """Print a template as it is shipped."""
+    from hf_fsdp_recipes.launch import templates
+
+    print(templates.render(templates.find_template(name)), end="")
+
+
+@config_app.command("render")
+def config_render(
+    name: Annotated[str, typer.Argument(help="A template's name.")],
+    num_machines: Annotated[Optional[int], typer.Option(help="Number of nodes.")] = None,
+    num_processes: Annotated[Optional[int], typer.Option(help="Number of ranks over all nodes.")] = None,
+    wrap_class: Annotated[Optional[str], typer.Option(help="Layer class to wrap; default: the model's own.")] = None,
+    min_num_params: Annotated[Optional[int], typer.Option(help="Parameters a unit must exceed (size wrap).")] = None,
+    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="File to write; default: stdout.")] = None,
+) -> None:
+    """Write a template for your own machine."""
+    from dataclasses import replace
+
+    from hf_fsdp_recipes.launch import templates
+
+    wishes = {
+        "num_machines": num_machines,
+        "num_processes": num_processes,
+        "wrap_class": wrap_class,
+        "min_num_params": min_num_params,
+    }
+    given = {key: value for key, value in wishes.items() if value is not None}
+    text = templates.render(replace(templates.find_template(name), **given))
+    if output is None:
+        print(text, end="")
+    else:
+        output.write_text(text, encoding="utf-8")
+
+
+@config_app.command("check")
+def config_check(
+    file: Annotated[Path, typer.Argument(help="An Accelerate config file.")],
+    model: Annotated[Optional[str], typer.Option(help="Model to check wrap classes against: a directory or Hub id.")] = None,
+) -> None:
+    """Report all faults of a config at once; status 1 if there are any."""
+    from hf_fsdp_recipes.launch import config_check as check
+
+    config = check.read_config(file)
+    faults = check.find_faults(config, check.module_classes(model) if model else None)
+    if faults:
+        raise TemplateError(f"{file} has {len(faults)} fault{'s'[: len(faults) != 1]}:\n  - " + "\n  - ".join(faults))
+    print(f"{file}: no faults found")
