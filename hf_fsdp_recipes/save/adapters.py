@@ -1,0 +1,128 @@
+"""PEFT adapters at export: which parameters are theirs, what they are called in a file, and merging them.
+
+The adapter is written as PEFT writes it. Merging adds `scaling * B @ A` to the rows that a rank holds, so no
+rank ever has a whole merged layer, let alone a model.
+
+Source: peft 0.21 `utils/save_and_load.py` (names), `tuners/lora/layer.py` (`get_delta_weight`).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.load import names
+from hf_fsdp_recipes.save.slices import Slice, gather_whole, local_slices
+
+ADAPTER_PATTERN = "adapter_model{suffix}.safetensors"
+
+
+def find_peft_model(model: torch.nn.Module) -> Any | None:
+    """Return the PeftModel in a possibly wrapped model, or None."""
+    from peft import PeftModel
+
+    return next((module for module in model.modules() if isinstance(module, PeftModel)), None)
+
+
+def has_adapter(model: torch.nn.Module) -> bool:
+    """Tell whether a model carries PEFT adapters."""
+    return find_peft_model(model) is not None
+
+
+def is_left_out(name: str) -> bool:
+    """Tell whether a parameter has no place of its own in a merged or plain model.
+
+    Adapter matrices go into the base weight; of a saved module the trained copy counts, not the original.
+    """
+    return ".original_module." in name or (names.is_adapter(name) and ".modules_to_save." not in name)
+
+
+def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[str, str]:
+    """Map the adapter's parameters to their names in `adapter_model.safetensors`. Any rank; no collective.
+
+    Raises:
+        ExportError: PEFT keeps nothing, which would be an empty adapter.
+    """
+    from peft import get_peft_model_state_dict
+
+    peft_model = find_peft_model(model)
+    assert peft_model is not None
+    meta = {name: torch.empty(piece.shape, device="meta") for name, piece in slices.items()}
+    by_identity = {id(tensor): name for name, tensor in meta.items()}
+    kept = get_peft_model_state_dict(
+        peft_model, state_dict=meta, adapter_name=_active(peft_model), save_embedding_layers=False
+    )
+    found = {by_identity[id(tensor)]: stored for stored, tensor in kept.items() if id(tensor) in by_identity}
+    if not found or len(found) != len(kept):
+        raise ExportError(f"PEFT names {len(kept)} adapter tensors and {len(found)} of them were found in the model")
+    return found
+
+
+def save_config(model: torch.nn.Module, directory: Path) -> None:
+    """Write `adapter_config.json`, ready for inference. Main rank only."""
+    import copy
+
+    peft_model = find_peft_model(model)
+    assert peft_model is not None
+    config = copy.deepcopy(peft_model.peft_config[_active(peft_model)])
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = peft_model.get_base_model().config.name_or_path
+    config.inference_mode = True
+    config.save_pretrained(str(directory))
+
+
+def _active(peft_model: Any) -> str:
+    active = peft_model.active_adapter
+    return active if isinstance(active, str) else active[0]
+
+
+class Merger:
+    """Adds LoRA to the rows of base weights that a rank holds.
+
+    Construct it on every rank; `gather` is collective, `merged` is not.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        peft_model = find_peft_model(model)
+        if peft_model is None:
+            raise ExportError("merge_adapter: the model has no adapter. Remedy: export it without merge_adapter.")
+        self._adapter = _active(peft_model)
+        config = peft_model.peft_config[self._adapter]
+        if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA" or config.use_dora:
+            raise ExportError("merge_adapter knows LoRA and rsLoRA. Remedy: export the adapter and merge it with PEFT.")
+        self._layers: dict[str, Any] = {}
+        for full_name, module in model.named_modules():
+            if hasattr(module, "lora_A") and self._adapter in getattr(module, "lora_A", {}):
+                self._layers[names.without_wrappers(full_name + ".")[:-1]] = module
+        unsupported = [n for n, m in self._layers.items() if type(m).__name__ not in ("Linear", "Conv1D", "Linear4bit")]
+        if unsupported:
+            raise ExportError(f"merge_adapter cannot merge {unsupported[:3]}: only linear layers are merged by slices.")
+        self._slices = local_slices(model)
+        self._matrices: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def gather(self) -> None:
+        """Bring every layer's two small matrices to every rank. Collective: every rank must call this."""
+        for name in self._layers:
+            a, b = (self._slices[f"{name}.lora_{x}.{self._adapter}.weight"] for x in "AB")
+            device = a.values.device
+            self._matrices[f"{name}.base_layer.weight"] = (gather_whole(a, device), gather_whole(b, device))
+
+    def merged(self, piece: Slice, start: int, values: torch.Tensor) -> torch.Tensor:
+        """Return values of a slice, from `start` of the slice on, with the adapter added in.
+
+        The sum is taken in the base weight's dtype, as PEFT's own merge does.
+        """
+        matrices = self._matrices.get(piece.name)
+        if matrices is None or not values.numel():
+            return values
+        a, b = matrices
+        layer = self._layers[piece.name.removesuffix(".base_layer.weight")]
+        rows_of, columns_of = (a.T, b.T) if layer.fan_in_fan_out else (b, a)
+        width = piece.shape[1]
+        first = piece.first + start
+        top, bottom = first // width, -(-(first + values.numel()) // width)
+        delta = (rows_of[top:bottom] @ columns_of) * layer.scaling[self._adapter]
+        skipped = first - top * width
+        return values + delta.reshape(-1)[skipped : skipped + values.numel()].to(values.dtype)
