@@ -52,12 +52,36 @@ def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[st
     meta = {name: torch.empty(piece.shape, device="meta") for name, piece in slices.items()}
     by_identity = {id(tensor): name for name, tensor in meta.items()}
     kept = get_peft_model_state_dict(
-        peft_model, state_dict=meta, adapter_name=_active(peft_model), save_embedding_layers=False
+        _without_wrappers(model, peft_model),
+        state_dict=meta,
+        adapter_name=_active(peft_model),
+        save_embedding_layers=False,
     )
     found = {by_identity[id(tensor)]: stored for stored, tensor in kept.items() if id(tensor) in by_identity}
     if not found or len(found) != len(kept):
         raise ExportError(f"PEFT names {len(kept)} adapter tensors and {len(found)} of them were found in the model")
     return found
+
+
+def _without_wrappers(model: torch.nn.Module, peft_model: Any) -> Any:
+    """Return a PeftModel whose module names are plain: the model's own, or under FSDP1 a twin on meta.
+
+    PEFT looks adapters up by module name, and FSDP1 puts its wrappers into those names.
+    """
+    if all(name == names.without_wrappers(name) for name, _ in model.named_parameters()):
+        return peft_model
+    import copy
+
+    from accelerate import init_empty_weights
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    adapter = _active(peft_model)
+    config = copy.deepcopy(peft_model.peft_config[adapter])
+    config.init_lora_weights = False  # names do not need values
+    with init_empty_weights():
+        base = AutoModelForCausalLM.from_config(peft_model.get_base_model().config)
+        return get_peft_model(base, config, adapter_name=adapter)
 
 
 def save_config(model: torch.nn.Module, directory: Path) -> None:

@@ -1,0 +1,208 @@
+"""Checkpoint directories: how they are named, when one is complete, which is the newest, which may go.
+
+A checkpoint exists when its directory has the final name and holds a manifest that its files agree with; the
+manifest is written last and the name is given by one rename. Files and paths only: no torch, no ranks.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_recipes.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 1
+STATE_FILE = "trainer_state.json"
+_NAME = re.compile(r"checkpoint-(\d+)")
+_INCOMPLETE = re.compile(r"\.checkpoint-(\d+)\.incomplete")
+_READ_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One `checkpoint-<step>` directory and what speaks against resuming from it (None if nothing does)."""
+
+    path: Path
+    step: int
+    fault: str | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it can be resumed from."""
+        return self.fault is None
+
+
+def directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
+    """Return the final name of a step's checkpoint."""
+    return Path(output_dir) / f"checkpoint-{step}"
+
+
+def incomplete_directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
+    """Return the name under which a step's checkpoint is written; Trainer does not take it for one."""
+    return Path(output_dir) / f".checkpoint-{step}.incomplete"
+
+
+def checksum(file: Path) -> str:
+    """Return the CRC-32 of a file's bytes, as eight hexadecimal digits."""
+    value = 0
+    with file.open("rb") as stream:
+        while block := stream.read(_READ_BYTES):
+            value = zlib.crc32(block, value)
+    return f"{value:08x}"
+
+
+def describe_files(directory: Path, files: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return bytes and checksum of files, by their path relative to `directory`."""
+    return {
+        name: {"bytes": (directory / name).stat().st_size, "crc32": checksum(directory / name)} for name in sorted(files)
+    }
+
+
+def files_in(directory: Path) -> list[str]:
+    """List all files below a directory, relative to it, the manifest aside."""
+    found = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
+    return sorted(name for name in found if name != MANIFEST)
+
+
+def commit(incomplete: Path, final: Path, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+    """Write the manifest, make everything durable, and give the directory its name. Main rank only.
+
+    Raises:
+        CheckpointError: a file that was written is not there any more, or the disk refuses.
+    """
+    present = set(files_in(incomplete))
+    if present != set(files):
+        odd = sorted(present ^ set(files))[:3]
+        raise CheckpointError(f"{incomplete}: {odd} were written and are gone, or appeared by themselves")
+    manifest = {"format": MANIFEST_FORMAT, **facts, "files": {name: dict(files[name]) for name in sorted(files)}}
+    try:
+        with (incomplete / MANIFEST).open("w") as stream:
+            json.dump(manifest, stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        for directory in {incomplete, *((incomplete / name).parent for name in files)}:
+            _sync_directory(directory)
+        if final.exists():
+            _set_aside(final)
+        incomplete.rename(final)
+        _sync_directory(final.parent)
+    except OSError as error:
+        raise CheckpointError(f"{final} could not be completed: {error.strerror}. Earlier checkpoints are intact.") from error
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename something that is in the way; nothing is deleted unasked."""
+    number = 0
+    while (target := path.with_name(f"{path.name}.set-aside-{number}")).exists():
+        number += 1
+    path.rename(target)
+    logger.warning("%s was in the way and is now %s", path, target.name)
+    return target
+
+
+def find_fault(directory: Path, verify: bool = False) -> str | None:
+    """Return why a checkpoint cannot be resumed from, or None. Looks at names and sizes; reads bytes with `verify`."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        files = {str(name): (int(entry["bytes"]), str(entry["crc32"])) for name, entry in manifest["files"].items()}
+    except FileNotFoundError:
+        return f"no {MANIFEST}: the save did not finish, or another program wrote it"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read ({error!r})"
+    match = _NAME.fullmatch(directory.name)
+    if match and manifest.get("step") != int(match.group(1)):
+        return f"{MANIFEST} is of step {manifest.get('step')}"
+    for name, (num_bytes, crc) in files.items():
+        file = directory / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != num_bytes:
+            return f"{name} has {file.stat().st_size:,} bytes, not {num_bytes:,}"
+        if verify and checksum(file) != crc:
+            return f"{name} has been altered (CRC-32 differs)"
+    return None
+
+
+def list_checkpoints(output_dir: str | os.PathLike[str], verify: bool = False) -> list[Checkpoint]:
+    """Return all checkpoints of a run, oldest step first, complete or not."""
+    found = []
+    directory = Path(output_dir)
+    for path in directory.iterdir() if directory.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            found.append(Checkpoint(path, int(match.group(1)), find_fault(path, verify)))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def latest_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
+    """Return the newest complete checkpoint of a run, or None.
+
+    Torn and altered ones are named in a warning and passed over; nothing is changed on disk. Sizes of all
+    files are checked, and the newest one's checksums.
+    """
+    for checkpoint in reversed(list_checkpoints(output_dir)):
+        fault = checkpoint.fault or find_fault(checkpoint.path, verify=True)
+        if fault is None:
+            return checkpoint.path
+        logger.warning("%s is not resumed from: %s", checkpoint.path, fault)
+    return None
+
+
+def set_aside_torn(output_dir: str | os.PathLike[str]) -> list[Path]:
+    """Rename what cannot be resumed from, so that nothing takes it for a checkpoint. Main rank only.
+
+    Returns:
+        The new names. Directories of interrupted saves keep theirs; the next save of that step replaces them.
+    """
+    return [_set_aside(checkpoint.path) for checkpoint in list_checkpoints(output_dir) if not checkpoint.is_complete]
+
+
+def remove_old(output_dir: str | os.PathLike[str], keep: int, protect: Iterable[Path | str] = ()) -> list[Path]:
+    """Delete the oldest complete checkpoints beyond `keep`, never the newest or a protected one. Main rank only.
+
+    Call it only after a newer one is complete. Only directories named exactly `checkpoint-<step>` go.
+    """
+    protected = {Path(path).resolve() for path in protect}
+    complete = [checkpoint for checkpoint in list_checkpoints(output_dir) if checkpoint.is_complete]
+    candidates = [checkpoint for checkpoint in complete[:-1] if checkpoint.path.resolve() not in protected]
+    removed = []
+    for checkpoint in candidates[: max(0, len(complete) - keep)]:
+        shutil.rmtree(checkpoint.path)
+        removed.append(checkpoint.path)
+    return removed
+
+
+def start(output_dir: str | os.PathLike[str], step: int) -> Path:
+    """Make the empty directory that a step is written into, replacing an interrupted attempt. Main rank only.
+
+    Raises:
+        CheckpointError: no permission, no room.
+    """
+    incomplete = incomplete_directory_for(output_dir, step)
+    try:
+        for old in Path(output_dir).glob(".checkpoint-*.incomplete") if Path(output_dir).is_dir() else ():
+            if _INCOMPLETE.fullmatch(old.name):
+                shutil.rmtree(old)
+        incomplete.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{incomplete} cannot be created: {error.strerror}. Remedy: check path, permissions and free space."
+        ) from error
+    return incomplete

@@ -1,0 +1,228 @@
+"""SHARDED_STATE_DICT of model and optimizer through torch DCP, while training goes on or before it does.
+
+`Writer.save` copies this rank's state to host memory, then a thread writes it, over a process group of its
+own: files, fsync, checksums, and one rename by rank 0 when every rank is done. One save is in flight at a
+time; a failure is kept and raised at the next call. The layout is the one that Trainer resumes from.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_fsdp_recipes import ranks
+from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.save import layout, seams
+
+logger = logging.getLogger(__name__)
+
+MODEL_DIRECTORY = "pytorch_model_fsdp_0"
+OPTIMIZER_DIRECTORY = "optimizer_0"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one checkpoint holds, before it is written.
+
+    Attributes:
+        step: the global step.
+        state: {"model": ..., "optimizer": ...}, sharded tensors.
+        small_files: what else this rank writes: a function of the path, by file name.
+        facts: what the manifest says beside the files, on rank 0.
+    """
+
+    step: int
+    state: Mapping[str, Mapping[str, Any]]
+    small_files: Mapping[str, Callable[[Path], None]]
+    facts: Mapping[str, Any]
+
+
+def capture(model: Any, optimizer: Any, plugin: Any) -> dict[str, dict[str, Any]]:
+    """Collect the sharded state of model and optimizer, without copies where it lives on the CPU.
+
+    Collective: every rank must call this. LoRA models give their adapters only, whole by name.
+    """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    if plugin.fsdp_version == 2:
+        options = seams.state_options(plugin)
+        state = {"model": seams.model_state(model, plugin)}
+        return {**state, "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+    with FSDP.state_dict_type(model, plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config):
+        return {"model": seams.model_state(model, plugin), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+
+
+class Writer:
+    """Writes snapshots, one at a time. Every rank has one and calls its methods in the same order."""
+
+    def __init__(self, output_dir: str | os.PathLike[str], asynchronous: bool = True) -> None:
+        self.output_dir = Path(output_dir)
+        self._asynchronous = asynchronous
+        self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._stager: Any = None
+        self._completed: Path | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is in flight on this rank."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Start writing a snapshot; return as soon as training may change the state again.
+
+        Collective: every rank must call this. Waits for the save before it, if that is still in flight.
+
+        Raises:
+            CheckpointError: the same on every rank: the save before this one failed, or this one cannot start.
+        """
+        self.wait()
+        self._start_group()
+        with ranks.agreed():
+            if ranks.is_main():
+                layout.start(self.output_dir, snapshot.step)
+        if self._asynchronous:
+            snapshot = Snapshot(snapshot.step, self._stage(snapshot.state), snapshot.small_files, snapshot.facts)
+            self._thread = threading.Thread(target=self._write_guarded, args=(snapshot,), name="checkpoint-writer")
+            self._thread.start()
+        else:
+            self._write_guarded(snapshot)
+            self.wait()
+
+    def wait(self) -> Path | None:
+        """Wait for the save in flight and return the last completed checkpoint.
+
+        Collective: every rank must call this.
+
+        Raises:
+            CheckpointError: the same on every rank, once, if the save failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        ranks.raise_together(failure)
+        return self._completed
+
+    def collect_failure(self) -> Exception | None:
+        """Return the error of a finished save without waiting, and forget it. No collective."""
+        if self.is_writing:
+            return None
+        failure, self._failure = self._failure, None
+        return failure
+
+    def _start_group(self) -> None:
+        # Own group: the writer's collectives must not mix with the training's, and run on the CPU.
+        if self._group is None and ranks.is_distributed():
+            self._group = dist.new_group(backend="gloo")
+
+    def _stage(self, state: Mapping[str, Any]) -> Any:
+        from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+        if self._stager is None:
+            self._stager = BlockingAsyncStager()
+        return self._stager.stage(dict(state))
+
+    def _write_guarded(self, snapshot: Snapshot) -> None:
+        try:
+            self._write(snapshot)
+        except Exception as error:
+            if not isinstance(error, CheckpointError):
+                error = CheckpointError(
+                    f"the checkpoint of step {snapshot.step} was not written: {_describe(error)}. Earlier checkpoints are "
+                    f"intact. Remedy: check free space and permissions of {self.output_dir}."
+                )
+            self._failure = error
+
+    def _write(self, snapshot: Snapshot) -> None:
+        directory = layout.incomplete_directory_for(self.output_dir, snapshot.step)
+        with self._agreed():
+            for name, write in snapshot.small_files.items():
+                write(directory / name)
+                _sync(directory / name)
+        self._save_state(snapshot.state["model"], "model", directory / MODEL_DIRECTORY)
+        self._save_state(snapshot.state["optimizer"], "optimizer", directory / OPTIMIZER_DIRECTORY)
+        mine: dict[str, Any] = {}
+        with self._agreed():
+            mine = layout.describe_files(directory, self._my_files(directory, snapshot))
+        described = self._gather(mine)
+        final = layout.directory_for(self.output_dir, snapshot.step)
+        with self._agreed():
+            if ranks.is_main():
+                files = {name: facts for part in described for name, facts in part.items()}
+                layout.commit(directory, final, files, {"step": snapshot.step, **snapshot.facts})
+        self._completed = final
+
+    def _save_state(self, state: Mapping[str, Any], key: str, directory: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        with self._agreed():
+            if ranks.is_main():
+                directory.mkdir()
+        writer = dcp.FileSystemWriter(directory, sync_files=True)
+        dcp.save({key: dict(state)}, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+
+    def _my_files(self, directory: Path, snapshot: Snapshot) -> list[str]:
+        """List the files that this rank describes: its own, and on rank 0 whatever nobody else claims."""
+        names = list(snapshot.small_files)
+        prefix = f"__{ranks.rank()}_"
+        for part in (MODEL_DIRECTORY, OPTIMIZER_DIRECTORY):
+            for file in (directory / part).iterdir():
+                if file.name.startswith(prefix) or (file.name == ".metadata" and ranks.is_main()):
+                    names.append(f"{part}/{file.name}")
+        return names
+
+    def _gather(self, value: Any) -> list[Any]:
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    @contextlib.contextmanager
+    def _agreed(self) -> Any:
+        """Fail on every rank if one fails, over the writer's own group."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        failures = [report for report in self._gather(None if error is None else _describe(error)) if report]
+        if error is not None:
+            raise error
+        if failures:
+            raise CheckpointError(f"the checkpoint was not written: {failures[0]}. Earlier checkpoints are intact.")
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+
+
+def _sync(file: Path) -> None:
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def save_tensors(value: Any) -> Callable[[Path], None]:
+    """Return a function that `torch.save`s a value under a path; the value is taken as it is now."""
+    return lambda path: torch.save(value, path)
+
+
+def save_text(text: str) -> Callable[[Path], None]:
+    """Return a function that writes text under a path."""
+
+    def write(path: Path) -> None:
+        path.write_text(text)
+
+    return write

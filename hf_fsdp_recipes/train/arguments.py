@@ -1,0 +1,138 @@
+"""The recipes' arguments: TRL's and Trainer's own dataclasses, and the few that this package adds.
+
+A recipe is a YAML of any of these fields; the command line overrides it. Checks what can be checked from the
+arguments alone; loads nothing.
+"""
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError
+from hf_fsdp_recipes.launch import cpu
+
+
+@dataclass
+class RecipeArguments:
+    """What this package adds to TRL's arguments."""
+
+    load_source: str = field(
+        default="rank0",
+        metadata={
+            "help": "Who reads the weights: rank0 (it alone, and sends slices) or direct (each rank its own ranges).",
+            "choices": ["rank0", "direct"],
+        },
+    )
+    export_dtype: str | None = field(
+        default=None,
+        metadata={"help": "Dtype of the exported weights, bfloat16 say; default: the parameters' own."},
+    )
+    export_max_shard_size: str = field(default="5GB", metadata={"help": "Largest file of the export, as in save_pretrained."})
+    merge_adapter: bool = field(
+        default=False, metadata={"help": "Also write <output_dir>/export_merged: the base model with the LoRA weights in it."}
+    )
+    asynchronous_save: bool = field(
+        default=True, metadata={"help": "Keep training while a checkpoint is written; costs host memory for one copy of the state."}
+    )
+    prompt_template: str = field(
+        default="alpaca",
+        metadata={"help": "How instruction/input/output rows become prompts: alpaca, or chat (messages).", "choices": ["alpaca", "chat"]},
+    )
+    validation_split_percentage: float = field(
+        default=0.0, metadata={"help": "Percent of the training rows held out for evaluation when there is no test split."}
+    )
+    report: bool = field(default=True, metadata={"help": "Write metrics.jsonl, report.md and plots into the output directory."})
+
+
+class Arguments(NamedTuple):
+    """Everything a run is told: TRL's script, SFT and model arguments, and this package's."""
+
+    script: Any
+    training: Any
+    model: Any
+    recipe: RecipeArguments
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
+    """Read a recipe (`--config X.yaml`) and command-line overrides. Every rank calls this; no collective.
+
+    Turns on FSDP on CPU ranks first, because TrainingArguments starts Accelerate's state.
+
+    Raises:
+        RecipeError: an unknown key, a value that a field does not take, or a recipe that is not YAML.
+        TemplateError, DataError: arguments that cannot work together.
+    """
+    cpu.enable()
+    from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
+
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, RecipeArguments))
+    given = list(sys.argv[1:] if argv is None else argv)
+    complaints = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaints):
+            parsed = parser.parse_args_and_config(given)
+    except SystemExit as error:
+        if not error.code:
+            raise  # --help
+        raise RecipeError(complaints.getvalue().strip().splitlines()[-1]) from error
+    except OSError as error:
+        raise RecipeError(f"the recipe cannot be read: {error}. Remedy: check the path after --config.") from error
+    except Exception as error:
+        raise RecipeError(f"{_first_line(error)}{_suggest(str(error), parser)}") from error
+    arguments = Arguments(*parsed)
+    check_arguments(arguments)
+    return arguments
+
+
+def check_arguments(arguments: Arguments) -> None:
+    """Refuse arguments that would fail, or silently do something else, later on. No collective."""
+    if arguments.model.model_name_or_path is None:
+        raise RecipeError("no model. Rule: model_name_or_path is a directory or a Hub id. Remedy: add it to the recipe.")
+    if arguments.script.dataset_name is None:
+        raise DataError("no dataset. Rule: dataset_name is a Hub id, a file or a folder. Remedy: add it to the recipe.")
+    if not 0 <= arguments.recipe.validation_split_percentage < 100:
+        raise DataError(f"validation_split_percentage: {arguments.recipe.validation_split_percentage}. Rule: 0 to below 100.")
+    if arguments.recipe.merge_adapter and not arguments.model.use_peft:
+        raise RecipeError("merge_adapter without use_peft: there is no adapter to merge. Remedy: drop one or add the other.")
+    check_launch(arguments.training)
+
+
+def check_launch(training: Any) -> None:
+    """Refuse a launch whose ranks would not train one model together. No collective.
+
+    Raises:
+        TemplateError: several ranks without FSDP, or ranks that do not know of each other.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1 and training.world_size != launched:
+        raise TemplateError(
+            f"{launched} ranks were launched and each believes to be one of {training.world_size}. Rule: they train one "
+            f"model. Remedy: launch with a template of accelerate_configs/ (accelerate launch --config_file ...)."
+        )
+    if launched > 1 and not cpu.is_true(os.environ.get("ACCELERATE_USE_FSDP", "false")):
+        raise TemplateError(
+            f"{launched} ranks were launched without FSDP. Rule: the recipes shard. Remedy: accelerate launch --config_file "
+            f"accelerate_configs/fsdp2_full_shard.yaml (fsdp2_cpu.yaml without a GPU), or distributed_type: FSDP in yours."
+        )
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _suggest(message: str, parser: Any) -> str:
+    """Name the nearest known argument where the message quotes an unknown one."""
+    import re
+    from difflib import get_close_matches
+
+    known = [action.dest for action in parser._actions]
+    for word in re.findall(r"'-*([A-Za-z_]\w+)'?", message):
+        close = get_close_matches(word, known, n=1)
+        if word not in known and close:
+            return f" Remedy: did you mean {close[0]}?"
+    return ""
