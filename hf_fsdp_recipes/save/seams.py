@@ -1,12 +1,17 @@
-"""The one place in Accelerate that saving and resuming patch: adapters under FSDP1.
+"""The places where saving and resuming patch Accelerate and Trainer: two losses under FSDP1.
 
 PEFT looks adapter tensors up by module name; FSDP1 puts wrapper names between, so Accelerate's adapter-only
 state dict comes out empty: a checkpoint without adapters, and a resume that silently starts them anew.
-For FSDP1 with PEFT the adapter entries of the model's own state dict are taken instead. Everything else
-passes through untouched.
+For FSDP1 with PEFT the adapter entries of the model's own state dict are taken instead.
+
+`load_fsdp_optimizer` reads a checkpoint into the state that the optimizer already has; under FSDP1 a fresh
+optimizer has none, so nothing is read and Adam starts from zero. Its state is made first.
+
+Everything else passes through untouched.
 
 Source: accelerate 1.15 `utils/fsdp_utils.py`, `_get_model_state_dict`, `_set_model_state_dict`,
-`_prepare_sd_options`; seen with peft 0.21 (0 of 70 adapter tensors saved).
+`_prepare_sd_options`, `load_fsdp_optimizer`; seen with peft 0.21 (0 of 70 adapter tensors saved) and with a
+stock FSDP1 resume (losses differ from the second step on).
 """
 
 import functools
@@ -59,7 +64,29 @@ def install() -> None:
 
     fsdp_utils._get_model_state_dict = get_with_fsdp1_adapters
     fsdp_utils._set_model_state_dict = put_with_fsdp1_adapters
+    _patch_optimizer_loading()
     _is_installed = True
+
+
+def _patch_optimizer_loading() -> None:
+    from torch.distributed.checkpoint import state_dict as dcp_state_dict
+    from transformers import trainer
+
+    for module, name in ((trainer, "load_fsdp_optimizer"), (dcp_state_dict, "_init_optim_state")):
+        if not hasattr(module, name):
+            raise CheckpointError(
+                f"{module.__name__} has no {name}, which an FSDP1 resume leans on. Rule: tried with transformers 5.23 and "
+                f"torch 2.13. Remedy: install those, or use FSDP2."
+            )
+    load = trainer.load_fsdp_optimizer
+
+    @functools.wraps(load)
+    def load_into_made_state(fsdp_plugin: Any, accelerator: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if fsdp_plugin.fsdp_version == 1:
+            dcp_state_dict._init_optim_state(getattr(optimizer, "optimizer", optimizer))
+        return load(fsdp_plugin, accelerator, optimizer, *args, **kwargs)
+
+    trainer.load_fsdp_optimizer = load_into_made_state
 
 
 def model_state(model: Any, plugin: Any) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError
 from hf_fsdp_recipes.launch import cpu
 
@@ -70,6 +72,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, RecipeArguments))
+    parser.set_defaults(**_defaults_from_launch())
     given = list(sys.argv[1:] if argv is None else argv)
     complaints = io.StringIO()
     try:
@@ -86,6 +89,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     arguments = Arguments(*parsed)
     check_arguments(arguments)
     return arguments
+
+
+def _defaults_from_launch() -> dict[str, Any]:
+    """Let the template decide precision and device where the recipe does not: TRL would say bf16 regardless."""
+    defaults: dict[str, Any] = {}
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if precision is not None:
+        defaults |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
+    elif not torch.accelerator.is_available():
+        defaults["bf16"] = False
+    if cpu.is_asked_for() or not torch.accelerator.is_available():
+        defaults |= {"use_cpu": True, "dataloader_pin_memory": False}
+    return defaults
 
 
 def check_arguments(arguments: Arguments) -> None:

@@ -51,7 +51,7 @@ def build_trainer(arguments: Arguments) -> Any:
         **(training.model_init_kwargs or {}),
     )
     training.model_init_kwargs = None
-    trainer = SFTTrainer(
+    return SFTTrainer(
         model=model,
         args=training,
         train_dataset=train,
@@ -60,9 +60,6 @@ def build_trainer(arguments: Arguments) -> Any:
         peft_config=get_peft_config(model_arguments),
         callbacks=_callbacks(arguments),
     )
-    if not training.dataloader_pin_memory or training.device.type == "cpu":
-        training.dataloader_pin_memory = False
-    return trainer
 
 
 def _optional(key: str, value: Any) -> dict[str, Any]:

