@@ -67,6 +67,15 @@ def config_render(
         output.write_text(text, encoding="utf-8")
 
 
+@config_app.command("render-all", hidden=True)
+def config_render_all() -> None:
+    """Write the committed files of accelerate_configs/ anew from their source."""
+    from hf_fsdp_recipes.launch import templates
+
+    for template in templates.all_templates():
+        (templates.template_directory() / f"{template.name}.yaml").write_text(templates.render(template), encoding="utf-8")
+
+
 @config_app.command("check")
 def config_check(
     file: Annotated[Path, typer.Argument(help="An Accelerate config file.")],

@@ -9,7 +9,6 @@ last complete checkpoint, exports it, and shows what it answers before and after
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -100,12 +99,11 @@ def train(options: argparse.Namespace, model: str, kill_after: int | None = None
     output = Path(options.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     with (output / "quickstart.log").open("a") as log:
-        # A session of its own, so that killing it takes the launcher and both ranks at once.
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
             was_killed = watch(process, options, kill_after)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_tree(process)
             raise
     if was_killed:
         say(f"  killed (SIGKILL, launcher and both ranks) after step {kill_after}; nothing could be saved any more")
@@ -121,6 +119,8 @@ def watch(process: subprocess.Popen, options: argparse.Namespace, kill_after: in
 
     output = Path(options.output_dir)
     shown = 0
+    # What the killed run logged past its checkpoint stands in the file until the resumed run drops it.
+    stale = {entry["step"]: entry for entry in read_metrics(output / "metrics.jsonl")}
     if kill_after is None:
         complete = [checkpoint.step for checkpoint in list_checkpoints(output) if checkpoint.is_complete]
         say(f"  complete checkpoints: {complete}; resuming from step {max(complete)}")
@@ -128,15 +128,26 @@ def watch(process: subprocess.Popen, options: argparse.Namespace, kill_after: in
     while process.poll() is None:
         time.sleep(0.2)
         for entry in read_metrics(output / "metrics.jsonl"):
-            if entry["step"] > shown and "loss" in entry:
+            if entry["step"] > shown and "loss" in entry and entry != stale.get(entry["step"]):
                 shown = entry["step"]
                 say(f"  step {shown:>3}/{options.max_steps}  loss {entry['loss']:.3f}  {entry.get('step_seconds', 0):.1f} s")
         saved = any(checkpoint.is_complete for checkpoint in list_checkpoints(output))
         if kill_after is not None and shown >= kill_after and saved:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            kill_tree(process)
             return True
     return False
+
+
+def kill_tree(process: subprocess.Popen) -> None:
+    """SIGKILL the launcher and its ranks (torchrun gives each rank a session of its own)."""
+    import psutil
+
+    launcher = psutil.Process(process.pid)
+    family = [launcher, *launcher.children(recursive=True)]
+    for member in family:
+        member.kill()
+    psutil.wait_procs(family, timeout=10)
+    process.wait()
 
 
 def answer(model: str) -> list[str]:

@@ -9,7 +9,7 @@ import logging
 import os
 import random
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import yaml
@@ -59,6 +59,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._signals = SignalWatch(check_signals_every_steps) if signals else None
         self._strategy: Any = SaveStrategy.NO
         self._writer: Writer | None = None
+        self._lock: IO[str] | None = None
         self._plugin: Any = None
         self._pending_step: int | None = None
         self._last_saved_step = -1
@@ -82,6 +83,9 @@ class ShardedCheckpointCallback(TrainerCallback):
             # "steps", it still keeps track of the best one, and the flag is cleared like any other.
             args.save_strategy = SaveStrategy.STEPS
         self._writer = Writer(args.output_dir, self._asynchronous)
+        with ranks.agreed():
+            if ranks.is_main():
+                self._lock = layout.lock(args.output_dir)
         if self._signals is not None:
             self._signals.start()
 
@@ -155,6 +159,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         completed = self._writer.wait()
         self._prune(args, state)
         args.save_strategy = self._strategy
+        if self._lock is not None:
+            self._lock.close()
         if self._signals is not None:
             self._signals.stop()
             self._signals.exit_if_signalled(completed)

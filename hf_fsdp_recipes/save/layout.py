@@ -4,16 +4,19 @@ A checkpoint exists when its directory has the final name and holds a manifest t
 manifest is written last and the name is given by one rename. Files and paths only: no torch, no ranks.
 """
 
+import fcntl
 import json
 import logging
 import os
 import re
 import shutil
+import socket
+import time
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hf_fsdp_recipes.errors import CheckpointError
 
@@ -21,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
+LOCK_FILE = ".writer.lock"
 STATE_FILE = "trainer_state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _INCOMPLETE = re.compile(r"\.checkpoint-(\d+)\.incomplete")
@@ -187,6 +191,42 @@ def remove_old(output_dir: str | os.PathLike[str], keep: int, protect: Iterable[
         shutil.rmtree(checkpoint.path)
         removed.append(checkpoint.path)
     return removed
+
+
+def lock(output_dir: str | os.PathLike[str], wait_seconds: float = 60.0) -> IO[str]:
+    """Take the right to write checkpoints into a directory; hold the returned file as long as you do.
+
+    Main rank only. Keeps a run apart from what is left of the run that it replaces. Filesystems without locks
+    give everybody the right.
+
+    Raises:
+        CheckpointError: another process still holds it after `wait_seconds`, or the directory cannot be written.
+    """
+    path = Path(output_dir) / LOCK_FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("a+")
+    except OSError as error:
+        raise CheckpointError(f"{path.parent} cannot be written: {error.strerror}. Remedy: check permissions.") from error
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                stream.seek(0)
+                raise CheckpointError(
+                    f"{output_dir} is in use by another run ({stream.read().strip()}). Rule: one run a directory. Remedy: end "
+                    f"that run, or choose another output_dir."
+                ) from error
+            time.sleep(0.5)
+        except OSError:
+            break  # no locks here
+    stream.truncate(0)
+    stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    stream.flush()
+    return stream
 
 
 def start(output_dir: str | os.PathLike[str], step: int) -> Path:

@@ -4,6 +4,7 @@ SIGTERM and SIGUSR1 set a flag. At the end of a step all ranks ask each other in
 was signalled, all write a checkpoint and leave with the same exit status. A second signal changes nothing.
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from hf_fsdp_recipes import ranks
 
 EXIT_PREEMPTED = 85  # a checkpoint was written because of a signal; submit the same command again to go on
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -39,6 +41,7 @@ class SignalWatch:
             self._group = dist.new_group(backend="gloo")
         for number in WATCHED:
             self._previous[number] = signal.signal(number, self._note)
+        _follow_launcher()
         _ask_for_patience()
 
     def stop(self) -> None:
@@ -72,6 +75,22 @@ class SignalWatch:
 
     def _note(self, number: int, frame: Any) -> None:
         self._received = number
+
+
+def _follow_launcher() -> None:
+    """Have the kernel send SIGTERM to this rank when its launcher dies.
+
+    torchrun starts ranks in sessions of their own; if it is killed itself, they would train on unseen, beside the
+    run that replaces them and into the same directory. Linux only; elsewhere nothing happens.
+
+    Source: prctl(2), PR_SET_PDEATHSIG.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent or parent == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _ask_for_patience() -> None:

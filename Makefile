@@ -1,0 +1,42 @@
+# Every target does its own set-up: a .venv in the checkout, kept if it is there.
+TORCH ?= 2.13.0
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test test-all lint bench templates clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/python recipes/quickstart.py $(if $(MODEL),--model $(MODEL))
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not slow and not gpu and not slurm"
+
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not gpu and not slurm" --timeout=1800
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/load.py
+	$(BIN)/python benchmarks/export.py
+	$(BIN)/python benchmarks/save.py
+
+templates: $(VENV)/.installed
+	$(BIN)/hf-fsdp config render-all
+
+# A torch that is already there is kept; where there is none, a pinned one, so that a CPU machine does not pull CUDA.
+$(VENV)/.installed: setup.cfg setup.py Makefile
+	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON); install python3 and python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed (TRL needs it): make PYTHON=python3.12 ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(if $(SYSTEM_SITE_PACKAGES),--system-site-packages) $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools wheel
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

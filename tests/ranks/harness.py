@@ -1,0 +1,151 @@
+"""Runs a function on several gloo ranks, with a time-out and every rank's traceback, without paying for imports.
+
+A fork server imports torch, transformers and TRL once; each rank is a fork of it. The environment of a rank
+is what `accelerate launch` gives it for a config file, taken from Accelerate itself.
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+PRELOAD = ["torch", "transformers", "trl", "peft", "datasets", "accelerate", "tests.ranks.preload"]
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(PRELOAD)
+
+FSDP2 = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
+FSDP1 = {"fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_use_orig_params": True}
+COMMON = {
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_cpu_ram_efficient_loading": False,
+    "fsdp_sync_module_states": False,
+}
+
+
+def fsdp_environment(fsdp: dict[str, Any], parallel: dict[str, int] | None = None, precision: str = "no") -> dict[str, str]:
+    """Return the variables that `accelerate launch` sets for an FSDP config."""
+    import argparse
+    import tempfile
+
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    config = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "use_cpu": True,
+        "mixed_precision": precision,
+        "num_machines": 1,
+        "num_processes": 2,
+        "fsdp_config": COMMON | fsdp,
+    }
+    if parallel:
+        config["parallelism_config"] = {f"parallelism_config_{key}": value for key, value in parallel.items()}
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(config, file)
+        file.flush()
+        arguments: argparse.Namespace = launch_command_parser().parse_args(
+            ["--config_file", file.name, "--main_process_port", "0", "script.py"]
+        )
+        arguments, _, _ = _validate_launch_command(arguments)
+        environment = prepare_multi_gpu_env(arguments)
+    return {
+        key: value
+        for key, value in environment.items()
+        if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")) and os.environ.get(key) != value
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    environment: dict[str, str] | None = None,
+    timeout_seconds: float = 90.0,
+    expect_failure: bool = False,
+) -> list[Any]:
+    """Run `function(*arguments)` on every rank; return the results in rank order.
+
+    Fails the test with every rank's traceback if one raises, dies or outlasts the time-out. With
+    `expect_failure` every rank must raise, and the exceptions' (class name, text) are returned.
+    """
+    results = context.Queue()
+    port = free_port()
+    processes = []
+    for rank in range(world_size):
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            **(environment or {}),
+        }
+        process = context.Process(target=_run, args=(function, arguments, rank, variables, results), daemon=True)
+        process.start()
+        processes.append(process)
+    outcomes: dict[int, tuple[str, Any]] = {}
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        while len(outcomes) < world_size and time.monotonic() < deadline:
+            try:
+                rank, kind, value = results.get(timeout=0.2)
+                outcomes[rank] = (kind, value)
+            except Exception:
+                if all(not process.is_alive() for process in processes) and results.empty():
+                    break
+    finally:
+        for process in processes:
+            process.join(timeout=5 if len(outcomes) == world_size else 0.1)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    wanted = "error" if expect_failure else "result"
+    if set(outcomes) == set(range(world_size)) and all(kind == wanted for kind, _ in outcomes.values()):
+        return [outcomes[rank][1][:2] if expect_failure else outcomes[rank][1] for rank in range(world_size)]
+    pytest.fail("\n".join(_account(rank, processes[rank], outcomes.get(rank)) for rank in range(world_size)))
+
+
+def _account(rank: int, process: Any, outcome: tuple[str, Any] | None) -> str:
+    if outcome is None:
+        return f"--- rank {rank}: nothing heard (exit code {process.exitcode}; killed at the time-out if -9)"
+    kind, value = outcome
+    return f"--- rank {rank}: {kind}\n{value[2] if kind == 'error' else value}"
+
+
+def _run(function: Callable[..., Any], arguments: Any, rank: int, variables: dict[str, str], results: Any) -> None:
+    os.environ.update(variables)
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)
+    try:
+        results.put((rank, "result", function(*arguments)))
+    except BaseException as error:
+        results.put((rank, "error", (type(error).__name__, str(error), traceback.format_exc())))
+    finally:
+        results.close()
+        results.join_thread()
+        sys.stdout.flush()
+        os._exit(0)  # a rank that failed alone must not wait for the others in a destructor
+
+
+def read_losses(output_dir: Path) -> list[float]:
+    from hf_fsdp_recipes.measure.report import read_metrics
+
+    return [entry["loss"] for entry in read_metrics(Path(output_dir) / "metrics.jsonl") if "loss" in entry]

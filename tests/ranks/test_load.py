@@ -1,0 +1,189 @@
+"""The loader against stock loading, on real gloo ranks: the same losses, digit for digit."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
+from tests.ranks.training import LORA, build, train_losses
+
+HYBRID = {"dp_replicate_size": 2, "dp_shard_size": 2}
+
+
+def both(model, data, tmp_path, environment, world_size=2, **keywords):
+    stock = run_ranks(_train, world_size, model, data, tmp_path / "stock", {"loader": "stock", **keywords}, environment=environment)
+    ours = run_ranks(_train, world_size, model, data, tmp_path / "ours", keywords, environment=environment)
+    return stock, ours
+
+
+def _train(model, data, output, keywords):
+    return train_losses(str(model), str(data), str(output), **keywords)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [("llama", None), ("llama_tied", None), ("llama_tied", LORA), ("gpt2", None), ("qwen3_moe", None), ("mixtral", None)],
+)
+def test_fsdp2_losses_equal_stock_loading(tiny_model, text_file, tmp_path, kind, lora):
+    stock, ours = both(tiny_model(kind), text_file, tmp_path, fsdp_environment(FSDP2), lora=lora)
+    assert ours == stock
+    assert len(ours[0]) == 5
+
+
+@pytest.mark.parametrize(("kind", "lora"), [("llama_tied", None), ("llama", LORA), ("qwen3_moe", None)])
+def test_fsdp1_losses_equal_stock_loading(tiny_model, text_file, tmp_path, kind, lora):
+    stock, ours = both(tiny_model(kind), text_file, tmp_path, fsdp_environment(FSDP1), lora=lora)
+    assert ours == stock
+
+
+def test_hybrid_losses_equal_stock_loading(tiny_model, text_file, tmp_path):
+    stock, ours = both(tiny_model("llama"), text_file, tmp_path, fsdp_environment(FSDP2, HYBRID), world_size=4)
+    assert ours == stock
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_other_numbers_of_ranks_equal_stock_loading(tiny_model, text_file, tmp_path, world_size):
+    # 307 rows of vocabulary and 5 experts divide over neither 2 nor 3 ranks; biases have fewer rows than some worlds.
+    stock, ours = both(tiny_model("qwen3_moe"), text_file, tmp_path, fsdp_environment(FSDP2), world_size=world_size)
+    assert ours == stock
+
+
+def test_direct_reading_equals_stock_loading(tiny_model, text_file, tmp_path):
+    model = tiny_model("llama", "bfloat16", "40KB")
+    stock, ours = both(model, text_file, tmp_path, fsdp_environment(FSDP2), dtype="float32", loader="direct")
+    stock, _ = both(model, text_file, tmp_path / "again", fsdp_environment(FSDP2), dtype="float32")
+    assert ours == stock
+
+
+def test_bf16_files_become_fp32_masters_as_in_stock_loading(tiny_model, text_file, tmp_path):
+    model = tiny_model("llama_tied", "bfloat16", "40KB")
+    stock, ours = both(model, text_file, tmp_path, fsdp_environment(FSDP2, precision="bf16"), dtype="auto", bf16=True)
+    assert ours == stock
+
+
+def test_offload_equals_stock_loading(tiny_model, text_file, tmp_path):
+    environment = fsdp_environment(FSDP2 | {"fsdp_offload_params": True})
+    stock, ours = both(tiny_model("llama"), text_file, tmp_path, environment)
+    assert ours == stock
+
+
+def _shards(model_dir, data, output, keywords):
+    """Return every parameter whole, gathered from the shards, after loading and before any step."""
+    import torch
+
+    trainer = build(str(model_dir), str(data), str(output), steps=1, **keywords)
+    seen = {}
+
+    from transformers import TrainerCallback
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            for name, parameter in model.named_parameters():
+                whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+                seen[name] = whole.detach().to(torch.float32).tolist()
+
+    trainer.add_callback(Look())
+    trainer.train()
+    return seen
+
+
+@pytest.mark.parametrize("loader", ["rank0", "direct"])
+def test_every_value_arrives_on_four_ranks(tiny_model, text_file, tmp_path, loader):
+    from safetensors.torch import load_file
+
+    model = tiny_model("llama", "bfloat16")
+    keywords = {"loader": loader, "dtype": "bfloat16", "load_arguments": {"verify": "full"}}
+    seen = run_ranks(_shards, 4, model, text_file, tmp_path, keywords, environment=fsdp_environment(FSDP2))
+    for name, tensor in load_file(model / "model.safetensors").items():
+        assert seen[3][name] == tensor.float().tolist(), name
+
+
+def _load_only(model_dir, keywords):
+    from hf_fsdp_recipes import load_model
+
+    load_model(str(model_dir), **keywords)
+
+
+def test_missing_model_is_one_error_on_every_rank(tmp_path):
+    errors = run_ranks(_load_only, 2, tmp_path / "nothing", {}, environment=fsdp_environment(FSDP2), expect_failure=True)
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "LoadError"
+    assert "nothing" in errors[0][1]
+
+
+def _break(directory, how):
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    name, file = next(iter(index["weight_map"].items()))
+    if how == "truncated":
+        with (directory / file).open("r+b") as stream:
+            stream.truncate((directory / file).stat().st_size - 8)
+    elif how == "lying header":
+        data = bytearray((directory / file).read_bytes())
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        entry = header[next(key for key in header if key != "__metadata__")]
+        entry["data_offsets"][1] += 4
+        text = json.dumps(header, separators=(",", ":")).encode()
+        (directory / file).write_bytes(len(text).to_bytes(8, "little") + text + bytes(data[8 + length :]))
+    elif how == "missing file":
+        index["weight_map"][name] = "model-00099-of-00099.safetensors"
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif how == "path outside":
+        index["weight_map"][name] = "../model.safetensors"
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif how == "wrong shape":
+        config = json.loads((directory / "config.json").read_text())
+        config["hidden_size"] = 48
+        (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("how", ["truncated", "lying header", "missing file", "path outside", "wrong shape"])
+def test_broken_checkpoint_is_one_load_error_on_every_rank(tiny_model, tmp_path, how):
+    directory = tmp_path / "broken"
+    shutil.copytree(tiny_model("llama", "float32", "40KB"), directory)
+    _break(directory, how)
+    errors = run_ranks(_load_only, 2, directory, {}, environment=fsdp_environment(FSDP2), expect_failure=True, timeout_seconds=30)
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "LoadError"
+
+
+def test_nan_in_the_checkpoint_is_loaded(tiny_model, text_file, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    directory = tmp_path / "nan"
+    shutil.copytree(tiny_model("llama"), directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    seen = run_ranks(_shards, 2, directory, text_file, tmp_path / "out", {}, environment=fsdp_environment(FSDP2))
+    assert all(value != value for value in seen[0]["model.norm.weight"])
+
+
+def test_tensor_that_the_checkpoint_lacks_is_initialised_alike_on_all_ranks(tiny_model, text_file, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    directory = tmp_path / "lacking"
+    shutil.copytree(tiny_model("llama"), directory)
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    seen = run_ranks(_shards, 2, directory, text_file, tmp_path / "out", {}, environment=fsdp_environment(FSDP2))
+    head = seen[0]["lm_head.weight"]
+    assert head == seen[1]["lm_head.weight"]
+    spread = [value for row in head for value in row]
+    assert 0.01 < (sum(value * value for value in spread) / len(spread)) ** 0.5 < 0.04  # initializer_range is 0.02
+
+
+def _dora(model_dir, data, output):
+    trainer = build(str(model_dir), str(data), str(output), lora=LORA | {"use_dora": True}, steps=1)
+    trainer.train()
+
+
+def test_adapter_that_needs_base_weights_is_refused_by_name(tiny_model, text_file, tmp_path):
+    errors = run_ranks(
+        _dora, 2, tiny_model("llama"), text_file, tmp_path, environment=fsdp_environment(FSDP2), expect_failure=True
+    )
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "LoadError"
+    assert "lora_magnitude_vector" in errors[0][1]

@@ -1,0 +1,72 @@
+"""What the ranks of the tests run: a few real steps of SFTTrainer, from stock loading or from this package's."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+def build(
+    model_dir: str,
+    data_file: str,
+    output_dir: str,
+    *,
+    loader: str = "rank0",
+    dtype: str = "float32",
+    lora: dict[str, Any] | None = None,
+    steps: int = 5,
+    callbacks: list[Any] | None = None,
+    load_arguments: dict[str, Any] | None = None,
+    **sft_arguments: Any,
+) -> Any:
+    """Build an SFTTrainer; `loader` is stock (from_pretrained), rank0 or direct."""
+    from hf_fsdp_recipes.launch import cpu
+
+    cpu.enable()
+    from datasets import load_dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    from hf_fsdp_recipes import load_model
+
+    defaults: dict[str, Any] = {
+        "max_steps": steps,
+        "per_device_train_batch_size": 1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "learning_rate": 1e-2,
+        "max_length": 64,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    args = SFTConfig(output_dir=output_dir, **(defaults | sft_arguments))
+    if loader == "stock":
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+    else:
+        model = load_model(model_dir, dtype=dtype, source=loader, **(load_arguments or {}))
+    rows = load_dataset("json", data_files=str(data_file), cache_dir=str(Path(output_dir) / f"cache-{os.getpid()}"))
+    return SFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=rows["train"],
+        processing_class=AutoTokenizer.from_pretrained(model_dir),
+        peft_config=LoraConfig(**lora) if lora else None,
+        callbacks=callbacks,
+    )
+
+
+def losses_of(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def train_losses(*arguments: Any, **keywords: Any) -> list[float]:
+    """Train a few steps and return the losses."""
+    trainer = build(*arguments, **keywords)
+    trainer.train()
+    return losses_of(trainer)

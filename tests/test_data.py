@@ -1,0 +1,115 @@
+"""A dataset is recognised from its columns; anything else gets a DataError that lists what it has."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from hf_fsdp_recipes.errors import DataError
+from hf_fsdp_recipes.train import data
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def arguments(name, **changes):
+    settings = {
+        "dataset_config": None, "dataset_streaming": False, "dataset_train_split": "train", "dataset_test_split": "test",
+        "eval_strategy": "no", "seed": 0, "dataset_text_field": "text", "world_size": 2, "prompt_template": "alpaca",
+        "validation_split_percentage": 0.0,
+    }  # fmt: skip
+    one = SimpleNamespace(dataset_name=str(name), **(settings | changes))
+    return SimpleNamespace(script=one, training=one, recipe=one)
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"messages": [{"role": "user", "content": "hi"}]}, ["messages"]),
+        ({"prompt": "a", "completion": "b"}, ["prompt", "completion"]),
+        ({"instruction": "a", "input": "", "output": "b"}, ["prompt", "completion"]),
+        ({"instruction": "a", "output": "b"}, ["prompt", "completion"]),
+        ({"text": "a"}, ["text"]),
+    ],
+)
+def test_formats_are_recognised_from_the_columns(tmp_path, row, columns):
+    rows, _ = data.load_data(arguments(write(tmp_path / "rows.jsonl", [row] * 4)))
+    assert sorted(rows.column_names) == sorted(columns)
+
+
+def test_alpaca_prompt_with_and_without_input():
+    with_input = data.alpaca_prompt({"instruction": "Add", "input": "1 and 2"})
+    assert "### Instruction:\nAdd\n\n### Input:\n1 and 2\n\n### Response:\n" in with_input
+    assert "Input" not in data.alpaca_prompt({"instruction": "Add", "input": ""})
+
+
+def test_alpaca_rows_can_become_conversations(tmp_path):
+    file = write(tmp_path / "rows.jsonl", [{"instruction": "Add", "input": "1 and 2", "output": "3"}] * 2)
+    rows, _ = data.load_data(arguments(file, prompt_template="chat"))
+    assert [m["content"] for m in rows[0]["messages"]] == ["Add\n\n1 and 2", "3"]
+
+
+def test_other_text_column_by_name(tmp_path):
+    file = write(tmp_path / "rows.jsonl", [{"content": "a"}] * 2)
+    rows, _ = data.load_data(arguments(file, dataset_text_field="content"))
+    assert rows.column_names == ["content"]
+
+
+def test_unknown_columns_are_listed_with_the_formats_known(tmp_path):
+    file = write(tmp_path / "rows.jsonl", [{"question": "a", "reply": "b"}] * 2)
+    with pytest.raises(DataError, match="question.*reply") as error:
+        data.load_data(arguments(file))
+    assert "messages" in str(error.value)
+    assert "instruction" in str(error.value)
+
+
+def test_json_array_parquet_and_folder_are_read(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "array.json").write_text(json.dumps([{"text": "a"}, {"text": "b"}]))
+    pq.write_table(pa.table({"text": ["a", "b", "c"]}), tmp_path / "rows.parquet")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder / "part1.jsonl", [{"text": "a"}] * 3)
+    write(folder / "part2.jsonl", [{"text": "a"}] * 2)
+    write(folder / "test.jsonl", [{"text": "a"}])
+    assert len(data.load_data(arguments(tmp_path / "array.json"))[0]) == 2
+    assert len(data.load_data(arguments(tmp_path / "rows.parquet"))[0]) == 3
+    train, evaluation = data.load_data(arguments(folder, eval_strategy="epoch"))
+    assert (len(train), len(evaluation)) == (5, 1)
+
+
+def test_rows_are_held_out_for_evaluation(tmp_path):
+    file = write(tmp_path / "rows.jsonl", [{"text": str(i)} for i in range(50)])
+    train, evaluation = data.load_data(arguments(file, eval_strategy="epoch", validation_split_percentage=4.0))
+    assert (len(train), len(evaluation)) == (48, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda p: p / "nothing.jsonl", "is not there"),
+        (lambda p: write(p / "empty.jsonl", []), ""),
+        (lambda p: write(p / "one.jsonl", [{"text": "a"}]), "1 rows for 2 ranks"),
+        (lambda p: p, "no data that is known"),
+        (lambda p: write(p / "rows.csv", [{"text": "a"}]), "no data that is known"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_one_error(tmp_path, make, word):
+    with pytest.raises(DataError, match=word):
+        data.load_data(arguments(make(tmp_path)))
+
+
+def test_evaluation_without_a_split_is_refused(tmp_path):
+    file = write(tmp_path / "rows.jsonl", [{"text": "a"}] * 4)
+    with pytest.raises(DataError, match="validation_split_percentage"):
+        data.load_data(arguments(file, eval_strategy="steps"))
+
+
+def test_missing_split_is_named(tmp_path):
+    file = write(tmp_path / "rows.jsonl", [{"text": "a"}] * 4)
+    with pytest.raises(DataError, match="training"):
+        data.load_data(arguments(file, dataset_train_split="training"))

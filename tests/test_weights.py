@@ -1,0 +1,116 @@
+"""Headers are checked for everything that could make a later read return the wrong bytes."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.load.weights import open_checkpoint, read_header
+
+TENSORS = {
+    "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+    "b": torch.arange(5, dtype=torch.bfloat16),
+    "empty": torch.zeros(0, 3),
+    "scalar": torch.tensor(3.0),
+}
+
+
+def write(path):
+    save_file(TENSORS, path / "model.safetensors")
+    return path / "model.safetensors"
+
+
+def rewrite(file, change):
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def test_every_run_of_bytes_is_read_as_stored(tmp_path):
+    write(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    for name, expected in TENSORS.items():
+        stored = checkpoint.tensors[name]
+        assert (stored.dtype, stored.shape) == (expected.dtype, tuple(expected.shape))
+        buffer = torch.empty(stored.num_bytes, dtype=torch.uint8)
+        checkpoint.read_into(buffer, stored, 0)
+        assert torch.equal(buffer.view(expected.dtype).reshape(expected.shape), expected)
+    part = torch.empty(8, dtype=torch.uint8)
+    checkpoint.read_into(part, checkpoint.tensors["a"], 16)
+    assert part.view(torch.float32).tolist() == [4.0, 5.0]
+
+
+def test_file_cut_while_it_is_read_is_an_error(tmp_path):
+    file = write(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size - 40)
+    with pytest.raises(LoadError, match="ends at byte"):
+        for stored in checkpoint.tensors.values():
+            checkpoint.read_into(torch.empty(stored.num_bytes, dtype=torch.uint8), stored, 0)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 20, 100, -1])
+def test_truncated_file_is_named(tmp_path, keep):
+    file = write(tmp_path)
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(LoadError, match=r"model\.safetensors is broken"):
+        read_header(file)
+
+
+def lie(key, value):
+    def change(header):
+        header["a"][key] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lie("shape", [3, 5]),
+        lie("shape", [-3, -4]),
+        lie("dtype", "F99"),
+        lie("data_offsets", [0, 4]),
+        lie("data_offsets", [40, 88]),
+        lie("data_offsets", "x"),
+        lambda header: header.pop("a"),
+    ],
+)
+def test_header_that_lies_is_named(tmp_path, change):
+    file = write(tmp_path)
+    rewrite(file, change)
+    with pytest.raises(LoadError, match="is broken"):
+        read_header(file)
+
+
+def test_pickle_is_refused_with_the_remedy(tmp_path):
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(LoadError, match=r"pytorch_model\.bin.*save_pretrained"):
+        open_checkpoint(tmp_path)
+
+
+def test_directory_without_weights_is_an_error(tmp_path):
+    with pytest.raises(LoadError, match="neither"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "../x.safetensors", "sub/x.safetensors", "", "none.safetensors"])
+def test_index_that_points_elsewhere_is_refused(tmp_path, target):
+    write(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": target}}))
+    with pytest.raises(LoadError, match=r"index\.json is broken"):
+        open_checkpoint(tmp_path)
+
+
+def test_index_that_lists_a_tensor_its_file_lacks_is_refused(tmp_path):
+    write(tmp_path)
+    weight_map = {"a": "model.safetensors", "ghost": "model.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(LoadError, match="ghost"):
+        open_checkpoint(tmp_path)
