@@ -123,9 +123,30 @@ def _patch_peft() -> None:
         move(self, adapter_name, device)
 
     BaseTunerLayer._move_adapter_to_device_of_base_layer = move_unless_to_meta
+    _expect(BaseTuner, "inject_adapter", ("self", "model", "adapter_name"), "peft")
+    inject = BaseTuner.inject_adapter
+
+    @functools.wraps(inject)
+    def inject_if_weights_do_not_matter(self: Any, model: torch.nn.Module, adapter_name: str, *rest: Any, **named: Any) -> Any:
+        if find_source(model):
+            _check_adapter_init(self.peft_config[adapter_name])
+        return inject(self, model, adapter_name, *rest, **named)
+
+    BaseTuner.inject_adapter = inject_if_weights_do_not_matter
     for tuner in (LoraModel, BaseTuner):
         _expect(tuner, "_replace_module", ("self", "parent", "child_name", "new_module", "child"), "peft")
         tuner._replace_module = _keep_adapters_real(tuner._replace_module)
+
+
+def _check_adapter_init(config: Any) -> None:
+    """Refuse adapters that start from the base weights, which are not there yet. Any rank, no collective."""
+    init = getattr(config, "init_lora_weights", True)
+    if getattr(config, "use_dora", False) or init not in (True, False, "gaussian", "orthogonal"):
+        raise LoadError(
+            f"use_dora={getattr(config, 'use_dora', False)}, init_lora_weights={init!r}: such an adapter is computed from "
+            f"the base weights, and load_model brings them only when the model is sharded. Rule: LoRA or rsLoRA, zero, "
+            f"gaussian or orthogonal init. Remedy: one of those, or load the model with from_pretrained."
+        )
 
 
 def _keep_adapters_real(replace: Any) -> Any:

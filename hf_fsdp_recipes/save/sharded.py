@@ -135,13 +135,13 @@ class Writer:
     def _write_guarded(self, snapshot: Snapshot) -> None:
         try:
             self._write(snapshot)
-        except Exception as error:
-            if not isinstance(error, CheckpointError):
-                error = CheckpointError(
-                    f"the checkpoint of step {snapshot.step} was not written: {_describe(error)}. Earlier checkpoints are "
-                    f"intact. Remedy: check free space and permissions of {self.output_dir}."
-                )
+        except CheckpointError as error:
             self._failure = error
+        except BaseException as error:  # DCP's own CheckpointException is no Exception
+            self._failure = CheckpointError(
+                f"the checkpoint of step {snapshot.step} was not written: {_describe(error)}. Earlier checkpoints are "
+                f"intact. Remedy: check free space and permissions of {self.output_dir}."
+            )
 
     def _write(self, snapshot: Snapshot) -> None:
         directory = layout.incomplete_directory_for(self.output_dir, snapshot.step)
@@ -203,7 +203,11 @@ class Writer:
             raise CheckpointError(f"the checkpoint was not written: {failures[0]}. Earlier checkpoints are intact.")
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
+    failures = getattr(error, "failures", None)  # DCP collects the ranks' errors; the system's own says most
+    if failures:
+        causes = [failure[0] for failure in failures.values()]
+        return _describe(next((cause for cause in causes if isinstance(cause, OSError)), causes[0]))
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

@@ -7,6 +7,7 @@ Source: the safetensors format, https://github.com/huggingface/safetensors#forma
 """
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -45,7 +46,10 @@ class FilePlan:
         if len(self.headers) == 1:
             return None
         content = {
-            "metadata": {"total_size": self.total_bytes},
+            "metadata": {
+                "total_parameters": sum(math.prod(tensor.shape) for tensor in self.tensors.values()),
+                "total_size": self.total_bytes,
+            },
             "weight_map": {name: tensor.file for name, tensor in self.tensors.items()},
         }
         return json.dumps(content, indent=2, sort_keys=True) + "\n"
@@ -55,6 +59,9 @@ def plan_files(
     tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], max_shard_size: int | str, pattern: str
 ) -> FilePlan:
     """Split tensors over files as `save_pretrained` does and lay each file out. Any rank; no collective.
+
+    One difference: experts that transformers holds fused may fall into different files here; it keeps those
+    together because they share memory while it writes.
 
     Args:
         tensors: name, shape and dtype, in the order of the state dict.

@@ -89,11 +89,10 @@ def test_gathering_writes_the_same_bytes_as_writing_in_place(tiny_model, text_fi
         assert (directly / name).read_bytes() == (gathered / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-def test_files_are_split_as_save_pretrained_splits_them(tiny_model, text_file, tmp_path, kind):
+def test_files_are_split_as_save_pretrained_splits_them(tiny_model, text_file, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    directory, _ = export(tiny_model, text_file, tmp_path, kind, max_shard_size="30KB")
+    directory, _ = export(tiny_model, text_file, tmp_path, "llama", max_shard_size="30KB")
     AutoModelForCausalLM.from_pretrained(directory).save_pretrained(tmp_path / "stock", max_shard_size="30KB")
     ours, stock = (
         {file.name: set(load_file(file)) for file in place.glob("*.safetensors")} for place in (directory, tmp_path / "stock")
@@ -102,7 +101,7 @@ def test_files_are_split_as_save_pretrained_splits_them(tiny_model, text_file, t
     index, stock_index = (
         json.loads((place / "model.safetensors.index.json").read_text()) for place in (directory, tmp_path / "stock")
     )
-    assert index["weight_map"] == stock_index["weight_map"]
+    assert index == stock_index
 
 
 def test_cast_while_writing(tiny_model, text_file, tmp_path):

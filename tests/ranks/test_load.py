@@ -186,4 +186,4 @@ def test_adapter_that_needs_base_weights_is_refused_by_name(tiny_model, text_fil
     )
     assert errors[0] == errors[1]
     assert errors[0][0] == "LoadError"
-    assert "lora_magnitude_vector" in errors[0][1]
+    assert "use_dora" in errors[0][1]

@@ -36,7 +36,10 @@ def _digest(trainer):
     for parameter in trainer.model.parameters():
         values = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         sums.update(values.detach().contiguous().numpy().tobytes())
-    for state in trainer.optimizer.optimizer.state.values():
+    optimizer = trainer.optimizer.optimizer
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        # Under FSDP1 a rank may hold nothing of a parameter; whether it has a state for that says nothing.
+        state = optimizer.state.get(parameter, {}) if parameter.numel() else {}
         for key in sorted(state):
             value = state[key]
             value = value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -195,7 +198,6 @@ def _train_best(model, data, output):
         metric_for_best_model="loss", load_best_model_at_end=True, save_total_limit=2,
         callbacks=[ShardedCheckpointCallback()],
     )  # fmt: skip
-    trainer.eval_dataset = trainer.train_dataset.select(range(8))
     trainer.train()
     kept = sorted(path.name for path in Path(output).glob("checkpoint-*"))
     return Path(trainer.state.best_model_checkpoint).name, kept
@@ -212,7 +214,7 @@ def test_disk_that_fills_costs_a_checkpoint_not_the_run(tiny_model, text_file, t
 
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(disk)], check=False).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1300k", "tmpfs", str(disk)], check=False).returncode:
         pytest.skip("this machine does not let root mount a tmpfs")
     try:
         results = run_ranks(_train_on_small_disk, 2, tiny_model("llama"), text_file, disk, environment=fsdp_environment(FSDP2))
@@ -231,7 +233,7 @@ def _train_on_small_disk(model, data, output):
     from hf_fsdp_recipes.errors import CheckpointError
 
     trainer = build(
-        str(model), str(data), str(output) , save_strategy="steps", save_steps=1, steps=5,
+        str(model), str(data), str(output), save_strategy="steps", save_steps=1, steps=5,
         callbacks=[ShardedCheckpointCallback()],
     )  # fmt: skip
     try:

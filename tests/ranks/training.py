@@ -1,6 +1,7 @@
 """What the ranks of the tests run: a few real steps of SFTTrainer, from stock loading or from this package's."""
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,16 @@ def build(
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
     else:
         model = load_model(model_dir, dtype=dtype, source=loader, **(load_arguments or {}))
-    rows = load_dataset("json", data_files=str(data_file), cache_dir=str(Path(output_dir) / f"cache-{os.getpid()}"))
+    cache = Path(tempfile.gettempdir()) / f"hf-fsdp-tests-{os.getuid()}" / f"rank-{os.environ['RANK']}"
+    eval_rows = None
+    rows = load_dataset("json", data_files=str(data_file), cache_dir=str(cache))
+    if args.eval_strategy != "no":
+        eval_rows = rows["train"].select(range(8))
     return SFTTrainer(
         model=model,
         args=args,
         train_dataset=rows["train"],
+        eval_dataset=eval_rows,
         processing_class=AutoTokenizer.from_pretrained(model_dir),
         peft_config=LoraConfig(**lora) if lora else None,
         callbacks=callbacks,
