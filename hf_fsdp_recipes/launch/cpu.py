@@ -101,9 +101,12 @@ def _start_single_rank_group() -> None:
 
 
 def _unpin_offload(plugin: Any) -> None:
-    # Pinned memory needs an accelerator; on CPU ranks offloaded parameters are already where they should be.
-    from torch.distributed.fsdp import CPUOffloadPolicy
+    # Pinned memory needs an accelerator. FSDP1 always pins what it offloads, so there offloading is left out:
+    # on CPU ranks the parameters are already where it would put them.
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
+    if isinstance(plugin.cpu_offload, CPUOffload):
+        plugin.cpu_offload = CPUOffload(offload_params=False)
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
 

@@ -14,7 +14,7 @@ import torch
 
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.launch import cpu
+from hf_fsdp_recipes.launch import cpu, wrapping
 from hf_fsdp_recipes.load import missing, seams
 from hf_fsdp_recipes.load.conversions import Conversions, Piece
 from hf_fsdp_recipes.load.weights import Checkpoint, StoredTensor, open_checkpoint
@@ -79,6 +79,7 @@ def load_model(
     _start_process_group()
     if not is_fsdp_asked_for() or from_pretrained_kwargs.get("quantization_config") is not None:
         return _load_plainly(str(name_or_path), from_pretrained_kwargs)
+    wrapping.install()
     seams.install()
     return _load_on_meta(str(name_or_path), source, verify, from_pretrained_kwargs)
 

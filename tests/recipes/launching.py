@@ -1,0 +1,80 @@
+"""Starts the real command, `accelerate launch ... recipes/sft.py`, and leaves no process behind."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_"))}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "ACCELERATE_USE_CPU": "true"} | changes
+
+
+def run(
+    config: Path, arguments: Sequence[str], *, script: str = "recipes/sft.py", num_nodes: int = 1, timeout_seconds: float = 150
+) -> subprocess.CompletedProcess:
+    """Launch a script on one node, or on several nodes' worth of launchers on this machine."""
+    from tests.ranks.harness import free_port
+
+    port = str(free_port())
+    processes = []
+    for node in range(num_nodes):
+        command = [*LAUNCH, "--config_file", str(config), "--main_process_port", port]
+        if num_nodes > 1:
+            command += ["--machine_rank", str(node), "--main_process_ip", "127.0.0.1"]
+        processes.append(
+            subprocess.Popen(
+                [*command, str(ROOT / script), *map(str, arguments)],
+                cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+        )
+    try:
+        outputs = [process.communicate(timeout=timeout_seconds)[0] for process in processes]
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            kill_tree(process)
+        raise
+    code = max((process.returncode for process in processes), key=abs)
+    return subprocess.CompletedProcess(processes[0].args, code, "\n".join(outputs), "")
+
+
+def kill_tree(process: subprocess.Popen) -> None:
+    try:
+        launcher = psutil.Process(process.pid)
+        family = [launcher, *launcher.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        family = []
+    for member in family:
+        member.kill()
+    process.wait()
+
+
+def cpu_variant(template: Path, target: Path) -> tuple[Path, int, int]:
+    """Derive a CPU variant of a shipped template: device, precision and counts, nothing else.
+
+    Returns the file, its number of ranks and its number of nodes.
+    """
+    config = yaml.safe_load(template.read_text())
+    is_hybrid_fsdp1 = "HYBRID" in str(config["fsdp_config"].get("fsdp_sharding_strategy"))
+    is_hybrid_fsdp2 = "parallelism_config" in config
+    nodes = 2 if is_hybrid_fsdp1 else 1
+    ranks = 4 if is_hybrid_fsdp1 or is_hybrid_fsdp2 else 2
+    config |= {"use_cpu": True, "mixed_precision": "no", "num_machines": nodes, "num_processes": ranks}
+    if is_hybrid_fsdp2:
+        config["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": 2,
+            "parallelism_config_dp_shard_size": 2,
+        }
+        config.pop("rdzv_backend")
+    if "fsdp_min_num_params" in config["fsdp_config"]:
+        config["fsdp_config"]["fsdp_min_num_params"] = 5000  # the tiny model is smaller than one unit of the default
+    target.write_text(yaml.safe_dump(config))
+    return target, ranks, nodes
