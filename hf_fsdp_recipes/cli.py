@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -53,7 +53,7 @@ def config_render(
 
     from hf_fsdp_recipes.launch import templates
 
-    wishes = {
+    wishes: dict[str, Any] = {
         "num_machines": num_machines,
         "num_processes": num_processes,
         "wrap_class": wrap_class,
@@ -73,13 +73,17 @@ def config_render_all() -> None:
     from hf_fsdp_recipes.launch import templates
 
     for template in templates.all_templates():
-        (templates.template_directory() / f"{template.name}.yaml").write_text(templates.render(template), encoding="utf-8")
+        (templates.template_directory() / f"{template.name}.yaml").write_text(
+            templates.render(template), encoding="utf-8"
+        )
 
 
 @config_app.command("check")
 def config_check(
     file: Annotated[Path, typer.Argument(help="An Accelerate config file.")],
-    model: Annotated[Optional[str], typer.Option(help="Model to check wrap classes against: a directory or Hub id.")] = None,
+    model: Annotated[
+        Optional[str], typer.Option(help="Model to check wrap classes against: a directory or Hub id.")
+    ] = None,
 ) -> None:
     """Report all faults of a config at once; status 1 if there are any."""
     from hf_fsdp_recipes.launch import config_check as check

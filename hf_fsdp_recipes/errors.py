@@ -5,7 +5,13 @@ Does not format tracebacks or decide exit codes; `ranks.exit_clearly` does that 
 
 
 class RecipeError(Exception):
-    """Say that a person has to change something; the base of all errors below."""
+    """Say that a person has to change something; the base of all errors below.
+
+    Attributes:
+        is_agreed: every rank raises this very error, so all of them are still there.
+    """
+
+    is_agreed = False
 
 
 class TemplateError(RecipeError):

@@ -79,7 +79,9 @@ def raise_together(error: Exception | None) -> None:
         return
     first_rank, (kind, message, is_ours) = failures[0]
     if is_ours:
-        raise kind(message) from error
+        ours = kind(message)
+        ours.is_agreed = True
+        raise ours from error
     if error is not None:
         raise error
     raise RecipeError(f"rank {first_rank} failed with {kind.__name__}: {message}")
@@ -106,4 +108,6 @@ def exit_clearly() -> Iterator[None]:
         yield
     except RecipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if error.is_agreed:
+            barrier()  # the launcher ends the others as soon as one leaves; let all of them speak first
         sys.exit(1)

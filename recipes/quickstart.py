@@ -56,7 +56,9 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=os.environ.get("MODEL") or None, help="directory or Hub id; default: SmolLM2")
+    parser.add_argument(
+        "--model", default=os.environ.get("MODEL") or None, help="directory or Hub id; default: SmolLM2"
+    )
     parser.add_argument("--output_dir", default="runs/quickstart")
     parser.add_argument("--max_steps", type=int, default=48)
     parser.add_argument("--save_steps", type=int, default=16)
@@ -130,7 +132,9 @@ def watch(process: subprocess.Popen, options: argparse.Namespace, kill_after: in
         for entry in read_metrics(output / "metrics.jsonl"):
             if entry["step"] > shown and "loss" in entry and entry != stale.get(entry["step"]):
                 shown = entry["step"]
-                say(f"  step {shown:>3}/{options.max_steps}  loss {entry['loss']:.3f}  {entry.get('step_seconds', 0):.1f} s")
+                say(
+                    f"  step {shown:>3}/{options.max_steps}  loss {entry['loss']:.3f}  {entry.get('step_seconds', 0):.1f} s"
+                )
         saved = any(checkpoint.is_complete for checkpoint in list_checkpoints(output))
         if kill_after is not None and shown >= kill_after and saved:
             kill_tree(process)

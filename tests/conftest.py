@@ -41,7 +41,10 @@ def make_tokenizer(directory: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|pad|>", "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
     PreTrainedTokenizerFast(
@@ -112,7 +115,12 @@ def chat_file(tmp_path_factory) -> Path:
     """Return a jsonl of 24 conversations."""
     file = tmp_path_factory.mktemp("data") / "chat.jsonl"
     rows = [
-        {"messages": [{"role": "user", "content": f"Tell me about {s.split()[2]}"}, {"role": "assistant", "content": s}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"Tell me about {s.split()[2]}"},
+                {"role": "assistant", "content": s},
+            ]
+        }
         for s in SENTENCES[:24]
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -57,7 +57,9 @@ def test_expert_that_is_missing_is_named():
     model = on_meta("qwen3_moe")
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     stored = {
-        part.tensor: part.shape for name, shape in shapes.items() for part in rows_of_parts(on_meta("qwen3_moe"), name, shape)
+        part.tensor: part.shape
+        for name, shape in shapes.items()
+        for part in rows_of_parts(on_meta("qwen3_moe"), name, shape)
     }
     lost = next(name for name in stored if ".experts.3." in name)
     del stored[lost]

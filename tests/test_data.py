@@ -59,7 +59,7 @@ def test_other_text_column_by_name(tmp_path):
 
 def test_unknown_columns_are_listed_with_the_formats_known(tmp_path):
     file = write(tmp_path / "rows.jsonl", [{"question": "a", "reply": "b"}] * 2)
-    with pytest.raises(DataError, match="question.*reply") as error:
+    with pytest.raises(DataError, match=r"question.*reply") as error:
         data.load_data(arguments(file))
     assert "messages" in str(error.value)
     assert "instruction" in str(error.value)

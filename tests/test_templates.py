@@ -88,7 +88,11 @@ def config_of(name, **changes):
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("fsdp2_full_shard", {"fsdp_auto_wrap_polcy": "X"}, ["fsdp_auto_wrap_polcy", "did you mean fsdp_auto_wrap_policy"]),
+        (
+            "fsdp2_full_shard",
+            {"fsdp_auto_wrap_polcy": "X"},
+            ["fsdp_auto_wrap_polcy", "did you mean fsdp_auto_wrap_policy"],
+        ),
         ("fsdp2_full_shard", {"num_procs": 8}, ["num_procs in the file"]),
         ("fsdp2_full_shard", {"fsdp_sharding_strategy": "FULL_SHARD"}, ["key of FSDP1", "fsdp_reshard_after_forward"]),
         ("fsdp2_full_shard", {"fsdp_use_orig_params": True}, ["key of FSDP1"]),
@@ -135,7 +139,7 @@ def test_check_command_reports_all_faults_at_once(tmp_path, capsys):
 def test_file_that_is_no_config_is_one_error(tmp_path, text):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
-    with pytest.raises(TemplateError, match="bad.yaml"):
+    with pytest.raises(TemplateError, match=r"bad\.yaml"):
         check.read_config(file)
 
 
@@ -144,7 +148,9 @@ def test_list_show_and_render():
     assert len(listed.splitlines()) == len(ALL)
     shown = run(app, ["config", "show", "fsdp2_full_shard"]).output
     assert shown == templates.render(templates.find_template("fsdp2_full_shard"))
-    rendered = run(app, ["config", "render", "fsdp2_hybrid_shard", "--num-machines", "4", "--num-processes", "32"]).output
+    rendered = run(
+        app, ["config", "render", "fsdp2_hybrid_shard", "--num-machines", "4", "--num-processes", "32"]
+    ).output
     config = yaml.safe_load(rendered)
     assert config["parallelism_config"] == {
         "parallelism_config_dp_replicate_size": 4,
@@ -164,5 +170,10 @@ def test_templates_module_needs_neither_torch_nor_accelerate():
     import subprocess
     import sys
 
-    code = "import sys; import hf_fsdp_recipes.cli, hf_fsdp_recipes.launch.templates; print([m for m in ('torch', 'accelerate') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = (
+        "import sys; import hf_fsdp_recipes.cli, hf_fsdp_recipes.launch.templates;"
+        "print([m for m in ('torch', 'accelerate') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )

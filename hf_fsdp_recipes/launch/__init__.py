@@ -1,0 +1,1 @@
+"""Starting ranks: templates, their check, FSDP on CPU ranks."""

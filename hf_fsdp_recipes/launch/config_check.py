@@ -16,17 +16,61 @@ import yaml
 from hf_fsdp_recipes.errors import TemplateError
 
 TOP_KEYS = frozenset(
-    "compute_environment command_file commands debug deepspeed_config distributed_type downcast_bf16 dynamo_config "
-    "enable_cpu_affinity fp8_config fsdp_config gpu_ids machine_rank main_process_ip main_process_port "
-    "main_training_function megatron_lm_config mixed_precision mpirun_config num_machines num_processes "
-    "parallelism_config rdzv_backend same_network tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone use_cpu "
-    "dynamo_backend fp16".split()
+    [
+        "compute_environment",
+        "command_file",
+        "commands",
+        "debug",
+        "deepspeed_config",
+        "distributed_type",
+        "downcast_bf16",
+        "dynamo_config",
+        "enable_cpu_affinity",
+        "fp8_config",
+        "fsdp_config",
+        "gpu_ids",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "main_training_function",
+        "megatron_lm_config",
+        "mixed_precision",
+        "mpirun_config",
+        "num_machines",
+        "num_processes",
+        "parallelism_config",
+        "rdzv_backend",
+        "same_network",
+        "tpu_env",
+        "tpu_name",
+        "tpu_use_cluster",
+        "tpu_use_sudo",
+        "tpu_vm",
+        "tpu_zone",
+        "use_cpu",
+        "dynamo_backend",
+        "fp16",
+    ]
 )
 FSDP_KEYS = frozenset(
-    "fsdp_version fsdp_offload_params fsdp_min_num_params fsdp_sharding_strategy fsdp_reshard_after_forward "
-    "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch fsdp_state_dict_type "
-    "fsdp_forward_prefetch fsdp_use_orig_params fsdp_cpu_ram_efficient_loading fsdp_sync_module_states "
-    "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload fsdp_ignored_modules".split()
+    [
+        "fsdp_version",
+        "fsdp_offload_params",
+        "fsdp_min_num_params",
+        "fsdp_sharding_strategy",
+        "fsdp_reshard_after_forward",
+        "fsdp_auto_wrap_policy",
+        "fsdp_transformer_layer_cls_to_wrap",
+        "fsdp_backward_prefetch",
+        "fsdp_state_dict_type",
+        "fsdp_forward_prefetch",
+        "fsdp_use_orig_params",
+        "fsdp_cpu_ram_efficient_loading",
+        "fsdp_sync_module_states",
+        "fsdp_activation_checkpointing",
+        "fsdp_activation_checkpointing_offload",
+        "fsdp_ignored_modules",
+    ]
 )
 FSDP1_ONLY = {
     "fsdp_sharding_strategy": "use fsdp_reshard_after_forward (true is FULL_SHARD, false SHARD_GRAD_OP)",
@@ -36,10 +80,19 @@ FSDP1_ONLY = {
     "fsdp_sync_module_states": "drop it, FSDP2 does not need it",
 }
 PARALLELISM_KEYS = frozenset(
-    "parallelism_config_dp_replicate_size parallelism_config_dp_shard_size parallelism_config_tp_size "
-    "parallelism_config_cp_size parallelism_config_cp_backend parallelism_config_cp_comm_strategy "
-    "parallelism_config_sp_size parallelism_config_sp_backend parallelism_config_sp_seq_length "
-    "parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation".split()
+    [
+        "parallelism_config_dp_replicate_size",
+        "parallelism_config_dp_shard_size",
+        "parallelism_config_tp_size",
+        "parallelism_config_cp_size",
+        "parallelism_config_cp_backend",
+        "parallelism_config_cp_comm_strategy",
+        "parallelism_config_sp_size",
+        "parallelism_config_sp_backend",
+        "parallelism_config_sp_seq_length",
+        "parallelism_config_sp_seq_length_is_variable",
+        "parallelism_config_sp_attn_implementation",
+    ]
 )
 CHOICES = {
     "fsdp_sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
@@ -222,7 +275,9 @@ def _hybrid_faults(config: dict[str, Any], fsdp: dict[str, Any], parallel: dict[
     for size in PARALLEL_SIZES:
         product *= int(parallel.get(f"parallelism_config_{size}_size", 1))
     if product != processes:
-        sizes = {key.removeprefix("parallelism_config_"): value for key, value in parallel.items() if key.endswith("_size")}
+        sizes = {
+            key.removeprefix("parallelism_config_"): value for key, value in parallel.items() if key.endswith("_size")
+        }
         yield (
             f"{sizes} multiply to {product} and num_processes is {processes}. Rule: the mesh has one place a rank. "
             f"Remedy: dp_replicate_size = nodes, dp_shard_size = ranks a node."

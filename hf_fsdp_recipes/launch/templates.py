@@ -195,7 +195,11 @@ def _entries(template: Template) -> Iterator[tuple[str, str, str]]:
         yield "mixed_precision", "'no'", "CPUs compute in fp32 faster than they emulate bf16"
     else:
         yield "mixed_precision", "bf16", "fp32 master weights, bf16 compute and communication; no loss scaling needed"
-    yield "num_machines", str(template.num_machines), "nodes; override with --num_machines" if template.num_machines > 1 else ""
+    yield (
+        "num_machines",
+        str(template.num_machines),
+        "nodes; override with --num_machines" if template.num_machines > 1 else "",
+    )
     yield "num_processes", str(template.num_processes), "ranks over all nodes; override with --num_processes"
     if template.num_machines > 1:
         yield "rdzv_backend", "c10d", "nodes may come up in any order"
@@ -206,8 +210,16 @@ def _entries(template: Template) -> Iterator[tuple[str, str, str]]:
     if template.is_hybrid and template.version == 2:
         yield "parallelism_config", "", ""
         per_node = template.num_processes // template.num_machines
-        yield "parallelism_config/parallelism_config_dp_replicate_size", str(template.num_machines), "copies: one a node"
-        yield "parallelism_config/parallelism_config_dp_shard_size", str(per_node), "ranks that share a copy: one node's"
+        yield (
+            "parallelism_config/parallelism_config_dp_replicate_size",
+            str(template.num_machines),
+            "copies: one a node",
+        )
+        yield (
+            "parallelism_config/parallelism_config_dp_shard_size",
+            str(per_node),
+            "ranks that share a copy: one node's",
+        )
 
 
 def _fsdp_entries(template: Template) -> Iterator[tuple[str, str, str]]:
@@ -225,12 +237,20 @@ def _fsdp_entries(template: Template) -> Iterator[tuple[str, str, str]]:
         yield "fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", "units by parameter count"
         yield "fsdp_min_num_params", str(template.min_num_params), ""
     else:
-        yield "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "one unit a decoder layer, the class the model declares"
+        yield (
+            "fsdp_auto_wrap_policy",
+            "TRANSFORMER_BASED_WRAP",
+            "one unit a decoder layer, the class the model declares",
+        )
         if template.wrap_class:
             yield "fsdp_transformer_layer_cls_to_wrap", template.wrap_class, "overrides what the model declares"
     if template.variant == "offload":
         yield "fsdp_offload_params", "true", "parameters and the optimizer step on the CPU"
-    yield "fsdp_state_dict_type", "SHARDED_STATE_DICT", "every rank saves its part; FULL_STATE_DICT gathers all on rank 0"
+    yield (
+        "fsdp_state_dict_type",
+        "SHARDED_STATE_DICT",
+        "every rank saves its part; FULL_STATE_DICT gathers all on rank 0",
+    )
     yield "fsdp_cpu_ram_efficient_loading", "false", "load_model does it; transformers >= 5 loads everywhere regardless"
     if template.version == 1:
         yield "fsdp_sync_module_states", "false", "load_model broadcasts rank 0's values itself, also on CPU"

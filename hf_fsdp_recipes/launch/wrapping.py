@@ -33,12 +33,12 @@ def install() -> None:
         return
     from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
 
-    make_policy = getattr(fsdp_utils, "fsdp2_prepare_auto_wrap_policy", None)
+    make_policy: Any = getattr(fsdp_utils, "fsdp2_prepare_auto_wrap_policy", None)
     is_there = make_policy is not None and hasattr(fsdp_utils, "_find_final_norm")
     if not is_there or list(inspect.signature(make_policy).parameters) != ["fsdp2_plugin", "model"]:
         raise TemplateError(
-            f"accelerate {version('accelerate')} has no fsdp_utils.fsdp2_prepare_auto_wrap_policy(fsdp2_plugin, model) and _find_final_norm. "
-            f"Rule: tried with accelerate 1.15. Remedy: install that, or wrap by layer class and remove this patch."
+            f"accelerate {version('accelerate')} has no fsdp_utils.fsdp2_prepare_auto_wrap_policy(fsdp2_plugin, model) or "
+            f"no _find_final_norm. Rule: tried with accelerate 1.15. Remedy: install that, or wrap by layer class."
         )
 
     @functools.wraps(make_policy)

@@ -1,0 +1,1 @@
+"""Loading: from a checkpoint's bytes into the shards."""

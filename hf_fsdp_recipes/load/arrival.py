@@ -147,7 +147,9 @@ def _sharded_destination(name: str, parameter: Any, source: Any, num_members: in
     local = parameter.detach().to_local().view(-1)
     runs = list(_row_runs(tuple(parameter.shape), num_members))
     if runs[position][1] != local.numel():
-        raise LoadError(f"{name}: this rank holds {local.numel()} elements and dimension 0 gives it {runs[position][1]}")
+        raise LoadError(
+            f"{name}: this rank holds {local.numel()} elements and dimension 0 gives it {runs[position][1]}"
+        )
     return Destination(name, pieces, wire_dtype, parameter.dtype, runs, local)
 
 

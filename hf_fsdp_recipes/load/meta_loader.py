@@ -146,7 +146,9 @@ def _describe(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Any, Any, Chec
             config, unused = AutoConfig.from_pretrained(config or directory, return_unused_kwargs=True, **rest)
             unknown = sorted(set(unused) - {"attn_implementation", "trust_remote_code", "use_cache"})
             if unknown:
-                raise LoadError(f"{unknown} are neither from_pretrained arguments nor fields of {type(config).__name__}")
+                raise LoadError(
+                    f"{unknown} are neither from_pretrained arguments nor fields of {type(config).__name__}"
+                )
     except (OSError, ValueError) as error:
         raise LoadError(f"the config of {name_or_path} cannot be read: {error}") from error
     if "attn_implementation" in rest:
@@ -163,7 +165,7 @@ def _resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
     if Path(name_or_path).is_dir():
         return Path(name_or_path) / (kwargs.get("subfolder") or "")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(
@@ -220,7 +222,9 @@ def _map_pieces(model: Any, stored: dict[str, StoredTensor], name_or_path: str) 
     wrong = [
         f"{name}: {list(stored[p[0].tensor].shape)} in the checkpoint, {list(shapes[name])} by the config"
         for name, p in pieces.items()
-        if len(p) == 1 and tuple(stored[p[0].tensor].shape) != shapes[name] and p[0].shape == stored[p[0].tensor].shape
+        if len(p) == 1
+        and tuple(stored[p[0].tensor].shape) != shapes[name]
+        and p[0].shape == stored[p[0].tensor].shape
         and p[0].num_elements != state[name].numel()
     ]
     if wrong:

@@ -108,7 +108,9 @@ def _initialise(model: Any, source: Any, names: list[str]) -> None:
             with torch.no_grad():
                 model._init_weights(real)
         for leaf in leaves:
-            _store(source, f"{module_name}.{leaf}", getattr(module, leaf), None if real is None else getattr(real, leaf))
+            _store(
+                source, f"{module_name}.{leaf}", getattr(module, leaf), None if real is None else getattr(real, leaf)
+            )
 
 
 def _store(source: Any, name: str, meta: torch.Tensor, value: torch.Tensor | None) -> None:

@@ -50,7 +50,11 @@ def _patch_accelerate() -> None:
     _expect(accelerator, "fsdp2_prepare_model", ("accelerator", "model"), "accelerate")
     _expect(Accelerator, "_prepare_fsdp2", ("self",), "accelerate")
     _expect(Accelerator, "prepare_model", ("self", "model"), "accelerate")
-    prepare_all, prepare_one, shard = Accelerator._prepare_fsdp2, Accelerator.prepare_model, accelerator.fsdp2_prepare_model
+    prepare_all, prepare_one, shard = (
+        Accelerator._prepare_fsdp2,
+        Accelerator.prepare_model,
+        accelerator.fsdp2_prepare_model,
+    )
 
     @functools.wraps(prepare_all)
     def prepare_all_with_distinct_pointers(self: Any, *args: Any) -> Any:
@@ -105,7 +109,7 @@ def _give_pointers(model: torch.nn.Module) -> None:
     # Accelerate finds an optimizer's parameters again by data_ptr; on meta all of them are 0.
     for number, parameter in enumerate(model.parameters(), start=1):
         if parameter.is_meta:
-            parameter.data_ptr = functools.partial(int, -number)  # type: ignore[method-assign]
+            parameter.data_ptr = functools.partial(int, -number)
 
 
 def _patch_peft() -> None:
@@ -127,7 +131,9 @@ def _patch_peft() -> None:
     inject = BaseTuner.inject_adapter
 
     @functools.wraps(inject)
-    def inject_if_weights_do_not_matter(self: Any, model: torch.nn.Module, adapter_name: str, *rest: Any, **named: Any) -> Any:
+    def inject_if_weights_do_not_matter(
+        self: Any, model: torch.nn.Module, adapter_name: str, *rest: Any, **named: Any
+    ) -> Any:
         if find_source(model):
             _check_adapter_init(self.peft_config[adapter_name])
         return inject(self, model, adapter_name, *rest, **named)

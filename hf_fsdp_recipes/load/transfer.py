@@ -231,9 +231,7 @@ def _add_checksum(checksums: Checksums, entry: _Entry, position: int, part: torc
         checksums.add(entry.destination.name, position, entry.start, elements)
 
 
-def _parts(
-    bucket: Sequence[_Entry], buffer: torch.Tensor, position: int
-) -> Iterator[tuple[_Entry, torch.Tensor]]:
+def _parts(bucket: Sequence[_Entry], buffer: torch.Tensor, position: int) -> Iterator[tuple[_Entry, torch.Tensor]]:
     """Walk a member's byte buffer, entry by entry."""
     offset = 0
     for entry in bucket:
@@ -300,9 +298,7 @@ def _exchange(operation, buffers: Mapping[int, torch.Tensor], group: ShardGroup)
     return dist.batch_isend_irecv(operations) if operations else []
 
 
-def broadcast_whole(
-    destination: Destination, checkpoint: Checkpoint | None, device: torch.device
-) -> None:
+def broadcast_whole(destination: Destination, checkpoint: Checkpoint | None, device: torch.device) -> None:
     """Give every rank all of a parameter or buffer that only global rank 0 can read.
 
     Collective: every rank must call this, with `local` holding the whole tensor.

@@ -1,0 +1,1 @@
+"""Measuring: probes, metrics.jsonl, the report."""

@@ -39,9 +39,7 @@ class MetricsCallback(TrainerCallback):
             kept = [entry for entry in report.read_metrics(path) if entry.get("step", 0) <= state.global_step]
             path.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write one line. Collective: every rank must call this (Trainer does)."""
         logs = kwargs.get("logs") or {}
         if "loss" not in logs and "eval_loss" not in logs:

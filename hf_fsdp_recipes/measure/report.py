@@ -78,7 +78,10 @@ def plot_loss(entries: Sequence[dict[str, Any]], path: Path) -> None:
 
     steps, losses = [entry["step"] for entry in entries], [entry["loss"] for entry in entries]
     window = max(1, len(losses) // 10)
-    means = [sum(losses[max(0, i - window + 1) : i + 1]) / len(losses[max(0, i - window + 1) : i + 1]) for i in range(len(losses))]
+    means = [
+        sum(losses[max(0, i - window + 1) : i + 1]) / len(losses[max(0, i - window + 1) : i + 1])
+        for i in range(len(losses))
+    ]
     figure, axes = plt.subplots(figsize=(7, 4), dpi=110)
     axes.plot(steps, losses, ".", color="#9db4c8", label="logged step")
     axes.plot(steps, means, color="#1f5a8c", label=f"mean of {window}" if window > 1 else "loss")

@@ -1,0 +1,1 @@
+"""Saving: checkpoints that survive, and the final export."""

@@ -105,18 +105,14 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._random_state = _random_state()
         return control
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the random state current; save before Trainer loads its best model, after the last step."""
         self._random_state = _random_state()
         if "train_runtime" in (kwargs.get("logs") or {}):
             self._save_if_due(args, state, kwargs)
             self._wait(state)
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the random state current."""
         self._random_state = _random_state()
 
@@ -181,7 +177,9 @@ class ShardedCheckpointCallback(TrainerCallback):
                     f"SHARDED_STATE_DICT. Remedy: set it in the template (hf-fsdp config check FILE)."
                 )
             if args.save_only_model:
-                raise CheckpointError("save_only_model: a checkpoint without optimizer cannot be resumed. Remedy: drop it.")
+                raise CheckpointError(
+                    "save_only_model: a checkpoint without optimizer cannot be resumed. Remedy: drop it."
+                )
             if state.global_step > 0:
                 resume.check_data_position(args, state)
 
@@ -196,7 +194,8 @@ class ShardedCheckpointCallback(TrainerCallback):
             self._note(state)
         if self._pending_step is None:
             return
-        step, self._pending_step, self._last_saved_step = self._pending_step, None, self._pending_step
+        step = self._last_saved_step = self._pending_step
+        self._pending_step = None
         if state.best_global_step is not None and state.best_global_step == step:
             state.best_model_checkpoint = str(layout.directory_for(args.output_dir, step))
         self._prune(args, state)

@@ -134,7 +134,9 @@ def _make_room(final: Path, temporary: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
     except OSError as error:
-        raise ExportError(f"{temporary} cannot be created: {error.strerror}. Remedy: check path and permissions.") from error
+        raise ExportError(
+            f"{temporary} cannot be created: {error.strerror}. Remedy: check path and permissions."
+        ) from error
 
 
 def _choose_method(directory: Path) -> Literal["direct", "gather"]:
@@ -161,7 +163,9 @@ def _transformers_model(model: torch.nn.Module) -> Any:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
-    raise ExportError(f"{type(model).__name__} holds no transformers model. Rule: export_model writes PreTrainedModels.")
+    raise ExportError(
+        f"{type(model).__name__} holds no transformers model. Rule: export_model writes PreTrainedModels."
+    )
 
 
 def _plan_outgoing(
@@ -216,9 +220,7 @@ def _in_saved_order(
     from transformers.core_model_loading import revert_weight_conversion
 
     entries = {part.tensor: (part.tensor, part.shape, item.dtype) for item in outgoing for part in item.parts}
-    meta = {
-        names.in_base_model(item.piece.name): torch.empty(item.piece.shape, device="meta") for item in outgoing
-    }
+    meta = {names.in_base_model(item.piece.name): torch.empty(item.piece.shape, device="meta") for item in outgoing}
     order = [name for name in revert_weight_conversion(transformers_model, meta) if name in entries]
     return [entries.pop(name) for name in order] + list(entries.values())
 
@@ -235,7 +237,9 @@ def _write(outgoing: list[Outgoing], plan: FilePlan, directory: Path, method: st
                         writer.write(name, first, values)
                 writer.close()
             except OSError as error:
-                raise ExportError(f"{directory.parent}: writing failed: {error.strerror}. Checkpoints are intact.") from error
+                raise ExportError(
+                    f"{directory.parent}: writing failed: {error.strerror}. Checkpoints are intact."
+                ) from error
     else:
         _write_through_main(outgoing, writer, directory, non_finite)
     return non_finite
@@ -279,7 +283,9 @@ def _write_through_main(
                 raise error
             writer.close()
         except OSError as caught:
-            raise ExportError(f"{directory.parent}: writing failed: {caught.strerror}. Checkpoints are intact.") from caught
+            raise ExportError(
+                f"{directory.parent}: writing failed: {caught.strerror}. Checkpoints are intact."
+            ) from caught
 
 
 def _to_main(run: tuple[str, int, torch.Tensor] | None, sender: int) -> tuple[str, int, torch.Tensor] | None:

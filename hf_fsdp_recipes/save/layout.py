@@ -67,7 +67,8 @@ def checksum(file: Path) -> str:
 def describe_files(directory: Path, files: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return bytes and checksum of files, by their path relative to `directory`."""
     return {
-        name: {"bytes": (directory / name).stat().st_size, "crc32": checksum(directory / name)} for name in sorted(files)
+        name: {"bytes": (directory / name).stat().st_size, "crc32": checksum(directory / name)}
+        for name in sorted(files)
     }
 
 
@@ -100,7 +101,9 @@ def commit(incomplete: Path, final: Path, files: Mapping[str, Mapping[str, Any]]
         incomplete.rename(final)
         _sync_directory(final.parent)
     except OSError as error:
-        raise CheckpointError(f"{final} could not be completed: {error.strerror}. Earlier checkpoints are intact.") from error
+        raise CheckpointError(
+            f"{final} could not be completed: {error.strerror}. Earlier checkpoints are intact."
+        ) from error
 
 
 def _sync_directory(directory: Path) -> None:
@@ -207,7 +210,9 @@ def lock(output_dir: str | os.PathLike[str], wait_seconds: float = 60.0) -> IO[s
         path.parent.mkdir(parents=True, exist_ok=True)
         stream = path.open("a+")
     except OSError as error:
-        raise CheckpointError(f"{path.parent} cannot be written: {error.strerror}. Remedy: check permissions.") from error
+        raise CheckpointError(
+            f"{path.parent} cannot be written: {error.strerror}. Remedy: check permissions."
+        ) from error
     deadline = time.monotonic() + wait_seconds
     while True:
         try:

@@ -93,9 +93,7 @@ def model_state(model: Any, plugin: Any) -> dict[str, Any]:
     """Return the sharded state that Trainer resumes a model from: adapters only, where there are any."""
     from accelerate.utils import fsdp_utils
 
-    return fsdp_utils._get_model_state_dict(
-        model, adapter_only=True, sd_options=fsdp_utils._prepare_sd_options(plugin)
-    )
+    return fsdp_utils._get_model_state_dict(model, adapter_only=True, sd_options=fsdp_utils._prepare_sd_options(plugin))
 
 
 def state_options(plugin: Any) -> Any:

@@ -47,10 +47,8 @@ def local_slices(model: torch.nn.Module) -> dict[str, Slice]:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     slices: dict[str, Slice] = {}
-    if any(isinstance(module, FSDP) for module in model.modules()):
-        flat = dict(_fsdp1_slices(model))
-    else:
-        flat = {}
+    is_fsdp1 = any(isinstance(module, FSDP) for module in model.modules())
+    flat = dict(_fsdp1_slices(model)) if is_fsdp1 else {}
     seen: set[int] = set()
     for full_name, tensor in [*model.named_parameters(remove_duplicate=False), *_persistent_buffers(model)]:
         name = names.without_wrappers(full_name)

@@ -76,7 +76,7 @@ def plan_files(
     for file, names in split.filename_to_tensors.items():
         # The reference writer sorts the same way, so that wider items stay aligned.
         ordered = sorted(names, key=lambda name: (-meta[name].dtype.itemsize, name))
-        entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # type: ignore[type-arg]
+        entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for name in ordered:
             size = meta[name].numel() * meta[name].dtype.itemsize

@@ -1,0 +1,1 @@
+"""Training: arguments, data and the trainer that joins everything."""

@@ -33,21 +33,31 @@ class RecipeArguments:
         default=None,
         metadata={"help": "Dtype of the exported weights, bfloat16 say; default: the parameters' own."},
     )
-    export_max_shard_size: str = field(default="5GB", metadata={"help": "Largest file of the export, as in save_pretrained."})
+    export_max_shard_size: str = field(
+        default="5GB", metadata={"help": "Largest file of the export, as in save_pretrained."}
+    )
     merge_adapter: bool = field(
-        default=False, metadata={"help": "Also write <output_dir>/export_merged: the base model with the LoRA weights in it."}
+        default=False,
+        metadata={"help": "Also write <output_dir>/export_merged: the base model with the LoRA weights in it."},
     )
     asynchronous_save: bool = field(
-        default=True, metadata={"help": "Keep training while a checkpoint is written; costs host memory for one copy of the state."}
+        default=True,
+        metadata={"help": "Keep training while a checkpoint is written; costs host memory for one copy of the state."},
     )
     prompt_template: str = field(
         default="alpaca",
-        metadata={"help": "How instruction/input/output rows become prompts: alpaca, or chat (messages).", "choices": ["alpaca", "chat"]},
+        metadata={
+            "help": "How instruction/input/output rows become prompts: alpaca, or chat (messages).",
+            "choices": ["alpaca", "chat"],
+        },
     )
     validation_split_percentage: float = field(
-        default=0.0, metadata={"help": "Percent of the training rows held out for evaluation when there is no test split."}
+        default=0.0,
+        metadata={"help": "Percent of the training rows held out for evaluation when there is no test split."},
     )
-    report: bool = field(default=True, metadata={"help": "Write metrics.jsonl, report.md and plots into the output directory."})
+    report: bool = field(
+        default=True, metadata={"help": "Write metrics.jsonl, report.md and plots into the output directory."}
+    )
 
 
 class Arguments(NamedTuple):
@@ -107,13 +117,24 @@ def _defaults_from_launch() -> dict[str, Any]:
 def check_arguments(arguments: Arguments) -> None:
     """Refuse arguments that would fail, or silently do something else, later on. No collective."""
     if arguments.model.model_name_or_path is None:
-        raise RecipeError("no model. Rule: model_name_or_path is a directory or a Hub id. Remedy: add it to the recipe.")
+        raise RecipeError(
+            "no model. Rule: model_name_or_path is a directory or a Hub id. Remedy: add it to the recipe."
+        )
     if arguments.script.dataset_name is None:
         raise DataError("no dataset. Rule: dataset_name is a Hub id, a file or a folder. Remedy: add it to the recipe.")
     if not 0 <= arguments.recipe.validation_split_percentage < 100:
-        raise DataError(f"validation_split_percentage: {arguments.recipe.validation_split_percentage}. Rule: 0 to below 100.")
+        raise DataError(
+            f"validation_split_percentage: {arguments.recipe.validation_split_percentage}. Rule: 0 to below 100."
+        )
+    dtype = arguments.recipe.export_dtype
+    if dtype is not None and not getattr(getattr(torch, dtype, None), "is_floating_point", False):
+        raise RecipeError(
+            f"export_dtype: {dtype}. Rule: bfloat16, float16, float32, or nothing for the parameters' own."
+        )
     if arguments.recipe.merge_adapter and not arguments.model.use_peft:
-        raise RecipeError("merge_adapter without use_peft: there is no adapter to merge. Remedy: drop one or add the other.")
+        raise RecipeError(
+            "merge_adapter without use_peft: there is no adapter to merge. Remedy: drop one or add the other."
+        )
     check_launch(arguments.training)
 
 

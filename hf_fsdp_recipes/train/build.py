@@ -129,7 +129,9 @@ def find_resume(arguments: Arguments) -> str | None:
     else:
         found = Path(wish)
         if not found.is_dir():
-            raise CheckpointError(f"{wish} is no checkpoint directory. Remedy: a path, or auto for the newest complete one.")
+            raise CheckpointError(
+                f"{wish} is no checkpoint directory. Remedy: a path, or auto for the newest complete one."
+            )
     if found is None:
         return None
     keep_global_batch(arguments.training, found)

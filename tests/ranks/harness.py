@@ -32,7 +32,9 @@ COMMON = {
 }
 
 
-def fsdp_environment(fsdp: dict[str, Any], parallel: dict[str, int] | None = None, precision: str = "no") -> dict[str, str]:
+def fsdp_environment(
+    fsdp: dict[str, Any], parallel: dict[str, int] | None = None, precision: str = "no"
+) -> dict[str, str]:
     """Return the variables that `accelerate launch` sets for an FSDP config."""
     import argparse
     import tempfile

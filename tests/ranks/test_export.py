@@ -39,11 +39,22 @@ def _export(model, data, output, build_keywords, export_keywords):
         torch.save(state, output / "state.pt")
 
 
-def export(tiny_model, text_file, tmp_path, kind="llama", world_size=2, environment=None, build_keywords=None, **export_keywords):
+def export(
+    tiny_model,
+    text_file,
+    tmp_path,
+    kind="llama",
+    world_size=2,
+    environment=None,
+    build_keywords=None,
+    **export_keywords,
+):
     environment = environment or fsdp_environment(FSDP2)
     tmp_path.mkdir(exist_ok=True)
     model = tiny_model(kind)
-    run_ranks(_export, world_size, model, text_file, tmp_path, build_keywords or {}, export_keywords, environment=environment)
+    run_ranks(
+        _export, world_size, model, text_file, tmp_path, build_keywords or {}, export_keywords, environment=environment
+    )
     return tmp_path / "export", torch.load(tmp_path / "state.pt", weights_only=True)
 
 
@@ -80,8 +91,12 @@ def test_export_loads_as_the_gathered_model(tiny_model, text_file, tmp_path, kin
 @pytest.mark.parametrize("fsdp", [FSDP2, FSDP1])
 def test_gathering_writes_the_same_bytes_as_writing_in_place(tiny_model, text_file, tmp_path, fsdp):
     environment = fsdp_environment(fsdp)
-    directly, _ = export(tiny_model, text_file, tmp_path / "a", environment=environment, method="direct", max_shard_size="20KB")
-    gathered, _ = export(tiny_model, text_file, tmp_path / "b", environment=environment, method="gather", max_shard_size="20KB")
+    directly, _ = export(
+        tiny_model, text_file, tmp_path / "a", environment=environment, method="direct", max_shard_size="20KB"
+    )
+    gathered, _ = export(
+        tiny_model, text_file, tmp_path / "b", environment=environment, method="gather", max_shard_size="20KB"
+    )
     files = sorted(file.name for file in directly.iterdir())
     assert files == sorted(file.name for file in gathered.iterdir())
     assert len([name for name in files if name.endswith(".safetensors")]) > 2
@@ -95,7 +110,8 @@ def test_files_are_split_as_save_pretrained_splits_them(tiny_model, text_file, t
     directory, _ = export(tiny_model, text_file, tmp_path, "llama", max_shard_size="30KB")
     AutoModelForCausalLM.from_pretrained(directory).save_pretrained(tmp_path / "stock", max_shard_size="30KB")
     ours, stock = (
-        {file.name: set(load_file(file)) for file in place.glob("*.safetensors")} for place in (directory, tmp_path / "stock")
+        {file.name: set(load_file(file)) for file in place.glob("*.safetensors")}
+        for place in (directory, tmp_path / "stock")
     )
     assert ours == stock
     index, stock_index = (

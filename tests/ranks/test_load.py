@@ -12,7 +12,9 @@ HYBRID = {"dp_replicate_size": 2, "dp_shard_size": 2}
 
 
 def both(model, data, tmp_path, environment, world_size=2, **keywords):
-    stock = run_ranks(_train, world_size, model, data, tmp_path / "stock", {"loader": "stock", **keywords}, environment=environment)
+    stock = run_ranks(
+        _train, world_size, model, data, tmp_path / "stock", {"loader": "stock", **keywords}, environment=environment
+    )
     ours = run_ranks(_train, world_size, model, data, tmp_path / "ours", keywords, environment=environment)
     return stock, ours
 
@@ -23,7 +25,14 @@ def _train(model, data, output, keywords):
 
 @pytest.mark.parametrize(
     ("kind", "lora"),
-    [("llama", None), ("llama_tied", None), ("llama_tied", LORA), ("gpt2", None), ("qwen3_moe", None), ("mixtral", None)],
+    [
+        ("llama", None),
+        ("llama_tied", None),
+        ("llama_tied", LORA),
+        ("gpt2", None),
+        ("qwen3_moe", None),
+        ("mixtral", None),
+    ],
 )
 def test_fsdp2_losses_equal_stock_loading(tiny_model, text_file, tmp_path, kind, lora):
     stock, ours = both(tiny_model(kind), text_file, tmp_path, fsdp_environment(FSDP2), lora=lora)
@@ -106,7 +115,9 @@ def _load_only(model_dir, keywords):
 
 
 def test_missing_model_is_one_error_on_every_rank(tmp_path):
-    errors = run_ranks(_load_only, 2, tmp_path / "nothing", {}, environment=fsdp_environment(FSDP2), expect_failure=True)
+    errors = run_ranks(
+        _load_only, 2, tmp_path / "nothing", {}, environment=fsdp_environment(FSDP2), expect_failure=True
+    )
     assert errors[0] == errors[1]
     assert errors[0][0] == "LoadError"
     assert "nothing" in errors[0][1]
@@ -143,7 +154,9 @@ def test_broken_checkpoint_is_one_load_error_on_every_rank(tiny_model, tmp_path,
     directory = tmp_path / "broken"
     shutil.copytree(tiny_model("llama", "float32", "40KB"), directory)
     _break(directory, how)
-    errors = run_ranks(_load_only, 2, directory, {}, environment=fsdp_environment(FSDP2), expect_failure=True, timeout_seconds=30)
+    errors = run_ranks(
+        _load_only, 2, directory, {}, environment=fsdp_environment(FSDP2), expect_failure=True, timeout_seconds=30
+    )
     assert errors[0] == errors[1]
     assert errors[0][0] == "LoadError"
 

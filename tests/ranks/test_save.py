@@ -89,13 +89,21 @@ def test_blocking_and_asynchronous_saves_hold_the_same(tiny_model, text_file, tm
 
 def test_checkpoint_holds_exactly_its_files(tiny_model, text_file, tmp_path):
     train(tiny_model("llama"), text_file, tmp_path)
-    names = {path.relative_to(tmp_path / "checkpoint-3").as_posix() for path in (tmp_path / "checkpoint-3").rglob("*") if path.is_file()}
+    names = {
+        path.relative_to(tmp_path / "checkpoint-3").as_posix()
+        for path in (tmp_path / "checkpoint-3").rglob("*")
+        if path.is_file()
+    }
     assert names == {
         "manifest.json", "optimizer_0/.metadata", "optimizer_0/__0_0.distcp", "optimizer_0/__1_0.distcp",
         "pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/__1_0.distcp",
         "rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "train_params.yaml", "trainer_state.json",
     }  # fmt: skip
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-3",
+        "checkpoint-6",
+        "checkpoint-8",
+    ]
     assert not list(tmp_path.glob(".checkpoint-*"))
 
 
@@ -115,17 +123,19 @@ def test_no_wrapper_names_in_any_key(tiny_model, text_file, tmp_path, fsdp, lora
         assert all(min(entry.size) >= 4 for entry in metadata.values())  # whole shapes, not one rank's slice
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "parallel"), [(2, 4, None), (4, 1, None), (1, 2, None), (4, 4, HYBRID)]
-)
-def test_resume_on_another_number_of_ranks_sees_every_row_once(tiny_model, text_file, tmp_path, before, after, parallel):
+@pytest.mark.parametrize(("before", "after", "parallel"), [(2, 4, None), (4, 1, None), (1, 2, None), (4, 4, HYBRID)])
+def test_resume_on_another_number_of_ranks_sees_every_row_once(
+    tiny_model, text_file, tmp_path, before, after, parallel
+):
     model = tiny_model("llama")
     accumulation = 4 // before
     whole = train(model, text_file, tmp_path, world_size=before, gradient_accumulation_steps=accumulation, steps=6)
     drop_after(tmp_path, 3)
     environment = fsdp_environment(FSDP2, parallel)
     keywords = {"gradient_accumulation_steps": 4 // after}
-    resumed = train(model, text_file, tmp_path, world_size=after, resume=True, environment=environment, steps=6, **keywords)
+    resumed = train(
+        model, text_file, tmp_path, world_size=after, resume=True, environment=environment, steps=6, **keywords
+    )
     assert resumed[0][0] == pytest.approx(whole[0][0], rel=1e-5)
 
 
@@ -204,7 +214,15 @@ def _train_best(model, data, output):
 
 
 def test_save_by_epochs(tiny_model, text_file, tmp_path):
-    train(tiny_model("llama"), text_file, tmp_path, save_strategy="epoch", steps=-1, num_train_epochs=2, per_device_train_batch_size=6)
+    train(
+        tiny_model("llama"),
+        text_file,
+        tmp_path,
+        save_strategy="epoch",
+        steps=-1,
+        num_train_epochs=2,
+        per_device_train_batch_size=6,
+    )
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-6"]
 
 
@@ -217,7 +235,9 @@ def test_disk_that_fills_costs_a_checkpoint_not_the_run(tiny_model, text_file, t
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1300k", "tmpfs", str(disk)], check=False).returncode:
         pytest.skip("this machine does not let root mount a tmpfs")
     try:
-        results = run_ranks(_train_on_small_disk, 2, tiny_model("llama"), text_file, disk, environment=fsdp_environment(FSDP2))
+        results = run_ranks(
+            _train_on_small_disk, 2, tiny_model("llama"), text_file, disk, environment=fsdp_environment(FSDP2)
+        )
         for losses, message in results:
             assert len(losses) == 5  # training went on to its last step
             assert "No space left" in message

@@ -19,7 +19,12 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def run(
-    config: Path, arguments: Sequence[str], *, script: str = "recipes/sft.py", num_nodes: int = 1, timeout_seconds: float = 150
+    config: Path,
+    arguments: Sequence[str],
+    *,
+    script: str = "recipes/sft.py",
+    num_nodes: int = 1,
+    timeout_seconds: float = 150,
 ) -> subprocess.CompletedProcess:
     """Launch a script on one node, or on several nodes' worth of launchers on this machine."""
     from tests.ranks.harness import free_port
@@ -33,8 +38,12 @@ def run(
         processes.append(
             subprocess.Popen(
                 [*command, str(ROOT / script), *map(str, arguments)],
-                cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )  # fmt: skip
+                cwd=ROOT,
+                env=environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
         )
     try:
         outputs = [process.communicate(timeout=timeout_seconds)[0] for process in processes]

@@ -1,0 +1,205 @@
+"""The recipe as a user starts it: its files, its resume, and one clear message for bad input."""
+
+import json
+import signal
+import subprocess
+import time
+
+import pytest
+import yaml
+
+from tests.recipes.launching import LAUNCH, ROOT, environment, kill_tree, run
+
+CPU = ROOT / "accelerate_configs" / "fsdp2_cpu.yaml"
+SETTINGS = {
+    "max_steps": 6,
+    "save_steps": 2,
+    "logging_steps": 1,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1.0e-2,
+    "max_length": 64,
+    "report_to": "none",
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+}
+
+
+def recipe(tmp_path, **changes):
+    file = tmp_path / "recipe.yaml"
+    settings = SETTINGS | {"output_dir": str(tmp_path / "run")} | changes
+    file.write_text(
+        yaml.safe_dump({key: str(v) if hasattr(v, "parts") else v for key, v in settings.items() if v is not None})
+    )
+    return file
+
+
+def losses(output_dir):
+    entries = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
+
+
+def test_lora_run_leaves_exactly_its_files_and_resumes_after_a_kill(tiny_model, chat_file, tmp_path):
+    model = tiny_model("llama")
+    config = recipe(
+        tmp_path, model_name_or_path=model, dataset_name=chat_file, use_peft=True, lora_target_modules="all-linear",
+        merge_adapter=True, lora_r=4,
+    )  # fmt: skip
+    whole = run(CPU, ["--config", config, "--output_dir", tmp_path / "whole"])
+    assert whole.returncode == 0, whole.stdout
+    top = {path.name for path in (tmp_path / "whole").iterdir()}
+    assert top == {
+        "checkpoint-2", "checkpoint-4", "checkpoint-6", "export", "export_merged", "metrics.jsonl", "report.md",
+        "loss.png", ".writer.lock",
+    }  # fmt: skip
+    assert {path.name for path in (tmp_path / "whole" / "export").iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    from transformers import AutoModelForCausalLM
+
+    for name in ("export", "export_merged"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / name)
+
+    kill_after_first_checkpoint(config, tmp_path / "run")
+    resumed = run(CPU, ["--config", config, "--resume_from_checkpoint", "auto"])
+    assert resumed.returncode == 0, resumed.stdout
+    assert "resume: from" in resumed.stdout
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert (tmp_path / "run/export/adapter_model.safetensors").read_bytes() == (
+        tmp_path / "whole/export/adapter_model.safetensors"
+    ).read_bytes()
+
+
+def kill_after_first_checkpoint(config, output):
+    """SIGKILL launcher and ranks as soon as a checkpoint is complete, wherever they are then."""
+    from tests.ranks.harness import free_port
+
+    command = [
+        *LAUNCH,
+        "--config_file",
+        str(CPU),
+        "--main_process_port",
+        str(free_port()),
+        str(ROOT / "recipes/sft.py"),
+    ]
+    process = subprocess.Popen(
+        [*command, "--config", str(config)],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while not list(output.glob("checkpoint-*/manifest.json")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    kill_tree(process)
+    assert not (output / "export").exists()
+
+
+def test_full_run_exports_a_model_that_plain_transformers_loads(tiny_model, text_file, tmp_path):
+    config = recipe(
+        tmp_path,
+        model_name_or_path=tiny_model("llama_tied"),
+        dataset_name=text_file,
+        export_dtype="bfloat16",
+        save_strategy="no",
+    )
+    result = run(CPU, ["--config", config])
+    assert result.returncode == 0, result.stdout
+    code = (
+        "import sys; from transformers import AutoModelForCausalLM, AutoTokenizer; d = sys.argv[1];"
+        "m = AutoModelForCausalLM.from_pretrained(d); t = AutoTokenizer.from_pretrained(d);"
+        "print(m.dtype, m.generate(**t('The big fox', return_tensors='pt'), max_new_tokens=3, do_sample=False).shape);"
+        "assert not any(name.startswith('hf_fsdp') for name in sys.modules)"
+    )
+    import sys
+
+    loaded = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run" / "export")], capture_output=True, text=True, check=False
+    )
+    assert loaded.returncode == 0, loaded.stderr
+    assert "bfloat16" in loaded.stdout
+
+
+BAD = {
+    "missing model": ({"model_name_or_path": "no/such/model/here"}, "LoadError"),
+    "missing dataset": ({"dataset_name": "./no-such-file.jsonl"}, "DataError"),
+    "unknown YAML key": ({"learning_rat": 1.0}, "RecipeError"),
+    "value of the wrong type": ({"max_steps": "many"}, "RecipeError"),
+    "dtype that is none": ({"export_dtype": "float99"}, "RecipeError"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_message_from_every_rank(case, tiny_model, text_file, tmp_path):
+    changes, kind = BAD[case]
+    config = recipe(tmp_path, **({"model_name_or_path": tiny_model("llama"), "dataset_name": text_file} | changes))
+    assert_clear_failure(run(CPU, ["--config", config], timeout_seconds=90), kind, num_ranks=2)
+
+
+def assert_clear_failure(result, kind, num_ranks):
+    assert result.returncode != 0
+    lines = [line for line in result.stdout.splitlines() if kind in line.split(":")[0]]
+    assert len(lines) == num_ranks, result.stdout
+    assert len(set(lines)) == 1, lines
+    assert "[rank" not in result.stdout  # no traceback
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"), [([], ""), ([{"text": "one"}], "ranks"), ([{"q": "a", "r": "b"}] * 4, "columns")]
+)
+def test_bad_rows_are_one_clear_message_from_every_rank(rows, words, tiny_model, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run(
+        CPU,
+        ["--config", recipe(tmp_path, model_name_or_path=tiny_model("llama"), dataset_name=file)],
+        timeout_seconds=90,
+    )
+    assert_clear_failure(result, "DataError", num_ranks=2)
+    assert words in result.stdout
+
+
+def test_template_without_fsdp_is_refused(tiny_model, text_file, tmp_path):
+    config = yaml.safe_load(CPU.read_text())
+    config.pop("fsdp_config")
+    config["distributed_type"] = "MULTI_GPU"
+    template = tmp_path / "plain.yaml"
+    template.write_text(yaml.safe_dump(config))
+    result = run(
+        template, ["--config", recipe(tmp_path, model_name_or_path=tiny_model("llama"), dataset_name=text_file)]
+    )
+    assert_clear_failure(result, "TemplateError", num_ranks=2)
+
+
+def test_signal_to_the_launcher_ends_the_run_with_a_checkpoint(tiny_model, text_file, tmp_path):
+    from tests.ranks.harness import free_port
+
+    config = recipe(
+        tmp_path, model_name_or_path=tiny_model("llama"), dataset_name=text_file, max_steps=5000, save_steps=5000
+    )
+    output = tmp_path / "run"
+    command = [
+        *LAUNCH,
+        "--config_file",
+        str(CPU),
+        "--main_process_port",
+        str(free_port()),
+        str(ROOT / "recipes/sft.py"),
+    ]
+    process = subprocess.Popen(
+        [*command, "--config", str(config)], cwd=ROOT, env=environment(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="60"),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 90
+        while not (output / "metrics.jsonl").is_file() or not losses(output):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        text, _ = process.communicate(timeout=60)
+    finally:
+        kill_tree(process)
+    assert process.returncode != 0
+    assert "writing a checkpoint at step" in text, text
+    assert len(list(output.glob("checkpoint-*/manifest.json"))) == 1

@@ -1,0 +1,68 @@
+"""Arguments: TRL's own names, a YAML, overrides on the command line, and one clear error for anything else."""
+
+import pytest
+import yaml
+
+from hf_fsdp_recipes.errors import DataError, RecipeError
+from hf_fsdp_recipes.train.arguments import parse_arguments
+
+NEEDED = ["--model_name_or_path", "m", "--dataset_name", "d"]
+
+
+@pytest.fixture(autouse=True)
+def no_launch(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def write(tmp_path, **settings):
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    return ["--config", str(tmp_path / "recipe.yaml")]
+
+
+def test_command_line_overrides_the_recipe(tmp_path):
+    config = write(tmp_path, model_name_or_path="m", dataset_name="d", learning_rate=1e-3, max_steps=7)
+    arguments = parse_arguments([*config, "--max_steps", "9"])
+    assert arguments.training.max_steps == 9
+    assert arguments.training.learning_rate == 1e-3
+    assert arguments.recipe.load_source == "rank0"
+
+
+def test_unknown_key_is_named_with_the_nearest_known_one(tmp_path):
+    config = write(tmp_path, model_name_or_path="m", dataset_name="d", learning_rat=1e-3)
+    with pytest.raises(RecipeError, match=r"learning_rat.*did you mean learning_rate"):
+        parse_arguments(config)
+
+
+def test_unknown_flag_and_bad_value_are_errors():
+    with pytest.raises(RecipeError, match="no_such_flag"):
+        parse_arguments([*NEEDED, "--no_such_flag", "1"])
+    with pytest.raises(RecipeError, match="max_steps"):
+        parse_arguments([*NEEDED, "--max_steps", "many"])
+    with pytest.raises(RecipeError, match="load_source"):
+        parse_arguments([*NEEDED, "--load_source", "all"])
+
+
+def test_recipe_that_is_not_there_or_not_yaml_is_an_error(tmp_path):
+    with pytest.raises(RecipeError, match=r"nothing\.yaml"):
+        parse_arguments(["--config", "nothing.yaml"])
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(RecipeError):
+        parse_arguments(["--config", str(tmp_path / "bad.yaml")])
+
+
+def test_what_cannot_work_together_is_refused_at_once():
+    with pytest.raises(RecipeError, match="no model"):
+        parse_arguments(["--dataset_name", "d"])
+    with pytest.raises(DataError, match="no dataset"):
+        parse_arguments(["--model_name_or_path", "m"])
+    with pytest.raises(RecipeError, match="merge_adapter"):
+        parse_arguments([*NEEDED, "--merge_adapter", "true"])
+    with pytest.raises(DataError, match="validation_split_percentage"):
+        parse_arguments([*NEEDED, "--validation_split_percentage", "100"])
+
+
+def test_precision_follows_the_template(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert parse_arguments(NEEDED).training.bf16 is False

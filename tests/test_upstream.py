@@ -1,0 +1,114 @@
+"""The places upstream that this package leans on: these fail when upstream moves."""
+
+import inspect
+
+import pytest
+
+from hf_fsdp_recipes.errors import CheckpointError, LoadError, TemplateError
+
+
+def parameters(function):
+    return tuple(inspect.signature(function).parameters)
+
+
+def test_accelerate_state_is_where_cpu_ranks_become_fsdp_ranks():
+    from accelerate.state import AcceleratorState, PartialState
+
+    assert "fsdp_plugin" in parameters(AcceleratorState.__init__)
+    assert hasattr(PartialState, "_shared_state")
+
+
+def test_fsdp1_device_and_groups_are_chosen_where_they_were():
+    from torch.distributed.fsdp import _flat_param, _init_utils
+
+    assert parameters(_init_utils._get_compute_device)[:3] == ("module", "ignored_params", "device_from_device_id")
+    assert parameters(_init_utils._init_intra_and_inter_node_groups) == ("global_process_group", "num_devices_per_node")
+    assert {"in_shard", "offset_in_shard", "numel_in_shard", "intra_param_start_idx"} <= set(
+        _flat_param._ShardParamInfo._fields
+    )
+
+
+def test_fsdp2_keeps_a_parameter_that_was_replaced_before_the_first_forward():
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    assert "new_param" in inspect.getsource(FSDPParam.reset_sharded_param)
+
+
+def test_transformers_converts_weights_through_the_same_functions():
+    from transformers import core_model_loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    assert parameters(core_model_loading.revert_weight_conversion) == ("model", "state_dict")
+    assert parameters(core_model_loading.rename_source_key)[:5] == (
+        "source_key", "weight_renamings", "weight_converters", "base_model_prefix", "meta_state_dict",
+    )  # fmt: skip
+    assert "model" in parameters(get_model_conversion_mapping)
+
+
+def test_trainer_asks_for_saves_through_the_flag_that_the_callback_clears():
+    from transformers import Trainer
+
+    source = inspect.getsource(Trainer._maybe_log_save_evaluate)
+    assert source.index("should_evaluate") < source.index("should_save:")
+    assert "self._save_checkpoint" in source
+    assert "on_epoch_end" in inspect.getsource(Trainer._run_epoch)
+    finalize = inspect.getsource(Trainer._finalize_training)
+    assert finalize.index("self.log(metrics)") < finalize.index("_load_best_model") < finalize.index("on_train_end")
+
+
+@pytest.mark.parametrize(
+    ("module", "owner", "name", "install", "error"),
+    [
+        ("hf_fsdp_recipes.load.seams", "accelerate.accelerator", "fsdp2_prepare_model", "install", LoadError),
+        (
+            "hf_fsdp_recipes.save.seams",
+            "accelerate.utils.fsdp_utils",
+            "_get_model_state_dict",
+            "install",
+            CheckpointError,
+        ),
+        (
+            "hf_fsdp_recipes.launch.wrapping",
+            "accelerate.utils.fsdp_utils",
+            "fsdp2_prepare_auto_wrap_policy",
+            "install",
+            TemplateError,
+        ),
+    ],
+)
+def test_seam_that_has_moved_is_one_clear_error(monkeypatch, module, owner, name, install, error):
+    from importlib import import_module
+
+    room = import_module(module)
+    monkeypatch.setattr(room, "_is_installed", False)
+    monkeypatch.delattr(import_module(owner), name)
+    with pytest.raises(error, match=r"(accelerate|Accelerate).*Remedy"):
+        getattr(room, install)()
+
+
+def test_moved_cpu_seam_is_one_clear_error(monkeypatch):
+    from accelerate.state import AcceleratorState
+
+    from hf_fsdp_recipes.launch import cpu
+
+    monkeypatch.setattr(cpu, "_is_enabled", False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setattr(AcceleratorState, "__init__", lambda self, **kwargs: None)
+    with pytest.raises(TemplateError, match=r"fsdp_plugin.*Remedy"):
+        cpu.enable()
+
+
+def test_importing_the_package_patches_nothing():
+    import subprocess
+    import sys
+
+    code = (
+        "from accelerate.state import AcceleratorState as A; before = A.__init__;"
+        "import hf_fsdp_recipes; from hf_fsdp_recipes import load_model, ShardedCheckpointCallback, export_model;"
+        "from accelerate import Accelerator; from peft.tuners.lora import LoraModel;"
+        "assert A.__init__ is before;"
+        "assert 'wrap' not in Accelerator.prepare_model.__code__.co_name;"
+        "assert LoraModel._replace_module.__module__.startswith('peft')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
