@@ -6,12 +6,15 @@ Thin names over `torch.distributed` that also work in a single process. Does not
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 from hf_fsdp_recipes.errors import RecipeError
+
+LAST_WORDS_SECONDS = 3.0  # how long ranks wait for each other's messages where they cannot ask
 
 
 def is_distributed() -> bool:
@@ -107,7 +110,11 @@ def exit_clearly() -> Iterator[None]:
     try:
         yield
     except RecipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        # One write, line end included, so that the ranks' lines do not run into each other.
+        os.write(sys.stderr.fileno(), f"{type(error).__name__}: {error}\n".encode())
+        # The launcher ends the others as soon as one leaves; let all of them speak first.
         if error.is_agreed:
-            barrier()  # the launcher ends the others as soon as one leaves; let all of them speak first
+            barrier()
+        elif world_size() > 1:
+            time.sleep(LAST_WORDS_SECONDS)
         sys.exit(1)
