@@ -261,3 +261,37 @@ def _train_on_small_disk(model, data, output):
     except CheckpointError as error:  # the last save of the run failed as well, and that is not passed over
         return losses_of(trainer), str(error)
     return losses_of(trainer), ""
+
+
+def _stock_trainer(model_dir, data, output):
+    """A person's own Trainer script with the two lines of the README."""
+    from datasets import load_dataset
+    from transformers import AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+    from hf_fsdp_recipes import ShardedCheckpointCallback, load_model
+
+    callback = ShardedCheckpointCallback(export_dir=output / "export")
+    args = TrainingArguments(
+        output_dir=str(output), max_steps=4, save_steps=2, per_device_train_batch_size=1, report_to="none",
+        disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    rows = load_dataset("json", data_files=str(data), cache_dir=str(output / f"cache-{os.getpid()}"))["train"]
+    rows = rows.map(lambda row: tokenizer(row["text"]), remove_columns=["text"])
+    trainer = Trainer(
+        model=load_model(model_dir, dtype="float32"),
+        args=args,
+        train_dataset=rows,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        processing_class=tokenizer,
+        callbacks=[callback],
+    )
+    trainer.train()
+
+
+def test_stock_trainer_with_the_callback_saves_and_exports(tiny_model, text_file, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    run_ranks(_stock_trainer, 2, tiny_model("gpt2"), text_file, tmp_path, environment=fsdp_environment(FSDP2))
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "export")
