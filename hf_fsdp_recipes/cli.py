@@ -6,7 +6,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from hf_fsdp_recipes.errors import RecipeError, TemplateError
+from hf_fsdp_recipes.errors import CheckpointError, RecipeError, TemplateError
 
 app = typer.Typer(help="FSDP recipes for Accelerate, Trainer and TRL.", no_args_is_help=True, add_completion=False)
 config_app = typer.Typer(help="Accelerate FSDP configs: find, render, check.", no_args_is_help=True)
@@ -20,6 +20,20 @@ def main() -> None:
     except RecipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+@app.command("checkpoints")
+def checkpoints(
+    directory: Annotated[Path, typer.Argument(help="A run's output directory.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every checksum.")] = False,
+) -> None:
+    """List a run's checkpoints: step, complete or why not, size, ranks, loss; status 1 if none can be resumed."""
+    from hf_fsdp_recipes.save import layout
+
+    found = layout.list_checkpoints(directory, verify)
+    print(layout.format_table(found))
+    if not any(checkpoint.is_complete for checkpoint in found):
+        raise CheckpointError(f"{directory} holds no complete checkpoint.")
 
 
 @config_app.command("list")

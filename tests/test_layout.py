@@ -162,3 +162,18 @@ def test_unwritable_directory_is_one_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be created"):
         layout.start(tmp_path / "file", 5)
+
+
+@pytest.mark.parametrize("tear", [tear_missing, tear_truncated, tear_flipped, tear_other_run])
+def test_torn_checkpoint_that_is_named_to_resume_from_is_refused(tmp_path, tear):
+    torn = make(tmp_path, 10)
+    tear(torn)
+    with pytest.raises(CheckpointError, match="cannot be resumed from"):
+        layout.check_named(torn)
+
+
+def test_checkpoint_of_a_stock_trainer_is_taken_at_its_owners_word(tmp_path, caplog):
+    (tmp_path / "checkpoint-5").mkdir()
+    layout.check_named(tmp_path / "checkpoint-5")
+    assert "no manifest" in caplog.text
+    assert layout.set_aside_torn(tmp_path) == []

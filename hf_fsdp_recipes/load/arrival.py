@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.load import names, proof
+from hf_fsdp_recipes.load import names, proof, resized
 from hf_fsdp_recipes.load.transfer import (
     Checksums,
     Destination,
@@ -43,6 +43,7 @@ def fill_sharded(model: torch.nn.Module, source: Any, device: torch.device, is_o
     whole: list[Destination] = []
     group: ShardGroup | None = None
     with ranks.agreed():
+        resized.fit(model, source)
         check_sources(model, source)
         for name, parameter, owners in _unique_parameters(model):
             if not parameter.is_meta:
@@ -90,6 +91,7 @@ def unit_filler(model: torch.nn.Module, source: Any, device: torch.device) -> Ca
     `to_empty`, the usual way, would also empty real ones (rotary frequencies), and nothing would tell.
     """
     with ranks.agreed():
+        resized.fit(model, source)
         check_sources(model, source)
     full_names = {id(module): name for name, module in model.named_modules()}
     uses: dict[int, int] = {}

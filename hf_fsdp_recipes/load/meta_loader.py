@@ -6,7 +6,7 @@ shards), and without FSDP this is plain from_pretrained.
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +15,10 @@ import torch
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.launch import cpu, wrapping
-from hf_fsdp_recipes.load import missing, seams
+from hf_fsdp_recipes.load import missing, resized, seams
 from hf_fsdp_recipes.load.conversions import Conversions, Piece
 from hf_fsdp_recipes.load.weights import Checkpoint, StoredTensor, open_checkpoint
+from hf_fsdp_recipes.measure import stages
 
 SOURCE_ATTRIBUTE = "_checkpoint_source"
 # What a Hub download leaves out: weights in other formats than safetensors.
@@ -33,6 +34,7 @@ class CheckpointSource:
         stored: what the checkpoint holds, on every rank.
         pieces: for each entry of the model's state dict, what fills it.
         verify: whether checksums cover a sample of every tensor or all of it.
+        resized: how rows that were added to embeddings since are filled: mean or initialised; None for none.
     """
 
     name_or_path: str
@@ -41,7 +43,7 @@ class CheckpointSource:
     pieces: dict[str, list[Piece]]
     source: Literal["rank0", "direct"] = "rank0"
     verify: Literal["sample", "full"] = "sample"
-    initialised: dict[str, torch.Tensor] = field(default_factory=dict)
+    resized: str | None = None
 
 
 def load_model(
@@ -81,7 +83,8 @@ def load_model(
         return _load_plainly(str(name_or_path), from_pretrained_kwargs)
     wrapping.install()
     seams.install()
-    return _load_on_meta(str(name_or_path), source, verify, from_pretrained_kwargs)
+    with stages.record("build on meta"):
+        return _load_on_meta(str(name_or_path), source, verify, from_pretrained_kwargs)
 
 
 def is_fsdp_asked_for() -> bool:
@@ -131,6 +134,7 @@ def _load_on_meta(name_or_path: str, source: Any, verify: Any, kwargs: dict[str,
     with ranks.agreed():
         missing.prepare(model, found)
     setattr(model, SOURCE_ATTRIBUTE, found)
+    resized.watch(model, found)
     return model
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.measure import stages
 
 _is_installed = False
 
@@ -42,6 +43,13 @@ def find_source(model: torch.nn.Module) -> tuple[torch.nn.Module, Any] | None:
         if source is not None:
             return module, source
     return None
+
+
+def _forget_source(marked: torch.nn.Module) -> None:
+    from hf_fsdp_recipes.load import resized
+
+    del marked.__dict__["_checkpoint_source"]
+    resized.unwatch(marked)
 
 
 def _patch_accelerate() -> None:
@@ -79,8 +87,10 @@ def _patch_accelerate() -> None:
             model = shard(self, model)
         finally:
             plugin.cpu_ram_efficient_loading = was_efficient
-        arrival.fill_sharded(model, found[1], self.device, isinstance(plugin.cpu_offload, CPUOffloadPolicy))
-        del found[0].__dict__["_checkpoint_source"]
+        with stages.record("read into shards"):
+            arrival.fill_sharded(model, found[1], self.device, isinstance(plugin.cpu_offload, CPUOffloadPolicy))
+        stages.show()
+        _forget_source(found[0])
         return model
 
     @functools.wraps(prepare_one)
@@ -95,8 +105,10 @@ def _patch_accelerate() -> None:
         arrival.fill_buffers(model, found[1], self.device)
         plugin.param_init_fn = arrival.unit_filler(model, found[1], self.device)
         plugin.sync_module_states = False
-        result = prepare_one(self, model, *args, **kwargs)
-        del found[0].__dict__["_checkpoint_source"]
+        with stages.record("read into shards"):
+            result = prepare_one(self, model, *args, **kwargs)
+        stages.show()
+        _forget_source(found[0])
         proof.check_buffers(result)
         return result
 

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_fsdp_recipes import ranks
-from hf_fsdp_recipes.measure import probes, report
+from hf_fsdp_recipes.measure import probes, report, stages
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,9 @@ class MetricsCallback(TrainerCallback):
             path = Path(args.output_dir) / METRICS_FILE
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = [entry for entry in report.read_metrics(path) if entry.get("step", 0) <= state.global_step]
+            kept += [stage.as_metrics() for stage in stages.gathered]
             path.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        stages.gathered.clear()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write one line. Collective: every rank must call this (Trainer does)."""

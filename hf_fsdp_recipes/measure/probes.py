@@ -35,7 +35,7 @@ class HostPeak:
         seconds: how long the block took.
     """
 
-    def __init__(self, interval_seconds: float = 0.005) -> None:
+    def __init__(self, interval_seconds: float = 0.01) -> None:
         self._interval_seconds = interval_seconds
         self._stop = threading.Event()
         self.before_bytes = self.peak_bytes = self.after_bytes = 0

@@ -12,11 +12,12 @@ import re
 import shutil
 import socket
 import time
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+import xxhash
 
 from hf_fsdp_recipes.errors import CheckpointError
 
@@ -56,19 +57,18 @@ def incomplete_directory_for(output_dir: str | os.PathLike[str], step: int) -> P
 
 
 def checksum(file: Path) -> str:
-    """Return the CRC-32 of a file's bytes, as eight hexadecimal digits."""
-    value = 0
-    with file.open("rb") as stream:
+    """Return the XXH3 (64 bit) of a file's bytes in hexadecimal: as fast as memory, for accidents, not for attacks."""
+    value = xxhash.xxh3_64()
+    with file.open("rb", buffering=0) as stream:
         while block := stream.read(_READ_BYTES):
-            value = zlib.crc32(block, value)
-    return f"{value:08x}"
+            value.update(block)
+    return value.hexdigest()
 
 
 def describe_files(directory: Path, files: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return bytes and checksum of files, by their path relative to `directory`."""
     return {
-        name: {"bytes": (directory / name).stat().st_size, "crc32": checksum(directory / name)}
-        for name in sorted(files)
+        name: {"bytes": (directory / name).stat().st_size, "xxh3": checksum(directory / name)} for name in sorted(files)
     }
 
 
@@ -128,7 +128,7 @@ def find_fault(directory: Path, verify: bool = False) -> str | None:
     """Return why a checkpoint cannot be resumed from, or None. Looks at names and sizes; reads bytes with `verify`."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
-        files = {str(name): (int(entry["bytes"]), str(entry["crc32"])) for name, entry in manifest["files"].items()}
+        files = {str(name): (int(entry["bytes"]), str(entry["xxh3"])) for name, entry in manifest["files"].items()}
     except FileNotFoundError:
         return f"no {MANIFEST}: the save did not finish, or another program wrote it"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -136,14 +136,14 @@ def find_fault(directory: Path, verify: bool = False) -> str | None:
     match = _NAME.fullmatch(directory.name)
     if match and manifest.get("step") != int(match.group(1)):
         return f"{MANIFEST} is of step {manifest.get('step')}"
-    for name, (num_bytes, crc) in files.items():
+    for name, (num_bytes, expected) in files.items():
         file = directory / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != num_bytes:
             return f"{name} has {file.stat().st_size:,} bytes, not {num_bytes:,}"
-        if verify and checksum(file) != crc:
-            return f"{name} has been altered (CRC-32 differs)"
+        if verify and checksum(file) != expected:
+            return f"{name} has been altered (its checksum differs)"
     return None
 
 
@@ -156,6 +156,56 @@ def list_checkpoints(output_dir: str | os.PathLike[str], verify: bool = False) -
         if match and path.is_dir():
             found.append(Checkpoint(path, int(match.group(1)), find_fault(path, verify)))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def format_table(checkpoints: Iterable[Checkpoint]) -> str:
+    """Return a table of checkpoints: step, size, ranks, loss, and whether each is complete or why not."""
+    lines = [f"{'step':>8}  {'size':>10}  {'ranks':>5}  {'loss':>8}  state"]
+    for checkpoint in checkpoints:
+        manifest = _read_manifest(checkpoint.path)
+        num_bytes = sum((checkpoint.path / name).stat().st_size for name in files_in(checkpoint.path))
+        loss = manifest.get("loss")
+        lines.append(
+            f"{checkpoint.step:>8}  {_readable(num_bytes):>10}  {manifest.get('world_size', '?'):>5}  "
+            f"{'?' if loss is None else format(loss, '.4f'):>8}  {checkpoint.fault or 'complete'}"
+        )
+    return "\n".join(lines)
+
+
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def _readable(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def check_named(directory: Path) -> None:
+    """Check a checkpoint that somebody named to resume from.
+
+    One without a manifest (a stock Trainer's) is taken at its owner's word, with a warning.
+
+    Raises:
+        CheckpointError: it is not there, or it is not what its manifest says; names the file.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory} is no checkpoint directory. Remedy: a path, or auto for the newest complete one."
+        )
+    if not (directory / MANIFEST).is_file():
+        logger.warning("%s has no %s, so nobody can tell whether it is whole; going on as asked", directory, MANIFEST)
+        return
+    fault = find_fault(directory, verify=True)
+    if fault is not None:
+        raise CheckpointError(f"{directory} cannot be resumed from: {fault}. Remedy: an earlier one; auto finds it.")
 
 
 def latest_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
@@ -178,7 +228,9 @@ def set_aside_torn(output_dir: str | os.PathLike[str]) -> list[Path]:
     Returns:
         The new names. Directories of interrupted saves keep theirs; the next save of that step replaces them.
     """
-    return [_set_aside(checkpoint.path) for checkpoint in list_checkpoints(output_dir) if not checkpoint.is_complete]
+    torn = [checkpoint for checkpoint in list_checkpoints(output_dir) if not checkpoint.is_complete]
+    # A stock Trainer's checkpoints have no manifest and are none of ours to move.
+    return [_set_aside(checkpoint.path) for checkpoint in torn if (checkpoint.path / MANIFEST).is_file()]
 
 
 def remove_old(output_dir: str | os.PathLike[str], keep: int, protect: Iterable[Path | str] = ()) -> list[Path]:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_recipes import ranks
-from hf_fsdp_recipes.errors import CheckpointError, DataError, ExportError, LoadError
+from hf_fsdp_recipes.errors import DataError, ExportError, LoadError
 from hf_fsdp_recipes.launch import cpu
 from hf_fsdp_recipes.load.meta_loader import load_model
 from hf_fsdp_recipes.save.callback import ShardedCheckpointCallback
 from hf_fsdp_recipes.save.export import export_model
 from hf_fsdp_recipes.save.export_check import has_weights
-from hf_fsdp_recipes.save.layout import latest_checkpoint
+from hf_fsdp_recipes.save.layout import check_named, latest_checkpoint, set_aside_torn
 from hf_fsdp_recipes.save.resume import keep_global_batch
 from hf_fsdp_recipes.train.arguments import Arguments
 from hf_fsdp_recipes.train.data import load_data
@@ -116,26 +116,28 @@ def find_resume(arguments: Arguments) -> str | None:
     wish = arguments.training.resume_from_checkpoint
     if wish in (None, False, "", "no"):
         return None
-    if str(wish).lower() in ("auto", "true"):
-        found = None
-        with ranks.agreed():
-            if ranks.is_main():
-                found = latest_checkpoint(arguments.training.output_dir)
-        found = ranks.broadcast_object(found)
-        if found is None:
-            ranks.print_main(f"resume: no complete checkpoint in {arguments.training.output_dir}; starting from step 0")
-        else:
-            ranks.print_main(f"resume: from {found}")
-    else:
-        found = Path(wish)
-        if not found.is_dir():
-            raise CheckpointError(
-                f"{wish} is no checkpoint directory. Remedy: a path, or auto for the newest complete one."
-            )
+    found = None
+    with ranks.agreed():
+        if ranks.is_main():
+            found = _find_checkpoint(str(wish), arguments.training.output_dir)
+    found = ranks.broadcast_object(found)
     if found is None:
+        ranks.print_main(f"resume: no complete checkpoint in {arguments.training.output_dir}; starting from step 0")
         return None
-    keep_global_batch(arguments.training, found)
+    ranks.print_main(f"resume: from {found}")
+    with ranks.agreed():
+        keep_global_batch(arguments.training, found)
     return str(found)
+
+
+def _find_checkpoint(wish: str, output_dir: str) -> Path | None:
+    """Look for what was asked for; with `auto`, move aside what cannot be resumed from. Main rank only."""
+    if wish.lower() not in ("auto", "true"):
+        check_named(Path(wish))
+        return Path(wish)
+    found = latest_checkpoint(output_dir)
+    set_aside_torn(output_dir)
+    return found
 
 
 def finish(trainer: Any, arguments: Arguments) -> Path:

@@ -200,3 +200,56 @@ def test_adapter_that_needs_base_weights_is_refused_by_name(tiny_model, text_fil
     assert errors[0] == errors[1]
     assert errors[0][0] == "LoadError"
     assert "use_dora" in errors[0][1]
+
+
+def _resized(model_dir, data, output, loader, num_tokens):
+    import torch
+
+    trainer = build(str(model_dir), str(data), str(output), loader=loader, steps=1, prepare=("resize", num_tokens))
+    whole = {}
+
+    from transformers import TrainerCallback
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            for name, parameter in model.named_parameters():
+                if "embed_tokens" in name or "lm_head" in name:
+                    tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+                    whole[name] = tensor.detach().clone().to(torch.float32).tolist()
+
+    trainer.add_callback(Look())
+    trainer.train()
+    return whole
+
+
+@pytest.mark.parametrize(("kind", "num_tokens"), [("llama", 320), ("llama_tied", 311), ("llama", 300)])
+def test_resized_embeddings_get_the_mean_of_the_rows(tiny_model, text_file, tmp_path, kind, num_tokens):
+    from safetensors.torch import load_file
+
+    arguments = (tiny_model(kind), text_file, tmp_path / "out", "rank0", num_tokens)
+    seen = run_ranks(_resized, 2, *arguments, environment=fsdp_environment(FSDP2))[0]
+    stored = load_file(tiny_model(kind) / "model.safetensors")
+    assert seen
+    for name, rows in seen.items():
+        kept = min(num_tokens, 307)
+        assert rows[:kept] == stored[name][:kept].tolist()
+        assert len(rows) == num_tokens
+        for row in rows[kept:]:
+            assert row == pytest.approx(stored[name].double().mean(dim=0).tolist(), abs=1e-6)
+
+
+def test_memory_of_each_stage_is_printed_and_recorded(tiny_model, text_file, tmp_path):
+    from hf_fsdp_recipes.measure.stages import Stage, format_table
+
+    shown = format_table([Stage("read into shards", 1, 1.5, 10**8, 2 * 10**8, 3 * 10**8, 0, 0, 0)])
+    assert shown.splitlines()[1].split() == ["read", "into", "shards", "1", "1.50", "100", "200", "300"]
+    run_ranks(_train_with_metrics, 2, tiny_model("llama"), text_file, tmp_path, environment=fsdp_environment(FSDP2))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    stages = {(line["stage"], line["rank"]) for line in lines if "stage" in line}
+    assert stages == {(stage, rank) for stage in ("build on meta", "read into shards") for rank in (0, 1)}
+
+
+def _train_with_metrics(model, data, output):
+    from hf_fsdp_recipes.measure.callback import MetricsCallback
+
+    build(str(model), str(data), str(output), callbacks=[MetricsCallback()], steps=2).train()

@@ -19,6 +19,7 @@ def build(
     steps: int = 5,
     callbacks: list[Any] | None = None,
     load_arguments: dict[str, Any] | None = None,
+    prepare: tuple[str, int] | None = None,
     **sft_arguments: Any,
 ) -> Any:
     """Build an SFTTrainer; `loader` is stock (from_pretrained), rank0 or direct."""
@@ -51,6 +52,8 @@ def build(
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
     else:
         model = load_model(model_dir, dtype=dtype, source=loader, **(load_arguments or {}))
+    if prepare and prepare[0] == "resize":
+        model.resize_token_embeddings(prepare[1])
     cache = Path(tempfile.gettempdir()) / f"hf-fsdp-tests-{os.getuid()}" / f"rank-{os.environ['RANK']}"
     eval_rows = None
     rows = load_dataset("json", data_files=str(data_file), cache_dir=str(cache))
