@@ -36,6 +36,49 @@ def checkpoints(
         raise CheckpointError(f"{directory} holds no complete checkpoint.")
 
 
+@app.command("export")
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A sharded checkpoint: checkpoint-<step>, or a folder of .distcp files.")
+    ],
+    output: Annotated[Path, typer.Argument(help="The directory to write.")],
+    base_model: Annotated[
+        Optional[str], typer.Option(help="Directory or Hub id of the model, if it is not recorded.")
+    ] = None,
+    dtype: Annotated[Optional[str], typer.Option(help="Dtype to cast to, bfloat16 say.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
+    merge_adapter: Annotated[
+        bool, typer.Option("--merge-adapter", help="LoRA: write base and adapter as one model.")
+    ] = False,
+) -> None:
+    """Write a sharded checkpoint as a model directory; no GPU, constant memory."""
+    from hf_fsdp_recipes import export_checkpoint
+
+    export_checkpoint(
+        checkpoint,
+        output,
+        base_model=base_model,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        merge_adapter=merge_adapter,
+    )
+    print(f"exported: {output}")
+
+
+@app.command("generate")
+def generate(
+    model: Annotated[Path, typer.Argument(help="An export: a model or an adapter.")],
+    prompt_file: Annotated[Path, typer.Option(help="Text file with the prompt.")],
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    system: Annotated[Optional[str], typer.Option(help="System message, with --chat.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="How much to generate.")] = 200,
+) -> None:
+    """Generate from an export, greedily: the check that the weights are what they should be."""
+    from hf_fsdp_recipes.save.generate import generate as run
+
+    print(run(model, prompt_file, chat, system, max_new_tokens))
+
+
 @config_app.command("list")
 def config_list() -> None:
     """List the templates, one line each."""

@@ -104,7 +104,7 @@ def _load_plainly(name_or_path: str, kwargs: dict[str, Any]) -> Any:
 
     model = None
     with ranks.agreed():
-        _resolve_directory(name_or_path, kwargs)
+        resolve_directory(name_or_path, kwargs)
         try:
             model = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
         except (OSError, ValueError) as error:
@@ -129,7 +129,7 @@ def _load_on_meta(name_or_path: str, source: Any, verify: Any, kwargs: dict[str,
             model.generation_config = generation_config
         pieces = _map_pieces(model, stored, name_or_path)
         if source == "direct" and checkpoint is None:
-            checkpoint = open_checkpoint(_resolve_directory(name_or_path, kwargs))
+            checkpoint = open_checkpoint(resolve_directory(name_or_path, kwargs))
     found = CheckpointSource(name_or_path, checkpoint, stored, pieces or {}, source, verify)
     with ranks.agreed():
         missing.prepare(model, found)
@@ -142,7 +142,7 @@ def _describe(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Any, Any, Chec
     """Read config, generation config and weight headers. Main rank only."""
     from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
-    directory = _resolve_directory(name_or_path, kwargs)
+    directory = resolve_directory(name_or_path, kwargs)
     rest = {k: v for k, v in kwargs.items() if k not in ("device_map", "low_cpu_mem_usage", "revision", "token")}
     config = rest.pop("config", None)
     try:
@@ -164,7 +164,7 @@ def _describe(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Any, Any, Chec
     return config, generation_config, open_checkpoint(directory)
 
 
-def _resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
+def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
     """Return the local directory of a model, downloading it where it is a Hub id."""
     if Path(name_or_path).is_dir():
         return Path(name_or_path) / (kwargs.get("subfolder") or "")

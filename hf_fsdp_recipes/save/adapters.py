@@ -54,7 +54,7 @@ def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[st
     kept = get_peft_model_state_dict(
         _without_wrappers(model, peft_model),
         state_dict=meta,
-        adapter_name=_active(peft_model),
+        adapter_name=active_adapter(peft_model),
         save_embedding_layers=False,
     )
     found = {by_identity[id(tensor)]: stored for stored, tensor in kept.items() if id(tensor) in by_identity}
@@ -76,7 +76,7 @@ def _without_wrappers(model: torch.nn.Module, peft_model: Any) -> Any:
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
-    adapter = _active(peft_model)
+    adapter = active_adapter(peft_model)
     config = copy.deepcopy(peft_model.peft_config[adapter])
     config.init_lora_weights = False  # names do not need values
     with init_empty_weights():
@@ -90,14 +90,15 @@ def save_config(model: torch.nn.Module, directory: Path) -> None:
 
     peft_model = find_peft_model(model)
     assert peft_model is not None
-    config = copy.deepcopy(peft_model.peft_config[_active(peft_model)])
+    config = copy.deepcopy(peft_model.peft_config[active_adapter(peft_model)])
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = peft_model.get_base_model().config.name_or_path
     config.inference_mode = True
     config.save_pretrained(str(directory))
 
 
-def _active(peft_model: Any) -> str:
+def active_adapter(peft_model: Any) -> str:
+    """Return the name of the adapter in use."""
     active = peft_model.active_adapter
     return active if isinstance(active, str) else active[0]
 
@@ -112,7 +113,7 @@ class Merger:
         peft_model = find_peft_model(model)
         if peft_model is None:
             raise ExportError("merge_adapter: the model has no adapter. Remedy: export it without merge_adapter.")
-        self._adapter = _active(peft_model)
+        self._adapter = active_adapter(peft_model)
         config = peft_model.peft_config[self._adapter]
         if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA" or config.use_dora:
             raise ExportError("merge_adapter knows LoRA and rsLoRA. Remedy: export the adapter and merge it with PEFT.")
@@ -134,19 +135,71 @@ class Merger:
             self._matrices[f"{name}.base_layer.weight"] = (gather_whole(a, device), gather_whole(b, device))
 
     def merged(self, piece: Slice, start: int, values: torch.Tensor) -> torch.Tensor:
-        """Return values of a slice, from `start` of the slice on, with the adapter added in.
-
-        The sum is taken in the base weight's dtype, as PEFT's own merge does.
-        """
+        """Return values of a slice, from `start` of the slice on, with the adapter added in."""
         matrices = self._matrices.get(piece.name)
         if matrices is None or not values.numel():
             return values
-        a, b = matrices
         layer = self._layers[piece.name.removesuffix(".base_layer.weight")]
-        rows_of, columns_of = (a.T, b.T) if layer.fan_in_fan_out else (b, a)
-        width = piece.shape[1]
-        first = piece.first + start
-        top, bottom = first // width, -(-(first + values.numel()) // width)
-        delta = (rows_of[top:bottom] @ columns_of) * layer.scaling[self._adapter]
-        skipped = first - top * width
-        return values + delta.reshape(-1)[skipped : skipped + values.numel()].to(values.dtype)
+        scaling = layer.scaling[self._adapter]
+        return add_rows(values, piece.first + start, piece.shape, *matrices, scaling, layer.fan_in_fan_out)
+
+
+def add_rows(
+    values: torch.Tensor,
+    first: int,
+    shape: tuple[int, ...],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scaling: float,
+    fan_in_fan_out: bool,
+) -> torch.Tensor:
+    """Add `scaling * B @ A` to a run of a weight's elements.
+
+    Args:
+        values: the run, 1-D, from element `first` of the weight on.
+        first: the run's first element.
+        shape: the weight's, (out, in), or (in, out) with `fan_in_fan_out`.
+        a, b: LoRA's matrices, (r, in) and (out, r).
+        scaling: LoRA's alpha over r, or over its root.
+        fan_in_fan_out: whether the weight is stored transposed (GPT-2's Conv1D).
+
+    Returns:
+        The sum in the weight's dtype, as PEFT's own merge takes it.
+    """
+    rows_of, columns_of = (a.T, b.T) if fan_in_fan_out else (b, a)
+    width = shape[1]
+    top, bottom = first // width, -(-(first + values.numel()) // width)
+    delta = (rows_of[top:bottom] @ columns_of) * scaling
+    skipped = first - top * width
+    return values + delta.reshape(-1)[skipped : skipped + values.numel()].to(values.dtype)
+
+
+class StoredAdapter:
+    """A LoRA adapter in a sharded checkpoint, added to base weights that are read from files."""
+
+    def __init__(self, config: Any, tensors: Mapping[str, Any], adapter_name: str) -> None:
+        if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA" or config.use_dora:
+            raise ExportError("merge_adapter knows LoRA and rsLoRA. Remedy: export the adapter and merge it with PEFT.")
+        if any(".modules_to_save." in name for name in tensors) or config.modules_to_save:
+            raise ExportError("merge_adapter cannot merge whole saved modules offline. Remedy: merge with PEFT.")
+        self._fan_in_fan_out = bool(config.fan_in_fan_out)
+        self._scaling = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+        if config.rank_pattern or config.alpha_pattern:
+            raise ExportError("merge_adapter knows one rank for all layers. Remedy: merge with PEFT.")
+        self._tensors: dict[str, dict[str, Any]] = {}
+        for name, tensor in tensors.items():
+            plain = name.removeprefix("base_model.model.").replace(f".{adapter_name}.", ".")
+            for matrix in "AB":
+                if plain.endswith(f".lora_{matrix}.weight"):
+                    self._tensors.setdefault(plain.removesuffix(f".lora_{matrix}.weight"), {})[matrix] = tensor
+
+    def merged(self, name: str, shape: tuple[int, ...], first: int, values: torch.Tensor) -> torch.Tensor:
+        """Return a run of a base weight with the adapter added in; other tensors come back as they are."""
+        found = self._tensors.get(name.removesuffix(".weight"))
+        if found is None or not values.numel():
+            return values
+        a, b = (
+            found[matrix].read(0, torch.Size(found[matrix].shape).numel()).reshape(found[matrix].shape)
+            for matrix in "AB"
+        )
+        return add_rows(values, first, shape, a, b, self._scaling, self._fan_in_fan_out)

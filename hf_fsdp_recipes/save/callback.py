@@ -217,7 +217,9 @@ class ShardedCheckpointCallback(TrainerCallback):
             scheduler = copy.deepcopy(kwargs["lr_scheduler"].state_dict())
             files["scheduler.pt"] = save_tensors(scheduler)
             files[layout.STATE_FILE] = save_text(_state_as_json(state))
-            files["train_params.yaml"] = save_text(yaml.safe_dump(resume.train_params(args), sort_keys=True))
+            files["train_params.yaml"] = save_text(
+                yaml.safe_dump(resume.train_params(args, kwargs["model"]), sort_keys=True)
+            )
         return files
 
     def _report_failure(self) -> None:

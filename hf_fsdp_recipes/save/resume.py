@@ -38,8 +38,8 @@ def manifest_facts(args: Any, state: Any) -> dict[str, Any]:
     }
 
 
-def train_params(args: Any) -> dict[str, Any]:
-    """Return the run's arguments, template, world size and versions, without secrets, ready for YAML."""
+def train_params(args: Any, model: Any = None) -> dict[str, Any]:
+    """Return the run's arguments, model, template, world size and versions, without secrets, ready for YAML."""
     arguments = json.loads(json.dumps(args.to_dict(), default=str))
     template = {
         name: value
@@ -47,12 +47,33 @@ def train_params(args: Any) -> dict[str, Any]:
         if name.startswith(("FSDP_", "PARALLELISM_CONFIG_")) or name in TEMPLATE_VARIABLES
     }
     return {
+        **_model_facts(model),
         "arguments": {name: value for name, value in arguments.items() if not name.endswith("token")},
         "template": template,
         "world_size": ranks.world_size(),
         "global_batch_size": global_batch_size(args),
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
     }
+
+
+def _model_facts(model: Any) -> dict[str, Any]:
+    """Return which model was trained and, with an adapter, its PEFT config: what an offline export needs."""
+    if model is None:
+        return {}
+    from hf_fsdp_recipes.save import adapters
+
+    peft_model = adapters.find_peft_model(model)
+    base = model if peft_model is None else peft_model.get_base_model()
+    facts: dict[str, Any] = {"model_name_or_path": getattr(getattr(base, "config", None), "name_or_path", None)}
+    if peft_model is not None:
+        name = adapters.active_adapter(peft_model)
+        config = peft_model.peft_config[name].to_dict()
+        facts |= {"adapter_name": name, "adapter": json.loads(json.dumps(config, default=_as_plain))}
+    return facts
+
+
+def _as_plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(getattr(value, "value", value))
 
 
 def _version(package: str) -> str | None:

@@ -1,0 +1,200 @@
+"""Reads runs of elements out of torch DCP's `.distcp` files, by range, whoever wrote them.
+
+A `.distcp` file holds torch.save archives one after the other, each with one rank's chunk of one tensor,
+uncompressed. Their places come from `.metadata`, their bytes from the archives' zip directory. Tensors only;
+loads no pickle but DCP's own index.
+
+Source: torch 2.13 `distributed/checkpoint/filesystem.py`, `metadata.py`; the torch.save archive format.
+"""
+
+import io
+import math
+import os
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_fsdp_recipes.errors import ExportError
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements [first, first + count) of a tensor, as raw bytes at `start` of `file`."""
+
+    first: int
+    count: int
+    file: Path
+    start: int
+
+
+@dataclass(frozen=True)
+class DcpTensor:
+    """One tensor of a checkpoint; `chunks` in the order of its elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+    def read(self, start: int, count: int) -> torch.Tensor:
+        """Return `count` elements from `start` on (1-D, CPU)."""
+        out = torch.empty(count, dtype=self.dtype)
+        view = memoryview(out.view(torch.uint8).numpy())
+        size = self.dtype.itemsize
+        for chunk in self.chunks:
+            low, high = max(start, chunk.first), min(start + count, chunk.first + chunk.count)
+            if low < high:
+                target = view[(low - start) * size : (high - start) * size]
+                _read(chunk.file, chunk.start + (low - chunk.first) * size, target)
+        return out
+
+
+class _Window(io.RawIOBase):
+    """A run of a file that looks like a file of its own, for zipfile and torch.load."""
+
+    def __init__(self, file: Path, start: int, length: int) -> None:
+        self._stream = file.open("rb")
+        self._start, self._length, self._at = start, length, 0
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._length - self._at)]
+        self._stream.seek(self._start + self._at)
+        count = self._stream.readinto(view)
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+def find_directory(checkpoint: Path) -> Path:
+    """Return the directory with the model's `.metadata` in a checkpoint.
+
+    Raises:
+        ExportError: there is none.
+    """
+    for candidate in (checkpoint / "pytorch_model_fsdp_0", checkpoint):
+        if (candidate / ".metadata").is_file():
+            return candidate
+    raise ExportError(
+        f"{checkpoint} holds no sharded model: no .metadata there or in pytorch_model_fsdp_0. Remedy: name a "
+        f"checkpoint-<step> that was saved as SHARDED_STATE_DICT, or a directory of .distcp files."
+    )
+
+
+def read_index(directory: Path) -> dict[str, DcpTensor]:
+    """Read which tensors a DCP directory holds, and where. Any process, no collective.
+
+    Raises:
+        ExportError: the index cannot be read, a file is missing or cut, or a tensor is cut otherwise than by rows.
+    """
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    try:
+        metadata = FileSystemReader(directory).read_metadata()
+    except Exception as error:
+        raise ExportError(f"{directory}/.metadata cannot be read: {error}") from error
+    places: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for index, place in (metadata.storage_data or {}).items():
+        places[(index.fqn, tuple(index.offset or ()))] = place
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            shape = tuple(entry.size)
+            chunks = [_chunk(directory, name, shape, entry.properties.dtype, chunk, places) for chunk in entry.chunks]
+            tensors[name] = _checked(directory, DcpTensor(name, shape, entry.properties.dtype, _in_order(chunks)))
+    return tensors
+
+
+def _chunk(directory: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype, chunk: Any, places: Any) -> Chunk:
+    offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+    if any(offsets[1:]) or sizes[1:] != shape[1:]:
+        raise ExportError(f"{directory}: {name} is cut at {offsets} with {sizes}. Rule: tensors are cut by rows.")
+    place = places[(name, offsets)]
+    width, count = math.prod(shape[1:]), math.prod(sizes)
+    file = directory / place.relative_path
+    start = 0 if count == 0 else _data_start(file, name, place.offset, place.length, count * dtype.itemsize)
+    return Chunk((offsets[0] if offsets else 0) * width, count, file, start)
+
+
+def _data_start(file: Path, name: str, offset: int, length: int, num_bytes: int) -> int:
+    """Return the first byte of a chunk's values in its `.distcp` file."""
+    if not file.is_file() or file.stat().st_size < offset + length:
+        raise ExportError(f"{file} is missing or cut: {name} should end at byte {offset + length:,}.")
+    try:
+        with _Window(file, offset, length) as window, zipfile.ZipFile(window) as archive:
+            (data,) = [info for info in archive.infolist() if info.filename.split("/")[-2:-1] == ["data"]]
+            window.seek(0)
+            described = torch.load(window, map_location="meta", weights_only=True)
+            if data.file_size != num_bytes or not described.is_contiguous() or described.storage_offset():
+                raise ExportError(f"{file}: {name} is not stored as one plain run of {num_bytes:,} bytes")
+            header = bytearray(4)
+            window.seek(data.header_offset + 26)  # lengths of the local header's name and extra field
+            window.readinto(header)
+    except (zipfile.BadZipFile, ValueError, RuntimeError, OSError) as error:
+        raise ExportError(f"{file}: {name} cannot be read ({error})") from error
+    name_bytes, extra_bytes = int.from_bytes(header[:2], "little"), int.from_bytes(header[2:], "little")
+    return offset + data.header_offset + 30 + name_bytes + extra_bytes
+
+
+def _in_order(chunks: list[Chunk]) -> tuple[Chunk, ...]:
+    # Replicas may be listed more than once; the first of each run is enough.
+    by_first: dict[int, Chunk] = {}
+    for chunk in chunks:
+        if chunk.count:
+            by_first.setdefault(chunk.first, chunk)
+    return tuple(by_first[first] for first in sorted(by_first))
+
+
+def _checked(directory: Path, tensor: DcpTensor) -> DcpTensor:
+    end = 0
+    for chunk in tensor.chunks:
+        if chunk.first != end:
+            raise ExportError(f"{directory}: {tensor.name} has a gap or an overlap at element {end:,}")
+        end += chunk.count
+    if end != math.prod(tensor.shape):
+        raise ExportError(f"{directory}: {tensor.name} has {end:,} of {math.prod(tensor.shape):,} elements")
+    return tensor
+
+
+def _read(file: Path, offset: int, view: memoryview) -> None:
+    descriptor = _descriptor(file)
+    while view:
+        count = os.preadv(descriptor, [view], offset)
+        if count == 0:
+            raise ExportError(f"{file} ends at byte {offset:,}; it was cut while it was read")
+        view, offset = view[count:], offset + count
+
+
+_descriptors: dict[Path, int] = {}
+
+
+def _descriptor(file: Path) -> int:
+    if file not in _descriptors:
+        _descriptors[file] = os.open(file, os.O_RDONLY)
+    return _descriptors[file]
+
+
+def close_all() -> None:
+    """Close the files that were read."""
+    for descriptor in _descriptors.values():
+        os.close(descriptor)
+    _descriptors.clear()
