@@ -101,7 +101,8 @@ def machine() -> str:
     """Describe machine and versions in one line."""
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.machine()}, Python {platform.python_version()}, {versions}"
+    system = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    return f"{os.cpu_count()} cores, {memory:.0f} GiB, {system}, {versions}"
 
 
 def write_section(title: str, lines: Sequence[str]) -> None:

@@ -129,6 +129,7 @@ def busy_steps(writer) -> int:
 
 def report(num_parameters: float, results: list[dict]) -> None:
     first = results[0]
+    blocked, complete = (first[key] / first["stock"] for key in ("blocked", "complete"))
     lines = [
         f"{num_parameters / 1e9:.1f}B parameters with AdamW, all bf16, 2 gloo ranks, "
         f"{sum(r['state_bytes'] for r in results) / 1e9:.1f} GB of state; median of {REPEATS} after one warm-up.",
@@ -136,8 +137,8 @@ def report(num_parameters: float, results: list[dict]) -> None:
         "| | seconds | of Trainer's |",
         "|---|---|---|",
         f"| Trainer's own save, blocking | {first['stock']:.1f} | 1 |",
-        f"| ShardedCheckpointCallback: training stands still | {first['blocked']:.2f} | {first['blocked'] / first['stock']:.2f} |",
-        f"| ShardedCheckpointCallback: complete, checked, fsynced | {first['complete']:.1f} | {first['complete'] / first['stock']:.2f} |",
+        f"| ShardedCheckpointCallback: training stands still | {first['blocked']:.2f} | {blocked:.2f} |",
+        f"| ShardedCheckpointCallback: complete, checked, fsynced | {first['complete']:.1f} | {complete:.2f} |",
         "",
         f"Compute steps done while the write went on: {first['steps']:.0f}. Extra host memory a rank, peak: "
         f"{max(r['extra'] for r in results) / 1e6:,.0f} MB for {first['state_bytes'] / 1e6:,.0f} MB of state.",
