@@ -68,6 +68,7 @@ def measure(num_parameters: float, directory: Path) -> dict:
     seams.install()
     state_bytes = 3 * sum(p.to_local().numel() * 2 for p in model.parameters())
     writer = Writer(directory / "ours", asynchronous=True)
+    signals = time_signals()
     times: dict[str, list[float]] = {"stock": [], "blocked": [], "complete": [], "steps": [], "extra": []}
     for repeat in range(REPEATS + 1):  # the first round touches memory for the first time and is not counted
         dist.barrier()
@@ -92,7 +93,25 @@ def measure(num_parameters: float, directory: Path) -> dict:
                 times, (stock, blocked, complete, num_steps, memory.peak_bytes - memory.before_bytes), strict=True
             ):
                 times[key].append(value)
-    return {"state_bytes": state_bytes, **{key: statistics.median(values) for key, values in times.items()}}
+    return {
+        "state_bytes": state_bytes,
+        "signals": signals,
+        **{key: statistics.median(values) for key, values in times.items()},
+    }
+
+
+def time_signals() -> float:
+    """Return the seconds that the ranks need to ask each other whether one was signalled."""
+    from hf_fsdp_recipes.save.preemption import SignalWatch
+
+    watch = SignalWatch()
+    watch.start()
+    started = time.perf_counter()
+    for step in range(1000):
+        watch.is_agreed(step)
+    spent = (time.perf_counter() - started) / 1000
+    watch.stop()
+    return spent
 
 
 def fsdp2_plugin():
@@ -142,6 +161,8 @@ def report(num_parameters: float, results: list[dict]) -> None:
         "",
         f"Compute steps done while the write went on: {first['steps']:.0f}. Extra host memory a rank, peak: "
         f"{max(r['extra'] for r in results) / 1e6:,.0f} MB for {first['state_bytes'] / 1e6:,.0f} MB of state.",
+        "",
+        f"Asking all ranks for signals at a step's end: {first['signals'] * 1e3:.2f} ms.",
         "",
         f"`python benchmarks/save.py --parameters {num_parameters:g}`; {machine()}",
     ]

@@ -61,6 +61,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._writer: Writer | None = None
         self._lock: IO[str] | None = None
         self._plugin: Any = None
+        self._failure: Exception | None = None  # of the last save that ended
         self._pending_step: int | None = None
         self._last_saved_step = -1
         self._random_state: dict[str, Any] = {}
@@ -152,13 +153,15 @@ class ShardedCheckpointCallback(TrainerCallback):
         if self._writer is None:
             return
         self._save_if_due(args, state, kwargs)
-        completed = self._writer.wait()
+        completed = self._finish()
         self._prune(args, state)
         args.save_strategy = self._strategy
         if self._lock is not None:
             self._lock.close()
         if self._signals is not None:
             self._signals.stop()
+        ranks.raise_together(self._failure)
+        if self._signals is not None:
             self._signals.exit_if_signalled(completed)
         if self._export_dir is not None:
             from hf_fsdp_recipes.save.export import export_model
@@ -194,6 +197,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             self._note(state)
         if self._pending_step is None:
             return
+        self._finish()
         step = self._last_saved_step = self._pending_step
         self._pending_step = None
         if state.best_global_step is not None and state.best_global_step == step:
@@ -208,7 +212,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         try:
             self._writer.save(snapshot)
         except CheckpointError as error:
-            self._warn(error)
+            self._note_failure(error)
 
     def _small_files(self, args: TrainingArguments, state: TrainerState, kwargs: dict[str, Any]) -> dict[str, Any]:
         name = f"rng_state_{ranks.rank()}.pth" if ranks.world_size() > 1 else "rng_state.pth"
@@ -226,18 +230,32 @@ class ShardedCheckpointCallback(TrainerCallback):
         assert self._writer is not None
         failure = self._writer.collect_failure()
         if failure is not None:
-            self._warn(failure)
+            self._note_failure(failure)
 
-    def _warn(self, error: Exception) -> None:
+    def _note_failure(self, error: Exception) -> None:
         # Training goes on: the earlier checkpoint is untouched and the next save may succeed.
+        self._failure = error
         if ranks.is_main():
             logger.warning("%s Training goes on.", error)
+
+    def _finish(self) -> Path | None:
+        """Let the save in flight finish; return it, or None if it failed or there was none."""
+        assert self._writer is not None
+        was_writing = self._writer.has_started
+        try:
+            completed = self._writer.wait()
+        except CheckpointError as error:
+            self._note_failure(error)
+            return None
+        if was_writing:
+            self._failure = None
+        return completed
 
     def _wait(self, state: TrainerState) -> None:
         """Let the save in flight finish; forget a best checkpoint that is not there."""
         if self._writer is None:
             return
-        self._writer.wait()
+        self._finish()
         best = state.best_model_checkpoint
         if best is not None and not Path(best).is_dir():
             state.best_model_checkpoint = None

@@ -77,6 +77,11 @@ class Writer:
         """Whether a save is in flight on this rank."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def has_started(self) -> bool:
+        """Whether a save was started that nobody has waited for yet."""
+        return self._thread is not None
+
     def save(self, snapshot: Snapshot) -> None:
         """Start writing a snapshot; return as soon as training may change the state again.
 

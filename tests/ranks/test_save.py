@@ -1,6 +1,8 @@
 """Checkpoints: complete or absent, and a resumed run equals the uninterrupted one."""
 
+import functools
 import json
+import operator
 import os
 import shutil
 import signal
@@ -123,20 +125,50 @@ def test_no_wrapper_names_in_any_key(tiny_model, text_file, tmp_path, fsdp, lora
         assert all(min(entry.size) >= 4 for entry in metadata.values())  # whole shapes, not one rank's slice
 
 
+def _rows(model, data, output, resume, keywords):
+    """Train and return, for each optimizer step of this process, the texts that this rank saw."""
+    from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint
+
+    callback = ShardedCheckpointCallback()
+    trainer = build(
+        str(model), str(data), str(output), callbacks=[callback], save_strategy="steps", save_steps=3, **keywords
+    )
+    seen, run_step = [], trainer.training_step
+
+    def step(model, inputs, *rest, **named):
+        seen.append(trainer.processing_class.batch_decode(inputs["input_ids"], skip_special_tokens=True))
+        return run_step(model, inputs, *rest, **named)
+
+    trainer.training_step = step
+    trainer.train(resume_from_checkpoint=str(latest_checkpoint(output)) if resume else None)
+    width = trainer.args.gradient_accumulation_steps
+    steps = [functools.reduce(operator.iadd, seen[i : i + width], []) for i in range(0, len(seen), width)]
+    return steps, losses_of(trainer)
+
+
+def rows_by_step(model, data, output, world_size, resume=False, parallel=None, steps=6):
+    keywords = {"gradient_accumulation_steps": 4 // world_size, "steps": steps}
+    arguments = (model, data, output, resume, keywords)
+    results = run_ranks(_rows, world_size, *arguments, environment=fsdp_environment(FSDP2, parallel))
+    per_rank = [steps for steps, _ in results]
+    return [
+        sorted(functools.reduce(operator.iadd, (steps[number] for steps in per_rank), []))
+        for number in range(len(per_rank[0]))
+    ], results[0][1]
+
+
 @pytest.mark.parametrize(("before", "after", "parallel"), [(2, 4, None), (4, 1, None), (1, 2, None), (4, 4, HYBRID)])
 def test_resume_on_another_number_of_ranks_sees_every_row_once(
     tiny_model, text_file, tmp_path, before, after, parallel
 ):
     model = tiny_model("llama")
-    accumulation = 4 // before
-    whole = train(model, text_file, tmp_path, world_size=before, gradient_accumulation_steps=accumulation, steps=6)
+    whole, losses = rows_by_step(model, text_file, tmp_path, before)
     drop_after(tmp_path, 3)
-    environment = fsdp_environment(FSDP2, parallel)
-    keywords = {"gradient_accumulation_steps": 4 // after}
-    resumed = train(
-        model, text_file, tmp_path, world_size=after, resume=True, environment=environment, steps=6, **keywords
-    )
-    assert resumed[0][0] == pytest.approx(whole[0][0], rel=1e-5)
+    resumed, resumed_losses = rows_by_step(model, text_file, tmp_path, after, resume=True, parallel=parallel)
+    assert whole[3:] == resumed  # the same rows in every global batch
+    seen = functools.reduce(operator.iadd, whole[:3] + resumed, [])
+    assert len(set(seen)) == len(seen) == 24  # none twice
+    assert resumed_losses == pytest.approx(losses, rel=1e-4)
 
 
 def _resume_with_other_batch(model, data, output):
@@ -295,3 +327,23 @@ def test_stock_trainer_with_the_callback_saves_and_exports(tiny_model, text_file
     run_ranks(_stock_trainer, 2, tiny_model("gpt2"), text_file, tmp_path, environment=fsdp_environment(FSDP2))
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a read-only tmpfs needs root")
+def test_directory_that_cannot_be_written_is_one_error_before_the_first_step(tiny_model, text_file, tmp_path):
+    import subprocess
+
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("this machine does not let root mount a tmpfs")
+    try:
+        errors = run_ranks(
+            _train, 2, tiny_model("llama"), text_file, disk, False, {}, {},
+            environment=fsdp_environment(FSDP2), expect_failure=True,
+        )  # fmt: skip
+        assert errors[0] == errors[1]
+        assert errors[0][0] == "CheckpointError"
+        assert "Read-only file system" in errors[0][1]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

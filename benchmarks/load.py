@@ -1,0 +1,167 @@
+"""Loading: seconds and host memory of each rank, against what the stack does today, in one run.
+
+    python benchmarks/load.py [--parameters 1.1e9] [--parameters 0.3e9]
+
+A random Llama of the given size in bf16 safetensors of 500 MB, two gloo ranks on one machine. Every way ends
+with sharded parameters whose pages have all been touched. Memory is peak anonymous memory above the start.
+Prints a table and rewrites its section of docs/measured.md.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+from pathlib import Path
+
+from benchmarks.running import machine, make_checkpoint, run_ranks, write_section
+
+REPEATS = 3
+FP32, BF16 = "fp32 masters", "bf16 parameters"
+WAYS = {
+    "transformers + Accelerate, efficient loading on": ("stock", (FP32, BF16)),
+    "torch DCP HuggingFaceStorageReader": ("dcp", (BF16,)),
+    "transformers DistributedConfig(fsdp_size=2)": ("native", (BF16,)),
+    "load_model, rank0": ("rank0", (FP32, BF16)),
+    "load_model, direct": ("direct", (FP32, BF16)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parameters", type=float, action="append")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--directory", default=None, help="where checkpoints are kept; default: a temporary directory")
+    options = parser.parse_args()
+    lines: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="bench-load-") as scratch:
+        for size in options.parameters or [0.3e9, 1.1e9]:
+            lines += measure_size(size, Path(options.directory or scratch), options.repeats)
+    lines.append(f"`python benchmarks/load.py`, median of {options.repeats}; {machine()}")
+    print("\n".join(lines))
+    write_section("Loading", lines)
+
+
+def measure_size(num_parameters: float, directory: Path, repeats: int) -> list[str]:
+    checkpoint = directory / f"llama-{num_parameters:g}"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (num_bytes,) = run_ranks(make_checkpoint, 1, checkpoint, num_parameters)
+    num_files = len(list(checkpoint.glob("*.safetensors")))
+    lines = [
+        f"{num_parameters / 1e9:g}B parameters, {num_bytes / 1e6:,.0f} MB in {num_files} files, 2 ranks.",
+        "",
+        "| loader | parameters | seconds | of its peers | shard, MB | peak above start, MB: rank 0 / rank 1 | peak - shard |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    results: dict[tuple[str, str], list[list[dict]]] = {}
+    for _ in range(repeats):  # alternating, so that a slow minute does not hit one way only
+        for way, (kind, precisions) in WAYS.items():
+            for precision in precisions:
+                found = run_ranks(load, 2, kind, precision == FP32, str(checkpoint))
+                results.setdefault((way, precision), []).append(found)
+                print(way, precision, [round(rank["seconds"], 2) for rank in found], flush=True)
+    for precision in (FP32, BF16):
+        reference = (
+            "transformers + Accelerate, efficient loading on"
+            if precision == FP32
+            else "torch DCP HuggingFaceStorageReader"
+        )
+        base = seconds(results[(reference, precision)])
+        for (way, measured), runs in results.items():
+            if measured == precision:
+                lines.append(row(way, precision, runs, base))
+    return [*lines, ""]
+
+
+def seconds(runs: list[list[dict]]) -> float:
+    return statistics.median(max(rank["seconds"] for rank in run) for run in runs)
+
+
+def row(way: str, precision: str, runs: list[list[dict]], base: float) -> str:
+    peaks = [statistics.median(run[rank]["peak"] for run in runs) / 1e6 for rank in (0, 1)]
+    shard = max(rank["shard"] for rank in runs[0]) / 1e6
+    spent = seconds(runs)
+    return (
+        f"| {way} | {precision} | {spent:.1f} | {spent / base:.2f} | {shard:,.0f} | {peaks[0]:,.0f} / {peaks[1]:,.0f} | "
+        f"{max(peaks) - shard:+,.0f} |"
+    )
+
+
+def load(kind: str, fp32_masters: bool, checkpoint: str) -> dict:
+    """Load one way; return seconds, peak bytes above the start and the shard's bytes. Every rank runs this."""
+    os.environ.update(ACCELERATE_USE_CPU="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(kind == "stock")
+    os.environ["ACCELERATE_USE_FSDP"] = str(kind in ("stock", "rank0", "direct"))
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+
+    from hf_fsdp_recipes.launch import cpu
+    from hf_fsdp_recipes.load import arrival, meta_loader  # noqa: F401 - imports are not what is measured
+    from hf_fsdp_recipes.measure.probes import HostPeak
+
+    cpu.enable()
+    accelerator = None
+    if kind in ("stock", "rank0", "direct"):
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(mixed_precision="bf16" if fp32_masters else "no", cpu=True)
+    else:
+        dist.init_process_group("gloo")
+    dist.barrier()
+    with HostPeak() as memory:
+        if kind == "stock":
+            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+            model = prepare(accelerator, model)
+        elif kind in ("rank0", "direct"):
+            model = meta_loader.load_model(checkpoint, dtype="bfloat16", source=kind)
+            model = prepare(accelerator, model)
+        elif kind == "dcp":
+            model = load_with_dcp(checkpoint)
+        else:
+            from transformers.distributed import DistributedConfig
+
+            distributed = DistributedConfig(fsdp_size=2)
+            model = AutoModelForCausalLM.from_pretrained(
+                checkpoint, dtype=torch.bfloat16, distributed_config=distributed
+            )
+        shards = [
+            parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in model.parameters()
+        ]
+        for shard in shards:
+            shard.detach().reshape(-1)[::512].float().sum()
+        dist.barrier()
+    shard_bytes = sum(shard.numel() * shard.dtype.itemsize for shard in shards)
+    return {"seconds": memory.seconds, "peak": memory.peak_bytes - memory.before_bytes, "shard": shard_bytes}
+
+
+def prepare(accelerator, model):
+    import torch
+
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return model
+
+
+def load_with_dcp(checkpoint: str):
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from accelerate import init_empty_weights
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint), dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    state = model.state_dict()
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(checkpoint))
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+if __name__ == "__main__":
+    main()
