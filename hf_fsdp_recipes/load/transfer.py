@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hf_fsdp_recipes.load.conversions import Piece
 from hf_fsdp_recipes.load.weights import Checkpoint
 
-BUCKET_BYTES = 32 * 1024 * 1024  # what rank 0 stages at once, over all receivers; two buckets are in flight
+BUCKET_BYTES = 8 * 1024 * 1024  # what rank 0 stages at once, over all receivers; two buckets are in flight
 SAMPLE_ELEMENTS = 1024  # how much of each slice the always-on checksum covers
 
 
