@@ -1,5 +1,7 @@
 # Every target does its own set-up: a .venv in the checkout, kept if it is there.
 TORCH ?= 2.13.0
+# Arguments for pip where torch is fetched: the index of CPU builds, say, where the default one has CUDA builds only.
+TORCH_PIP_ARGS ?=
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,7 +36,7 @@ $(VENV)/.installed: setup.cfg setup.py Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed (TRL needs it): make PYTHON=python3.12 ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(if $(SYSTEM_SITE_PACKAGES),--system-site-packages) $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools wheel
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_PIP_ARGS) torch==$(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 

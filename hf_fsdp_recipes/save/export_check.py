@@ -46,8 +46,21 @@ def check_directory(directory: Path, plan: FilePlan, is_adapter_only: bool) -> N
         tensor = found.get(name)
         if tensor is None or (tensor.shape, tensor.dtype) != (planned.shape, planned.dtype):
             raise ExportError(f"{directory}: tensor {name!r} is missing or not {planned.shape} {planned.dtype}")
-    if not is_adapter_only:
+    if is_adapter_only:
+        _check_adapter_rows(directory, plan)
+    else:
         _check_against_config(directory, {name: tensor.shape for name, tensor in found.items()})
+
+
+def _check_adapter_rows(directory: Path, plan: FilePlan) -> None:
+    """Refuse an adapter with rows of zeros in a matrix that never starts as zeros: a rank's part would be missing."""
+    from safetensors import safe_open
+
+    for file in plan.headers:
+        with safe_open(directory / file, "pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 - safetensors' handle is no mapping
+                if ".lora_A." in name and not stored.get_tensor(name).any(dim=1).all():
+                    raise ExportError(f"{directory}: {name} has rows of zeros; what one rank holds is missing")
 
 
 def _check_against_config(directory: Path, shapes: dict[str, tuple[int, ...]]) -> None:

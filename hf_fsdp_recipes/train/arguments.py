@@ -40,6 +40,13 @@ class RecipeArguments:
         default=False,
         metadata={"help": "Also write <output_dir>/export_merged: the base model with the LoRA weights in it."},
     )
+    verify_export: str = field(
+        default="auto",
+        metadata={
+            "help": "Compare the export's logits with the trained model's: logits, off, or auto (below 3B parameters).",
+            "choices": ["auto", "logits", "off"],
+        },
+    )
     asynchronous_save: bool = field(
         default=True,
         metadata={"help": "Keep training while a checkpoint is written; costs host memory for one copy of the state."},

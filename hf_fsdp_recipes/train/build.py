@@ -3,7 +3,6 @@
 Everything that can be checked is checked before the model is loaded.
 """
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ from hf_fsdp_recipes.save.callback import ShardedCheckpointCallback
 from hf_fsdp_recipes.save.export import export_model
 from hf_fsdp_recipes.save.export_check import has_weights
 from hf_fsdp_recipes.save.layout import check_named, latest_checkpoint, set_aside_torn
+from hf_fsdp_recipes.save.logits_check import check_logits
 from hf_fsdp_recipes.save.resume import keep_global_batch
 from hf_fsdp_recipes.train.arguments import Arguments
 from hf_fsdp_recipes.train.data import load_data
 
-logger = logging.getLogger(__name__)
+MAX_VERIFIED_PARAMETERS = 3_000_000_000  # rank 0 loads the export whole to compare
 
 
 def build_trainer(arguments: Arguments) -> Any:
@@ -140,6 +140,12 @@ def _find_checkpoint(wish: str, output_dir: str) -> Path | None:
     return found
 
 
+def _is_verified(trainer: Any, wish: str) -> bool:
+    if wish != "auto":
+        return wish == "logits"
+    return sum(parameter.numel() for parameter in trainer.model.parameters()) < MAX_VERIFIED_PARAMETERS
+
+
 def finish(trainer: Any, arguments: Arguments) -> Path:
     """Export the trained model into `<output_dir>/export`, and the merged one where asked for.
 
@@ -157,6 +163,9 @@ def finish(trainer: Any, arguments: Arguments) -> Path:
     exported = export_model(trainer.model, output / "export", **common)
     if arguments.recipe.merge_adapter:
         export_model(trainer.model, output / "export_merged", merge_adapter=True, **common)
+    if _is_verified(trainer, arguments.recipe.verify_export):
+        difference = check_logits(trainer.model, exported, trainer.processing_class)
+        ranks.print_main(f"verified: the export's logits differ from the trained model's by {difference:.1e} at most")
     with ranks.agreed():
         if not has_weights(exported):
             raise ExportError(f"{exported} holds no weights after the export. The checkpoints in {output} are intact.")

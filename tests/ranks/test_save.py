@@ -225,9 +225,10 @@ def test_signal_to_one_rank_ends_all_with_a_checkpoint(tiny_model, text_file, tm
 
 def test_best_model_is_kept_and_loaded(tiny_model, text_file, tmp_path):
     results = run_ranks(_train_best, 2, tiny_model("llama"), text_file, tmp_path, environment=fsdp_environment(FSDP2))
-    best, kept = results[0]
+    best, kept, best_metric, metric_now = results[0]
     assert best in kept
     assert len(kept) <= 2
+    assert metric_now == pytest.approx(best_metric, rel=1e-5)  # what was loaded at the end is the best one
 
 
 def _train_best(model, data, output):
@@ -237,12 +238,14 @@ def _train_best(model, data, output):
 
     trainer = build(
         str(model), str(data), str(output), save_strategy="best", eval_strategy="steps", eval_steps=2, steps=8,
-        metric_for_best_model="loss", load_best_model_at_end=True, save_total_limit=2,
+        metric_for_best_model="loss", learning_rate=0.3,  # too high: the last model is not the best
+ load_best_model_at_end=True, save_total_limit=2,
         callbacks=[ShardedCheckpointCallback()],
     )  # fmt: skip
     trainer.train()
     kept = sorted(path.name for path in Path(output).glob("checkpoint-*"))
-    return Path(trainer.state.best_model_checkpoint).name, kept
+    best = Path(trainer.state.best_model_checkpoint).name
+    return best, kept, trainer.state.best_metric, trainer.evaluate()["eval_loss"]
 
 
 def test_save_by_epochs(tiny_model, text_file, tmp_path):

@@ -1,0 +1,69 @@
+"""The last proof of an export: it says what the model in training says.
+
+Runs one prompt through the sharded model on all ranks, loads the export on rank 0 with plain transformers,
+and compares logits. Holds the whole model on rank 0 for that, so it is for models that fit there.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_fsdp_recipes import ranks
+from hf_fsdp_recipes.errors import ExportError
+
+PROMPT = "The quick brown fox"
+# Differences in the order of sums; a wrong or missing row moves logits by far more.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 2e-2}
+
+
+def check_logits(model: torch.nn.Module, export: Path, tokenizer: Any, prompt: str = PROMPT) -> float:
+    """Compare the logits of a model in training with those of its export.
+
+    Collective: every rank must call this (the sharded forward needs all of them).
+
+    Args:
+        model: the model as it was exported, in any sharding.
+        export: a model directory, or an adapter whose base model can be loaded.
+        tokenizer: the model's.
+        prompt: what both are asked.
+
+    Returns:
+        The largest difference, relative to the largest logit.
+
+    Raises:
+        ExportError: the same on every rank: the export does not load, or says something else.
+    """
+    device = (
+        next(buffer.device for buffer in model.buffers()) if any(True for _ in model.buffers()) else torch.device("cpu")
+    )
+    inputs = {"input_ids": tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)}
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        expected = model(**inputs).logits.float().cpu()
+    model.train(was_training)
+    difference = 0.0
+    with ranks.agreed():
+        if ranks.is_main():
+            difference = _compare(expected, export, inputs["input_ids"].cpu())
+    return ranks.broadcast_object(difference)
+
+
+def _compare(expected: torch.Tensor, export: Path, input_ids: torch.Tensor) -> float:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(export).eval()
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{export} does not load: {str(error).splitlines()[0]}") from error
+    with torch.no_grad():
+        actual = loaded(input_ids=input_ids).logits.float()
+    difference = float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    tolerance = TOLERANCE.get(loaded.dtype, 0.15)
+    if not difference <= tolerance:
+        raise ExportError(
+            f"{export} says something else than the model in training: logits differ by {difference:.2g} of the largest. "
+            f"Rule: at most {tolerance:g} in {loaded.dtype}. The checkpoints are intact; export one with hf-fsdp export."
+        )
+    return difference

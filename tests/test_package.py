@@ -1,0 +1,41 @@
+"""The package as a whole: what a wheel carries, what is never loaded, how rooms import each other."""
+
+import ast
+import re
+import subprocess
+import sys
+import zipfile
+
+from tests.recipes.launching import ROOT
+
+PACKAGE = ROOT / "hf_fsdp_recipes"
+FLOORS = ["errors", "ranks", "measure", "launch", "load", "save", "train", "cli"]
+
+
+def test_wheel_carries_the_templates(tmp_path):
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    subprocess.run([*command, str(tmp_path), str(ROOT)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert len([name for name in names if re.fullmatch(r"hf_fsdp_recipes/accelerate_configs/\w+\.yaml", name)]) == 26
+    assert not [name for name in names if name.startswith("tests")]
+
+
+def test_no_pickle_is_loaded():
+    """DCP reads its own .metadata with pickle; nothing here does, and torch.load is told weights_only."""
+    for file in PACKAGE.rglob("*.py"):
+        text = file.read_text()
+        assert "import pickle" not in text and "training_args.bin" not in text, file
+        for call in re.findall(r"torch\.load\([^)]*\)", text):
+            assert "weights_only=True" in call, (file, call)
+
+
+def test_rooms_import_only_rooms_below_them():
+    for file in PACKAGE.rglob("*.py"):
+        room = file.relative_to(PACKAGE).with_suffix("").parts[0]
+        for node in ast.walk(ast.parse(file.read_text())):
+            module = getattr(node, "module", None) if isinstance(node, ast.ImportFrom) else None
+            if module and module.startswith("hf_fsdp_recipes") and room in FLOORS:
+                below = [module.split(".")[1]] if "." in module else [alias.name for alias in node.names]
+                for other in below:
+                    assert other not in FLOORS or FLOORS.index(other) <= FLOORS.index(room), (file, other)
