@@ -84,7 +84,7 @@ def measure(num_parameters: float, scratch: Path, repeats: int) -> dict:
     model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(dist.get_rank())
     for parameter in model.parameters():
-        parameter.to_local().normal_(0, 0.02, generator=generator)
+        parameter.detach().to_local().normal_(0, 0.02, generator=generator)
     times: dict[str, list[float]] = {kind: [] for kind in WAYS.values()}
     extra: dict[str, list[int]] = {kind: [] for kind in WAYS.values()}
     for _ in range(repeats):
