@@ -90,6 +90,13 @@ class ShardedCheckpointCallback(TrainerCallback):
         if self._signals is not None:
             self._signals.start()
 
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Wait for the copy of the state, which nothing before this changes. No collective."""
+        if self._writer is not None:
+            self._writer.wait_until_staged()
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:

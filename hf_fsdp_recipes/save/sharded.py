@@ -1,8 +1,9 @@
 """SHARDED_STATE_DICT of model and optimizer through torch DCP, while training goes on or before it does.
 
-`Writer.save` copies this rank's state to host memory, then a thread writes it, over a process group of its
-own: files, fsync, checksums, and one rename by rank 0 when every rank is done. One save is in flight at a
-time; a failure is kept and raised at the next call. The layout is the one that Trainer resumes from.
+`Writer.save` starts a thread that copies this rank's state to host memory and then writes it, over a process
+group of its own: files, fsync, checksums, and one rename by rank 0 when every rank is done. The copy runs
+beside the next forward and backward; only the next change of the state waits for it. One save is in flight at
+a time; a failure is kept and raised at the next call. The layout is the one that Trainer resumes from.
 """
 
 import contextlib
@@ -69,7 +70,7 @@ class Writer:
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._stager: Any = None
+        self._is_staged = threading.Event()
         self._completed: Path | None = None
 
     @property
@@ -83,9 +84,10 @@ class Writer:
         return self._thread is not None
 
     def save(self, snapshot: Snapshot) -> None:
-        """Start writing a snapshot; return as soon as training may change the state again.
+        """Start writing a snapshot. The state must not change before `wait_until_staged` returns.
 
         Collective: every rank must call this. Waits for the save before it, if that is still in flight.
+        A writer that is not asynchronous returns when the checkpoint is complete.
 
         Raises:
             CheckpointError: the same on every rank: the save before this one failed, or this one cannot start.
@@ -96,12 +98,17 @@ class Writer:
             if ranks.is_main():
                 layout.start(self.output_dir, snapshot.step)
         if self._asynchronous:
-            snapshot = Snapshot(snapshot.step, self._stage(snapshot.state), snapshot.small_files, snapshot.facts)
-            self._thread = threading.Thread(target=self._write_guarded, args=(snapshot,), name="checkpoint-writer")
+            self._is_staged.clear()
+            self._thread = threading.Thread(target=self._stage_and_write, args=(snapshot,), name="checkpoint-writer")
             self._thread.start()
         else:
             self._write_guarded(snapshot)
             self.wait()
+
+    def wait_until_staged(self) -> None:
+        """Wait until the state may change again. No collective."""
+        if self._thread is not None:
+            self._is_staged.wait()
 
     def wait(self) -> Path | None:
         """Wait for the save in flight and return the last completed checkpoint.
@@ -130,12 +137,20 @@ class Writer:
         if self._group is None and ranks.is_distributed():
             self._group = dist.new_group(backend="gloo")
 
-    def _stage(self, state: Mapping[str, Any]) -> Any:
+    def _stage_and_write(self, snapshot: Snapshot) -> None:
         from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-        if self._stager is None:
-            self._stager = BlockingAsyncStager()
-        return self._stager.stage(dict(state))
+        try:
+            try:
+                staged = BlockingAsyncStager().stage(dict(snapshot.state))
+                snapshot = Snapshot(snapshot.step, staged, snapshot.small_files, snapshot.facts)
+                self._is_staged.set()
+            except (MemoryError, RuntimeError) as error:
+                # The state itself is written then: training waits for the write, and nothing is lost.
+                logger.warning("no copy of the state could be made: %s", _describe(error))
+            self._write_guarded(snapshot)
+        finally:
+            self._is_staged.set()
 
     def _write_guarded(self, snapshot: Snapshot) -> None:
         try:
