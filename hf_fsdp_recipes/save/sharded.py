@@ -70,6 +70,7 @@ class Writer:
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._stager: Any = None
         self._is_staged = threading.Event()
         self._completed: Path | None = None
 
@@ -137,17 +138,31 @@ class Writer:
         if self._group is None and ranks.is_distributed():
             self._group = dist.new_group(backend="gloo")
 
-    def _stage_and_write(self, snapshot: Snapshot) -> None:
+    def _stage(self, state: Mapping[str, Any]) -> Any:
+        """Copy the state to host memory, into the buffers of the save before where there are some.
+
+        Fresh buffers each time would cost page faults, and twice the memory: a new thread's allocations do not
+        reuse what an earlier one has freed.
+        """
         from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
+        if self._stager is None:
+            self._stager = BlockingAsyncStager()
+            self._stager.state_dict_cache = self._stager.stage(dict(state))
+            self._stager.cache_staged_state_dict = True
+            return self._stager.state_dict_cache
+        return self._stager.stage(dict(state))
+
+    def _stage_and_write(self, snapshot: Snapshot) -> None:
         try:
             try:
-                staged = BlockingAsyncStager().stage(dict(snapshot.state))
+                staged = self._stage(snapshot.state)
                 snapshot = Snapshot(snapshot.step, staged, snapshot.small_files, snapshot.facts)
                 self._is_staged.set()
             except (MemoryError, RuntimeError) as error:
                 # The state itself is written then: training waits for the write, and nothing is lost.
                 logger.warning("no copy of the state could be made: %s", _describe(error))
+                self._stager = None
             self._write_guarded(snapshot)
         finally:
             self._is_staged.set()
