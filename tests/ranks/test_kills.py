@@ -44,7 +44,7 @@ def start_ranks(model, data, output):
         )
         process.start()
         processes.append(process)
-    return processes
+    return processes, results  # the queue must live as long as the ranks
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def uninterrupted(tiny_model, text_file, tmp_path_factory):
 @pytest.mark.parametrize("trial", range(NUM_TRIALS))
 def test_killed_while_saving(tiny_model, text_file, tmp_path, uninterrupted, victims, trial):
     moment = random.Random(f"{victims} {trial}")
-    processes = start_ranks(tiny_model("llama"), text_file, tmp_path)
+    processes, _results = start_ranks(tiny_model("llama"), text_file, tmp_path)
     try:
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob("checkpoint-*")):
