@@ -92,7 +92,8 @@ def test_rows_are_held_out_for_evaluation(tmp_path):
     ("make", "word"),
     [
         (lambda p: p / "nothing.jsonl", "is not there"),
-        (lambda p: write(p / "empty.jsonl", []), ""),
+        (lambda p: write(p / "empty.jsonl", []), "has no rows"),
+        (lambda p: (p / "empty.json").write_text("[]\n") and p / "empty.json", "has no rows"),
         (lambda p: write(p / "one.jsonl", [{"text": "a"}]), "1 rows for 2 ranks"),
         (lambda p: p, "no data that is known"),
         (lambda p: write(p / "rows.csv", [{"text": "a"}]), "no data that is known"),

@@ -106,9 +106,16 @@ def _data_files(path: Path) -> dict[str, list[Path]]:
         raise DataError(f"{path} holds no data that is known. Rule: {', '.join(FILE_READERS)} files.")
     if len({FILE_READERS[file.suffix] for file in files}) > 1:
         raise DataError(f"{path} mixes json and parquet files. Rule: one kind a folder.")
+    if all(_is_empty(file) for file in files):
+        raise DataError(f"{path} has no rows. Rule: there is something to train on.")
     held_out = [file for file in files if file.stem.startswith(("test", "eval", "valid")) and len(files) > 1]
     splits = {"train": [file for file in files if file not in held_out], "test": held_out}
     return {split: found for split, found in splits.items() if found}
+
+
+def _is_empty(file: Path) -> bool:
+    """Tell whether a file holds nothing, which the readers report in words of their own."""
+    return file.stat().st_size < 16 and file.read_bytes().strip() in (b"", b"[]")
 
 
 def _pick(splits: dict[str, Any], wanted: str, name: str) -> Any:

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import subprocess
 import time
 
 import psutil
@@ -12,7 +11,7 @@ import pytest
 from tests.ranks.harness import FSDP2, context, free_port, fsdp_environment
 from tests.ranks.harness import _run as run_rank
 from tests.ranks.test_save import train
-from tests.recipes.launching import LAUNCH, ROOT, environment, kill_tree
+from tests.recipes.launching import kill_tree, run, start
 from tests.recipes.test_sft import CPU, losses, recipe
 
 STEPS = 12
@@ -83,21 +82,7 @@ def test_launcher_killed_while_saving(tiny_model, text_file, tmp_path, trial):
     settings = {"max_steps": 60, "save_steps": 1, "save_total_limit": 3}
     config = recipe(tmp_path, model_name_or_path=tiny_model("llama"), dataset_name=text_file, **settings)
     output = tmp_path / "run"
-    command = [
-        *LAUNCH,
-        "--config_file",
-        str(CPU),
-        "--main_process_port",
-        str(free_port()),
-        str(ROOT / "recipes/sft.py"),
-    ]
-    process = subprocess.Popen(
-        [*command, "--config", str(config)],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = start(config)
     try:
         deadline = time.monotonic() + 90
         while not list(output.glob("checkpoint-*")):
@@ -111,8 +96,6 @@ def test_launcher_killed_while_saving(tiny_model, text_file, tmp_path, trial):
         assert not alive, "ranks went on without their launcher"
     finally:
         kill_tree(process)
-    from tests.recipes.launching import run
-
     resumed = run(CPU, ["--config", config, "--resume_from_checkpoint", "auto"])
     assert resumed.returncode == 0, resumed.stdout
     whole = run(CPU, ["--config", config, "--output_dir", tmp_path / "whole"])

@@ -55,6 +55,16 @@ def run(
     return subprocess.CompletedProcess(processes[0].args, code, "\n".join(outputs), "")
 
 
+def start(config: Path, **popen: object) -> subprocess.Popen:
+    """Start the recipe on two CPU ranks and return at once; silent unless `popen` says otherwise."""
+    from tests.ranks.harness import free_port
+
+    template = ROOT / "accelerate_configs" / "fsdp2_cpu.yaml"
+    command = [*LAUNCH, "--config_file", str(template), "--main_process_port", str(free_port())]
+    settings = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment()} | popen
+    return subprocess.Popen([*command, str(ROOT / "recipes/sft.py"), "--config", str(config)], cwd=ROOT, **settings)
+
+
 def kill_tree(process: subprocess.Popen) -> None:
     try:
         launcher = psutil.Process(process.pid)

@@ -8,7 +8,7 @@ import time
 import pytest
 import yaml
 
-from tests.recipes.launching import LAUNCH, ROOT, environment, kill_tree, run
+from tests.recipes.launching import ROOT, environment, kill_tree, run, start
 
 CPU = ROOT / "accelerate_configs" / "fsdp2_cpu.yaml"
 SETTINGS = {
@@ -71,23 +71,7 @@ def test_lora_run_leaves_exactly_its_files_and_resumes_after_a_kill(tiny_model, 
 
 def kill_after_first_checkpoint(config, output):
     """SIGKILL launcher and ranks as soon as a checkpoint is complete, wherever they are then."""
-    from tests.ranks.harness import free_port
-
-    command = [
-        *LAUNCH,
-        "--config_file",
-        str(CPU),
-        "--main_process_port",
-        str(free_port()),
-        str(ROOT / "recipes/sft.py"),
-    ]
-    process = subprocess.Popen(
-        [*command, "--config", str(config)],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = start(config)
     deadline = time.monotonic() + 120
     while not list(output.glob("checkpoint-*/manifest.json")):
         assert process.poll() is None and time.monotonic() < deadline
@@ -146,7 +130,7 @@ def assert_clear_failure(result, kind, num_ranks):
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"), [([], ""), ([{"text": "one"}], "ranks"), ([{"q": "a", "r": "b"}] * 4, "columns")]
+    ("rows", "words"), [([], "has no rows"), ([{"text": "one"}], "ranks"), ([{"q": "a", "r": "b"}] * 4, "columns")]
 )
 def test_bad_rows_are_one_clear_message_from_every_rank(rows, words, tiny_model, tmp_path):
     file = tmp_path / "rows.jsonl"
@@ -173,24 +157,12 @@ def test_template_without_fsdp_is_refused(tiny_model, text_file, tmp_path):
 
 
 def test_signal_to_the_launcher_ends_the_run_with_a_checkpoint(tiny_model, text_file, tmp_path):
-    from tests.ranks.harness import free_port
-
     config = recipe(
         tmp_path, model_name_or_path=tiny_model("llama"), dataset_name=text_file, max_steps=5000, save_steps=5000
     )
     output = tmp_path / "run"
-    command = [
-        *LAUNCH,
-        "--config_file",
-        str(CPU),
-        "--main_process_port",
-        str(free_port()),
-        str(ROOT / "recipes/sft.py"),
-    ]
-    process = subprocess.Popen(
-        [*command, "--config", str(config)], cwd=ROOT, env=environment(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="60"),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    patient = environment(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="60")
+    process = start(config, env=patient, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         deadline = time.monotonic() + 90
         while not (output / "metrics.jsonl").is_file() or not losses(output):
