@@ -116,21 +116,20 @@ def train(options: argparse.Namespace, model: str, kill_after: int | None = None
 
 def watch(process: subprocess.Popen, options: argparse.Namespace, kill_after: int | None) -> bool:
     """Print progress from metrics.jsonl until the run ends; kill it where asked. Return whether it was killed."""
-    from hf_fsdp_recipes.measure.report import read_metrics
     from hf_fsdp_recipes.save.layout import list_checkpoints
 
     output = Path(options.output_dir)
     shown = 0
     # What the killed run logged past its checkpoint stands in the file until the resumed run drops it.
-    stale = {entry["step"]: entry for entry in read_metrics(output / "metrics.jsonl")}
+    stale = {entry["step"]: entry for entry in logged_steps(output)}
     if kill_after is None:
         complete = [checkpoint.step for checkpoint in list_checkpoints(output) if checkpoint.is_complete]
         say(f"  complete checkpoints: {complete}; resuming from step {max(complete)}")
         shown = max(complete)
     while process.poll() is None:
         time.sleep(0.2)
-        for entry in read_metrics(output / "metrics.jsonl"):
-            if entry["step"] > shown and "loss" in entry and entry != stale.get(entry["step"]):
+        for entry in logged_steps(output):
+            if entry["step"] > shown and entry != stale.get(entry["step"]):
                 shown = entry["step"]
                 say(
                     f"  step {shown:>3}/{options.max_steps}  loss {entry['loss']:.3f}  {entry.get('step_seconds', 0):.1f} s"
@@ -140,6 +139,13 @@ def watch(process: subprocess.Popen, options: argparse.Namespace, kill_after: in
             kill_tree(process)
             return True
     return False
+
+
+def logged_steps(output: Path) -> list[dict]:
+    """Return the metrics of the steps so far; the file also holds what loading took."""
+    from hf_fsdp_recipes.measure.report import read_metrics
+
+    return [entry for entry in read_metrics(output / "metrics.jsonl") if "loss" in entry]
 
 
 def kill_tree(process: subprocess.Popen) -> None:
