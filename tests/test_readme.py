@@ -68,7 +68,3 @@ def test_launches_that_need_gpus_name_files_and_arguments_that_exist(monkeypatch
 def test_links_lead_somewhere():
     for link in re.findall(r"\]\(([^)#]+)\)", TEXT):
         assert (ROOT / link).exists(), link
-
-
-def test_quickstart_says_no_other_time_than_the_readme():
-    assert "about 6 minutes" in TEXT
