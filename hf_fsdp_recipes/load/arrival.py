@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.load import names, proof, resized
+from hf_fsdp_recipes.load import names, proof, quantized, resized
 from hf_fsdp_recipes.load.transfer import (
     Checksums,
     Destination,
@@ -41,10 +41,12 @@ def fill_sharded(model: torch.nn.Module, source: Any, device: torch.device, is_o
     home = torch.device("cpu") if is_offloaded else device
     sharded: list[Destination] = []
     whole: list[Destination] = []
+    packed: list[Any] = []
     group: ShardGroup | None = None
     with ranks.agreed():
         resized.fit(model, source)
         check_sources(model, source)
+        find_layer = quantized.layer_finder(model)
         for name, parameter, owners in _unique_parameters(model):
             if not parameter.is_meta:
                 continue
@@ -55,21 +57,31 @@ def fill_sharded(model: torch.nn.Module, source: Any, device: torch.device, is_o
                 module._parameters[leaf] = replacement
             if hasattr(parameter, "device_mesh"):
                 group = group or _shard_group(parameter.device_mesh, parameter.placements)
-                sharded.append(_sharded_destination(name, replacement, source, len(group.ranks), group.position))
+                destination = _sharded_destination(name, replacement, source, len(group.ranks), group.position)
+                if destination.is_packed:
+                    base_name = names.in_base_model(name)
+                    packed.append((destination, source.quantized[base_name], find_layer(base_name)))
+                else:
+                    sharded.append(destination)
             else:
                 whole.append(whole_destination(name, replacement, source))
     checksums = Checksums(covers_all=source.verify == "full")
     sharded.sort(key=lambda destination: _place_in_files(destination, source))
+    packed.sort(key=lambda item: _place_in_files(item[0], source))
     if group is not None and source.source == "direct":
         with ranks.agreed():
             read_direct(sharded, source.checkpoint, group.position)
     elif group is not None:
         scatter(sharded, source.checkpoint, group, checksums)
+    if group is not None and packed:
+        quantized.scatter(packed, source.checkpoint, group, checksums, device, source.source == "direct")
+        quantized.check_states([layer for _, _, layer in packed])
     for destination in whole:
         broadcast_whole(destination, source.checkpoint, device)
     fill_buffers(model, source, device)
     position = group.position if group else 0
-    proof.check(model, [*sharded, *whole], checksums, position, covers_direct=source.source == "direct")
+    arrived = [*sharded, *whole, *(destination for destination, _, _ in packed)]
+    proof.check(model, arrived, checksums, position, covers_direct=source.source == "direct")
     if source.checkpoint is not None:
         source.checkpoint.close()
 
@@ -105,15 +117,26 @@ def unit_filler(model: torch.nn.Module, source: Any, device: torch.device) -> Ca
                 continue
             real = shared.get(id(parameter))
             if real is None:
-                real = torch.nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
                 name = f"{full_names[id(module)]}.{leaf}".lstrip(".")
-                broadcast_whole(whole_destination(name, real, source), source.checkpoint, device)
+                real = _whole_parameter(name, module, parameter, source, device)
                 if uses[id(parameter)] > 1:
                     shared[id(parameter)] = real
             module._parameters[leaf] = real
         return module
 
     return fill
+
+
+def _whole_parameter(
+    name: str, module: torch.nn.Module, parameter: torch.nn.Parameter, source: Any, device: torch.device
+) -> torch.nn.Parameter:
+    """Return a meta parameter's real twin with rank 0's values. Collective: every rank must call this."""
+    base_name = names.in_base_model(name)
+    if base_name in source.quantized:
+        return quantized.unit_weight(source, base_name, module, device)
+    real = torch.nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+    broadcast_whole(whole_destination(name, real, source), source.checkpoint, device)
+    return real
 
 
 def check_sources(model: torch.nn.Module, source: Any) -> None:
@@ -144,15 +167,17 @@ def whole_destination(name: str, tensor: torch.Tensor, source: Any) -> Destinati
 
 
 def _sharded_destination(name: str, parameter: Any, source: Any, num_members: int, position: int) -> Destination:
-    pieces = source.pieces[names.in_base_model(name)]
-    wire_dtype = source.stored[pieces[0].tensor].dtype
+    base_name = names.in_base_model(name)
+    pieces = source.pieces[base_name]
+    is_packed = base_name in source.quantized
+    wire_dtype = parameter.dtype if is_packed else source.stored[pieces[0].tensor].dtype
     local = parameter.detach().to_local().view(-1)
     runs = list(_row_runs(tuple(parameter.shape), num_members))
     if runs[position][1] != local.numel():
         raise LoadError(
             f"{name}: this rank holds {local.numel()} elements and dimension 0 gives it {runs[position][1]}"
         )
-    return Destination(name, pieces, wire_dtype, parameter.dtype, runs, local)
+    return Destination(name, pieces, wire_dtype, parameter.dtype, runs, local, is_packed)
 
 
 def _row_runs(shape: tuple[int, ...], num_members: int) -> Iterator[tuple[int, int]]:

@@ -6,7 +6,7 @@ shards), and without FSDP this is plain from_pretrained.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +15,9 @@ import torch
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.launch import cpu, wrapping
-from hf_fsdp_recipes.load import missing, resized, seams
+from hf_fsdp_recipes.load import missing, quantized, resized, seams
 from hf_fsdp_recipes.load.conversions import Conversions, Piece
+from hf_fsdp_recipes.load.quantized import Recipe
 from hf_fsdp_recipes.load.weights import Checkpoint, StoredTensor, open_checkpoint
 from hf_fsdp_recipes.measure import stages
 
@@ -35,6 +36,7 @@ class CheckpointSource:
         pieces: for each entry of the model's state dict, what fills it.
         verify: whether checksums cover a sample of every tensor or all of it.
         resized: how rows that were added to embeddings since are filled: mean or initialised; None for none.
+        quantized: how each 4-bit weight is made of its pieces.
     """
 
     name_or_path: str
@@ -44,6 +46,7 @@ class CheckpointSource:
     source: Literal["rank0", "direct"] = "rank0"
     verify: Literal["sample", "full"] = "sample"
     resized: str | None = None
+    quantized: dict[str, Recipe] = field(default_factory=dict)
 
 
 def load_model(
@@ -63,13 +66,13 @@ def load_model(
             `direct`, where each rank reads its own byte ranges (the files must be visible to all ranks).
         verify: checksums over a `sample` of every tensor's slice, or over all of it (`full`).
         **from_pretrained_kwargs: as in `from_pretrained`: dtype, attn_implementation, revision, token,
-            trust_remote_code, config, and overrides of config fields.
+            trust_remote_code, config, quantization_config (4-bit bitsandbytes; weights are quantised on
+            arrival), and overrides of config fields.
 
     Returns:
         A PreTrainedModel. Under FSDP its parameters are on meta and get their values, sharded, when
         Accelerate prepares the model with its optimizer (Trainer does that in `train`); non-persistent
-        buffers are real. Without FSDP, and for models that are quantised while loading, it is what
-        `from_pretrained` returns.
+        buffers are real. Without FSDP it is what `from_pretrained` returns.
 
     Raises:
         LoadError: the same on every rank, before anything is read: no such model, a pickled, truncated or
@@ -79,7 +82,7 @@ def load_model(
         raise LoadError(f"source={source!r}, verify={verify!r}. Rule: rank0 or direct; sample or full.")
     cpu.enable()
     _start_process_group()
-    if not is_fsdp_asked_for() or from_pretrained_kwargs.get("quantization_config") is not None:
+    if not is_fsdp_asked_for():
         return _load_plainly(str(name_or_path), from_pretrained_kwargs)
     wrapping.install()
     seams.install()
@@ -115,6 +118,7 @@ def _load_plainly(name_or_path: str, kwargs: dict[str, Any]) -> Any:
 def _load_on_meta(name_or_path: str, source: Any, verify: Any, kwargs: dict[str, Any]) -> Any:
     kwargs = dict(kwargs)
     dtype = kwargs.pop("dtype", "auto")
+    quantization = kwargs.pop("quantization_config", None)
     box: Any = None
     with ranks.agreed():
         if ranks.is_main():
@@ -124,7 +128,12 @@ def _load_on_meta(name_or_path: str, source: Any, verify: Any, kwargs: dict[str,
     config, generation_config, stored = ranks.broadcast_object((config, generation_config, stored))
     model = pieces = None
     with ranks.agreed():
-        model = build_on_meta(config, resolve_dtype(dtype, config, stored), kwargs.get("trust_remote_code", False))
+        dtype = resolve_dtype(dtype, config, stored)
+        model = build_on_meta(config, dtype, kwargs.get("trust_remote_code", False))
+        quantizer = None
+        if quantization is not None:
+            quantization = quantized.prepare_config(quantization, dtype)
+            quantizer = quantized.replace_linears(model, quantization, dtype)
         if generation_config is not None:
             model.generation_config = generation_config
         pieces = _map_pieces(model, stored, name_or_path)
@@ -133,6 +142,8 @@ def _load_on_meta(name_or_path: str, source: Any, verify: Any, kwargs: dict[str,
     found = CheckpointSource(name_or_path, checkpoint, stored, pieces or {}, source, verify)
     with ranks.agreed():
         missing.prepare(model, found)
+        if quantizer is not None:
+            found.quantized = quantized.pack(model, quantizer, dtype)
     setattr(model, SOURCE_ATTRIBUTE, found)
     resized.watch(model, found)
     return model
@@ -155,6 +166,11 @@ def _describe(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Any, Any, Chec
                 )
     except (OSError, ValueError) as error:
         raise LoadError(f"the config of {name_or_path} cannot be read: {error}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise LoadError(
+            f"{name_or_path} is quantised already, and its packed weights cannot be sharded as they are. Rule: weights are "
+            f"quantised on arrival. Remedy: name the unquantised model and set load_in_4bit."
+        )
     if "attn_implementation" in rest:
         config._attn_implementation = rest["attn_implementation"]
     config.name_or_path = name_or_path

@@ -7,6 +7,7 @@ import re
 
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 _PEFT_PREFIX = "base_model.model."
+_PEFT_BASE = re.compile(r"(\.base_layer)+\.")  # more than one where PEFT adapts several parameters of a module
 _PEFT_SAVED_MODULE = re.compile(r"\.(modules_to_save\.[^.]+|original_module)\.")
 _ADAPTER = re.compile(r"\.(lora_|modules_to_save\.|trainable_tokens_|ia3_|oft_|boft_|hada_|lokr_|vera_)")
 
@@ -29,5 +30,5 @@ def in_base_model(name: str) -> str:
     """
     name = without_wrappers(name)
     if name.startswith(_PEFT_PREFIX):
-        name = _PEFT_SAVED_MODULE.sub(".", name[len(_PEFT_PREFIX) :].replace(".base_layer.", "."))
+        name = _PEFT_SAVED_MODULE.sub(".", _PEFT_BASE.sub(".", name[len(_PEFT_PREFIX) :]))
     return name

@@ -49,7 +49,7 @@ def fit(model: torch.nn.Module, source: Any) -> None:
     for full_name, parameter in model.named_parameters():
         name = names.in_base_model(full_name)
         pieces = source.pieces.get(name)
-        if pieces is None or not parameter.is_meta:
+        if pieces is None or not parameter.is_meta or name in source.quantized:
             continue
         num_stored = sum(piece.num_elements for piece in pieces)
         if num_stored == parameter.numel():

@@ -139,6 +139,7 @@ def _patch_peft() -> None:
         move(self, adapter_name, device)
 
     BaseTunerLayer._move_adapter_to_device_of_base_layer = move_unless_to_meta
+    _patch_expert_adapters()
     _expect(BaseTuner, "inject_adapter", ("self", "model", "adapter_name"), "peft")
     inject = BaseTuner.inject_adapter
 
@@ -154,6 +155,26 @@ def _patch_peft() -> None:
     for tuner in (LoraModel, BaseTuner):
         _expect(tuner, "_replace_module", ("self", "parent", "child_name", "new_module", "child"), "peft")
         tuner._replace_module = _keep_adapters_real(tuner._replace_module)
+
+
+def _patch_expert_adapters() -> None:
+    """Keep adapters of fused experts real: PEFT wraps those parameters in a class with a move of its own."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    _expect(ParamWrapper, "_move_adapter_to_device_of_base_layer", ("self", "adapter_name", "device"), "peft")
+    _expect(ParamWrapper, "get_param", ("self",), "peft")
+    move = ParamWrapper._move_adapter_to_device_of_base_layer
+
+    @functools.wraps(move)
+    def move_unless_to_meta(self: Any, adapter_name: str, device: torch.device | None = None) -> None:
+        parameter = self.get_param()
+        if not parameter.is_meta:
+            move(self, adapter_name, device)
+            return
+        for matrix in (self.lora_A, self.lora_B):
+            matrix[adapter_name] = matrix[adapter_name].to(dtype=parameter.dtype)
+
+    ParamWrapper._move_adapter_to_device_of_base_layer = move_unless_to_meta
 
 
 def _check_adapter_init(config: Any) -> None:

@@ -31,6 +31,7 @@ class Destination:
         dtype: the parameter's dtype.
         runs: for each member of the shard group, (first element, number of elements) of the whole parameter.
         local: this rank's slice, 1-D and contiguous, on its device.
+        is_packed: whether it holds 4-bit weights, which are quantised before they travel.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Destination:
     dtype: torch.dtype
     runs: Sequence[tuple[int, int]]
     local: torch.Tensor
+    is_packed: bool = False
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ def _train(model, data, output, keywords):
         ("llama_tied", LORA),
         ("gpt2", None),
         ("qwen3_moe", None),
+        ("qwen3_moe", LORA),
         ("mixtral", None),
     ],
 )

@@ -20,6 +20,7 @@ def build(
     callbacks: list[Any] | None = None,
     load_arguments: dict[str, Any] | None = None,
     prepare: tuple[str, int] | None = None,
+    quantization: dict[str, Any] | None = None,
     **sft_arguments: Any,
 ) -> Any:
     """Build an SFTTrainer; `loader` is stock (from_pretrained), rank0 or direct."""
@@ -49,9 +50,11 @@ def build(
     }
     args = SFTConfig(output_dir=output_dir, **(defaults | sft_arguments))
     if loader == "stock":
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, **quantized(quantization))
     else:
-        model = load_model(model_dir, dtype=dtype, source=loader, **(load_arguments or {}))
+        model = load_model(
+            model_dir, dtype=dtype, source=loader, **quantized(quantization), **(load_arguments or {})
+        )
     if prepare and prepare[0] == "resize":
         model.resize_token_embeddings(prepare[1])
     cache = Path(tempfile.gettempdir()) / f"hf-fsdp-tests-{os.getuid()}" / f"rank-{os.environ['RANK']}"
@@ -68,6 +71,17 @@ def build(
         peft_config=LoraConfig(**lora) if lora else None,
         callbacks=callbacks,
     )
+
+
+def quantized(quantization: dict[str, Any] | None) -> dict[str, Any]:
+    """Return from_pretrained's argument for 4-bit loading, or nothing."""
+    if quantization is None:
+        return {}
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    dtypes = {key: getattr(torch, value) for key, value in quantization.items() if key.endswith(("dtype", "storage"))}
+    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **(quantization | dtypes))}
 
 
 def losses_of(trainer: Any) -> list[float]:
