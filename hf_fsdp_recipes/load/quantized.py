@@ -121,6 +121,8 @@ def pack(model: Any, quantizer: Any, dtype: torch.dtype) -> dict[str, Recipe]:
     for name, module in model.named_modules():
         if not isinstance(module, Linear4bit):
             continue
+        # In evaluation on CPUs bitsandbytes repacks a layer's weight for good, which a gathered one does not survive.
+        module.support_avx512bf16_for_cpu = False
         old = module.weight
         is_transposed = issubclass(module.source_cls, Conv1D)
         shape = (module.in_features, module.out_features) if is_transposed else tuple(old.shape)
@@ -254,7 +256,9 @@ def check_states(layers: Sequence[torch.nn.Module]) -> None:
     found = ranks.gather_objects(crc)
     different = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
     if different:
-        raise LoadError(f"the scales of 4-bit weights on ranks {different} are not rank 0's. Remedy: check the network.")
+        raise LoadError(
+            f"the scales of 4-bit weights on ranks {different} are not rank 0's. Remedy: check the network."
+        )
 
 
 def layer_finder(model: torch.nn.Module) -> Callable[[str], torch.nn.Module]:

@@ -7,16 +7,20 @@ Source: peft 0.21 `utils/save_and_load.py` (names), `tuners/lora/layer.py` (`get
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.errors import ExportError, LoadError
 from hf_fsdp_recipes.load import names
+from hf_fsdp_recipes.load.transfer import as_bytes
+from hf_fsdp_recipes.load.weights import Checkpoint, read_header
 from hf_fsdp_recipes.save.slices import Slice, gather_whole, local_slices
 
 ADAPTER_PATTERN = "adapter_model{suffix}.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def find_peft_model(model: torch.nn.Module) -> Any | None:
@@ -115,13 +119,18 @@ class Merger:
             raise ExportError("merge_adapter: the model has no adapter. Remedy: export it without merge_adapter.")
         self._adapter = active_adapter(peft_model)
         config = peft_model.peft_config[self._adapter]
+        if getattr(peft_model.get_base_model(), "is_loaded_in_4bit", False):
+            raise ExportError(
+                "merge_adapter: the base weights here are 4-bit. Remedy: export the adapter, then merge it into the "
+                "unquantised base with export_checkpoint(adapter_dir, ..., merge_adapter=True), which recipes do."
+            )
         if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA" or config.use_dora:
             raise ExportError("merge_adapter knows LoRA and rsLoRA. Remedy: export the adapter and merge it with PEFT.")
         self._layers: dict[str, Any] = {}
         for full_name, module in model.named_modules():
             if hasattr(module, "lora_A") and self._adapter in getattr(module, "lora_A", {}):
                 self._layers[names.without_wrappers(full_name + ".")[:-1]] = module
-        unsupported = [n for n, m in self._layers.items() if type(m).__name__ not in ("Linear", "Conv1D", "Linear4bit")]
+        unsupported = [n for n, m in self._layers.items() if type(m).__name__ not in ("Linear", "Conv1D")]
         if unsupported:
             raise ExportError(f"merge_adapter cannot merge {unsupported[:3]}: only linear layers are merged by slices.")
         self._slices = local_slices(model)
@@ -174,32 +183,94 @@ def add_rows(
     return values + delta.reshape(-1)[skipped : skipped + values.numel()].to(values.dtype)
 
 
-class StoredAdapter:
-    """A LoRA adapter in a sharded checkpoint, added to base weights that are read from files."""
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor of an adapter's safetensors file, read by runs like a tensor of a sharded checkpoint."""
 
-    def __init__(self, config: Any, tensors: Mapping[str, Any], adapter_name: str) -> None:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    checkpoint: Checkpoint
+    name: str
+
+    def read(self, start: int, count: int) -> torch.Tensor:
+        """Return `count` elements from `start` on (1-D, CPU)."""
+        out = torch.empty(count, dtype=self.dtype)
+        self.checkpoint.read_into(as_bytes(out), self.checkpoint.tensors[self.name], start * self.dtype.itemsize)
+        return out
+
+
+def read_adapter(directory: Path) -> tuple[Any, dict[str, FileTensor]]:
+    """Return the PEFT config and the tensors of an exported adapter. Any rank; no collective.
+
+    Raises:
+        ExportError: the directory holds no adapter that can be read.
+    """
+    from peft import PeftConfig
+
+    try:
+        config = PeftConfig.from_pretrained(str(directory))
+        checkpoint = Checkpoint(read_header(directory / ADAPTER_FILE))
+    except (LoadError, OSError, ValueError) as error:
+        raise ExportError(f"{directory} holds no adapter that can be read: {str(error).splitlines()[0]}") from error
+    return config, {name: FileTensor(t.shape, t.dtype, checkpoint, name) for name, t in checkpoint.tensors.items()}
+
+
+class StoredAdapter:
+    """A LoRA adapter in files, added to base weights that are read from files."""
+
+    def __init__(self, config: Any, tensors: Mapping[str, Any], adapter_name: str = "default") -> None:
         if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA" or config.use_dora:
             raise ExportError("merge_adapter knows LoRA and rsLoRA. Remedy: export the adapter and merge it with PEFT.")
-        if any(".modules_to_save." in name for name in tensors) or config.modules_to_save:
-            raise ExportError("merge_adapter cannot merge whole saved modules offline. Remedy: merge with PEFT.")
-        self._fan_in_fan_out = bool(config.fan_in_fan_out)
-        self._scaling = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
-        if config.rank_pattern or config.alpha_pattern:
-            raise ExportError("merge_adapter knows one rank for all layers. Remedy: merge with PEFT.")
-        self._tensors: dict[str, dict[str, Any]] = {}
+        self._config = config
+        self._matrices: dict[str, dict[str, Any]] = {}
+        self._whole: dict[str, Any] = {}
         for name, tensor in tensors.items():
-            plain = name.removeprefix("base_model.model.").replace(f".{adapter_name}.", ".")
-            for matrix in "AB":
-                if plain.endswith(f".lora_{matrix}.weight"):
-                    self._tensors.setdefault(plain.removesuffix(f".lora_{matrix}.weight"), {})[matrix] = tensor
+            plain = name.removeprefix("base_model.model.").replace(f".modules_to_save.{adapter_name}.", ".")
+            layer, marker, matrix = plain.replace(f".{adapter_name}.", ".").rpartition(".lora_")
+            if marker and matrix in ("A.weight", "B.weight"):
+                self._matrices.setdefault(f"{layer}.weight", {})[matrix[0]] = tensor
+            elif marker:
+                raise ExportError(
+                    f"merge_adapter cannot merge {name}. Remedy: export the adapter and merge it with PEFT."
+                )
+            elif ".original_module." not in name:
+                self._whole[plain.replace(".modules_to_save.", ".")] = tensor
+        self._latest: tuple[str, Any] = ("", None)
+
+    def check_fits(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that everything in the adapter has a place in the base model.
+
+        Raises:
+            ExportError: names what has none, or has another size there.
+        """
+        lost = [name for name in [*self._matrices, *self._whole] if name not in shapes]
+        lost += [name for name, tensor in self._whole.items() if name in shapes and tensor.shape != shapes[name]]
+        if lost:
+            raise ExportError(
+                f"{lost[:3]} of the adapter have no place in the base model, or another size there. Rule: linear layers and "
+                f"saved modules of the base model's size are merged. Remedy: merge with PEFT, or name the right base model."
+            )
 
     def merged(self, name: str, shape: tuple[int, ...], first: int, values: torch.Tensor) -> torch.Tensor:
         """Return a run of a base weight with the adapter added in; other tensors come back as they are."""
-        found = self._tensors.get(name.removesuffix(".weight"))
-        if found is None or not values.numel():
+        if name in self._whole and values.numel():
+            return self._whole[name].read(first, values.numel()).to(values.dtype)
+        if name not in self._matrices or not values.numel():
             return values
-        a, b = (
-            found[matrix].read(0, torch.Size(found[matrix].shape).numel()).reshape(found[matrix].shape)
-            for matrix in "AB"
-        )
-        return add_rows(values, first, shape, a, b, self._scaling, self._fan_in_fan_out)
+        a, b = self._read(name)
+        return add_rows(values, first, shape, a, b, self._scaling(name, a.shape[0]), self._config.fan_in_fan_out)
+
+    def _read(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._latest[0] != name:
+            found = self._matrices[name]
+            whole = [found[m].read(0, torch.Size(found[m].shape).numel()).reshape(found[m].shape) for m in "AB"]
+            self._latest = (name, tuple(whole))
+        return self._latest[1]
+
+    def _scaling(self, name: str, rank: int) -> float:
+        from peft.utils.other import get_pattern_key
+
+        patterns = self._config.alpha_pattern or {}
+        layer = name.removesuffix(".weight")
+        alpha = patterns.get(get_pattern_key(patterns.keys(), layer), self._config.lora_alpha)
+        return alpha / (rank**0.5 if self._config.use_rslora else rank)

@@ -161,15 +161,17 @@ def export_checkpoint(
 
     Collective if there are several processes (any number, whatever number wrote the checkpoint): every one
     must call this. Reads ranges, never the whole. Takes checkpoints of this package, of a stock Trainer or
-    Accelerate (FSDP2 and FSDP1), and plain directories of `.distcp` files.
+    Accelerate (FSDP2 and FSDP1), plain directories of `.distcp` files, and, to merge them, exported adapters.
 
     Args:
-        checkpoint_dir: `checkpoint-<step>`, its `pytorch_model_fsdp_0`, or any directory with a `.metadata`.
+        checkpoint_dir: `checkpoint-<step>`, its `pytorch_model_fsdp_0`, any directory with a `.metadata`, or
+            with `merge_adapter` one with an `adapter_config.json`.
         output_dir: appears when the export is complete.
         base_model: directory or Hub id that config and tokenizer come from, and the base weights when merging;
             None takes what the checkpoint's train_params.yaml names.
         dtype, max_shard_size: as in `export_model`.
-        merge_adapter: for a LoRA checkpoint, write the base model with the adapter added in.
+        merge_adapter: for a LoRA checkpoint or adapter, write the base model with the adapter added in. An
+            adapter trained on a 4-bit base is merged into the base as it is in its files.
 
     Raises:
         ExportError: the same on every process: not such a checkpoint, one that does not fit its model, no base

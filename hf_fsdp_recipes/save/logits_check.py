@@ -4,6 +4,7 @@ Runs one prompt through the sharded model on all ranks, loads the export on rank
 and compares logits. Holds the whole model on rank 0 for that, so it is for models that fit there.
 """
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,34 @@ def check_logits(model: torch.nn.Module, export: Path, tokenizer: Any, prompt: s
     difference = 0.0
     with ranks.agreed():
         if ranks.is_main():
-            difference = _compare(expected, export, inputs["input_ids"].cpu())
+            config = getattr(_transformers_config(model), "quantization_config", None)
+            difference = _compare(expected, export, inputs["input_ids"].cpu(), config)
     return ranks.broadcast_object(difference)
 
 
-def _compare(expected: torch.Tensor, export: Path, input_ids: torch.Tensor) -> float:
+def _transformers_config(model: torch.nn.Module) -> Any:
+    return next((module.config for module in model.modules() if hasattr(module, "config")), None)
+
+
+def _quantized_alike(config: Any) -> dict[str, Any]:
+    """Return from_pretrained's arguments that quantise an adapter's base as training did, so that both say the same."""
+    if config is None:
+        return {}
+    config = copy.deepcopy(config)
+    config.bnb_4bit_quant_storage = torch.uint8  # the same values; the other storages are for sharding
+    return {"quantization_config": config}
+
+
+def _compare(expected: torch.Tensor, export: Path, input_ids: torch.Tensor, quantization: Any) -> float:
     from transformers import AutoModelForCausalLM
 
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(export).eval()
+        loaded = AutoModelForCausalLM.from_pretrained(export, **_quantized_alike(quantization)).eval()
     except (OSError, ValueError) as error:
         raise ExportError(f"{export} does not load: {str(error).splitlines()[0]}") from error
+    for module in loaded.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # bitsandbytes' CPU kernel rounds to bfloat16; training did not
     with torch.no_grad():
         actual = loaded(input_ids=input_ids).logits.float()
     difference = float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6))

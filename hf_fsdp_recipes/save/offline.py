@@ -26,6 +26,8 @@ def describe(checkpoint: Path, base_model: Any, dtype: torch.dtype | None, merge
     Raises:
         ExportError: the checkpoint, its model or the two together are not what they should be.
     """
+    if (checkpoint / "adapter_config.json").is_file():
+        return _describe_adapter_directory(checkpoint, base_model, dtype, merge_adapter)
     tensors = _without_prefix(dcp_files.read_index(dcp_files.find_directory(checkpoint)))
     params = _train_params(checkpoint)
     name = str(base_model or params.get("model_name_or_path") or "")
@@ -39,8 +41,25 @@ def describe(checkpoint: Path, base_model: Any, dtype: torch.dtype | None, merge
         )
     model, base = _build(name, read_weights=is_adapter)
     if is_adapter:
-        return _describe_merged(tensors, params, model, base, name, dtype)
+        adapter = adapters.StoredAdapter(_adapter_config(params, name), tensors, params["adapter_name"])
+        return _describe_merged(adapter, model, base, name, dtype)
     return _describe_model(tensors, model, name, dtype)
+
+
+def _describe_adapter_directory(
+    directory: Path, base_model: Any, dtype: torch.dtype | None, merge_adapter: bool
+) -> Contents:
+    """Describe the merge of an exported adapter into its base model."""
+    if not merge_adapter:
+        raise ExportError(
+            f"{directory} is an exported adapter already. Remedy: merge_adapter (--merge-adapter) merges it."
+        )
+    config, tensors = adapters.read_adapter(directory)
+    name = str(base_model or config.base_model_name_or_path or "")
+    if not name:
+        raise ExportError(f"{directory} does not say what it adapts. Remedy: base_model= (--base-model).")
+    model, base = _build(name, read_weights=True)
+    return _describe_merged(adapters.StoredAdapter(config, tensors), model, base, name, dtype, directory)
 
 
 def _train_params(checkpoint: Path) -> dict[str, Any]:
@@ -116,7 +135,7 @@ def _describe_model(tensors: dict[str, DcpTensor], model: Any, name: str, dtype:
     return Contents(outgoing, model, MODEL_PATTERN, _model_companions(model, name))
 
 
-def _model_companions(model: Any, name: str) -> Any:
+def _model_companions(model: Any, name: str | Path) -> Any:
     def write(directory: Path, plan: FilePlan) -> None:
         from hf_fsdp_recipes.save.export import save_config
 
@@ -127,7 +146,7 @@ def _model_companions(model: Any, name: str) -> Any:
     return write
 
 
-def _copy_tokenizer(name: str, directory: Path) -> None:
+def _copy_tokenizer(name: str | Path, directory: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
@@ -184,13 +203,18 @@ def _stored_adapter_name(key: str, adapter_name: str) -> str:
 
 
 def _describe_merged(
-    tensors: dict[str, DcpTensor], params: dict[str, Any], model: Any, base: Any, name: str, dtype: torch.dtype | None
+    adapter: "adapters.StoredAdapter",
+    model: Any,
+    base: Any,
+    name: str,
+    dtype: torch.dtype | None,
+    tokenizer_directory: Path | None = None,
 ) -> Contents:
     from hf_fsdp_recipes.load.transfer import as_bytes, read_run
     from hf_fsdp_recipes.save.export import MODEL_PATTERN, written_dtype
 
     checkpoint, pieces = base
-    adapter = adapters.StoredAdapter(_adapter_config(params, name), tensors, params["adapter_name"])
+    adapter.check_fits({key: tuple(value.shape) for key, value in model.state_dict().items()})
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     outgoing = []
     for number, (key, value) in enumerate((k, v) for k, v in model.state_dict().items() if k not in tied):
@@ -206,4 +230,4 @@ def _describe_merged(
         count = _share(number, math.prod(shape))
         parts, written = parts_of(model, key, shape), written_dtype(held, dtype)
         outgoing.append(Outgoing(key, shape, held, 0, count, parts, written, chunk))
-    return Contents(outgoing, model, MODEL_PATTERN, _model_companions(model, name))
+    return Contents(outgoing, model, MODEL_PATTERN, _model_companions(model, tokenizer_directory or name))

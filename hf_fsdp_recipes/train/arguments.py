@@ -40,6 +40,13 @@ class RecipeArguments:
         default=False,
         metadata={"help": "Also write <output_dir>/export_merged: the base model with the LoRA weights in it."},
     )
+    adapter_dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "Dtype that adapters train in; auto: float32, under FSDP1 that of the base weights.",
+            "choices": ["auto", "float32", "bfloat16", "float16"],
+        },
+    )
     verify_export: str = field(
         default="auto",
         metadata={
@@ -104,6 +111,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     except Exception as error:
         raise RecipeError(f"{_first_line(error)}{_suggest(str(error), parser)}") from error
     arguments = Arguments(*parsed)
+    if isinstance(arguments.model.lora_modules_to_save, str):  # one name in YAML; PEFT would take its letters
+        arguments.model.lora_modules_to_save = [arguments.model.lora_modules_to_save]
     check_arguments(arguments)
     return arguments
 

@@ -3,19 +3,21 @@
 Everything that can be checked is checked before the model is loaded.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import DataError, ExportError, LoadError
 from hf_fsdp_recipes.launch import cpu
-from hf_fsdp_recipes.load.meta_loader import load_model
+from hf_fsdp_recipes.load.meta_loader import is_fsdp_asked_for, load_model
 from hf_fsdp_recipes.save.callback import ShardedCheckpointCallback
-from hf_fsdp_recipes.save.export import export_model
+from hf_fsdp_recipes.save.export import export_checkpoint, export_model
 from hf_fsdp_recipes.save.export_check import has_weights
 from hf_fsdp_recipes.save.layout import check_named, latest_checkpoint, set_aside_torn
 from hf_fsdp_recipes.save.logits_check import check_logits
 from hf_fsdp_recipes.save.resume import keep_global_batch
+from hf_fsdp_recipes.train import dtypes
 from hf_fsdp_recipes.train.arguments import Arguments
 from hf_fsdp_recipes.train.data import load_data
 
@@ -40,6 +42,8 @@ def build_trainer(arguments: Arguments) -> Any:
     tokenizer = load_tokenizer(arguments)
     train, evaluation = load_data(arguments)
     _check_chat_template(train, tokenizer, training)
+    dtypes.follow_precision(model_arguments)
+    _choose_checkpointing(arguments)
     model = load_model(
         model_arguments.model_name_or_path,
         source=arguments.recipe.load_source,  # type: ignore[arg-type]  # one of the field's choices
@@ -51,7 +55,7 @@ def build_trainer(arguments: Arguments) -> Any:
         **(training.model_init_kwargs or {}),
     )
     training.model_init_kwargs = None
-    return SFTTrainer(
+    trainer = SFTTrainer(
         model=model,
         args=training,
         train_dataset=train,
@@ -60,6 +64,23 @@ def build_trainer(arguments: Arguments) -> Any:
         peft_config=get_peft_config(model_arguments),
         callbacks=_callbacks(arguments),
     )
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    dtypes.settle(trainer.model, getattr(plugin, "fsdp_version", None), arguments.recipe.adapter_dtype)
+    return trainer
+
+
+def _choose_checkpointing(arguments: Arguments) -> None:
+    """Make activation checkpointing reentrant where FSDP1 holds 4-bit weights, which it needs there.
+
+    Source: torch 2.13; the recomputed forward sees a 4-bit weight as another view of its unit, and the check for
+    equal metadata of non-reentrant checkpointing fails.
+    """
+    training = arguments.training
+    is_fsdp1 = is_fsdp_asked_for() and os.environ.get("FSDP_VERSION", "1") == "1"
+    if is_fsdp1 and arguments.model.load_in_4bit and training.activation_checkpointing:
+        given = training.activation_checkpointing_kwargs or {}
+        training.activation_checkpointing_kwargs = {**given, "use_reentrant": True}
+        ranks.print_main("gradient checkpointing: use_reentrant, which 4-bit weights under FSDP1 need")
 
 
 def _optional(key: str, value: Any) -> dict[str, Any]:
@@ -140,6 +161,17 @@ def _find_checkpoint(wish: str, output_dir: str) -> Path | None:
     return found
 
 
+def _export_merged(trainer: Any, arguments: Arguments, adapter: Path, common: dict[str, Any]) -> None:
+    """Write `<output_dir>/export_merged`. Collective: every rank must call this."""
+    merged = Path(arguments.training.output_dir) / "export_merged"
+    if not arguments.model.load_in_4bit:
+        export_model(trainer.model, merged, merge_adapter=True, **common)
+        return
+    base, size = arguments.model.model_name_or_path, common["max_shard_size"]
+    ranks.print_main(f"merge: into {base} as it is in its files; the 4-bit weights of training are not exported")
+    export_checkpoint(adapter, merged, base_model=base, dtype=common["dtype"], max_shard_size=size, merge_adapter=True)
+
+
 def _is_verified(trainer: Any, wish: str) -> bool:
     if wish != "auto":
         return wish == "logits"
@@ -162,7 +194,7 @@ def finish(trainer: Any, arguments: Arguments) -> Path:
     }
     exported = export_model(trainer.model, output / "export", **common)
     if arguments.recipe.merge_adapter:
-        export_model(trainer.model, output / "export_merged", merge_adapter=True, **common)
+        _export_merged(trainer, arguments, exported, common)
     if _is_verified(trainer, arguments.recipe.verify_export):
         difference = check_logits(trainer.model, exported, trainer.processing_class)
         ranks.print_main(f"verified: the export's logits differ from the trained model's by {difference:.1e} at most")

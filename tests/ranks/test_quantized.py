@@ -9,8 +9,6 @@ from tests.ranks.training import LORA, build, losses_of
 NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "float32", "bnb_4bit_compute_dtype": "float32"}
 
 
-
-
 def losses(kind, text_file, tmp_path, tiny_model, environment, world_size=2, **keywords):
     defaults = {"lora": LORA, "dtype": "float32", "quantization": NF4}
     return both(tiny_model(kind, "bfloat16"), text_file, tmp_path, environment, world_size, **(defaults | keywords))

@@ -52,9 +52,7 @@ def build(
     if loader == "stock":
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, **quantized(quantization))
     else:
-        model = load_model(
-            model_dir, dtype=dtype, source=loader, **quantized(quantization), **(load_arguments or {})
-        )
+        model = load_model(model_dir, dtype=dtype, source=loader, **quantized(quantization), **(load_arguments or {}))
     if prepare and prepare[0] == "resize":
         model.resize_token_embeddings(prepare[1])
     cache = Path(tempfile.gettempdir()) / f"hf-fsdp-tests-{os.getuid()}" / f"rank-{os.environ['RANK']}"

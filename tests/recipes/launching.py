@@ -76,7 +76,7 @@ def kill_tree(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def cpu_variant(template: Path, target: Path) -> tuple[Path, int, int]:
+def cpu_variant(template: Path, target: Path, precision: str = "no") -> tuple[Path, int, int]:
     """Derive a CPU variant of a shipped template: device, precision and counts, nothing else.
 
     Returns the file, its number of ranks and its number of nodes.
@@ -86,7 +86,7 @@ def cpu_variant(template: Path, target: Path) -> tuple[Path, int, int]:
     is_hybrid_fsdp2 = "parallelism_config" in config
     nodes = 2 if is_hybrid_fsdp1 else 1
     ranks = 4 if is_hybrid_fsdp1 or is_hybrid_fsdp2 else 2
-    config |= {"use_cpu": True, "mixed_precision": "no", "num_machines": nodes, "num_processes": ranks}
+    config |= {"use_cpu": True, "mixed_precision": precision, "num_machines": nodes, "num_processes": ranks}
     if is_hybrid_fsdp2:
         config["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": 2,

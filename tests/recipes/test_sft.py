@@ -8,7 +8,7 @@ import time
 import pytest
 import yaml
 
-from tests.recipes.launching import ROOT, environment, kill_tree, run, start
+from tests.recipes.launching import ROOT, cpu_variant, environment, kill_tree, run, start
 
 CPU = ROOT / "accelerate_configs" / "fsdp2_cpu.yaml"
 SETTINGS = {
@@ -105,6 +105,37 @@ def test_full_run_exports_a_model_that_plain_transformers_loads(tiny_model, text
     assert "bfloat16" in loaded.stdout
 
 
+@pytest.mark.parametrize(("template", "precision"), [("fsdp2_full_shard", "no"), ("fsdp1_full_shard", "bf16")])
+def test_qlora_run_exports_what_peft_merges_into_the_unquantised_base(
+    tiny_model, text_file, tmp_path, template, precision
+):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = tiny_model("llama", "bfloat16")
+    head = "lm_head" if template.startswith("fsdp2") else None
+    config = recipe(
+        tmp_path, model_name_or_path=base, dataset_name=text_file, use_peft=True, lora_target_modules="all-linear",
+        lora_modules_to_save=head, use_rslora=True, load_in_4bit=True, merge_adapter=True,
+        gradient_checkpointing=True,
+    )  # fmt: skip
+    shipped = ROOT / "accelerate_configs" / f"{template}.yaml"
+    file, _, _ = cpu_variant(shipped, tmp_path / "template.yaml", precision)
+    result = run(file, ["--config", config])
+    assert result.returncode == 0, result.stdout
+    assert "verified: the export's logits" in result.stdout
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export_merged").state_dict()
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    by_peft = PeftModel.from_pretrained(plain, tmp_path / "run" / "export").merge_and_unload().state_dict()
+    assert merged.keys() == by_peft.keys()
+    for name, tensor in by_peft.items():
+        torch.testing.assert_close(merged[name], tensor, rtol=2**-7, atol=2**-10)  # roundings to bfloat16
+    changed = sum(not torch.equal(before[name], merged[name]) for name in before)
+    assert changed == (15 if head else 14)  # 7 linear layers of 2 blocks, and the head
+
+
 BAD = {
     "missing model": ({"model_name_or_path": "no/such/model/here"}, "LoadError"),
     "missing dataset": ({"dataset_name": "./no-such-file.jsonl"}, "DataError"),
@@ -142,6 +173,15 @@ def test_bad_rows_are_one_clear_message_from_every_rank(rows, words, tiny_model,
     )
     assert_clear_failure(result, "DataError", num_ranks=2)
     assert words in result.stdout
+
+
+def test_saved_output_head_under_fsdp1_is_refused(tiny_model, text_file, tmp_path):
+    config = recipe(
+        tmp_path, model_name_or_path=tiny_model("llama"), dataset_name=text_file, use_peft=True,
+        lora_target_modules="all-linear", lora_modules_to_save="lm_head",
+    )  # fmt: skip
+    file, _, _ = cpu_variant(ROOT / "accelerate_configs" / "fsdp1_full_shard.yaml", tmp_path / "template.yaml")
+    assert_clear_failure(run(file, ["--config", config], timeout_seconds=90), "TemplateError", num_ranks=2)
 
 
 def test_template_without_fsdp_is_refused(tiny_model, text_file, tmp_path):
