@@ -20,6 +20,7 @@ from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.launch import cpu
 from hf_fsdp_recipes.save import layout, resume, seams
+from hf_fsdp_recipes.save.hub import Pusher, Target, read_target
 from hf_fsdp_recipes.save.preemption import SignalWatch
 from hf_fsdp_recipes.save.sharded import Snapshot, Writer, capture, save_tensors, save_text
 
@@ -38,6 +39,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         export_dir: export the full model there when training ends.
         signals: whether SIGTERM and SIGUSR1 end the run after a checkpoint, at a step that all ranks agree on.
         check_signals_every_steps: how often the ranks ask each other whether one was signalled.
+        hub: where to push checkpoints and the export; None takes Trainer's own `push_to_hub` arguments.
 
     Raises:
         CheckpointError: at the step after a save that failed, once, as a warning, or as an error when it was
@@ -51,6 +53,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         export_dir: str | os.PathLike[str] | None = None,
         signals: bool = True,
         check_signals_every_steps: int = 1,
+        hub: Target | None = None,
     ) -> None:
         cpu.enable()
         seams.install()
@@ -65,6 +68,9 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._pending_step: int | None = None
         self._last_saved_step = -1
         self._random_state: dict[str, Any] = {}
+        self._hub = hub
+        self._pusher: Pusher | None = None
+        self._pushed: Path | None = None
 
     # Trainer's events, in the order of a run.
 
@@ -89,6 +95,9 @@ class ShardedCheckpointCallback(TrainerCallback):
                 self._lock = layout.lock(args.output_dir)
         if self._signals is not None:
             self._signals.start()
+        target = self._hub or read_target(args)
+        if target is not None and ranks.is_main():
+            self._pusher = Pusher(target, args.output_dir)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -104,6 +113,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         if self._writer is None:
             return control
         self._report_failure()
+        self._push(kwargs)
         if control.should_save and self._strategy == SaveStrategy.STEPS:
             self._note(state)
         control.should_save = False
@@ -161,6 +171,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             return
         self._save_if_due(args, state, kwargs)
         completed = self._finish()
+        self._push(kwargs)
         self._prune(args, state)
         args.save_strategy = self._strategy
         if self._lock is not None:
@@ -173,7 +184,16 @@ class ShardedCheckpointCallback(TrainerCallback):
         if self._export_dir is not None:
             from hf_fsdp_recipes.save.export import export_model
 
-            export_model(kwargs["model"], self._export_dir, tokenizer=kwargs.get("processing_class"))
+            exported = export_model(kwargs["model"], self._export_dir, tokenizer=kwargs.get("processing_class"))
+            self.push_export(exported)
+
+    def push_export(self, export: Path) -> None:
+        """Push the final export where pushing is on, and wait for it; a failure is a warning.
+
+        Does something on the main rank only; no collective, because an upload may outlast any time-out of one.
+        """
+        if self._pusher is not None:
+            self._pusher.push_export(export)
 
     # What the events have in common.
 
@@ -258,6 +278,13 @@ class ShardedCheckpointCallback(TrainerCallback):
             self._failure = None
         return completed
 
+    def _push(self, kwargs: dict[str, Any]) -> None:
+        """Start pushing the last complete checkpoint, once. Main rank only does anything; no collective."""
+        completed = self._writer.completed if self._writer is not None and self._pusher is not None else None
+        if completed is not None and completed != self._pushed and self._pusher is not None:
+            self._pushed = completed
+            self._pusher.push_checkpoint(completed, kwargs.get("processing_class"))
+
     def _wait(self, state: TrainerState) -> None:
         """Let the save in flight finish; forget a best checkpoint that is not there."""
         if self._writer is None:
@@ -270,8 +297,10 @@ class ShardedCheckpointCallback(TrainerCallback):
     def _prune(self, args: TrainingArguments, state: TrainerState) -> None:
         # Checkpoints that are complete by now; one in flight is not counted, so there is always one to fall back on.
         if args.save_total_limit and args.save_total_limit > 0 and ranks.is_main():
-            best = [state.best_model_checkpoint] if state.best_model_checkpoint else []
-            layout.remove_old(args.output_dir, args.save_total_limit, protect=best)
+            protected = [state.best_model_checkpoint] if state.best_model_checkpoint else []
+            if self._pusher is not None and self._pusher.source is not None:
+                protected.append(str(self._pusher.source))
+            layout.remove_old(args.output_dir, args.save_total_limit, protect=protected)
 
 
 def _random_state() -> dict[str, Any]:

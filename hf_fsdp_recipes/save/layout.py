@@ -46,6 +46,11 @@ class Checkpoint:
         return self.fault is None
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Tell whether a directory's name is exactly `checkpoint-<step>`."""
+    return _NAME.fullmatch(name) is not None
+
+
 def directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
     """Return the final name of a step's checkpoint."""
     return Path(output_dir) / f"checkpoint-{step}"

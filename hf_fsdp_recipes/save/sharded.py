@@ -126,6 +126,11 @@ class Writer:
         ranks.raise_together(failure)
         return self._completed
 
+    @property
+    def completed(self) -> Path | None:
+        """The last complete checkpoint of this run, if none is being written now. No collective."""
+        return None if self.is_writing else self._completed
+
     def collect_failure(self) -> Exception | None:
         """Return the error of a finished save without waiting, and forget it. No collective."""
         if self.is_writing:

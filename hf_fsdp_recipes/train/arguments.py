@@ -16,6 +16,7 @@ import torch
 
 from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError
 from hf_fsdp_recipes.launch import cpu
+from hf_fsdp_recipes.save.hub import read_target
 
 
 @dataclass
@@ -151,6 +152,7 @@ def check_arguments(arguments: Arguments) -> None:
         raise RecipeError(
             "merge_adapter without use_peft: there is no adapter to merge. Remedy: drop one or add the other."
         )
+    read_target(arguments.training)
     check_launch(arguments.training)
 
 

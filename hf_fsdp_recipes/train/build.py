@@ -14,6 +14,7 @@ from hf_fsdp_recipes.load.meta_loader import is_fsdp_asked_for, load_model
 from hf_fsdp_recipes.save.callback import ShardedCheckpointCallback
 from hf_fsdp_recipes.save.export import export_checkpoint, export_model
 from hf_fsdp_recipes.save.export_check import has_weights
+from hf_fsdp_recipes.save.hub import read_target
 from hf_fsdp_recipes.save.layout import check_named, latest_checkpoint, set_aside_torn
 from hf_fsdp_recipes.save.logits_check import check_logits
 from hf_fsdp_recipes.save.resume import keep_global_batch
@@ -88,7 +89,10 @@ def _optional(key: str, value: Any) -> dict[str, Any]:
 
 
 def _callbacks(arguments: Arguments) -> list[Any]:
-    callbacks: list[Any] = [ShardedCheckpointCallback(asynchronous=arguments.recipe.asynchronous_save)]
+    hub = read_target(arguments.training)
+    # Trainer would ask the Hub for a repository before training, and end the run if that fails.
+    arguments.training.push_to_hub = False
+    callbacks: list[Any] = [ShardedCheckpointCallback(asynchronous=arguments.recipe.asynchronous_save, hub=hub)]
     if arguments.recipe.report:
         from hf_fsdp_recipes.measure.callback import MetricsCallback
 
@@ -202,4 +206,11 @@ def finish(trainer: Any, arguments: Arguments) -> Path:
         if not has_weights(exported):
             raise ExportError(f"{exported} holds no weights after the export. The checkpoints in {output} are intact.")
     ranks.print_main(f"exported: {exported}")
+    _push(trainer, exported)
     return exported
+
+
+def _push(trainer: Any, export: Path) -> None:
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ShardedCheckpointCallback):
+            callback.push_export(export)
