@@ -6,8 +6,10 @@ Everything that can be checked is checked before the model is loaded.
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from hf_fsdp_recipes import ranks
-from hf_fsdp_recipes.errors import DataError, ExportError, LoadError
+from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.launch import cpu
 from hf_fsdp_recipes.load.meta_loader import load_model
 from hf_fsdp_recipes.save.callback import ShardedCheckpointCallback
@@ -17,7 +19,9 @@ from hf_fsdp_recipes.save.layout import check_named, latest_checkpoint, set_asid
 from hf_fsdp_recipes.save.logits_check import check_logits
 from hf_fsdp_recipes.save.resume import keep_global_batch
 from hf_fsdp_recipes.train.arguments import Arguments
-from hf_fsdp_recipes.train.data import load_data
+from hf_fsdp_recipes.train.preparation import TrainingRows
+from hf_fsdp_recipes.train.rows import load_rows
+from hf_fsdp_recipes.train.tokens import load_tokenizer
 
 MAX_VERIFIED_PARAMETERS = 3_000_000_000  # rank 0 loads the export whole to compare
 
@@ -33,13 +37,12 @@ def build_trainer(arguments: Arguments) -> Any:
     Raises:
         DataError, LoadError, TemplateError: the same on every rank.
     """
-    from trl import SFTTrainer, get_peft_config, get_quantization_config
+    from trl import get_peft_config, get_quantization_config
 
     cpu.enable()
     training, model_arguments = arguments.training, arguments.model
     tokenizer = load_tokenizer(arguments)
-    train, evaluation = load_data(arguments)
-    _check_chat_template(train, tokenizer, training)
+    rows = load_rows(arguments, tokenizer)
     model = load_model(
         model_arguments.model_name_or_path,
         source=arguments.recipe.load_source,  # type: ignore[arg-type]  # one of the field's choices
@@ -51,14 +54,15 @@ def build_trainer(arguments: Arguments) -> Any:
         **(training.model_init_kwargs or {}),
     )
     training.model_init_kwargs = None
-    return SFTTrainer(
+    trainer_class, callbacks = _trainer_class(arguments, rows)
+    return trainer_class(
         model=model,
         args=training,
-        train_dataset=train,
-        eval_dataset=evaluation,
+        train_dataset=rows.train,
+        eval_dataset=rows.evaluation,
         processing_class=tokenizer,
         peft_config=get_peft_config(model_arguments),
-        callbacks=_callbacks(arguments),
+        callbacks=callbacks,
     )
 
 
@@ -66,43 +70,24 @@ def _optional(key: str, value: Any) -> dict[str, Any]:
     return {} if value is None else {key: value}
 
 
-def _callbacks(arguments: Arguments) -> list[Any]:
-    callbacks: list[Any] = [ShardedCheckpointCallback(asynchronous=arguments.recipe.asynchronous_save)]
+def _trainer_class(arguments: Arguments, rows: TrainingRows) -> tuple[Any, list[Any]]:
+    """Return SFTTrainer, or the one for streams, and the callbacks that go with it."""
+    from trl import SFTTrainer
+
+    trainer_class, checkpoint_files, callbacks = SFTTrainer, None, []
+    if isinstance(rows.train, IterableDataset):
+        from hf_fsdp_recipes.train.stream_trainer import PositionCallback, StreamTrainer
+
+        position = PositionCallback(rows.train)
+        trainer_class, checkpoint_files, callbacks = StreamTrainer, position.checkpoint_files, [position]
+    callbacks.append(
+        ShardedCheckpointCallback(asynchronous=arguments.recipe.asynchronous_save, rank_files=checkpoint_files)
+    )
     if arguments.recipe.report:
         from hf_fsdp_recipes.measure.callback import MetricsCallback
 
         callbacks.append(MetricsCallback())
-    return callbacks
-
-
-def load_tokenizer(arguments: Arguments) -> Any:
-    """Load the model's tokenizer on rank 0 and hand it to all. Collective: every rank must call this."""
-    from transformers import AutoTokenizer
-
-    tokenizer = None
-    with ranks.agreed():
-        if ranks.is_main():
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(
-                    arguments.model.model_name_or_path,
-                    revision=arguments.model.model_revision,
-                    trust_remote_code=getattr(arguments.training, "trust_remote_code", False),
-                )
-            except Exception as error:
-                raise LoadError(
-                    f"no tokenizer at {arguments.model.model_name_or_path}: {str(error).splitlines()[0]} Remedy: check the "
-                    f"name; a directory needs config.json, safetensors and tokenizer.json."
-                ) from error
-    return ranks.broadcast_object(tokenizer)
-
-
-def _check_chat_template(rows: Any, tokenizer: Any, training: Any) -> None:
-    columns = rows.column_names or []
-    if "messages" in columns and tokenizer.chat_template is None and training.chat_template_path is None:
-        raise DataError(
-            "the dataset holds messages and the tokenizer has no chat template. Remedy: chat_template_path (a .jinja file or "
-            "a model that has one), or prompt/completion data."
-        )
+    return trainer_class, callbacks
 
 
 def find_resume(arguments: Arguments) -> str | None:
