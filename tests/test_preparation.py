@@ -18,7 +18,7 @@ MARKED_TEMPLATE = (
 )
 ANSWER = {"role": "assistant", "content": "yes it is"}
 MESSAGES = [{"messages": [{"role": "user", "content": s}, ANSWER]} for s in SENTENCES[:12]]
-COMPLETIONS = [{"prompt": s[:20], "completion": s[20:]} for s in SENTENCES[:12]]
+COMPLETIONS = [{"prompt": s.split(" over")[0], "completion": " over" + s.split(" over")[1]} for s in SENTENCES[:12]]
 TEXTS = [{"text": s} for s in SENTENCES]
 
 
@@ -105,7 +105,9 @@ def test_prepared_rows_are_those_that_sfttrainer_makes(case, recipe):
 def test_only_completions_are_learned(packing, recipe):
     arguments = recipe(COMPLETIONS, packing=packing, max_length=200)
     rows = prepared(arguments).train
-    assert sorted(learned(rows, load_tokenizer(arguments))) == sorted(row["completion"] + "<|end|>" for row in COMPLETIONS)
+    assert sorted(learned(rows, load_tokenizer(arguments))) == sorted(
+        row["completion"] + "<|end|>" for row in COMPLETIONS
+    )
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -123,10 +125,20 @@ def test_assistant_only_loss_needs_a_template_that_marks(recipe):
         prepared(recipe(TEXTS, assistant_only_loss=True, marks=True))
 
 
-def test_conversation_without_an_answer_is_one_clear_error(recipe):
+def test_conversation_without_an_answer_is_dropped_where_answers_are_learned(recipe):
     rows = [*MESSAGES, {"messages": [{"role": "user", "content": "anybody?"}]}]
+    [tally] = prepared(recipe(rows, assistant_only_loss=True, marks=True)).tallies.values()
+    assert tally.describe(48) == "kept 12 of 13 rows: 1 without an answer"
+    [tally] = prepared(recipe(rows)).tallies.values()
+    assert tally.num_kept == 13
+
+
+def test_answer_that_the_template_does_not_mark_is_one_clear_error(recipe, tmp_path):
+    some = tmp_path / "some.jinja"
+    some.write_text(MARKED_TEMPLATE.replace("== 'assistant'", "== 'assistant' and message['content'] != 'no'"))
+    rows = [*MESSAGES, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "no"}]}]
     with pytest.raises(DataError, match="marks no word"):
-        prepared(recipe(rows, assistant_only_loss=True, marks=True))
+        prepared(recipe(rows, assistant_only_loss=True, chat_template_path=str(some)))
 
 
 def test_rows_that_cannot_be_trained_on_are_dropped_and_counted(recipe):
@@ -142,10 +154,16 @@ def test_rows_that_cannot_be_trained_on_are_dropped_and_counted(recipe):
 
 
 def test_completion_that_is_cut_off_whole_is_dropped(recipe):
-    rows = [*COMPLETIONS, {"prompt": " ".join(SENTENCES), "completion": "never seen"}, {"prompt": "a", "completion": ""}]
+    rows = [
+        *COMPLETIONS,
+        {"prompt": " ".join(SENTENCES), "completion": "never seen"},
+        {"prompt": "a", "completion": ""},
+    ]
     made = prepared(recipe([*rows, {"prompt": None, "completion": "b"}]))
     [tally] = made.tallies.values()
-    assert tally.describe(48) == "kept 12 of 15 rows: 2 empty, 1 without anything to learn after cutting at 48"
+    assert tally.describe(48) == (
+        "kept 12 of 15 rows: 1 empty, 1 without an answer, 1 without anything to learn after cutting at 48"
+    )
 
 
 def test_malformed_conversations_are_dropped(recipe):
@@ -160,7 +178,9 @@ def test_malformed_conversations_are_dropped(recipe):
 
 def test_conversations_that_the_template_refuses_are_dropped(recipe, tmp_path):
     strict = tmp_path / "strict.jinja"
-    strict.write_text("{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + MARKED_TEMPLATE)
+    strict.write_text(
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + MARKED_TEMPLATE
+    )
     rows = [*MESSAGES[:3], {"messages": [ANSWER]}]
     [tally] = prepared(recipe(rows, chat_template_path=str(strict))).tallies.values()
     assert tally.describe(48) == "kept 3 of 4 rows: 1 refused by the chat template"
@@ -177,20 +197,40 @@ def test_alpaca_rows_without_question_or_answer_are_dropped(recipe):
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.txt"])
 def test_rows_that_are_not_utf8_are_dropped(name, recipe, tmp_path):
     line = b'{"text": "%s"}\n' if name.endswith("jsonl") else b"%s\n"
-    texts = [b"good row", b"gr\xc3\xbc\xc3\x9fe", b"bad \xff\xfe row", b"latin gr\xfc\xdfe", b"a legitimate \xef\xbf\xbd"]
+    texts = [
+        b"good row",
+        b"gr\xc3\xbc\xc3\x9fe",
+        b"bad \xff\xfe row",
+        b"latin gr\xfc\xdfe",
+        b"a legitimate \xef\xbf\xbd",
+    ]
     (tmp_path / name).write_bytes(b"".join(line % text for text in texts))
     made = prepared(recipe(dataset_name=str(tmp_path / name)))
     [tally] = made.tallies.values()
     assert tally.describe(48) == "kept 3 of 5 rows: 2 not UTF-8"
-    assert "grüße" in made.train["text"][1]
+    assert learned(made.train, load_tokenizer(recipe(TEXTS)))[1] == "grüße<|end|>"
 
 
-def test_giant_row_is_cut_before_it_is_tokenized(recipe):
+def test_giant_row_is_cut_before_it_is_tokenized(recipe, monkeypatch):
+    from trl.trainer import sft_trainer
+
+    lengths, upstream = [], sft_trainer._tokenize
+    monkeypatch.setattr(
+        sft_trainer, "_tokenize", lambda p, text, **k: (lengths.append(len(text)), upstream(p, text, **k))[1]
+    )
     giant = {"text": " ".join(SENTENCES) * 2000}  # 10 MB
     made = prepared(recipe([*TEXTS[:4], giant]))
     [tally] = made.tallies.values()
-    assert tally.describe(48) == "kept 5 of 5 rows: 1 cut at 48".replace(":", ";")
-    assert len(made.train["text"][4]) == 1_000_000
+    assert tally.describe(48) == "kept 5 of 5 rows; 1 cut at 48"
+    assert len(giant["text"]) > 9_000_000
+    assert max(lengths) == 1_000_000 + len("<|end|>")
+
+
+def test_giant_row_is_learned_whole_where_nothing_is_cut(recipe):
+    giant = {"text": " ".join(SENTENCES) * 250}  # 1.2 MB
+    made = prepared(recipe([*TEXTS[:4], giant], packing=True, packing_strategy="wrapped"))
+    total = sum(len(row["input_ids"]) for row in made.train)
+    assert total > len(load_tokenizer(recipe(TEXTS))(giant["text"])["input_ids"])
 
 
 def test_nothing_left_is_an_error(recipe):
@@ -202,11 +242,7 @@ def test_pieces_without_anything_to_learn_are_left_out(recipe):
     rows = [{"prompt": " ".join(SENTENCES), "completion": "short"}] * 3
     made = prepared(recipe(rows, packing=True, packing_strategy="bfd_split"))
     assert all(any(label != -100 for label in row["labels"][1:]) for row in made.train)
-    assert sum("short" in text for text in learned(made.train, tokenizer_of(made, recipe))) == 3
-
-
-def tokenizer_of(made, recipe):
-    return load_tokenizer(recipe(TEXTS))
+    assert sum("short" in text for text in learned(made.train, load_tokenizer(recipe(TEXTS)))) == 3
 
 
 def test_mixture_draws_by_fraction_from_parts_of_any_format(recipe, tmp_path):

@@ -223,7 +223,9 @@ def _alpaca_to_completion(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _alpaca_to_chat(row: dict[str, Any]) -> dict[str, Any]:
-    question = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+    question = (
+        "\n\n".join(part for part in (row["instruction"], row.get("input")) if part) if row["instruction"] else None
+    )
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]}
 
 

@@ -64,7 +64,7 @@ class Preparation:
         limit = self._max_characters(packing)
         rows, raw = sifting.sift(
             rows, sifting.judge_row, processes, text_field=training.dataset_text_field, tokenizer=self.tokenizer,
-            chat_template=template, max_characters=limit,
+            chat_template=template, needs_answer=training.assistant_only_loss, max_characters=limit,
         )  # fmt: skip
         if raw.fates[Fate.GIANT]:
             facts = {"text_field": training.dataset_text_field, "max_characters": limit}

@@ -5,7 +5,7 @@ nothing left to learn). Does not tokenize.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -28,15 +28,17 @@ class Fate(IntEnum):
     GIANT = 2
     EMPTY = 3
     NOT_UTF8 = 4
-    REFUSED = 5
-    SPECIAL = 6
-    UNLEARNABLE = 7
+    UNANSWERED = 5
+    REFUSED = 6
+    SPECIAL = 7
+    UNLEARNABLE = 8
 
 
 KEPT = (Fate.KEPT, Fate.CUT, Fate.GIANT)
 WORDS = {
     Fate.EMPTY: "empty",
     Fate.NOT_UTF8: "not UTF-8",
+    Fate.UNANSWERED: "without an answer",
     Fate.REFUSED: "refused by the chat template",
     Fate.SPECIAL: "of special tokens only",
     Fate.UNLEARNABLE: "without anything to learn",
@@ -88,37 +90,65 @@ def sift(rows: Any, judge: Callable[..., dict[str, int]], num_proc: int | None, 
 
 
 def judge_row(
-    row: dict[str, Any], *, text_field: str, tokenizer: Any, chat_template: str | None, max_characters: int | None
+    row: dict[str, Any],
+    *,
+    text_field: str,
+    tokenizer: Any,
+    chat_template: str | None,
+    needs_answer: bool,
+    max_characters: int | None,
 ) -> dict[str, int]:
-    """Return the fate of a row as it was read. `chat_template` None: the tokenizer's own."""
+    """Return the fate of a row as it was read.
+
+    Args:
+        row: in a format that SFTTrainer takes.
+        text_field: the column of plain text.
+        tokenizer: whose chat template has to take the row's messages.
+        chat_template: to use instead of the tokenizer's own.
+        needs_answer: whether a conversation without an assistant has nothing to learn.
+        max_characters: above which a text is cut before it is tokenized.
+    """
     if "input_ids" in row:
         return {"fate": Fate.KEPT if row["input_ids"] else Fate.EMPTY}
-    texts = list(_texts(row, text_field))
-    # Of a prompt and its completion, the completion is what there is to learn.
-    wanted = list(_texts({"": row["completion"]}, "")) if "prompt" in row else texts
-    if None in texts or not any(text.strip() for text in wanted if text):
+    texts = _texts(row, text_field)
+    if None in texts or not _says_something(texts):
         return {"fate": Fate.EMPTY}
     if any(NOT_UTF8_MARK in text for text in texts if text):
         return {"fate": Fate.NOT_UTF8}
+    answers = _answers(row)
+    if answers is not None and (answers or needs_answer) and not _says_something(answers):
+        return {"fate": Fate.UNANSWERED}
     if not _is_rendered(row, tokenizer, chat_template):
         return {"fate": Fate.REFUSED}
     is_giant = max_characters is not None and any(len(text) > max_characters for text in texts if text)
     return {"fate": Fate.GIANT if is_giant else Fate.KEPT}
 
 
-def _texts(row: dict[str, Any], text_field: str) -> Iterator[str | None]:
-    """Yield every text of a row; None where something else stands."""
+def _says_something(texts: list[str | None]) -> bool:
+    return any(text.strip() for text in texts if text)
+
+
+def _texts(row: dict[str, Any], text_field: str) -> list[str | None]:
+    """Return every text of a row, None for each place where something else stands."""
     if "messages" in row:
-        values = [row["messages"]]
-    elif "prompt" in row:
-        values = [row["prompt"], row["completion"]]
-    else:
-        values = [row[text_field]]
-    for value in values:
-        if isinstance(value, list) and value:
-            yield from (_message_text(message) for message in value)
-        else:
-            yield value if isinstance(value, str) else None
+        return _spoken(row["messages"]) if isinstance(row["messages"], list) else [None]
+    if "prompt" in row:
+        return _spoken(row["prompt"]) + _spoken(row["completion"])
+    return _spoken(row[text_field])
+
+
+def _answers(row: dict[str, Any]) -> list[str | None] | None:
+    """Return the texts that answer: the completion, or what the assistant says; None for plain text."""
+    if "messages" in row:
+        return _spoken([message for message in row["messages"] if message["role"] == "assistant"])
+    return _spoken(row["completion"]) if "prompt" in row else None
+
+
+def _spoken(value: Any) -> list[str | None]:
+    """Return the texts of a string or of a list of messages."""
+    if isinstance(value, list):
+        return [_message_text(message) for message in value]
+    return [value if isinstance(value, str) else None]
 
 
 def _message_text(message: Any) -> str | None:
