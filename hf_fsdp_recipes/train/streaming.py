@@ -6,7 +6,7 @@ on from it costs reading one block again. Does not know of Trainer; `stream_trai
 """
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -112,21 +112,21 @@ class RowStream(IterableDataset):
         self._num_blocks = 0
         self._block: Block | None = None  # the one that is being used up
         self._offset = 0
+        self._coming: Future[Block | None] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield rows from the position on."""
+        """Yield rows from the position on; iterating again goes on from there."""
         with ThreadPoolExecutor(1, thread_name_prefix="row-stream") as pool:
             block = self.first_block()
             while block is not None:
-                coming = pool.submit(self._read_block)
+                self._coming = self._coming or pool.submit(self._read_block)
                 while self._offset < len(block.rows):
                     self._offset += 1
                     yield block.rows[self._offset - 1]
-                following = coming.result()
-                if following is not None:
-                    self.tally += following.tally
-                    self._block, self._offset = following, 0
-                block = following
+                block, self._coming = self._coming.result(), None
+                if block is not None:
+                    self.tally += block.tally
+                    self._block, self._offset = block, 0
 
     def first_block(self) -> Block | None:
         """Return the block at the position, reading it where that has not happened yet.
@@ -193,14 +193,17 @@ class RowStream(IterableDataset):
         """Continue where `state` was taken, on the same number of ranks."""
         for source, position in zip(self.sources, state["start"]["sources"], strict=True):
             source.go_to(position)
-        self._num_blocks, self._offset, self._block = state["start"]["num_blocks"], state["offset"], None
-        self.tally = Tally()
+        self._forget(state["start"]["num_blocks"], state["offset"])
 
     def skip(self, num_read: dict[str, int]) -> None:
         """Start anew, behind so many rows of each source."""
         for source in self.sources:
             source.skip(num_read[source.name])
-        self._offset, self._block, self.tally = 0, None, Tally()
+        self._forget(0, 0)
+
+    def _forget(self, num_blocks: int, offset: int) -> None:
+        self._num_blocks, self._offset = num_blocks, offset
+        self._block, self._coming, self.tally = None, None, Tally()
 
 
 def open_streams(arguments: Any, tokenizer: Any) -> TrainingRows:
