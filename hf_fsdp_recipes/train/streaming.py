@@ -38,10 +38,18 @@ class Source:
 
         self.name, self.fraction = name, fraction
         self.features = rows.features
-        self.num_passes = 0
         self.num_read = 0
         self._rows = split_dataset_by_node(rows, rank, num_ranks)
+        self._begin(0, None)
+
+    def _begin(self, num_passes: int, state: dict[str, Any] | None) -> None:
+        """Start a pass, at its first row or at a state of `datasets`."""
+        self.num_passes = num_passes
+        self._rows.set_epoch(num_passes)  # another order of the files
+        self._rows.load_state_dict(state)
         self._iterator: Iterator[dict[str, Any]] = iter(self._rows)
+        # Until its first row is read, `datasets` answers with the state of the iteration before.
+        self._begun_from, self._has_read = state, False
 
     def take(self, count: int) -> list[dict[str, Any]]:
         """Read up to `count` rows; fewer at the end of a pass.
@@ -49,14 +57,14 @@ class Source:
         Raises:
             DataError: a whole pass without a row.
         """
+        if count == 0:
+            return []
         for _ in range(2):
             found = list(islice(self._iterator, count))
-            self.num_read += len(found)
+            self.num_read, self._has_read = self.num_read + len(found), True
             if len(found) < count:
-                self.num_passes += 1
-                self._rows.set_epoch(self.num_passes)
-                self._iterator = iter(self._rows)
-            if found or count == 0:
+                self._begin(self.num_passes + 1, None)
+            if found:
                 return found
         raise DataError(
             f"{self.name} has no rows for rank {ranks.rank()}. Rule: every rank has a part of the stream. Remedy: fewer ranks."
@@ -70,14 +78,12 @@ class Source:
     def position(self) -> dict[str, Any]:
         """Return where the next row is, ready for JSON."""
         facts = {"name": self.name, "num_passes": self.num_passes, "num_read": self.num_read}
-        return facts | {"state": self._rows.state_dict()}
+        return facts | {"state": self._rows.state_dict() if self._has_read else self._begun_from}
 
     def go_to(self, position: dict[str, Any]) -> None:
         """Continue where `position` was taken, on the same number of ranks."""
-        self.num_passes, self.num_read = position["num_passes"], position["num_read"]
-        self._rows.set_epoch(self.num_passes)
-        self._rows.load_state_dict(position["state"])
-        self._iterator = iter(self._rows)
+        self.num_read = position["num_read"]
+        self._begin(position["num_passes"], position["state"])
 
 
 @dataclass

@@ -62,7 +62,7 @@ def test_ranks_wait_for_tokenizing_longer_than_the_collective_timeout(argv, text
     assert (notes / "rank-0").stat().st_size == len(SENTENCES)
 
 
-STREAM = {"dataset_streaming": True, "shuffle_buffer_size": 10, "max_steps": 12, "report": False}
+STREAM = {"dataset_streaming": True, "shuffle_buffer_size": 10, "max_steps": 12}
 
 
 def numbered(count):
@@ -79,6 +79,17 @@ def test_every_rank_streams_its_own_part_and_none_is_left_out(argv, tmp_path):
 
 def train_recording(argv):
     return train(argv, record="batches")
+
+
+def test_evaluation_on_a_stream_gives_what_it_gives_on_rows_that_are_all_there(argv, tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write_rows(folder / "train.jsonl", numbered(24))
+    write_rows(folder / "test.jsonl", numbered(16))
+    at_start = {"eval_strategy": "steps", "eval_on_start": True, "max_steps": 1, "per_device_eval_batch_size": 4}
+    streamed = launch(argv(folder, **STREAM | at_start, report=True), tmp_path)
+    counted = launch(argv(folder, **at_start), tmp_path)
+    assert streamed[0]["evaluations"][0] == counted[0]["evaluations"][0]
 
 
 def test_resumed_stream_goes_on_at_the_row_where_it_stopped(argv, tmp_path):
