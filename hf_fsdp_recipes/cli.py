@@ -79,6 +79,20 @@ def generate(
     print(run(model, prompt_file, chat, system, max_new_tokens))
 
 
+@app.command("prepare-data", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def prepare_data(
+    context: typer.Context,
+    output: Annotated[Path, typer.Option(help="The directory to write; a recipe takes it as dataset_name.")],
+    config: Annotated[Optional[Path], typer.Option(help="The recipe; any of its fields can follow.")] = None,
+) -> None:
+    """Tokenize and pack a recipe's dataset once, on a CPU; any field of the recipe as --field value."""
+    from hf_fsdp_recipes.train.prepared import prepare_directory
+
+    recipe = [] if config is None else ["--config", str(config)]
+    for line in prepare_directory([*recipe, *context.args], output):
+        print(line)
+
+
 @config_app.command("list")
 def config_list() -> None:
     """List the templates, one line each."""

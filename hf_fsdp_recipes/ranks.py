@@ -7,7 +7,8 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from hf_fsdp_recipes.errors import RecipeError
 
 LAST_WORDS_SECONDS = 3.0  # how long ranks wait for each other's messages where they cannot ask
+PATIENCE = timedelta(days=30)  # for work that only one rank does and that may take as long as it takes
 
 
 def is_distributed() -> bool:
@@ -102,6 +104,33 @@ def agreed() -> Iterator[None]:
     except Exception as caught:
         error = caught
     raise_together(error)
+
+
+def in_turns(work: Callable[[], Any]) -> Any:
+    """Return what `work` returns, run on rank 0, then on one rank of each other node, then on all the others.
+
+    Collective: every rank must call this, and the work itself must hold no collective. Rank 0 fills a shared cache for
+    all, a node's first rank fills one on the node's own disk. Ranks wait over a group of their own: the time-out of
+    the default group (ddp_timeout, half an hour unless told otherwise) does not run meanwhile.
+
+    Raises:
+        Exception: as `raise_together`; nobody starts on a turn after one that failed.
+    """
+    if not is_distributed():
+        return work()
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    mine = 0 if is_main() else 1 if os.environ.get("LOCAL_RANK", "0") == "0" else 2
+    result = None
+    for turn in range(3):
+        error: Exception | None = None
+        try:
+            result = work() if turn == mine else result
+        except Exception as caught:
+            error = caught
+        dist.barrier(group)
+        raise_together(error)
+    dist.destroy_process_group(group)
+    return result
 
 
 @contextlib.contextmanager

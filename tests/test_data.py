@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from trl import DatasetMixtureConfig
 
 from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.train import data
@@ -21,7 +22,14 @@ def arguments(name, **changes):
         "validation_split_percentage": 0.0,
     }  # fmt: skip
     one = SimpleNamespace(dataset_name=str(name), **(settings | changes))
-    return SimpleNamespace(script=one, training=one, recipe=one)
+    return SimpleNamespace(script=one, training=one, recipe=one, mixture=DatasetMixtureConfig())
+
+
+def load(arguments):
+    """Return the rows as a run would have them before tokenizing."""
+    [part] = data.load_parts(arguments)
+    one = arguments.training
+    return data.to_sft_format(part.train, part.name, one.dataset_text_field, one.prompt_template), part.evaluation
 
 
 @pytest.mark.parametrize(
@@ -35,7 +43,7 @@ def arguments(name, **changes):
     ],
 )
 def test_formats_are_recognised_from_the_columns(tmp_path, row, columns):
-    rows, _ = data.load_data(arguments(write(tmp_path / "rows.jsonl", [row] * 4)))
+    rows, _ = load(arguments(write(tmp_path / "rows.jsonl", [row] * 4)))
     assert sorted(rows.column_names) == sorted(columns)
 
 
@@ -47,20 +55,20 @@ def test_alpaca_prompt_with_and_without_input():
 
 def test_alpaca_rows_can_become_conversations(tmp_path):
     file = write(tmp_path / "rows.jsonl", [{"instruction": "Add", "input": "1 and 2", "output": "3"}] * 2)
-    rows, _ = data.load_data(arguments(file, prompt_template="chat"))
+    rows, _ = load(arguments(file, prompt_template="chat"))
     assert [m["content"] for m in rows[0]["messages"]] == ["Add\n\n1 and 2", "3"]
 
 
 def test_other_text_column_by_name(tmp_path):
     file = write(tmp_path / "rows.jsonl", [{"content": "a"}] * 2)
-    rows, _ = data.load_data(arguments(file, dataset_text_field="content"))
+    rows, _ = load(arguments(file, dataset_text_field="content"))
     assert rows.column_names == ["content"]
 
 
 def test_unknown_columns_are_listed_with_the_formats_known(tmp_path):
     file = write(tmp_path / "rows.jsonl", [{"question": "a", "reply": "b"}] * 2)
     with pytest.raises(DataError, match=r"question.*reply") as error:
-        data.load_data(arguments(file))
+        load(arguments(file))
     assert "messages" in str(error.value)
     assert "instruction" in str(error.value)
 
@@ -76,15 +84,15 @@ def test_json_array_parquet_and_folder_are_read(tmp_path):
     write(folder / "part1.jsonl", [{"text": "a"}] * 3)
     write(folder / "part2.jsonl", [{"text": "a"}] * 2)
     write(folder / "test.jsonl", [{"text": "a"}])
-    assert len(data.load_data(arguments(tmp_path / "array.json"))[0]) == 2
-    assert len(data.load_data(arguments(tmp_path / "rows.parquet"))[0]) == 3
-    train, evaluation = data.load_data(arguments(folder, eval_strategy="epoch"))
+    assert len(load(arguments(tmp_path / "array.json"))[0]) == 2
+    assert len(load(arguments(tmp_path / "rows.parquet"))[0]) == 3
+    train, evaluation = load(arguments(folder, eval_strategy="epoch"))
     assert (len(train), len(evaluation)) == (5, 1)
 
 
 def test_rows_are_held_out_for_evaluation(tmp_path):
     file = write(tmp_path / "rows.jsonl", [{"text": str(i)} for i in range(50)])
-    train, evaluation = data.load_data(arguments(file, eval_strategy="epoch", validation_split_percentage=4.0))
+    train, evaluation = load(arguments(file, eval_strategy="epoch", validation_split_percentage=4.0))
     assert (len(train), len(evaluation)) == (48, 2)
 
 
@@ -101,16 +109,16 @@ def test_rows_are_held_out_for_evaluation(tmp_path):
 )
 def test_data_that_cannot_be_trained_on_is_one_error(tmp_path, make, word):
     with pytest.raises(DataError, match=word):
-        data.load_data(arguments(make(tmp_path)))
+        load(arguments(make(tmp_path)))
 
 
 def test_evaluation_without_a_split_is_refused(tmp_path):
     file = write(tmp_path / "rows.jsonl", [{"text": "a"}] * 4)
     with pytest.raises(DataError, match="validation_split_percentage"):
-        data.load_data(arguments(file, eval_strategy="steps"))
+        load(arguments(file, eval_strategy="steps"))
 
 
 def test_missing_split_is_named(tmp_path):
     file = write(tmp_path / "rows.jsonl", [{"text": "a"}] * 4)
     with pytest.raises(DataError, match="training"):
-        data.load_data(arguments(file, dataset_train_split="training"))
+        load(arguments(file, dataset_train_split="training"))

@@ -90,6 +90,65 @@ def load_model(
         return _load_on_meta(str(name_or_path), source, verify, from_pretrained_kwargs)
 
 
+def initialise_model(
+    config_name: str, *, overrides: str | None = None, dtype: Any = "float32", **from_config_kwargs: Any
+) -> Any:
+    """Build a causal language model with new weights, made on rank 0 by the model's own init and sent out in slices.
+
+    Collective: every rank must call this. Rank 0 holds the whole new model until it is sharded.
+
+    Args:
+        config_name: a config.json, a directory with one, or a Hub id.
+        overrides: changes to the config, `hidden_size=768,num_hidden_layers=12`.
+        dtype: of the parameters.
+        **from_config_kwargs: as in `AutoModelForCausalLM.from_config`: attn_implementation.
+
+    Raises:
+        LoadError: the same on every rank: no such config, or a field that it does not have.
+    """
+    cpu.enable()
+    _start_process_group()
+    config = None
+    with ranks.agreed():
+        config = read_config(config_name, overrides)
+    given = {key: value for key, value in from_config_kwargs.items() if value is not None}
+    if "attn_implementation" in given:
+        config._attn_implementation = given["attn_implementation"]
+    if not is_fsdp_asked_for():
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_config(config, dtype=resolve_dtype(dtype, config, {}))
+    wrapping.install()
+    seams.install()
+    model = None
+    with ranks.agreed():
+        model = build_on_meta(config, resolve_dtype(dtype, config, {}))
+        source = CheckpointSource("the new model", Checkpoint(()) if ranks.is_main() else None, {}, {})
+        missing.prepare(model, source, is_new=True)
+    setattr(model, SOURCE_ATTRIBUTE, source)
+    resized.watch(model, source)
+    return model
+
+
+def read_config(name: str, overrides: str | None = None) -> Any:
+    """Read a config from a file, a directory or the Hub, and change fields of it. Any rank; no collective.
+
+    Raises:
+        LoadError: no such config, or a field that it does not have.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+        if overrides:
+            config.update_from_string(overrides)
+    except (OSError, ValueError, KeyError) as error:
+        raise LoadError(
+            f"the config {name} (config_overrides: {overrides}) cannot be used: {str(error).splitlines()[0]}"
+        ) from error
+    return config
+
+
 def is_fsdp_asked_for() -> bool:
     """Tell whether the launcher or TrainingArguments turned on FSDP through Accelerate."""
     return cpu.is_true(os.environ.get("ACCELERATE_USE_FSDP", "false"))

@@ -25,10 +25,11 @@ def warn_main(message: str) -> None:
         logger.warning(message)
 
 
-def prepare(model: Any, source: Any) -> None:
+def prepare(model: Any, source: Any, is_new: bool = False) -> None:
     """Complete `source.pieces`: tied names share pieces, names that are missing get freshly made tensors.
 
-    Every rank calls this, with the same model and source; no collective. The values are made on rank 0 only.
+    Every rank calls this, with the same model and source; no collective. The values are made on rank 0 only. Of a
+    new model (`is_new`) everything is missing, which is nobody's surprise.
 
     Raises:
         LoadError: a tied pair that the checkpoint holds twice with different values, on the rank that reads.
@@ -41,6 +42,7 @@ def prepare(model: Any, source: Any) -> None:
     made = [name for name in absent if not any(name in names and names[0] != name for names in groups)]
     if made:
         _initialise(model, source, made)
+    if made and not is_new:
         warn_main(
             f"{source.name_or_path} lacks {len(made)} parameters, initialised on rank 0 by the model's own init: {made[:3]}"
         )

@@ -8,6 +8,7 @@ import copy
 import logging
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,6 +41,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         signals: whether SIGTERM and SIGUSR1 end the run after a checkpoint, at a step that all ranks agree on.
         check_signals_every_steps: how often the ranks ask each other whether one was signalled.
         hub: where to push checkpoints and the export; None takes Trainer's own `push_to_hub` arguments.
+        rank_files: returns further small files of this rank's (name, text), as they were at the end of the last step.
 
     Raises:
         CheckpointError: at the step after a save that failed, once, as a warning, or as an error when it was
@@ -54,11 +56,13 @@ class ShardedCheckpointCallback(TrainerCallback):
         signals: bool = True,
         check_signals_every_steps: int = 1,
         hub: Target | None = None,
+        rank_files: Callable[[], dict[str, str]] | None = None,
     ) -> None:
         cpu.enable()
         seams.install()
         self._asynchronous = asynchronous
         self._export_dir = export_dir
+        self._rank_files = rank_files
         self._signals = SignalWatch(check_signals_every_steps) if signals else None
         self._strategy: Any = SaveStrategy.NO
         self._writer: Writer | None = None
@@ -244,6 +248,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     def _small_files(self, args: TrainingArguments, state: TrainerState, kwargs: dict[str, Any]) -> dict[str, Any]:
         name = f"rng_state_{ranks.rank()}.pth" if ranks.world_size() > 1 else "rng_state.pth"
         files: dict[str, Any] = {name: save_tensors(self._random_state or _random_state())}
+        files |= {name: save_text(text) for name, text in (self._rank_files or dict)().items()}
         if ranks.is_main():
             scheduler = copy.deepcopy(kwargs["lr_scheduler"].state_dict())
             files["scheduler.pt"] = save_tensors(scheduler)

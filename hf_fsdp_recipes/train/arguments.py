@@ -23,6 +23,28 @@ from hf_fsdp_recipes.save.hub import read_target
 class RecipeArguments:
     """What this package adds to TRL's arguments."""
 
+    attention: str = field(
+        default="auto",
+        metadata={
+            "help": "Attention: auto takes the fastest one that is installed and says which.",
+            "choices": ["auto", "flash", "sdpa", "eager", "flex"],
+        },
+    )
+    config_name: str | None = field(
+        default=None,
+        metadata={"help": "Train a new model of this config (a directory, a config.json or a Hub id) from scratch."},
+    )
+    config_overrides: str | None = field(
+        default=None, metadata={"help": "Changes to that config: hidden_size=768,num_hidden_layers=12."}
+    )
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer, where it is not the model's."})
+    special_tokens: list[str] | None = field(
+        default=None, metadata={"help": "Tokens to add; their embeddings start as the mean of the others."}
+    )
+    dry_run: bool = field(
+        default=False,
+        metadata={"help": "Check the recipe and show batches and memory; load no weights and train nothing."},
+    )
     load_source: str = field(
         default="rank0",
         metadata={
@@ -70,18 +92,30 @@ class RecipeArguments:
         default=0.0,
         metadata={"help": "Percent of the training rows held out for evaluation when there is no test split."},
     )
+    shuffle_buffer_size: int = field(
+        default=1000,
+        metadata={"help": "Rows of a stream that are shuffled (and packed) together; 0 keeps the order of the files."},
+    )
+    stopping_strategy: str = field(
+        default="first_exhausted",
+        metadata={
+            "help": "Where a mixture with fractions ends, as in datasets.interleave_datasets; a stream never ends.",
+            "choices": ["first_exhausted", "all_exhausted"],
+        },
+    )
     report: bool = field(
         default=True, metadata={"help": "Write metrics.jsonl, report.md and plots into the output directory."}
     )
 
 
 class Arguments(NamedTuple):
-    """Everything a run is told: TRL's script, SFT and model arguments, and this package's."""
+    """Everything a run is told: TRL's script, SFT, model and mixture arguments, and this package's."""
 
     script: Any
     training: Any
     model: Any
     recipe: RecipeArguments
+    mixture: Any
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
@@ -94,9 +128,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         TemplateError, DataError: arguments that cannot work together.
     """
     cpu.enable()
-    from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
-    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, RecipeArguments))
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, RecipeArguments, DatasetMixtureConfig))
     parser.set_defaults(**_defaults_from_launch())
     given = list(sys.argv[1:] if argv is None else argv)
     complaints = io.StringIO()
@@ -133,16 +167,8 @@ def _defaults_from_launch() -> dict[str, Any]:
 
 def check_arguments(arguments: Arguments) -> None:
     """Refuse arguments that would fail, or silently do something else, later on. No collective."""
-    if arguments.model.model_name_or_path is None:
-        raise RecipeError(
-            "no model. Rule: model_name_or_path is a directory or a Hub id. Remedy: add it to the recipe."
-        )
-    if arguments.script.dataset_name is None:
-        raise DataError("no dataset. Rule: dataset_name is a Hub id, a file or a folder. Remedy: add it to the recipe.")
-    if not 0 <= arguments.recipe.validation_split_percentage < 100:
-        raise DataError(
-            f"validation_split_percentage: {arguments.recipe.validation_split_percentage}. Rule: 0 to below 100."
-        )
+    check_model_arguments(arguments)
+    check_data_arguments(arguments)
     dtype = arguments.recipe.export_dtype
     if dtype is not None and not getattr(getattr(torch, dtype, None), "is_floating_point", False):
         raise RecipeError(
@@ -154,6 +180,60 @@ def check_arguments(arguments: Arguments) -> None:
         )
     read_target(arguments.training)
     check_launch(arguments.training)
+
+
+def check_model_arguments(arguments: Arguments) -> None:
+    """Refuse model arguments that cannot work together. No collective.
+
+    Raises:
+        RecipeError: no model or two, or a new model without what it needs.
+    """
+    name, recipe = arguments.model.model_name_or_path, arguments.recipe
+    if (name is None) == (recipe.config_name is None):
+        raise RecipeError(
+            f"model_name_or_path: {name}, config_name: {recipe.config_name}. Rule: one of them, a model to fine-tune (a "
+            f"directory or Hub id) or the config of a new one. Remedy: add it to the recipe."
+        )
+    if recipe.config_name is None:
+        if recipe.config_overrides is not None:
+            raise RecipeError("config_overrides changes a new model's config. Remedy: name one in config_name.")
+        return
+    if recipe.tokenizer_name is None:
+        raise RecipeError("a new model (config_name) needs tokenizer_name, a directory or Hub id with a tokenizer.")
+    if arguments.model.use_peft or arguments.model.load_in_4bit:
+        raise RecipeError("a new model (config_name) has nothing to adapt or quantise. Remedy: drop use_peft.")
+
+
+def check_data_arguments(arguments: Arguments) -> None:
+    """Refuse data arguments that cannot work together. No collective.
+
+    Raises:
+        DataError: no dataset, percentages or fractions that are none, or a stream without max_steps.
+    """
+    script, training, recipe, mixture = arguments.script, arguments.training, arguments.recipe, arguments.mixture
+    if script.dataset_name is None and not mixture.datasets:
+        raise DataError(
+            "no dataset. Rule: dataset_name is a Hub id, a file or a folder (or datasets, a list of them). Remedy: add it to "
+            "the recipe."
+        )
+    if not 0 <= recipe.validation_split_percentage < 100:
+        raise DataError(f"validation_split_percentage: {recipe.validation_split_percentage}. Rule: 0 to below 100.")
+    fractions = [part.fraction for part in mixture.datasets if part.fraction is not None]
+    if fractions and (len(fractions) < len(mixture.datasets) or min(fractions) <= 0):
+        raise DataError(f"fractions of datasets: {fractions}. Rule: a positive number for every part, or for none.")
+    if not is_streaming(arguments):
+        return
+    if training.max_steps <= 0:
+        raise DataError("a stream has no end and max_steps is not set. Remedy: max_steps, or dataset_streaming: false.")
+    if len(mixture.datasets) > 1 and not fractions:
+        raise DataError("streams are mixed by their shares. Remedy: give each part of datasets a fraction.")
+    if recipe.shuffle_buffer_size < 0:
+        raise DataError(f"shuffle_buffer_size: {recipe.shuffle_buffer_size}. Rule: rows, or 0.")
+
+
+def is_streaming(arguments: Any) -> bool:
+    """Tell whether rows are read while training; a mixture has a field of its own for that, TRL's `streaming`."""
+    return bool(arguments.mixture.streaming if arguments.mixture.datasets else arguments.script.dataset_streaming)
 
 
 def check_launch(training: Any) -> None:

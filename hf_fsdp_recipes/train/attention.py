@@ -19,8 +19,8 @@ IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
 LEAK_TOLERANCE = 1e-4  # of the largest logit, float32
 
 
-def choose(wish: str, is_on_cpu: bool) -> str:
-    """Return transformers' name of the implementation that a wish stands for. Any rank; no collective.
+def choose(wish: str, is_on_cpu: bool) -> str | None:
+    """Return transformers' name of what a wish stands for, or None to let the model take its default. No collective.
 
     Args:
         wish: auto, flash, sdpa, eager or flex.
@@ -35,7 +35,7 @@ def choose(wish: str, is_on_cpu: bool) -> str:
         raise RecipeError(f"attention: flash, and {reason}. Remedy: attention: auto, or pip install flash-attn.")
     if wish in ("auto", "flash") and flash is not None:
         return flash
-    return IMPLEMENTATIONS.get(wish, "sdpa")
+    return IMPLEMENTATIONS.get(wish)
 
 
 def find_flash() -> str | None:

@@ -3,14 +3,14 @@
 Everything that can be checked is checked before the model is loaded.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from hf_fsdp_recipes import ranks
-from hf_fsdp_recipes.errors import DataError, ExportError, LoadError
+from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.launch import cpu
-from hf_fsdp_recipes.load.meta_loader import is_fsdp_asked_for, load_model
 from hf_fsdp_recipes.save.callback import ShardedCheckpointCallback
 from hf_fsdp_recipes.save.export import export_checkpoint, export_model
 from hf_fsdp_recipes.save.export_check import has_weights
@@ -20,7 +20,10 @@ from hf_fsdp_recipes.save.logits_check import check_logits
 from hf_fsdp_recipes.save.resume import keep_global_batch
 from hf_fsdp_recipes.train import dtypes
 from hf_fsdp_recipes.train.arguments import Arguments
-from hf_fsdp_recipes.train.data import load_data
+from hf_fsdp_recipes.train.model import build_model
+from hf_fsdp_recipes.train.preparation import TrainingRows
+from hf_fsdp_recipes.train.rows import load_rows
+from hf_fsdp_recipes.train.tokens import load_tokenizer
 
 MAX_VERIFIED_PARAMETERS = 3_000_000_000  # rank 0 loads the export whole to compare
 
@@ -36,98 +39,47 @@ def build_trainer(arguments: Arguments) -> Any:
     Raises:
         DataError, LoadError, TemplateError: the same on every rank.
     """
-    from trl import SFTTrainer, get_peft_config, get_quantization_config
+    from trl import get_peft_config
 
     cpu.enable()
-    training, model_arguments = arguments.training, arguments.model
     tokenizer = load_tokenizer(arguments)
-    train, evaluation = load_data(arguments)
-    _check_chat_template(train, tokenizer, training)
-    dtypes.follow_precision(model_arguments)
-    _choose_checkpointing(arguments)
-    model = load_model(
-        model_arguments.model_name_or_path,
-        source=arguments.recipe.load_source,  # type: ignore[arg-type]  # one of the field's choices
-        dtype=model_arguments.dtype,
-        revision=model_arguments.model_revision,
-        attn_implementation=model_arguments.attn_implementation,
-        trust_remote_code=getattr(training, "trust_remote_code", False),
-        **_optional("quantization_config", get_quantization_config(model_arguments)),
-        **(training.model_init_kwargs or {}),
-    )
-    training.model_init_kwargs = None
-    trainer = SFTTrainer(
+    rows = load_rows(arguments, tokenizer)
+    model = build_model(arguments, tokenizer)
+    trainer_class, callbacks = _trainer_class(arguments, rows)
+    trainer = trainer_class(
         model=model,
-        args=training,
-        train_dataset=train,
-        eval_dataset=evaluation,
+        args=arguments.training,
+        train_dataset=rows.train,
+        eval_dataset=rows.evaluation,
         processing_class=tokenizer,
-        peft_config=get_peft_config(model_arguments),
-        callbacks=_callbacks(arguments),
+        peft_config=get_peft_config(arguments.model),
+        callbacks=callbacks,
     )
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     dtypes.settle(trainer.model, getattr(plugin, "fsdp_version", None), arguments.recipe.adapter_dtype)
     return trainer
 
 
-def _choose_checkpointing(arguments: Arguments) -> None:
-    """Make activation checkpointing reentrant where FSDP1 holds 4-bit weights, which it needs there.
+def _trainer_class(arguments: Arguments, rows: TrainingRows) -> tuple[Any, list[Any]]:
+    """Return SFTTrainer, or the one for streams, and the callbacks that go with it."""
+    from trl import SFTTrainer
 
-    Source: torch 2.13; the recomputed forward sees a 4-bit weight as another view of its unit, and the check for
-    equal metadata of non-reentrant checkpointing fails.
-    """
-    training = arguments.training
-    is_fsdp1 = is_fsdp_asked_for() and os.environ.get("FSDP_VERSION", "1") == "1"
-    if is_fsdp1 and arguments.model.load_in_4bit and training.activation_checkpointing:
-        given = training.activation_checkpointing_kwargs or {}
-        training.activation_checkpointing_kwargs = {**given, "use_reentrant": True}
-        ranks.print_main("gradient checkpointing: use_reentrant, which 4-bit weights under FSDP1 need")
+    trainer_class, checkpoint_files, callbacks = SFTTrainer, None, []
+    if isinstance(rows.train, IterableDataset):
+        from hf_fsdp_recipes.train.stream_trainer import PositionCallback, StreamTrainer
 
-
-def _optional(key: str, value: Any) -> dict[str, Any]:
-    return {} if value is None else {key: value}
-
-
-def _callbacks(arguments: Arguments) -> list[Any]:
+        position = PositionCallback(rows.train)
+        trainer_class, checkpoint_files, callbacks = StreamTrainer, position.checkpoint_files, [position]
     hub = read_target(arguments.training)
     # Trainer would ask the Hub for a repository before training, and end the run if that fails.
     arguments.training.push_to_hub = False
-    callbacks: list[Any] = [ShardedCheckpointCallback(asynchronous=arguments.recipe.asynchronous_save, hub=hub)]
+    is_asynchronous = arguments.recipe.asynchronous_save
+    callbacks.append(ShardedCheckpointCallback(asynchronous=is_asynchronous, hub=hub, rank_files=checkpoint_files))
     if arguments.recipe.report:
         from hf_fsdp_recipes.measure.callback import MetricsCallback
 
         callbacks.append(MetricsCallback())
-    return callbacks
-
-
-def load_tokenizer(arguments: Arguments) -> Any:
-    """Load the model's tokenizer on rank 0 and hand it to all. Collective: every rank must call this."""
-    from transformers import AutoTokenizer
-
-    tokenizer = None
-    with ranks.agreed():
-        if ranks.is_main():
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(
-                    arguments.model.model_name_or_path,
-                    revision=arguments.model.model_revision,
-                    trust_remote_code=getattr(arguments.training, "trust_remote_code", False),
-                )
-            except Exception as error:
-                raise LoadError(
-                    f"no tokenizer at {arguments.model.model_name_or_path}: {str(error).splitlines()[0]} Remedy: check the "
-                    f"name; a directory needs config.json, safetensors and tokenizer.json."
-                ) from error
-    return ranks.broadcast_object(tokenizer)
-
-
-def _check_chat_template(rows: Any, tokenizer: Any, training: Any) -> None:
-    columns = rows.column_names or []
-    if "messages" in columns and tokenizer.chat_template is None and training.chat_template_path is None:
-        raise DataError(
-            "the dataset holds messages and the tokenizer has no chat template. Remedy: chat_template_path (a .jinja file or "
-            "a model that has one), or prompt/completion data."
-        )
+    return trainer_class, callbacks
 
 
 def find_resume(arguments: Arguments) -> str | None:

@@ -1,21 +1,26 @@
-"""A dataset name, file or folder in, what SFTTrainer takes out: the format is recognised from the columns.
+"""A dataset name, file or folder in, rows in a format that SFTTrainer takes out, recognised from the columns.
 
-Reads and reshapes rows; tokenizing, packing and masking are SFTTrainer's.
+Reads and reshapes rows; `preparation` drops what cannot be trained on and has TRL tokenize and pack the rest.
 """
 
-from collections.abc import Callable, Sequence
+import codecs
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import DataError
+from hf_fsdp_recipes.train.arguments import is_streaming
 
-FILE_READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+FILE_READERS = {".json": "json", ".jsonl": "json", ".txt": "text", ".parquet": "parquet"}
+NOT_UTF8_MARK = "\ufdd0"  # a code point that Unicode keeps for such internal use: no text holds it
 KNOWN_FORMATS = (
     "messages",
     "prompt + completion",
     "instruction (+ input) + output",
     "text (or the column that dataset_text_field names)",
+    "input_ids (+ labels), tokenized already",
 )
 # The prompt that the alpaca models were trained with. Source: tatsu-lab/stanford_alpaca.
 ALPACA_WITH_INPUT = (
@@ -30,46 +35,68 @@ ALPACA_WITHOUT_INPUT = (
 )
 
 
-def load_data(arguments: Any) -> tuple[Any, Any]:
-    """Load the training rows and, where asked for, the evaluation rows, in a form that SFTTrainer takes.
+@dataclass(frozen=True)
+class Part:
+    """One dataset of a mixture, or the only one: rows as they were read.
 
-    Collective: every rank must call this. Rank 0 reads first, so that the others find its cache.
+    Attributes:
+        fraction: its share of the mixture; None: as many rows as it has.
+    """
 
-    Returns:
-        (train, evaluation or None), datasets of `messages`, `prompt`/`completion` or text rows.
+    name: str
+    train: Any
+    evaluation: Any = None
+    fraction: float | None = None
+
+
+def load_parts(arguments: Any) -> list[Part]:
+    """Read the training rows and, where asked for, the evaluation rows, of each dataset that is named.
+
+    Every rank calls this; no collective.
 
     Raises:
-        DataError: the same on every rank: no such dataset or split, no rows, unknown columns, or fewer rows
-            than ranks.
+        DataError: no such dataset or split, no rows, or nothing to evaluate on.
     """
-    loaded: tuple[Any, Any] = (None, None)
-    for turn in (True, False):
-        with ranks.agreed():
-            if ranks.is_main() == turn:
-                loaded = _load(arguments)
-    return loaded
-
-
-def _load(arguments: Any) -> tuple[Any, Any]:
-    script, training = arguments.script, arguments.training
-    splits = read_splits(script.dataset_name, script.dataset_config, script.dataset_streaming)
+    script, streaming = arguments.script, is_streaming(arguments)
+    if arguments.mixture.datasets:
+        return [_load_part(part, streaming, arguments) for part in arguments.mixture.datasets]
+    splits = read_splits(script.dataset_name, script.dataset_config, streaming)
     train = _pick(splits, script.dataset_train_split, script.dataset_name)
-    wants_evaluation = training.eval_strategy != "no"
-    evaluation = None
-    if wants_evaluation and script.dataset_test_split in splits:
-        evaluation = splits[script.dataset_test_split]
-    elif wants_evaluation and arguments.recipe.validation_split_percentage > 0:
-        train, evaluation = _hold_out(train, arguments.recipe.validation_split_percentage, training.seed)
-    elif wants_evaluation:
-        raise DataError(
-            f"eval_strategy is {training.eval_strategy} and {script.dataset_name} has no split "
-            f"{script.dataset_test_split!r}. Remedy: name one in dataset_test_split, or set validation_split_percentage."
-        )
-    check_rows(train, script.dataset_name, training.world_size)
-    reshape = lambda rows: to_sft_format(  # noqa: E731 - the same reshaping for both
-        rows, script.dataset_name, training.dataset_text_field, arguments.recipe.prompt_template
+    train, evaluation = _find_evaluation(train, splits.get(script.dataset_test_split), script.dataset_name, arguments)
+    return [Part(script.dataset_name, train, evaluation)]
+
+
+def _load_part(part: Any, streaming: bool, arguments: Any) -> Part:
+    """Read one entry of `datasets`: a local one as `dataset_name` would be, any other through TRL."""
+    from trl import DatasetMixtureConfig, get_dataset
+
+    if part.data_files is None and part.data_dir is None and _is_local(part.path):
+        rows = _pick(read_splits(part.path, part.name, streaming), part.split, part.path)
+        rows = rows if part.columns is None else rows.select_columns(part.columns)
+    else:
+        with _clear_errors(part.path):
+            alone = DatasetMixtureConfig(datasets=[replace(part, fraction=None)], streaming=streaming)
+            rows = get_dataset(alone)["train"]
+    train, evaluation = _find_evaluation(rows, None, part.path, arguments)
+    return Part(part.path, train, evaluation, part.fraction)
+
+
+def _find_evaluation(train: Any, test: Any, name: str, arguments: Any) -> tuple[Any, Any]:
+    """Return the training and evaluation rows: of a split, held out of the training rows, or none if none are wanted."""
+    script, training, recipe = arguments.script, arguments.training, arguments.recipe
+    check_rows(train, name, training.world_size)
+    if training.eval_strategy == "no":
+        return train, None
+    if test is not None:
+        return train, test
+    if recipe.validation_split_percentage > 0:
+        return _hold_out(train, recipe.validation_split_percentage / 100, training.seed)
+    if arguments.mixture.datasets and arguments.mixture.test_split_size:
+        return _hold_out(train, arguments.mixture.test_split_size, training.seed)
+    raise DataError(
+        f"eval_strategy is {training.eval_strategy} and {name} has no split "
+        f"{script.dataset_test_split!r}. Remedy: name one in dataset_test_split, or set validation_split_percentage."
     )
-    return reshape(train), None if evaluation is None else reshape(evaluation)
 
 
 def read_splits(name: str, config: str | None = None, streaming: bool = False) -> dict[str, Any]:
@@ -81,22 +108,45 @@ def read_splits(name: str, config: str | None = None, streaming: bool = False) -
     from datasets import load_dataset
 
     path = Path(name)
-    try:
+    with _clear_errors(name):
         if path.exists():
             files = _data_files(path)
             reader = FILE_READERS[next(iter(files.values()))[0].suffix]
             by_split = {split: [str(file) for file in found] for split, found in files.items()}
-            return dict(load_dataset(reader, data_files=by_split, streaming=streaming))
-        if path.suffix in FILE_READERS or name.startswith((".", "/")):
+            return dict(load_dataset(reader, data_files=by_split, streaming=streaming, **_decoding(reader)))
+        if _is_local(name):
             raise DataError(f"{name} is not there. Remedy: check the path (it is taken from the current directory).")
         return dict(load_dataset(name, config, streaming=streaming))
+
+
+def _is_local(name: str) -> bool:
+    return Path(name).exists() or Path(name).suffix in FILE_READERS or name.startswith((".", "/"))
+
+
+@contextlib.contextmanager
+def _clear_errors(name: str) -> Iterator[None]:
+    """Turn what the readers raise into one DataError."""
+    try:
+        yield
     except DataError:
         raise
     except Exception as error:
         lines = [line for line in str(error.__cause__ or error).splitlines() if line.strip()] or [type(error).__name__]
         raise DataError(
-            f"{name} cannot be read: {lines[0]} Remedy: a Hub id, a json, jsonl or parquet file, or a folder of them."
+            f"{name} cannot be read: {lines[0]} Remedy: a Hub id, a json, jsonl, txt or parquet file, or a folder of them."
         ) from error
+
+
+def _decoding(reader: str) -> dict[str, str]:
+    """Return how a reader of text marks bytes that are no UTF-8, so that their rows can be dropped and counted.
+
+    Source: datasets 5.2, packaged_modules/json: only an encoding other than the literal "utf-8" is decoded with
+    `encoding_errors`; "utf8" is the same encoding.
+    """
+    if reader == "parquet":
+        return {}
+    codecs.register_error("hf_fsdp_recipes.mark", lambda error: (NOT_UTF8_MARK, error.end))  # type: ignore[attr-defined]
+    return {"encoding": "utf8", "encoding_errors": "hf_fsdp_recipes.mark"}
 
 
 def _data_files(path: Path) -> dict[str, list[Path]]:
@@ -105,7 +155,7 @@ def _data_files(path: Path) -> dict[str, list[Path]]:
     if not files or any(file.suffix not in FILE_READERS for file in files):
         raise DataError(f"{path} holds no data that is known. Rule: {', '.join(FILE_READERS)} files.")
     if len({FILE_READERS[file.suffix] for file in files}) > 1:
-        raise DataError(f"{path} mixes json and parquet files. Rule: one kind a folder.")
+        raise DataError(f"{path} mixes kinds of files. Rule: json and jsonl, or txt, or parquet.")
     if all(_is_empty(file) for file in files):
         raise DataError(f"{path} has no rows. Rule: there is something to train on.")
     held_out = [file for file in files if file.stem.startswith(("test", "eval", "valid")) and len(files) > 1]
@@ -124,10 +174,10 @@ def _pick(splits: dict[str, Any], wanted: str, name: str) -> Any:
     return splits[wanted]
 
 
-def _hold_out(rows: Any, percentage: float, seed: int) -> tuple[Any, Any]:
+def _hold_out(rows: Any, share: float, seed: int) -> tuple[Any, Any]:
     if not hasattr(rows, "train_test_split"):
         raise DataError("validation_split_percentage needs rows that can be counted. Remedy: turn streaming off.")
-    split = rows.train_test_split(test_size=percentage / 100, seed=seed)
+    split = rows.train_test_split(test_size=share, seed=seed)
     return split["train"], split["test"]
 
 
@@ -148,19 +198,17 @@ def check_rows(rows: Any, name: str, num_ranks: int) -> None:
 
 
 def to_sft_format(rows: Any, name: str, text_field: str = "text", prompt_template: str = "alpaca") -> Any:
-    """Keep or build the columns that SFTTrainer knows: messages, prompt/completion, or text.
+    """Keep or build the columns that SFTTrainer knows: messages, prompt/completion, text, or input_ids.
 
     Raises:
         DataError: lists the columns found and the formats known.
     """
-    columns = _columns(rows)
-    if "messages" in columns:
-        return rows
-    if {"prompt", "completion"} <= set(columns):
+    columns = list(rows.column_names)
+    if "input_ids" in columns or "messages" in columns or {"prompt", "completion"} <= set(columns):
         return rows
     if {"instruction", "output"} <= set(columns):
         reshape = _alpaca_to_chat if prompt_template == "chat" else _alpaca_to_completion
-        return _map(rows, reshape, columns)
+        return rows.map(reshape, remove_columns=columns)
     if text_field in columns:
         return rows
     raise DataError(
@@ -169,23 +217,16 @@ def to_sft_format(rows: Any, name: str, text_field: str = "text", prompt_templat
     )
 
 
-def _columns(rows: Any) -> list[str]:
-    if rows.column_names is not None:
-        return list(rows.column_names)
-    return sorted(next(iter(rows), {}))  # a stream does not know its columns before its first row
-
-
-def _map(rows: Any, reshape: Callable[[dict[str, Any]], dict[str, Any]], columns: Sequence[str]) -> Any:
-    return rows.map(reshape, remove_columns=list(columns))
-
-
 def _alpaca_to_completion(row: dict[str, Any]) -> dict[str, Any]:
-    return {"prompt": alpaca_prompt(row), "completion": row["output"] or ""}
+    prompt = alpaca_prompt(row) if row["instruction"] else None  # without a question there is nothing to learn
+    return {"prompt": prompt, "completion": row["output"]}
 
 
 def _alpaca_to_chat(row: dict[str, Any]) -> dict[str, Any]:
-    question = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"] or ""}]}
+    question = (
+        "\n\n".join(part for part in (row["instruction"], row.get("input")) if part) if row["instruction"] else None
+    )
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]}
 
 
 def alpaca_prompt(row: dict[str, Any]) -> str:

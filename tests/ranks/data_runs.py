@@ -1,0 +1,65 @@
+"""What the ranks of the data tests run: the recipe's own parts, with a note of who did what."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def train(argv: Sequence[str], *, record: str | None = None) -> dict[str, Any]:
+    """Run a recipe; return its losses, and with `record` the `input_ids` of every batch of this rank."""
+    from hf_fsdp_recipes.launch import cpu
+
+    cpu.enable()
+    from hf_fsdp_recipes.train.arguments import parse_arguments
+    from hf_fsdp_recipes.train.build import build_trainer, find_resume
+
+    arguments = parse_arguments(argv)
+    checkpoint = find_resume(arguments)
+    trainer = build_trainer(arguments)
+    batches: list[Any] = []
+    if record:
+        upstream = trainer.training_step
+
+        def training_step(model: Any, inputs: Any, *more: Any) -> Any:
+            batches.append(inputs["input_ids"].tolist())
+            return upstream(model, inputs, *more)
+
+        trainer.training_step = training_step
+    trainer.train(resume_from_checkpoint=checkpoint)
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "losses": [entry["loss"] for entry in entries],
+        "epochs": [entry["epoch"] for entry in entries],
+        "evaluations": [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
+        "batches": batches,
+    }
+
+
+class SlowTokenize:
+    """TRL's tokenizing of a row, slowed down, with a note of the rank that did it."""
+
+    def __init__(self, notes: str, seconds: float) -> None:
+        from trl.trainer import sft_trainer
+
+        self.notes, self.seconds, self.upstream = notes, seconds, sft_trainer._tokenize
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        time.sleep(self.seconds)
+        with (Path(self.notes) / f"rank-{os.environ['RANK']}").open("a") as file:
+            file.write(".")
+        return self.upstream(*arguments, **keywords)
+
+
+def train_with_slow_tokenizing(argv: Sequence[str], notes: str, seconds: float) -> dict[str, Any]:
+    from trl.trainer import sft_trainer
+
+    sft_trainer._tokenize = SlowTokenize(notes, seconds)
+    return train(argv)
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -1,0 +1,134 @@
+"""Data on several ranks: prepared once, waited for patiently, streamed without overlap and resumed to the row."""
+
+import pytest
+
+from hf_fsdp_recipes.train.prepared import prepare_directory
+from tests.conftest import SENTENCES
+from tests.ranks.data_runs import train, train_with_slow_tokenizing, write_rows
+from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
+
+COMMON = {
+    "max_steps": 4, "per_device_train_batch_size": 1, "logging_steps": 1, "save_strategy": "no", "learning_rate": 1e-2,
+    "max_length": 64, "gradient_checkpointing": False, "report_to": "none", "disable_tqdm": True, "use_cpu": True,
+    "bf16": False, "dataloader_pin_memory": False, "report": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def argv(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+    def make(name, **settings):
+        defaults = {"model_name_or_path": tiny_model("llama"), "dataset_name": name, "output_dir": tmp_path / "run"}
+        return [word for key, value in (defaults | COMMON | settings).items() for word in (f"--{key}", str(value))]
+
+    return make
+
+
+def ranks_environment(tmp_path):
+    return fsdp_environment(FSDP2) | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+
+
+def launch(argv, tmp_path, world_size=2, **keywords):
+    return run_ranks(train, world_size, argv, environment=ranks_environment(tmp_path), **keywords)
+
+
+def test_losses_from_prepared_data_equal_those_from_raw_data(argv, text_file, tmp_path, monkeypatch):
+    for name in ("ACCELERATE_USE_FSDP", "WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    packed = {"packing": True, "eval_strategy": "steps", "eval_steps": 2, "validation_split_percentage": 10}
+    raw = launch(argv(text_file, **packed), tmp_path)
+    prepare_directory(argv(text_file, **packed), tmp_path / "prepared")
+    prepared = launch(argv(tmp_path / "prepared", **packed), tmp_path)
+    assert (len(raw[0]["losses"]), len(raw[0]["evaluations"])) == (4, 2)
+    assert prepared == raw
+
+
+def test_ranks_wait_for_tokenizing_longer_than_the_collective_timeout(argv, text_file, tmp_path):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    arguments = argv(text_file, ddp_timeout=6, max_steps=2)
+    results = run_ranks(
+        train_with_slow_tokenizing,
+        2,
+        arguments,
+        str(notes),
+        10 / len(SENTENCES),
+        environment=ranks_environment(tmp_path),
+    )
+    assert len(results[0]["losses"]) == 2
+    # The other rank found what rank 0 had made.
+    assert [path.name for path in notes.iterdir()] == ["rank-0"]
+    assert (notes / "rank-0").stat().st_size == len(SENTENCES)
+
+
+STREAM = {"dataset_streaming": True, "shuffle_buffer_size": 10, "max_steps": 12}
+
+
+def numbered(count):
+    return [{"text": f"row {number} of the stream"} for number in range(count)]
+
+
+def test_every_rank_streams_its_own_part_and_none_is_left_out(argv, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", numbered(24))
+    results = run_ranks(train_recording, 2, argv(file, **STREAM), environment=ranks_environment(tmp_path))
+    first, second = ([tuple(row) for batch in result["batches"] for row in batch] for result in results)
+    assert len(set(first)) == len(set(second)) == 12
+    assert not set(first) & set(second)
+
+
+def train_recording(argv):
+    return train(argv, record="batches")
+
+
+def test_evaluation_on_a_stream_gives_what_it_gives_on_rows_that_are_all_there(argv, tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write_rows(folder / "train.jsonl", numbered(24))
+    write_rows(folder / "test.jsonl", numbered(16))
+    at_start = {"eval_strategy": "steps", "eval_on_start": True, "max_steps": 1, "per_device_eval_batch_size": 4}
+    streamed = launch(argv(folder, **STREAM | at_start, report=True), tmp_path)
+    counted = launch(argv(folder, **at_start), tmp_path)
+    assert streamed[0]["evaluations"][0] == counted[0]["evaluations"][0]
+
+
+def test_resumed_stream_goes_on_at_the_row_where_it_stopped(argv, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", numbered(61))  # passes and blocks end in the middle of the run
+    settings = STREAM | {"packing": True, "max_length": 48, "gradient_accumulation_steps": 2, "max_steps": 9}
+    whole = run_ranks(
+        train_recording,
+        2,
+        argv(file, **settings, output_dir=tmp_path / "whole"),
+        environment=ranks_environment(tmp_path),
+    )
+    part = [*argv(file, **settings), "--save_strategy", "steps", "--save_steps", "5"]
+    run_ranks(train_until, 2, part, 5, environment=ranks_environment(tmp_path))
+    resumed = run_ranks(
+        train_recording, 2, [*part, "--resume_from_checkpoint", "auto"], environment=ranks_environment(tmp_path)
+    )
+    for rank in range(2):
+        assert len(whole[rank]["batches"]) == 18
+        assert resumed[rank]["batches"] == whole[rank]["batches"][10:]
+    assert resumed[0]["losses"] == whole[0]["losses"]
+    assert resumed[0]["epochs"] == whole[0]["epochs"]
+
+
+def train_until(argv, stop):
+    """Train up to a step and its checkpoint, and leave as a killed run would."""
+    from hf_fsdp_recipes.train import build
+
+    upstream = build.build_trainer
+
+    def build_trainer(arguments):
+        from transformers import TrainerCallback
+
+        class Stop(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                control.should_training_stop = state.global_step >= stop
+
+        trainer = upstream(arguments)
+        trainer.add_callback(Stop())
+        return trainer
+
+    build.build_trainer = build_trainer
+    return train(argv)

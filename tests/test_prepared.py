@@ -1,0 +1,123 @@
+"""A prepared directory: complete or absent, taken as dataset_name, refused where the run would make other rows of it."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_fsdp_recipes.cli import app
+from hf_fsdp_recipes.errors import DataError
+from hf_fsdp_recipes.train import prepared
+from hf_fsdp_recipes.train.arguments import parse_arguments
+from hf_fsdp_recipes.train.rows import load_rows
+from hf_fsdp_recipes.train.tokens import load_tokenizer
+
+
+@pytest.fixture
+def argv(tiny_model, text_file, tmp_path, monkeypatch):
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def make(*more, dataset=text_file, model=None):
+        model = model or tiny_model("llama")
+        common = ["--model_name_or_path", model, "--dataset_name", dataset, "--output_dir", tmp_path / "run"]
+        return [str(word) for word in (*common, "--max_length", 48, "--packing", "true", *more)]
+
+    return make
+
+
+@pytest.fixture
+def directory(argv, tmp_path):
+    prepared.prepare_directory(argv(), tmp_path / "prepared")
+    return tmp_path / "prepared"
+
+
+def load(arguments):
+    return load_rows(arguments, load_tokenizer(arguments))
+
+
+def test_run_takes_what_was_prepared_and_prepares_nothing(argv, directory, monkeypatch):
+    from trl import SFTTrainer
+
+    raw = load(parse_arguments(argv()))
+    monkeypatch.setattr(SFTTrainer, "_prepare_dataset", None)
+    arguments = parse_arguments(argv(dataset=directory))
+    assert load(arguments).train.to_list() == raw.train.to_list()
+    assert arguments.training.dataset_kwargs == {"skip_prepare_dataset": True}
+
+
+def test_directory_is_what_datasets_reads_with_a_record_of_what_it_was_made_with(directory, argv, tiny_model):
+    from datasets import load_from_disk
+
+    splits = load_from_disk(directory)
+    facts = json.loads((directory / prepared.MANIFEST).read_text())
+    assert facts["num_sequences"] == {"train": len(splits["train"]), "test": 0}
+    assert (facts["max_length"], facts["packing"], facts["packing_strategy"]) == (48, True, "bfd")
+    assert facts["tokenizer"]["name"] == str(tiny_model("llama"))
+    assert len(facts["tokenizer"]["sha256"]) == 64
+    [counts] = facts["rows"].values()
+    assert (counts["rows"], counts["kept"]) == (72, 72)
+
+
+OTHERS = {
+    "max_length 48 (this run: 64)": ["--max_length", "64"],
+    "packing True (this run: False)": ["--packing", "false"],
+    "packing_strategy bfd (this run: wrapped)": ["--packing_strategy", "wrapped"],
+    "completion_only_loss None (this run: False)": ["--completion_only_loss", "false"],
+    "the tokenizer of": ["--eos_token", "<|bos|>"],
+}
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_run_that_would_make_other_rows_is_refused(words, argv, directory):
+    with pytest.raises(DataError) as error:
+        load(parse_arguments(argv(*OTHERS[words], dataset=directory)))
+    assert words in str(error.value)
+    assert "prepare-data anew" in str(error.value)
+
+
+def test_evaluation_needs_rows_that_were_prepared(argv, directory):
+    with pytest.raises(DataError, match="without rows to evaluate on"):
+        load(parse_arguments(argv("--eval_strategy", "epoch", dataset=directory)))
+
+
+def test_evaluation_rows_are_prepared_too(argv, tmp_path):
+    wish = ["--eval_strategy", "epoch", "--validation_split_percentage", "25"]
+    prepared.prepare_directory(argv(*wish), tmp_path / "both")
+    raw = load(parse_arguments(argv(*wish)))
+    rows = load(parse_arguments(argv(*wish, dataset=tmp_path / "both")))
+    assert rows.evaluation.to_list() == raw.evaluation.to_list()
+
+
+def test_interrupted_preparation_leaves_nothing(argv, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared, "_facts", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepared.prepare_directory(argv(), tmp_path / "out" / "prepared")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_nothing_is_overwritten(argv, directory):
+    before = (directory / prepared.MANIFEST).read_text()
+    with pytest.raises(DataError, match="is there already"):
+        prepared.prepare_directory(argv("--max_length", "64"), directory)
+    assert (directory / prepared.MANIFEST).read_text() == before
+
+
+def test_stream_is_not_prepared(argv, tmp_path):
+    with pytest.raises(DataError, match="dataset_streaming false"):
+        prepared.prepare_directory(argv("--dataset_streaming", "true", "--max_steps", "3"), tmp_path / "out")
+
+
+def test_command_takes_a_recipe_and_any_field(argv, tmp_path):
+    words = argv()
+    recipe = tmp_path / "recipe.yaml"
+    fields = dict(zip(words[::2], words[1::2], strict=True))
+    recipe.write_text("".join(f"{name[2:]}: {value}\n" for name, value in fields.items()) + "bf16: true\ntf32: true\n")
+    output = tmp_path / "out"
+    done = CliRunner().invoke(
+        app, ["prepare-data", "--config", str(recipe), "--output", str(output), "--max_length", "32"]
+    )
+    assert done.exit_code == 0, done.output
+    assert "kept 72 of 72 rows" in done.output
+    assert f"prepared: {output} (" in done.output
+    assert json.loads((output / prepared.MANIFEST).read_text())["max_length"] == 32
