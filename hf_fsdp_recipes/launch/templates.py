@@ -50,6 +50,10 @@ _VARIANT_NOTES = {
         "Size wrap: units by parameter count instead of by layer class. Choose it for models that name no layer class,",
         "or to trade fewer, larger all-gathers for memory.",
     ),
+    "gaudi": (
+        "Gaudi: blocks are compiled by the hpu_backend in eager mode (export PT_HPU_LAZY_MODE=0). Needs Intel's torch build",
+        "(habana_frameworks). Never launched on Gaudi by this project.",
+    ),
 }
 
 
@@ -60,7 +64,7 @@ class Template:
     Attributes:
         version: 1 or 2, FSDP's.
         strategy: full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or no_shard (version 1 only).
-        variant: "", "offload" or "size_wrap".
+        variant: "", "offload", "size_wrap" or "gaudi".
         on_cpu: for CPU ranks.
         num_machines, num_processes: nodes, and ranks over all of them.
         wrap_class: layer class to wrap, comma-separated if several; None takes what the model declares.
@@ -100,7 +104,7 @@ def all_templates() -> list[Template]:
         for hybrid in [strategy.startswith("hybrid")]
         for variant in VARIANTS
     ]
-    templates += [Template(1, "no_shard"), Template(2, "full_shard", on_cpu=True, num_processes=2)]
+    templates += [Template(1, "full_shard", "gaudi"), Template(1, "no_shard"), Template(2, "full_shard", on_cpu=True, num_processes=2)]
     return sorted(templates, key=lambda template: template.name)
 
 
@@ -128,7 +132,7 @@ def first_sentence(template: Template) -> str:
     """Say in one line what the template is for."""
     if template.on_cpu:
         return "full_shard on CPU ranks over gloo: rehearse on a laptop, run the tests, try the whole path for nothing."
-    note = {"offload": " Parameters on the CPU.", "size_wrap": " Units by size."}.get(template.variant, "")
+    note = {"offload": " Parameters on the CPU.", "size_wrap": " Units by size.", "gaudi": " For Gaudi."}.get(template.variant, "")
     return " ".join(_CHOOSE[template.strategy]).split(". ")[0].split(": ")[0] + "." + note
 
 
@@ -204,6 +208,10 @@ def _entries(template: Template) -> Iterator[tuple[str, str, str]]:
     if template.num_machines > 1:
         yield "rdzv_backend", "c10d", "nodes may come up in any order"
     yield "main_training_function", "main", ""
+    if template.variant == "gaudi":
+        yield "dynamo_config", "", ""
+        yield "dynamo_config/dynamo_backend", "HPU_BACKEND", "Gaudi's graph compiler"
+        yield "dynamo_config/dynamo_use_regional_compilation", "true", "one block is compiled, not the whole model"
     yield "fsdp_config", "", ""
     for key, value, reason in _fsdp_entries(template):
         yield f"fsdp_config/{key}", value, reason

@@ -36,11 +36,7 @@ def fsdp_environment(
     fsdp: dict[str, Any], parallel: dict[str, int] | None = None, precision: str = "no"
 ) -> dict[str, str]:
     """Return the variables that `accelerate launch` sets for an FSDP config."""
-    import argparse
     import tempfile
-
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env
 
     config = {
         "compute_environment": "LOCAL_MACHINE",
@@ -56,11 +52,19 @@ def fsdp_environment(
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(config, file)
         file.flush()
-        arguments: argparse.Namespace = launch_command_parser().parse_args(
-            ["--config_file", file.name, "--main_process_port", "0", "script.py"]
-        )
-        arguments, _, _ = _validate_launch_command(arguments)
-        environment = prepare_multi_gpu_env(arguments)
+        return template_environment(Path(file.name))
+
+
+def template_environment(template: Path) -> dict[str, str]:
+    """Return the variables that `accelerate launch --config_file template` sets for the ranks, from Accelerate itself."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    arguments = launch_command_parser().parse_args(
+        ["--config_file", str(template), "--main_process_port", "0", "script.py"]
+    )
+    arguments, _, _ = _validate_launch_command(arguments)
+    environment = prepare_multi_gpu_env(arguments)
     return {
         key: value
         for key, value in environment.items()

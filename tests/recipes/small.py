@@ -1,0 +1,65 @@
+"""Small stand-ins for what a recipe names: a model of the same architecture, rows in the same columns."""
+
+import json
+from pathlib import Path
+
+import yaml
+
+from tests.conftest import SENTENCES, make_tokenizer
+from tests.recipes.launching import ROOT
+
+CONFIGS = Path(__file__).parent / "configs"
+# Columns of the datasets that the recipes name, as their Hub pages show them.
+COLUMNS = {
+    "tatsu-lab/alpaca": lambda i, s: {"instruction": f"Say it {i} times", "input": s if i % 2 else "", "output": s},
+    "smangrul/code-chat-assistant-v1": lambda i, s: {"content": f"<|prompter|> {i} <|endoftext|> <|assistant|> {s}"},
+    "HuggingFaceTB/smoltalk": lambda i, s: {
+        "messages": [{"role": "user", "content": f"Number {i}?"}, {"role": "assistant", "content": s}]
+    },
+    "allenai/c4": lambda i, s: {"text": f"{s} {s}", "timestamp": str(i), "url": "example.org"},
+}
+
+
+def recipes() -> list[Path]:
+    """Return every recipe that is shipped; what else lies in the folder has no output_dir."""
+    found = sorted((ROOT / "recipes").glob("*.yaml"))
+    return [file for file in found if "output_dir" in (yaml.safe_load(file.read_text()) or {})]
+
+
+def template_of(recipe: Path) -> Path:
+    """Return the template that a recipe's first line names."""
+    command = recipe.read_text().splitlines()[0].split()
+    return ROOT / command[command.index("--config_file") + 1]
+
+
+def full_size_config(model_id: str):
+    """Return the model's published config."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(CONFIGS / f"{model_id.replace('/', '--')}.json")
+
+
+def write_model(model_id: str, directory: Path) -> Path:
+    """Write a small model of the same architecture, random weights, with a tokenizer of 300 tokens."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hf_fsdp_recipes.train.shrink import shrink_config
+
+    config = shrink_config(full_size_config(model_id), vocab_size=320)
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 0
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(directory)
+    make_tokenizer(directory)
+    return directory
+
+
+def write_rows(dataset: str, directory: Path) -> Path:
+    """Write 72 training and 24 test rows with the columns of a dataset; files of the repository are taken as they are."""
+    if (ROOT / dataset).is_file():
+        return ROOT / dataset
+    directory.mkdir(parents=True, exist_ok=True)
+    rows = [json.dumps(COLUMNS[dataset](i, s)) + "\n" for i, s in enumerate(SENTENCES)]
+    (directory / "train.jsonl").write_text("".join(rows))
+    (directory / "test.jsonl").write_text("".join(rows[:24]))
+    return directory

@@ -1,0 +1,86 @@
+"""Every shipped recipe: run in small on CPU ranks, and checked at its full size without weights."""
+
+import runpy
+import sys
+
+import pytest
+import yaml
+
+from tests.ranks.harness import run_ranks, template_environment
+from tests.recipes import small
+from tests.recipes.launching import ROOT, cpu_variant
+
+# What differs on two CPU ranks with a tiny model: length, steps, and what needs an accelerator.
+ON_CPU = {
+    "attention": "auto",
+    "optim": "adamw_torch",
+    "bf16": False,
+    "torch_compile": False,
+    "push_to_hub": False,
+    "max_length": 256,  # alpaca prompts are long in a vocabulary of 300
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 3,
+    "save_steps": 2,
+    "eval_steps": 2,
+    "eval_delay": 0,
+    "logging_steps": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+CHANGES = {"c4_150m_pretrain": {"config_overrides": "num_hidden_layers=2,hidden_size=64,intermediate_size=128,vocab_size=320"}}
+
+
+def small_variant(recipe, tmp_path):
+    """Return a recipe's settings for CPU ranks; whatever is not named in ON_CPU stays as shipped."""
+    settings = yaml.safe_load(recipe.read_text())
+    changes = {key: value for key, value in ON_CPU.items() if key in settings or key.startswith(("max_", "use_", "report"))}
+    for key in ("bf16", "optim", "torch_compile", "attention", "disable_tqdm", "logging_steps"):
+        changes[key] = ON_CPU[key]
+    settings |= changes | CHANGES.get(recipe.stem, {})
+    settings.pop("torch_compile_backend", None)
+    if settings.get("eval_strategy") == "epoch":
+        settings["eval_strategy"] = "steps"
+        settings["eval_steps"] = 2
+    if "model_name_or_path" in settings:
+        settings["model_name_or_path"] = str(small.write_model(settings["model_name_or_path"], tmp_path / "model"))
+    else:
+        settings["tokenizer_name"] = str(small.write_model("meta-llama/Llama-2-7b-hf", tmp_path / "model"))
+    settings["dataset_name"] = str(small.write_rows(settings["dataset_name"], tmp_path / "rows"))
+    settings.pop("dataset_config", None)
+    if settings.get("dtype") == "bfloat16" and not settings.get("load_in_4bit"):
+        settings["dtype"] = "float32"  # without bf16 autocast the CPU ranks compute in one dtype
+    return settings | {"output_dir": str(tmp_path / "run")}
+
+
+def _run(argv):
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+@pytest.mark.parametrize("recipe", small.recipes(), ids=lambda file: file.stem)
+def test_recipe_trains_and_exports_on_cpu_ranks(recipe, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    settings = small_variant(recipe, tmp_path)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    template, num_ranks, _ = cpu_variant(small.template_of(recipe), tmp_path / "template.yaml")
+    argv = [str(ROOT / "recipes" / "sft.py"), "--config", str(file)]
+    run_ranks(_run, num_ranks, argv, environment=template_environment(template), timeout_seconds=180)
+    exports = ["export", *(["export_merged"] if settings.get("merge_adapter") else [])]
+    for export in exports:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / export)
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert metrics.count('"loss"') >= 3
+
+
+@pytest.mark.parametrize("recipe", small.recipes(), ids=lambda file: file.stem)
+def test_recipe_opens_with_its_command_and_has_known_keys_only(recipe):
+    from hf_fsdp_recipes.train.arguments import parse_arguments
+
+    first = recipe.read_text().splitlines()[0]
+    assert first.startswith("# accelerate launch --config_file accelerate_configs/")
+    assert small.template_of(recipe).is_file()
+    assert f"recipes/{recipe.name}" in recipe.read_text().split("\n\n")[0]
