@@ -77,8 +77,9 @@ def _load_part(part: Any, streaming: bool, arguments: Any) -> Part:
         with _clear_errors(part.path):
             alone = DatasetMixtureConfig(datasets=[replace(part, fraction=None)], streaming=streaming)
             rows = get_dataset(alone)["train"]
-    train, evaluation = _find_evaluation(rows, None, part.path, arguments)
-    return Part(part.path, train, evaluation, part.fraction)
+    name = part.path if part.data_files is None else str(part.data_files)
+    train, evaluation = _find_evaluation(rows, None, name, arguments)
+    return Part(name, train, evaluation, part.fraction)
 
 
 def _find_evaluation(train: Any, test: Any, name: str, arguments: Any) -> tuple[Any, Any]:

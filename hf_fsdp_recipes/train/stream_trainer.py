@@ -5,7 +5,6 @@ reading everything before it again. Here the stream is split before it is read, 
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,21 +101,23 @@ def restore_position(stream: RowStream, checkpoint: Path) -> bool:
     elif saved["world_size"] == ranks.world_size():
         own = saved if ranks.is_main() else json.loads((checkpoint / _position_file(ranks.rank())).read_text())
         stream.load_state_dict(own)
-        ranks.print_main(f"resume: the stream goes on at row {saved['start']['sources'][0]['num_read']:,} of rank 0")
+        num_read = sum(source["num_read"] for source in saved["start"]["sources"])
+        ranks.print_main(
+            f"resume: the stream goes on, on rank 0 with sequence {saved['offset'] + 1:,} of those after row {num_read:,}"
+        )
     else:
         _deal_anew(stream, checkpoint, saved["world_size"])
     return True
 
 
 def _deal_anew(stream: RowStream, checkpoint: Path, num_ranks: int) -> None:
-    texts: list[Callable[[], str]] = [(checkpoint / _position_file(rank)).read_text for rank in range(num_ranks)]
-    read: dict[str, int] = {}
-    for text in texts:
-        for source in json.loads(text())["start"]["sources"]:
-            read[source["name"]] = read.get(source["name"], 0) + source["num_read"]
-    stream.skip({name: count // ranks.world_size() for name, count in read.items()})
+    read = [0] * len(stream.sources)
+    for rank in range(num_ranks):
+        saved = json.loads((checkpoint / _position_file(rank)).read_text())
+        read = [count + source["num_read"] for count, source in zip(read, saved["start"]["sources"], strict=True)]
+    stream.skip([count // ranks.world_size() for count in read])
     ranks.print_main(
         f"resume: the stream was dealt to {num_ranks} ranks and is dealt to {ranks.world_size()} now: each skips its share of "
-        f"the {sum(read.values()):,} rows read; the rows of a block that was not used up come again, and where ranks read "
+        f"the {sum(read):,} rows read; the last buffer of each comes again, and where ranks read "
         f"whole files, some rows come twice and some not in this pass"
     )

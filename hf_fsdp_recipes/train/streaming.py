@@ -201,10 +201,10 @@ class RowStream(IterableDataset):
             source.go_to(position)
         self._forget(state["start"]["num_blocks"], state["offset"])
 
-    def skip(self, num_read: dict[str, int]) -> None:
+    def skip(self, num_read: list[int]) -> None:
         """Start anew, behind so many rows of each source."""
-        for source in self.sources:
-            source.skip(num_read[source.name])
+        for source, count in zip(self.sources, num_read, strict=True):
+            source.skip(count)
         self._forget(0, 0)
 
     def _forget(self, num_blocks: int, offset: int) -> None:
