@@ -136,15 +136,17 @@ def read_config(name: str, overrides: str | None = None) -> Any:
     Raises:
         LoadError: no such config, or a field that it does not have.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(name)
         if overrides:
             config.update_from_string(overrides)
-    except (OSError, ValueError, KeyError) as error:
+            config = type(config).from_dict(config.to_dict())  # checks the whole again
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise LoadError(
-            f"the config {name} (config_overrides: {overrides}) cannot be used: {str(error).splitlines()[0]}"
+            f"the config {name} (config_overrides: {overrides}) cannot be used: {str(error).splitlines()[-1].strip()}"
         ) from error
     return config
 

@@ -92,6 +92,10 @@ class RecipeArguments:
         default=0.0,
         metadata={"help": "Percent of the training rows held out for evaluation when there is no test split."},
     )
+    add_special_tokens: bool = field(
+        default=True, metadata={"help": "Text rows: let the tokenizer add its own tokens, the first one above all."}
+    )
+    append_concat_token: bool = field(default=True, metadata={"help": "Text rows: end each with the end token."})
     shuffle_buffer_size: int = field(
         default=1000,
         metadata={"help": "Rows of a stream that are shuffled (and packed) together; 0 keeps the order of the files."},

@@ -46,6 +46,8 @@ class Preparation:
         self.tokenizer = tokenizer
         self.training = arguments.training
         self.prompt_template = arguments.recipe.prompt_template
+        self.add_special_tokens = arguments.recipe.add_special_tokens
+        self.append_concat_token = arguments.recipe.append_concat_token
 
     def max_length(self, packing: bool) -> int | None:
         """Return where a row is cut, in tokens, the rest thrown away; None: nowhere."""
@@ -71,6 +73,8 @@ class Preparation:
             rows = rows.map(sifting.cut_giant, fn_kwargs=facts, num_proc=processes)
         if len(rows) == 0:
             return rows, raw
+        if training.dataset_text_field in rows.column_names and not (self.add_special_tokens and self.append_concat_token):
+            rows = self._tokenize_as_it_stands(rows)
         uncut = _changed(training, max_length=None, shuffle_dataset=False)
         rows = self._call_trl(rows, uncut, False, name, template).select_columns(COLUMNS[:2])
         max_length = self.max_length(packing)
@@ -87,6 +91,17 @@ class Preparation:
             facts: dict[str, Any] = {"special_ids": [], "max_length": None, "keeps_end": False}
             rows, _ = sifting.sift(rows, sifting.judge_tokens, self.training.dataset_num_proc, **facts)
         return rows
+
+    def _tokenize_as_it_stands(self, rows: Any) -> Any:
+        """Tokenize text without the tokenizer's own first token, or without an end token; TRL adds both."""
+        end = [self.tokenizer.eos_token_id] if self.append_concat_token else []
+
+        def tokenize(row: dict[str, Any]) -> dict[str, Any]:
+            text = row[self.training.dataset_text_field]
+            ids = self.tokenizer(text, add_special_tokens=self.add_special_tokens)["input_ids"]
+            return {"input_ids": ids + end, "labels": ids + end}
+
+        return rows.map(tokenize, remove_columns=rows.column_names, num_proc=self.training.dataset_num_proc)
 
     def _check_template(self, rows: Any, name: str) -> str | None:
         """Return the chat template to use instead of the tokenizer's own, which is needed where that one marks nothing."""
