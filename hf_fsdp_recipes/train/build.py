@@ -10,6 +10,8 @@ from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import DataError, ExportError, LoadError
 from hf_fsdp_recipes.launch import cpu
 from hf_fsdp_recipes.load.meta_loader import load_model
+from hf_fsdp_recipes.measure.callback import MetricsCallback, place_before_reporters
+from hf_fsdp_recipes.measure.run_name import default_run_name
 from hf_fsdp_recipes.save.callback import ShardedCheckpointCallback
 from hf_fsdp_recipes.save.export import export_model
 from hf_fsdp_recipes.save.export_check import has_weights
@@ -51,7 +53,8 @@ def build_trainer(arguments: Arguments) -> Any:
         **(training.model_init_kwargs or {}),
     )
     training.model_init_kwargs = None
-    return SFTTrainer(
+    training.run_name = training.run_name or default_run_name(training, model_arguments.model_name_or_path)
+    trainer = SFTTrainer(
         model=model,
         args=training,
         train_dataset=train,
@@ -60,6 +63,8 @@ def build_trainer(arguments: Arguments) -> Any:
         peft_config=get_peft_config(model_arguments),
         callbacks=_callbacks(arguments),
     )
+    place_before_reporters(trainer)
+    return trainer
 
 
 def _optional(key: str, value: Any) -> dict[str, Any]:
@@ -69,8 +74,6 @@ def _optional(key: str, value: Any) -> dict[str, Any]:
 def _callbacks(arguments: Arguments) -> list[Any]:
     callbacks: list[Any] = [ShardedCheckpointCallback(asynchronous=arguments.recipe.asynchronous_save)]
     if arguments.recipe.report:
-        from hf_fsdp_recipes.measure.callback import MetricsCallback
-
         callbacks.append(MetricsCallback())
     return callbacks
 
