@@ -4,7 +4,6 @@ One JSON object a logged step. Works beside Trainer's own `report_to`. Costs a s
 of its tokens, which waits for nothing; the ranks exchange 14 numbers where Trainer already gathers its loss.
 """
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_fsdp_recipes import ranks
-from hf_fsdp_recipes.measure import peaks, probes, report, stages, window
+from hf_fsdp_recipes.measure import metrics_file, peaks, probes, report, stages, window
 from hf_fsdp_recipes.measure.clock import clock
 from hf_fsdp_recipes.measure.flops import ModelFlops, count_flops
 from hf_fsdp_recipes.measure.tokens import count_work
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = report.METRICS_FILE
 MODEL_FILE = "model.txt"
 MAX_LINES_PRINTED = 60
 SHOWN_IN_LOGS = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "hfu")
@@ -65,7 +63,8 @@ class MetricsCallback(TrainerCallback):
         device = probes.find_device_module(args.device)
         facts = self._describe(args, state, model, device)
         if ranks.is_main():
-            self._begin_file(args, state, facts)
+            begun = [stage.as_metrics() for stage in stages.gathered]
+            metrics_file.begin(self._path(args), state.global_step, [*begun, facts])
             _show_model(model, Path(args.output_dir))
         stages.gathered.clear()
         self._memory = probes.DeviceMemory(device)
@@ -113,8 +112,7 @@ class MetricsCallback(TrainerCallback):
             entry |= self._measure(args, state)
             logs |= {name: entry[name] for name in SHOWN_IN_LOGS if name in entry}
         if ranks.is_main():
-            with (Path(args.output_dir) / METRICS_FILE).open("a") as stream:
-                stream.write(json.dumps(entry) + "\n")
+            metrics_file.append(self._path(args), entry)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """End an evaluation."""
@@ -128,17 +126,25 @@ class MetricsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Write the report. A report that cannot be written costs a warning, never the run."""
+        clock.mark("other")
+        seconds = clock.take()
         clock.stop()
-        if self._hook is not None:
-            self._hook.remove()
+        self._remove_hook()
         if not ranks.is_main():
             return
+        step = state.global_step
+        # What went on after the last log.
+        end = {"step": step, "ended_at_step": step, "num_steps": 0, "seconds": seconds}
+        metrics_file.append(self._path(args), end)
         try:
             report.write_report(Path(args.output_dir))
         except Exception as error:
             logger.warning("no report: %s", error)
 
     # What the events have in common.
+
+    def _path(self, args: TrainingArguments) -> Path:
+        return Path(args.output_dir) / metrics_file.METRICS_FILE
 
     def _count_model(self, model: torch.nn.Module) -> None:
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -154,6 +160,10 @@ class MetricsCallback(TrainerCallback):
             self._work += count_work(kwargs, self._flops.window if self._flops else None).to(self._work.device)
         except Exception as error:
             logger.warning("tokens are not counted: %s", error)
+            self._remove_hook()
+
+    def _remove_hook(self) -> None:
+        if self._hook is not None:
             self._hook.remove()
 
     def _measure(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
@@ -205,17 +215,6 @@ class MetricsCallback(TrainerCallback):
         if peak is None or self._flops is None:
             facts["no_mfu"] = self._reason or f"no dense {dtype} peak is known for {name}"
         return facts
-
-    def _begin_file(self, args: TrainingArguments, state: TrainerState, facts: dict[str, Any]) -> None:
-        """Write the file anew beside the old one, then replace that: a kill costs no line."""
-        path = Path(args.output_dir) / METRICS_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = report.read_metrics(path) if state.global_step else []
-        kept = [entry for entry in kept if entry.get("step", 0) <= state.global_step]
-        kept += [stage.as_metrics() for stage in stages.gathered] + [facts]
-        part = path.with_suffix(".part")
-        part.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-        part.replace(path)
 
 
 def place_before_reporters(trainer: Any) -> None:

@@ -64,14 +64,22 @@ def draw_memory(entries: Sequence[dict[str, Any]]) -> Figure:
 
 
 def _draw_points_and_mean(axes: Axes, steps: Sequence[int], values: Sequence[float], name: str) -> None:
-    window = max(1, len(values) // 10)
-    if window == 1:
+    width = len(values) // 10 // 2 * 2 + 1
+    if width == 1:
         axes.plot(steps, values, ".-", color=BLUE, label=name)
         return
-    sums = [0.0, *accumulate(values)]
-    means = [(sums[i] - sums[max(0, i - window)]) / min(i, window) for i in range(1, len(sums))]
     axes.plot(steps, values, ".", color=PALE_BLUE, label=f"{name}, as logged")
-    axes.plot(steps, means, color=BLUE, linewidth=1.8, label=f"mean of {window}")
+    axes.plot(steps, _running_mean(values, width), color=BLUE, linewidth=1.8, label=f"mean of {width}")
+
+
+def _running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Return means of `width` neighbours, centred so that they do not lag; of fewer towards the ends."""
+    sums = [0.0, *accumulate(values)]
+    means = []
+    for i in range(len(values)):
+        reach = min(width // 2, i, len(values) - 1 - i)
+        means.append((sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1))
+    return means
 
 
 def _draw_split(axes: Axes, bins: Sequence[tuple[float, float, dict[str, float]]]) -> None:
@@ -128,7 +136,7 @@ def _finished(figure: Figure, axes: Axes, title: str, unit: str) -> Figure:
     axes.set_xlabel(STEP_LABEL)
     axes.set_ylabel(unit)
     axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)

@@ -3,7 +3,6 @@
 So it can be written of a run that is under way, was killed, or was resumed.
 """
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,30 +11,13 @@ from typing import Any
 from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.measure import window
 from hf_fsdp_recipes.measure.clock import PARTS
+from hf_fsdp_recipes.measure.metrics_file import METRICS_FILE, last_of_each_step, read_metrics
 
-METRICS_FILE = "metrics.jsonl"
 REPORT_FILE = "report.md"
 LOSS_PLOT, THROUGHPUT_PLOT, MEMORY_PLOT = "loss.png", "throughput.png", "memory.png"
 MAX_STAGE_RANKS = 4  # rows of the table of loading; the largest of the others follow in metrics.jsonl
 
 Row = tuple[str, str]
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a metrics.jsonl; a torn line, as a kill leaves it, is passed over."""
-    entries = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            entries.append(json.loads(line))
-        except ValueError:
-            continue
-    return entries
-
-
-def last_of_each_step(entries: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Return the entries that have `key`, by step; of a step that was repeated after a resume, the last one."""
-    found = {entry["step"]: entry for entry in entries if key in entry}
-    return [found[step] for step in sorted(found)]
 
 
 def render(output_dir: Path) -> Path:
@@ -71,7 +53,7 @@ def write_report(output_dir: Path, notes: Sequence[str] = ()) -> Path:
             _run_rows(starts, steps) + _loss_rows(steps, evaluations) + _speed_rows(starts, steps) + _memory_rows(steps)
         )
         lines += [*_table(("", ""), rows), "", *_write_plots(output_dir, steps, evaluations)]
-        lines += _split_section(steps)
+        lines += _split_section(steps + last_of_each_step(entries, "ended_at_step")[-1:])
     else:
         lines += ["No step was logged.", ""]
     lines += _stage_section([entry for entry in entries if "stage" in entry])
@@ -155,7 +137,8 @@ def _speed_rows(starts: list[dict[str, Any]], steps: list[dict[str, Any]]) -> li
     if "hfu" in average:
         rows.append(("the same with recomputed activations (HFU)", f"{average['hfu']:.1%}"))
     if rate := average.get("model_flops_per_second_per_device"):
-        rows.append(("model FLOP/s a rank", f"{rate / 1e12:,.3g} T"))
+        shown = f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:,.1f} GFLOP/s"
+        rows.append(("model FLOPs of a rank", shown))
     return rows
 
 
