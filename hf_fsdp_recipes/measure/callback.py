@@ -193,7 +193,8 @@ class MetricsCallback(TrainerCallback):
         name = device.get_device_name() if hasattr(device, "get_device_name") else args.device.type
         dtype = peaks.matmul_dtype(str(accelerate.mixed_precision), model)
         peak = peaks.find_peak_flops(name, dtype)
-        is_recomputed = args.gradient_checkpointing or bool(getattr(plugin, "activation_checkpointing", False))
+        asked = [getattr(args, name, False) for name in ("activation_checkpointing", "gradient_checkpointing")]
+        is_recomputed = any(asked) or bool(getattr(plugin, "activation_checkpointing", False))
         self._speed = window.Speed(self._flops, peak, is_recomputed)
         facts = {
             "run": args.run_name or Path(args.output_dir).name,

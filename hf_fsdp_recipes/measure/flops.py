@@ -75,7 +75,10 @@ class ModelFlops:
         return per_token * work.tokens + 3 * self._attention(work)
 
     def hardware(self, work: Work) -> int:
-        """Return the FLOPs of training with activation checkpointing: one more forward pass of all layers."""
+        """Return the FLOPs of training with activation checkpointing: one more forward pass of all layers.
+
+        At most: torch stops repeating a layer where nothing more is needed, and not all layers need be checkpointed.
+        """
         return self.training(work) + self.forward(work) - 2 * self.head_parameters * work.tokens
 
     def _attention(self, work: Work) -> int:
