@@ -90,7 +90,7 @@ def alternating() -> Any:
             started = time.perf_counter()
             getattr(MetricsCallback, name)(self, *arguments, **keywords)
             self.in_step += time.perf_counter() - started
-            if name == "on_log":
+            if name == "on_log" and "loss" in keywords["logs"]:
                 self.spent_seconds.append(self.in_step)
                 self.in_step = 0.0
 

@@ -1,6 +1,8 @@
 """The report: what was measured, readable at a glance, and never a reason for a run to fail."""
 
 import json
+import shutil
+from pathlib import Path
 
 import matplotlib.image
 import pytest
@@ -188,3 +190,11 @@ def test_command_renders_a_run_anew_and_refuses_a_directory_without_one(tmp_path
     assert (tmp_path / "memory.png").is_file()
     with pytest.raises(DataError, match=r"holds no metrics.jsonl.*report: true"):
         CliRunner().invoke(app, ["report", str(tmp_path / "no")], catch_exceptions=False)
+
+
+def test_committed_sample_is_what_the_command_writes(tmp_path):
+    sample = Path(__file__).resolve().parents[1] / "docs" / "sample_report"
+    shutil.copy(sample / "metrics.jsonl", tmp_path)
+    assert report.render(tmp_path).read_text() == (sample / "report.md").read_text()
+    for name in (report.LOSS_PLOT, report.THROUGHPUT_PLOT, report.MEMORY_PLOT):
+        assert matplotlib.image.imread(sample / name).shape == matplotlib.image.imread(tmp_path / name).shape

@@ -18,6 +18,7 @@ PART_COLOURS = dict(zip(PARTS, ("#d9822b", "#1f5a8c", "#6fa3cf", "#7a4f9a", "#3b
 PART_NAMES = dict(zip(PARTS, ("data", "forward, backward", "optimizer", "save", "evaluation", "other"), strict=True))
 RANK_COLOURS = ("#1f5a8c", "#d9822b", "#3b8f5c", "#7a4f9a", "#b8434e", "#4fa3b8", "#8c6d31", "#5f6770")
 MAX_BARS = 60
+MIN_SHARE = 0.01  # of the time: parts below it would be a name without a bar
 STEP_LABEL = "optimizer step"
 
 
@@ -86,7 +87,7 @@ def _draw_split(axes: Axes, bins: Sequence[tuple[float, float, dict[str, float]]
     total = {part: sum(seconds[part] for _, _, seconds in bins) for part in PARTS}
     bottom = [0.0] * len(bins)
     for part in PARTS:
-        if total[part] < 0.002 * sum(total.values()):
+        if total[part] < MIN_SHARE * sum(total.values()):
             continue
         heights = [seconds[part] for _, _, seconds in bins]
         centres, widths = [centre for centre, _, _ in bins], [width * 0.9 for _, width, _ in bins]
