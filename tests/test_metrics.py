@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_fsdp_recipes.measure import metrics_file, window
-from hf_fsdp_recipes.measure.clock import PARTS, Clock
+from hf_fsdp_recipes.measure.clock import MAX_MARKS, PARTS, Clock
 from hf_fsdp_recipes.measure.flops import ModelFlops, Work
 from hf_fsdp_recipes.measure.probes import DeviceMemory
 from hf_fsdp_recipes.measure.run_name import default_run_name, run_name
@@ -93,6 +93,15 @@ def test_clock_that_was_not_started_keeps_nothing():
     for _ in range(3):
         idle.mark("data")
     assert sum(idle.take().values()) == 0.0 and not idle._marks
+
+
+def test_run_that_never_logs_does_not_gather_marks(clock):
+    running, passes = clock
+    for _ in range(3 * MAX_MARKS):
+        passes(1)
+        running.mark("data")
+    assert len(running._marks) <= MAX_MARKS
+    assert running.take()["data"] == 3 * MAX_MARKS
 
 
 class Device:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+MAX_MARKS = 4096  # kept until they are added up: some hundred steps
 PARTS = ("data", "forward_backward", "optimizer", "save", "evaluation", "other")
 
 
@@ -18,6 +19,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._marks: list[tuple[str, Any]] = []  # the part that ends here, and when
+        self._seconds = dict.fromkeys(PARTS, 0.0)  # of marks that have been added up
         self._device: Any = None
         self._is_running = False
 
@@ -31,6 +33,7 @@ class Clock:
         self._is_running = True
         self._marks.clear()
         self.mark("other")
+        self.drop()
 
     def stop(self) -> None:
         """Stop; marks are ignored from here on."""
@@ -39,8 +42,11 @@ class Clock:
 
     def mark(self, part: str) -> None:
         """End a part now."""
-        if self._is_running:
-            self._marks.append((part, self._now()))
+        if not self._is_running:
+            return
+        self._marks.append((part, self._now()))
+        if len(self._marks) > MAX_MARKS:
+            self._add_up()
 
     @contextlib.contextmanager
     def spending(self, part: str, after: str) -> Iterator[None]:
@@ -54,16 +60,21 @@ class Clock:
     def drop(self) -> None:
         """Forget all but the last mark."""
         del self._marks[:-1]
+        self._seconds = dict.fromkeys(PARTS, 0.0)
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each part since the last `take`, `drop` or `start`; on a device, wait for the last mark."""
-        seconds = dict.fromkeys(PARTS, 0.0)
+        self._add_up()
+        seconds = self._seconds
+        self.drop()
+        return seconds
+
+    def _add_up(self) -> None:
         if self._device is not None and self._marks:
             self._marks[-1][1].synchronize()
         for (_, begin), (part, end) in zip(self._marks, self._marks[1:], strict=False):
-            seconds[part] += begin.elapsed_time(end) / 1e3 if self._device is not None else end - begin
-        self.drop()
-        return seconds
+            self._seconds[part] += begin.elapsed_time(end) / 1e3 if self._device is not None else end - begin
+        del self._marks[:-1]
 
     def _now(self) -> Any:
         if self._device is None:
