@@ -2,8 +2,9 @@
 
     python benchmarks/report.py [--parameters 1e7] [--steps 40]
 
-Two gloo ranks under FSDP2, a stock Trainer that logs every step (the dearest case). Two kinds of figures: the ratio
-of the medians of both kinds of step, and the seconds inside the callback by the clock, which need no quiet machine.
+Two gloo ranks under FSDP2, a stock Trainer that logs every step (the dearest case). Figures: the ratio
+of the medians of both kinds of step, by the clock and in seconds that the processes computed, and the seconds inside the
+callback; the last two need no quiet machine.
 Prints a table and rewrites its section of docs/measured.md.
 """
 
@@ -48,18 +49,18 @@ def measure(num_parameters: float, num_steps: int, directory: str) -> dict[str, 
     torch.manual_seed(0)
     metrics = alternating()
     gathers = time_gathers()
-    kinds: dict[bool, list[float]] = {True: [], False: []}
+    kinds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
 
     class Stopwatch(TrainerCallback):
-        last = time.perf_counter()
+        last = now()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if "loss" in logs:
-                now = time.perf_counter()
+                wall, cpu = (after - before for before, after in zip(self.last, now(), strict=True))
                 if state.global_step > 4:
-                    kinds[metrics.is_on].append(now - self.last)
+                    kinds[metrics.is_on].append((wall, cpu))
                 metrics.is_on = not metrics.is_on
-                self.last = time.perf_counter()
+                self.last = now()
 
     arguments = TrainingArguments(
         output_dir=directory, max_steps=num_steps, per_device_train_batch_size=2, logging_steps=1, save_strategy="no",
@@ -72,11 +73,20 @@ def measure(num_parameters: float, num_steps: int, directory: str) -> dict[str, 
     )  # fmt: skip
     trainer.train()
     return {
-        "with": statistics.median(kinds[True]),
-        "without": statistics.median(kinds[False]),
+        "parameters": trainer.model.num_parameters(),
+        **{
+            f"{clock}_{name}": statistics.median(pair[i] for pair in kinds[is_on])
+            for i, clock in enumerate(("wall", "cpu"))
+            for name, is_on in (("with", True), ("without", False))
+        },
         "gather": statistics.median(gathers[4:]),
         "own": statistics.median(s - g for s, g in zip(metrics.spent_seconds[4:], gathers[4:], strict=True)),
     }
+
+
+def now() -> tuple[float, float]:
+    """Return seconds by the wall clock, and seconds that this process has computed."""
+    return time.perf_counter(), time.process_time()
 
 
 def alternating() -> Any:
@@ -118,18 +128,24 @@ def time_gathers() -> list[float]:
 
 
 def report(options: argparse.Namespace, results: list[dict[str, float]]) -> None:
-    slowest = {key: max(result[key] for result in results) for key in results[0]}
+    found = {key: max(result[key] for result in results) for key in results[0]}
+
+    def row(name: str, clock: str, key: str) -> str:
+        base = found[f"{clock}_without"]
+        return f"| {name} | {found[key]:.5f} | {found[key] / base:.4f} |"
+
     lines = [
-        f"{options.parameters / 1e6:.0f}M parameters, 2 gloo ranks under FSDP2, 2 x {LENGTH} tokens a rank, every step "
-        f"logged; medians of {options.steps // 2} steps of each kind, the slower rank's.",
+        f"{found['parameters'] / 1e6:.0f}M parameters, 2 gloo ranks under FSDP2, 2 x {LENGTH} tokens a rank, every step "
+        f"logged; medians of {options.steps // 2 - 2} steps of each kind, the slower rank's.",
         "",
         "| | seconds | of a step without it |",
         "|---|---|---|",
-        f"| a step without MetricsCallback | {slowest['without']:.4f} | 1 |",
-        f"| a step with it | {slowest['with']:.4f} | {slowest['with'] / slowest['without']:.4f} |",
-        f"| inside it, by the clock | {slowest['own']:.5f} | {slowest['own'] / slowest['without']:.5f} |",
-        f"| in its gather, the wait for the slower rank included | {slowest['gather']:.5f} | "
-        f"{slowest['gather'] / slowest['without']:.5f} |",
+        row("a step without MetricsCallback, computing", "cpu", "cpu_without"),
+        row("a step with it, computing", "cpu", "cpu_with"),
+        row("a step without it, by the clock", "wall", "wall_without"),
+        row("a step with it, by the clock", "wall", "wall_with"),
+        row("inside it, by the clock", "wall", "own"),
+        row("in its gather, the wait for the slower rank included", "wall", "gather"),
         "",
         f"`python benchmarks/report.py --parameters {options.parameters:g} --steps {options.steps}`; {machine()}",
     ]
