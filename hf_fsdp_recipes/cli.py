@@ -65,6 +65,16 @@ def export(
     print(f"exported: {output}")
 
 
+@app.command("report")
+def report(
+    directory: Annotated[Path, typer.Argument(help="A run's output directory; the run may be under way.")],
+) -> None:
+    """Write a run's report.md and plots anew from its metrics.jsonl."""
+    from hf_fsdp_recipes.measure.report import render
+
+    print(f"report: {render(directory)}")
+
+
 @app.command("generate")
 def generate(
     model: Annotated[Path, typer.Argument(help="An export: a model or an adapter.")],

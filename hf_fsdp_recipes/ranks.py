@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hf_fsdp_recipes.errors import RecipeError
@@ -61,6 +62,22 @@ def gather_objects(value: Any) -> list[Any]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def gather_integers(values: torch.Tensor) -> list[list[int]]:
+    """Return the values of all ranks, in rank order: one collective, and one wait for the device.
+
+    Collective: every rank must call this.
+
+    Args:
+        values: (N,) int64, on the device that the process group works on.
+    """
+    if not is_distributed():
+        return [values.tolist()]
+    gathered = [torch.empty_like(values) for _ in range(world_size())]
+    dist.all_gather(gathered, values)
+    rows: list[list[int]] = torch.stack(gathered).tolist()
+    return rows
 
 
 def print_main(message: str) -> None:

@@ -1,4 +1,4 @@
-"""Where every figure comes from: host and device bytes, seconds, tokens. Reads; keeps no history.
+"""Where the figures of memory come from: host and device bytes. Reads; keeps no history.
 
 Host memory is anonymous (RssAnon + RssShmem): pages of memory-mapped files belong to the kernel's cache.
 """
@@ -25,6 +25,40 @@ def device_bytes() -> tuple[int, int]:
     if not torch.accelerator.is_available():
         return 0, 0
     return torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated()
+
+
+def find_device_module(device: torch.device) -> Any:
+    """Return the accelerator's module (`torch.cuda`, `torch.xpu`, `torch.hpu`), or None on CPU ranks."""
+    return None if device.type == "cpu" else torch.get_device_module(device)
+
+
+class DeviceMemory:
+    """Allocated bytes of this rank's accelerator over a window of steps; zeros on CPU ranks. No collectives.
+
+    Args:
+        device: the accelerator's module, or None; one without memory counters (`torch.mps`) counts as None.
+    """
+
+    def __init__(self, device: Any = None) -> None:
+        self._device = device if hasattr(device, "reset_peak_memory_stats") else None
+        self._valley_bytes: int | None = None
+
+    def sample(self) -> None:
+        """Look between two steps, where activations and gradients are gone: the valley."""
+        if self._device is not None:
+            now = self._device.memory_allocated()
+            self._valley_bytes = now if self._valley_bytes is None else min(now, self._valley_bytes)
+
+    def take(self) -> tuple[int, int, int, int]:
+        """Return (now, valley, peak, reserved peak) in bytes since the last `take`, and begin a new window."""
+        if self._device is None:
+            return 0, 0, 0, 0
+        now, peak = self._device.memory_allocated(), self._device.max_memory_allocated()
+        reserved = self._device.max_memory_reserved() if hasattr(self._device, "max_memory_reserved") else 0
+        valley = now if self._valley_bytes is None else self._valley_bytes
+        self._device.reset_peak_memory_stats()
+        self._valley_bytes = None
+        return now, valley, peak, reserved
 
 
 class HostPeak:

@@ -20,6 +20,7 @@ from transformers.trainer_utils import SaveStrategy
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.launch import cpu
+from hf_fsdp_recipes.measure.clock import clock
 from hf_fsdp_recipes.save import layout, resume, seams
 from hf_fsdp_recipes.save.hub import Pusher, Target, read_target
 from hf_fsdp_recipes.save.preemption import SignalWatch
@@ -108,7 +109,8 @@ class ShardedCheckpointCallback(TrainerCallback):
     ) -> None:
         """Wait for the copy of the state, which nothing before this changes. No collective."""
         if self._writer is not None:
-            self._writer.wait_until_staged()
+            with clock.spending("save", after="forward_backward"):
+                self._writer.wait_until_staged()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -226,9 +228,13 @@ class ShardedCheckpointCallback(TrainerCallback):
             return
         if self._strategy == SaveStrategy.BEST and state.best_global_step == state.global_step:
             self._note(state)
-        if self._pending_step is None:
-            return
+        if self._pending_step is not None:
+            self._save(args, state, kwargs)
+
+    @clock.spending("save", after="data")
+    def _save(self, args: TrainingArguments, state: TrainerState, kwargs: dict[str, Any]) -> None:
         self._finish()
+        assert self._writer is not None and self._pending_step is not None
         step = self._last_saved_step = self._pending_step
         self._pending_step = None
         if state.best_global_step is not None and state.best_global_step == step:

@@ -110,6 +110,9 @@ class RecipeArguments:
     report: bool = field(
         default=True, metadata={"help": "Write metrics.jsonl, report.md and plots into the output directory."}
     )
+    throughput_warmup_steps: int = field(
+        default=3, metadata={"help": "First steps that the report's throughput leaves out."}
+    )
 
 
 class Arguments(NamedTuple):

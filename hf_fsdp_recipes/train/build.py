@@ -11,6 +11,8 @@ from torch.utils.data import IterableDataset
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.launch import cpu
+from hf_fsdp_recipes.measure.callback import MetricsCallback, place_before_reporters
+from hf_fsdp_recipes.measure.run_name import default_run_name
 from hf_fsdp_recipes.save.callback import ShardedCheckpointCallback
 from hf_fsdp_recipes.save.export import export_checkpoint, export_model
 from hf_fsdp_recipes.save.export_check import has_weights
@@ -46,6 +48,8 @@ def build_trainer(arguments: Arguments) -> Any:
     rows = load_rows(arguments, tokenizer)
     model = build_model(arguments, tokenizer)
     trainer_class, callbacks = _trainer_class(arguments, rows)
+    name = arguments.model.model_name_or_path or arguments.recipe.config_name
+    arguments.training.run_name = arguments.training.run_name or default_run_name(arguments.training, name)
     trainer = trainer_class(
         model=model,
         args=arguments.training,
@@ -57,6 +61,7 @@ def build_trainer(arguments: Arguments) -> Any:
     )
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     dtypes.settle(trainer.model, getattr(plugin, "fsdp_version", None), arguments.recipe.adapter_dtype)
+    place_before_reporters(trainer)
     return trainer
 
 
@@ -76,9 +81,7 @@ def _trainer_class(arguments: Arguments, rows: TrainingRows) -> tuple[Any, list[
     is_asynchronous = arguments.recipe.asynchronous_save
     callbacks.append(ShardedCheckpointCallback(asynchronous=is_asynchronous, hub=hub, rank_files=checkpoint_files))
     if arguments.recipe.report:
-        from hf_fsdp_recipes.measure.callback import MetricsCallback
-
-        callbacks.append(MetricsCallback())
+        callbacks.append(MetricsCallback(throughput_warmup_steps=arguments.recipe.throughput_warmup_steps))
     return trainer_class, callbacks
 
 

@@ -49,7 +49,7 @@ def test_lora_run_leaves_exactly_its_files_and_resumes_after_a_kill(tiny_model, 
     top = {path.name for path in (tmp_path / "whole").iterdir()}
     assert top == {
         "checkpoint-2", "checkpoint-4", "checkpoint-6", "export", "export_merged", "metrics.jsonl", "report.md",
-        "loss.png", ".writer.lock",
+        "loss.png", "throughput.png", "memory.png", "model.txt", ".writer.lock",
     }  # fmt: skip
     assert {path.name for path in (tmp_path / "whole" / "export").iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json",

@@ -1,0 +1,157 @@
+"""What MetricsCallback costs a step: steps with it and without it, alternately, in one run.
+
+    python benchmarks/report.py [--parameters 1e7] [--steps 40]
+
+Two gloo ranks under FSDP2, a stock Trainer that logs every step (the dearest case). Figures: the ratio
+of the medians of both kinds of step, by the clock and in seconds that the processes computed, and the seconds inside the
+callback; the last two need no quiet machine.
+Prints a table and rewrites its section of docs/measured.md.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from typing import Any
+
+from benchmarks.running import llama_config, machine, run_ranks, write_section
+
+LENGTH = 64
+EVENTS = (
+    "on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end", "on_log", "_count_batch",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parameters", type=float, default=1e7)
+    parser.add_argument("--steps", type=int, default=40)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-report-") as directory:
+        results = run_ranks(measure, 2, options.parameters, options.steps, directory, timeout_seconds=600)
+    report(options, results)
+
+
+def measure(num_parameters: float, num_steps: int, directory: str) -> dict[str, float]:
+    """Train, the callback on at every other step; return this rank's medians in seconds. Every rank runs this."""
+    os.environ |= {
+        "ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+    }  # fmt: skip
+    from hf_fsdp_recipes.launch import cpu
+
+    cpu.enable()
+    import torch
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    torch.manual_seed(0)
+    metrics = alternating()
+    gathers = time_gathers()
+    kinds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+
+    class Stopwatch(TrainerCallback):
+        last = now()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if "loss" in logs:
+                wall, cpu = (after - before for before, after in zip(self.last, now(), strict=True))
+                if state.global_step > 4:
+                    kinds[metrics.is_on].append((wall, cpu))
+                metrics.is_on = not metrics.is_on
+                self.last = now()
+
+    arguments = TrainingArguments(
+        output_dir=directory, max_steps=num_steps, per_device_train_batch_size=2, logging_steps=1, save_strategy="no",
+        use_cpu=True, report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 32000, (4 * num_steps, LENGTH))]
+    trainer = Trainer(
+        AutoModelForCausalLM.from_config(llama_config(num_parameters)), arguments, train_dataset=rows,
+        callbacks=[metrics, Stopwatch()],
+    )  # fmt: skip
+    trainer.train()
+    return {
+        "parameters": trainer.model.num_parameters(),
+        **{
+            f"{clock}_{name}": statistics.median(pair[i] for pair in kinds[is_on])
+            for i, clock in enumerate(("wall", "cpu"))
+            for name, is_on in (("with", True), ("without", False))
+        },
+        "gather": statistics.median(gathers[4:]),
+        "own": statistics.median(s - g for s, g in zip(metrics.spent_seconds[4:], gathers[4:], strict=True)),
+    }
+
+
+def now() -> tuple[float, float]:
+    """Return seconds by the wall clock, and seconds that this process has computed."""
+    return time.perf_counter(), time.process_time()
+
+
+def alternating() -> Any:
+    """Return a MetricsCallback that can be switched off and knows how long it took in each step."""
+    from hf_fsdp_recipes.measure.callback import MetricsCallback
+
+    def timed(name: str) -> Any:
+        def event(self: Any, *arguments: Any, **keywords: Any) -> None:
+            if not self.is_on:
+                return
+            started = time.perf_counter()
+            getattr(MetricsCallback, name)(self, *arguments, **keywords)
+            self.in_step += time.perf_counter() - started
+            if name == "on_log" and "loss" in keywords["logs"]:
+                self.spent_seconds.append(self.in_step)
+                self.in_step = 0.0
+
+        return event
+
+    fields = {"is_on": True, "in_step": 0.0, "spent_seconds": [], **{name: timed(name) for name in EVENTS}}
+    return type("AlternatingMetrics", (MetricsCallback,), fields)()
+
+
+def time_gathers() -> list[float]:
+    """Record from now on how long each gather of the figures takes, the wait for the slower rank included."""
+    from hf_fsdp_recipes import ranks
+
+    seconds: list[float] = []
+    gather = ranks.gather_integers
+
+    def timed(values: Any) -> Any:
+        started = time.perf_counter()
+        rows = gather(values)
+        seconds.append(time.perf_counter() - started)
+        return rows
+
+    ranks.gather_integers = timed
+    return seconds
+
+
+def report(options: argparse.Namespace, results: list[dict[str, float]]) -> None:
+    found = {key: max(result[key] for result in results) for key in results[0]}
+
+    def row(name: str, clock: str, key: str) -> str:
+        base = found[f"{clock}_without"]
+        return f"| {name} | {found[key]:.5f} | {found[key] / base:.4f} |"
+
+    lines = [
+        f"{found['parameters'] / 1e6:.0f}M parameters, 2 gloo ranks under FSDP2, 2 x {LENGTH} tokens a rank, every step "
+        f"logged; medians of {options.steps // 2 - 2} steps of each kind, the slower rank's.",
+        "",
+        "| | seconds | of a step without it |",
+        "|---|---|---|",
+        row("a step without MetricsCallback, computing", "cpu", "cpu_without"),
+        row("a step with it, computing", "cpu", "cpu_with"),
+        row("a step without it, by the clock", "wall", "wall_without"),
+        row("a step with it, by the clock", "wall", "wall_with"),
+        row("inside it, by the clock", "wall", "own"),
+        row("in its gather, the wait for the slower rank included", "wall", "gather"),
+        "",
+        f"`python benchmarks/report.py --parameters {options.parameters:g} --steps {options.steps}`; {machine()}",
+    ]
+    print("\n".join(lines))
+    write_section("Reporting", lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""What is measured between two logged steps, against counts by hand: tokens, seconds, memory, utilisation."""
+
+from datetime import datetime
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_fsdp_recipes.measure import metrics_file, window
+from hf_fsdp_recipes.measure.clock import MAX_MARKS, PARTS, Clock
+from hf_fsdp_recipes.measure.flops import ModelFlops, Work
+from hf_fsdp_recipes.measure.probes import DeviceMemory
+from hf_fsdp_recipes.measure.run_name import default_run_name, run_name
+from hf_fsdp_recipes.measure.tokens import count_work
+
+
+def counted(window=None, **inputs):
+    tensors = {key: torch.tensor(value) for key, value in inputs.items()}
+    return Work(*count_work(tensors, window).tolist())
+
+
+IDS = [[5, 6, 7, 8, 0, 0], [5, 6, 7, 8, 9, 5]]
+
+
+def test_padding_is_not_counted():
+    mask = [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]]
+    assert counted(input_ids=IDS, attention_mask=mask) == Work.of([4, 6])
+    assert counted(input_ids=IDS, attention_mask=mask, window=5) == Work(10, 52, 16 + 30)
+
+
+def test_packed_sequences_are_told_apart():
+    ids = [list(range(7))]
+    assert counted(input_ids=ids, cu_seq_lens_q=[0, 3, 7], position_ids=[[0, 1, 2, 0, 1, 2, 3]]) == Work.of([3, 4])
+    assert counted(input_ids=ids, position_ids=[[0, 1, 2, 0, 1, 2, 3]]) == Work.of([3, 4])
+
+
+def test_what_fills_a_packed_row_up_is_not_counted():
+    ids = [[5, 6, 7, 5, 6, 0, 0, 0]]
+    boundaries, positions = [0, 3, 5, 6, 7, 8], [[0, 1, 2, 0, 1, 0, 0, 0]]
+    assert counted(input_ids=ids, cu_seq_lens_q=boundaries) == Work.of([3, 2])
+    assert counted(input_ids=ids, position_ids=positions) == Work.of([3, 2])
+
+
+def test_end_of_text_that_is_also_the_pad_token_is_a_token():
+    assert counted(input_ids=[[5, 6, 0, 7, 8, 0]], position_ids=[[0, 1, 2, 0, 1, 2]]) == Work.of([3, 3])
+
+
+def test_batch_without_mask_or_positions_counts_whole():
+    assert counted(input_ids=IDS) == Work.of([6, 6])
+    assert counted(inputs_embeds=torch.zeros(2, 6, 3).tolist()) == Work.of([6, 6])
+    assert counted(input_ids=IDS, attention_mask=torch.ones(2, 1, 6, 6).tolist()) == Work.of([6, 6])
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Return a clock and a function that lets time pass."""
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def passes(seconds):
+        now[0] += seconds
+
+    running = Clock()
+    running.start()
+    return running, passes
+
+
+def test_time_goes_to_the_part_that_a_mark_ends(clock):
+    running, passes = clock
+    for seconds, part in ((1, "data"), (5, "forward_backward"), (2, "optimizer"), (1, "data"), (4, "forward_backward")):
+        passes(seconds)
+        running.mark(part)
+    assert running.take() == dict.fromkeys(PARTS, 0.0) | {"data": 2.0, "forward_backward": 9.0, "optimizer": 2.0}
+    passes(3)
+    running.mark("other")
+    assert sum(running.take().values()) == 3.0  # only what came after
+
+
+def test_save_within_the_wait_for_data_is_told_apart_even_if_it_fails(clock):
+    running, passes = clock
+    passes(1)
+    with pytest.raises(OSError), running.spending("save", after="data"):
+        passes(7)
+        raise OSError
+    passes(2)
+    running.mark("data")
+    taken = running.take()
+    assert (taken["data"], taken["save"]) == (3.0, 7.0)
+
+
+def test_clock_that_was_not_started_keeps_nothing():
+    idle = Clock()
+    for _ in range(3):
+        idle.mark("data")
+    assert sum(idle.take().values()) == 0.0 and not idle._marks
+
+
+def test_run_that_never_logs_does_not_gather_marks(clock):
+    running, passes = clock
+    for _ in range(3 * MAX_MARKS):
+        passes(1)
+        running.mark("data")
+    assert len(running._marks) <= MAX_MARKS
+    assert running.take()["data"] == 3 * MAX_MARKS
+
+
+class Device:
+    """An accelerator's module, as far as it is asked: its queue is `busy` seconds behind, and memory is scripted."""
+
+    def __init__(self):
+        self.seconds, self.waited, self.allocated, self.peak, self.resets = 0.0, 0, 0, 0, 0
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = device.seconds
+
+            def synchronize(self):
+                device.waited += 1
+
+            def elapsed_time(self, other):
+                return (other.at - self.at) * 1e3  # milliseconds, as torch has it
+
+        self.Event = Event
+
+    def memory_allocated(self):
+        return self.allocated
+
+    def max_memory_allocated(self):
+        return self.peak
+
+    def max_memory_reserved(self):
+        return self.peak + 5
+
+    def reset_peak_memory_stats(self):
+        self.resets += 1
+
+
+def test_on_a_device_parts_are_timed_by_its_events_and_waited_for_once():
+    device, running = Device(), Clock()
+    running.start(device)
+    for seconds, part in ((0.25, "data"), (1.5, "forward_backward"), (0.5, "optimizer")):
+        device.seconds += seconds
+        running.mark(part)
+    assert device.waited == 0
+    assert running.take() == dict.fromkeys(PARTS, 0.0) | {"data": 0.25, "forward_backward": 1.5, "optimizer": 0.5}
+    assert device.waited == 1
+
+
+def test_valley_and_peak_belong_to_one_window():
+    device = Device()
+    memory = DeviceMemory(device)
+    for allocated in (30, 10, 20):
+        device.allocated = allocated
+        memory.sample()
+    device.peak = 90
+    assert memory.take() == (20, 10, 90, 95)
+    assert device.resets == 1
+    assert memory.take()[1] == 20  # the valley of a window without a step is what there is
+
+
+def test_memory_of_cpu_ranks_and_of_devices_without_counters_is_zero():
+    for device in (None, SimpleNamespace()):
+        memory = DeviceMemory(device)
+        memory.sample()
+        assert memory.take() == (0, 0, 0, 0)
+
+
+def test_figures_of_a_window_are_those_by_hand():
+    flops = ModelFlops(100, 100, 20, attention_width=6, window_width=0, window=None)
+    seconds = dict.fromkeys(PARTS, 0.0) | {"forward_backward": 3.0, "data": 1.0, "save": 5.0, "evaluation": 7.0}
+    works = (Work.of([10, 5]), Work.of([9]))
+    rows = [
+        window.pack(
+            torch.tensor([work.tokens, work.pairs, work.window_pairs]),
+            window.RankWindow(host, 1, 2, 3, 4, seconds),
+        ).tolist()
+        for host, work in zip((70, 80), works, strict=True)
+    ]
+    entry = window.summarize(rows, 2, window.Speed(flops, peak_flops=1e4, is_recomputed=True))
+    assert entry["tokens"] == 24 and entry["host_bytes"] == [70, 80] and entry["device_reserved_peak_bytes"] == [4, 4]
+    assert entry["step_seconds"] == 2.0  # 4 s of training; saving and evaluation are told, not mixed in
+    assert entry["seconds"]["save"] == 5.0
+    assert (entry["tokens_per_second"], entry["tokens_per_second_per_device"]) == (6.0, 3.0)
+    model = 600 * 24 + 3 * 2 * 6 * (100 + 25 + 81)
+    assert entry["mfu"] == pytest.approx(model / (4.0 * 2 * 1e4))
+    recomputed = 200 * 24 + 2 * 6 * 206 - 2 * 20 * 24
+    assert entry["hfu"] == pytest.approx((model + recomputed) / (4.0 * 2 * 1e4))
+
+
+def test_unknown_peak_means_no_utilisation():
+    seconds = dict.fromkeys(PARTS, 1.0)
+    row = window.pack(torch.tensor([5, 25, 25]), window.RankWindow(seconds=seconds)).tolist()
+    flops = ModelFlops(100, 100, 20, 6, 0, None)
+    without_peak = window.summarize([row], 1, window.Speed(flops, None))
+    assert "mfu" not in without_peak and without_peak["model_flops_per_second_per_device"] > 0
+    assert "model_flops_per_second_per_device" not in window.summarize([row], 1, window.Speed(None, 1e12))
+
+
+def test_averages_leave_the_warm_up_out_and_weigh_by_time():
+    slow = {"tokens_per_second": 1.0, "step_seconds": 50.0, "num_steps": 3, "is_warmup": True}
+    entries = [
+        slow,
+        {"tokens_per_second": 100.0, "step_seconds": 1.0, "num_steps": 1, "mfu": 0.5},
+        {"tokens_per_second": 40.0, "step_seconds": 1.0, "num_steps": 2, "mfu": 0.2},
+    ]
+    assert window.average(entries) == pytest.approx({"tokens_per_second": 60.0, "mfu": 0.3})
+    assert window.average([slow]) == {}
+
+
+def test_resumed_file_keeps_what_came_before_and_loses_no_line_to_a_torn_one(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    metrics_file.begin(path, 0, [{"run": "a", "from_step": 0}])
+    for step in (1, 2, 3):
+        metrics_file.append(path, {"step": step, "loss": float(step)})
+    with path.open("a") as stream:
+        stream.write('{"step": 4, "lo')
+    metrics_file.begin(path, 2, [{"run": "a", "from_step": 2}])
+    metrics_file.append(path, {"step": 3, "loss": 30.0})
+    entries = metrics_file.read_metrics(path)
+    assert [entry.get("step", entry.get("run")) for entry in entries] == ["a", 1, 2, "a", 3]
+    assert list(path.parent.iterdir()) == [path]
+    metrics_file.begin(path, 0, [])
+    assert metrics_file.read_metrics(path) == []  # a run that starts over is another run
+
+
+def test_run_is_named_as_the_document_names_its_logs(monkeypatch):
+    date = datetime(2025, 2, 9, 14, 30)
+    assert run_name(date, "meta-llama/Llama-2-7b-hf", 2, 8, 1.0, 16) == (
+        "fsdp_training_20250209-1430_Llama-2-7b-hf_2_8_1_16"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    training = SimpleNamespace(max_steps=-1, num_train_epochs=3.0, per_device_train_batch_size=4)
+    assert default_run_name(training, "runs/mine/").endswith("_mine_2_8_3_4")
+    training.max_steps = 48
+    assert default_run_name(training, "mine").endswith("_mine_2_8_48steps_4")
