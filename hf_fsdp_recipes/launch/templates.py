@@ -104,7 +104,11 @@ def all_templates() -> list[Template]:
         for hybrid in [strategy.startswith("hybrid")]
         for variant in VARIANTS
     ]
-    templates += [Template(1, "full_shard", "gaudi"), Template(1, "no_shard"), Template(2, "full_shard", on_cpu=True, num_processes=2)]
+    templates += [
+        Template(1, "full_shard", "gaudi"),
+        Template(1, "no_shard"),
+        Template(2, "full_shard", on_cpu=True, num_processes=2),
+    ]
     return sorted(templates, key=lambda template: template.name)
 
 
@@ -132,7 +136,9 @@ def first_sentence(template: Template) -> str:
     """Say in one line what the template is for."""
     if template.on_cpu:
         return "full_shard on CPU ranks over gloo: rehearse on a laptop, run the tests, try the whole path for nothing."
-    note = {"offload": " Parameters on the CPU.", "size_wrap": " Units by size.", "gaudi": " For Gaudi."}.get(template.variant, "")
+    note = {"offload": " Parameters on the CPU.", "size_wrap": " Units by size.", "gaudi": " For Gaudi."}.get(
+        template.variant, ""
+    )
     return " ".join(_CHOOSE[template.strategy]).split(". ")[0].split(": ")[0] + "." + note
 
 

@@ -48,7 +48,7 @@ def build_trainer(arguments: Arguments) -> Any:
     rows = load_rows(arguments, tokenizer)
     model = build_model(arguments, tokenizer)
     trainer_class, callbacks = _trainer_class(arguments, rows)
-    name = arguments.model.model_name_or_path or arguments.recipe.config_name
+    name = arguments.model.model_name_or_path or arguments.recipe.config_name or "model"
     arguments.training.run_name = arguments.training.run_name or default_run_name(arguments.training, name)
     trainer = trainer_class(
         model=model,

@@ -73,7 +73,9 @@ class Preparation:
             rows = rows.map(sifting.cut_giant, fn_kwargs=facts, num_proc=processes)
         if len(rows) == 0:
             return rows, raw
-        if training.dataset_text_field in rows.column_names and not (self.add_special_tokens and self.append_concat_token):
+        if training.dataset_text_field in rows.column_names and not (
+            self.add_special_tokens and self.append_concat_token
+        ):
             rows = self._tokenize_as_it_stands(rows)
         uncut = _changed(training, max_length=None, shuffle_dataset=False)
         rows = self._call_trl(rows, uncut, False, name, template).select_columns(COLUMNS[:2])

@@ -87,6 +87,7 @@ def cpu_variant(template: Path, target: Path, precision: str = "no") -> tuple[Pa
     nodes = 2 if is_hybrid_fsdp1 else 1
     ranks = 4 if is_hybrid_fsdp1 or is_hybrid_fsdp2 else 2
     config |= {"use_cpu": True, "mixed_precision": precision, "num_machines": nodes, "num_processes": ranks}
+    config.pop("dynamo_config", None)  # a compiler that is not here
     if is_hybrid_fsdp2:
         config["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": 2,

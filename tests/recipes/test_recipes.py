@@ -28,16 +28,16 @@ ON_CPU = {
     "report_to": "none",
     "disable_tqdm": True,
 }
-SMALL_LLAMA = (
-    "num_hidden_layers=2,hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=4,vocab_size=320"
-)
+SMALL_LLAMA = "num_hidden_layers=2,hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=4,vocab_size=320"
 CHANGES = {"c4_150m_pretrain": {"config_overrides": SMALL_LLAMA}}
 
 
 def small_variant(recipe, tmp_path):
     """Return a recipe's settings for CPU ranks; whatever is not named in ON_CPU stays as shipped."""
     settings = yaml.safe_load(recipe.read_text())
-    changes = {key: value for key, value in ON_CPU.items() if key in settings or key.startswith(("max_", "use_", "report"))}
+    changes = {
+        key: value for key, value in ON_CPU.items() if key in settings or key.startswith(("max_", "use_", "report"))
+    }
     for key in ("bf16", "optim", "torch_compile", "attention", "disable_tqdm", "logging_steps"):
         changes[key] = ON_CPU[key]
     settings |= changes | CHANGES.get(recipe.stem, {})
