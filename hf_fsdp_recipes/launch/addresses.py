@@ -101,16 +101,15 @@ def explain_refusal(address: str, port: int, error: OSError) -> str:
     """Say why number 0 could not listen at the master address."""
     if isinstance(error, socket.gaierror):
         return explain_silence(address, port, error, 0.0)
-    host = socket.gethostname()
     if error.errno == errno.EADDRINUSE:
         return explain_taken(address, port)
     if error.errno == errno.EADDRNOTAVAIL:
         return (
-            f"master address {_full(address)} is not an address of node 0, {host} "
+            f"master address {_full(address)} is not an address of this host "
             f"({', '.join(own_addresses()) or 'loopback only'}). Rule: node 0 listens at the master address. Remedy: give "
             f"that of the host with number 0 (scontrol show hostnames | head -n 1), or start number 0 there."
         )
-    return f"{host} cannot listen at {_full(address)} port {port}: {error.strerror}. Remedy: another --master-port."
+    return f"nobody can listen at {_full(address)} port {port}: {error.strerror}. Remedy: another --master-port."
 
 
 def explain_taken(address: str, port: int) -> str:

@@ -50,14 +50,15 @@ def choose_device(local_rank: int, on_cpu: bool) -> torch.device:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Return kind, count, name and memory of a device, in bytes; zeros for a CPU and where there is no such device."""
+    """Return kind, count, name and memory of a device, in bytes; zeros for what is not known."""
     if device.type == "cpu":
         return {"kind": "cpu", "count": 0, "name": "cpu", "free_bytes": 0, "total_bytes": 0}
     count = torch.accelerator.device_count()
     module = torch.get_device_module(device)
     if device.index >= count:
         return {"kind": device.type, "count": count, "name": "none", "free_bytes": 0, "total_bytes": 0}
-    free_bytes, total_bytes = module.mem_get_info(device)
+    # Gaudi's module need not have it; zeros mean that memory is not judged.
+    free_bytes, total_bytes = module.mem_get_info(device) if hasattr(module, "mem_get_info") else (0, 0)
     name = module.get_device_name(device)
     return {"kind": device.type, "count": count, "name": name, "free_bytes": free_bytes, "total_bytes": total_bytes}
 

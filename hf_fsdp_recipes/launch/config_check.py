@@ -157,12 +157,12 @@ def build_on_meta(model: str, trust_remote_code: bool = False) -> Any:
     Raises:
         TemplateError: the config cannot be read or built.
     """
-    from accelerate import init_empty_weights
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        with init_empty_weights():
+        with torch.device("meta"):  # init_empty_weights allocates each parameter for a moment: 64 GB, if it is large
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise TemplateError(f"the config of {model} cannot be read: {str(error).splitlines()[0]}") from error

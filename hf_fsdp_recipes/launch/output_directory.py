@@ -17,7 +17,7 @@ from hf_fsdp_recipes.launch.nodes import shorten
 WRITE_BYTES = 64 << 20
 WRITE_SECONDS = 1.0  # a slow disk is told from less
 SETTLE_SECONDS = 5.0  # NFS shows another host's new file after its attribute cache has aged (acdirmin, 30 s at worst)
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 16 << 20
 
 
 def token(directory: Path, nonce: str, node: int) -> Path:

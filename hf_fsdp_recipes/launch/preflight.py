@@ -180,7 +180,7 @@ def _of_leads(values: list[Any], names: list[str]) -> tuple[list[Any], list[str]
 def _check_space(directory: Path, wishes: dict[str, Any]) -> list[str]:
     try:
         need = space.estimate(wishes)
-    except TemplateError as error:
+    except Exception as error:  # any model's code runs here, and an estimate stops no job
         return [f"warning: what the run will write is not estimated: {error}"]
     return [f"{'space':<10}{output_directory.check_space(directory, need)}"]
 

@@ -46,32 +46,37 @@ def meet(seat: Seat, timeout_seconds: float) -> Meeting:
             chair = Chair(seat, listener, timeout_seconds)
             chair.call_roll()
             return chair
-    try:
-        stream, greeting = _connect(seat, deadline)
-    except PreflightError as error:
-        if refusal is not None:
-            raise PreflightError(addresses.explain_refusal(seat.master_address, seat.master_port, refusal)) from error
-        raise PreflightError(f"{named(seat.kind, announcement(seat))}: {error}") from error
-    member = Member(seat, stream, greeting, timeout_seconds)
+    lines, greeting = _reach(seat, deadline, refusal)
+    member = Member(seat, lines, greeting, timeout_seconds)
     member.announce()
     return member
 
 
-def _connect(seat: Seat, deadline: float) -> tuple[Lines, dict[str, Any]]:
+def _reach(seat: Seat, deadline: float, refusal: OSError | None) -> tuple[Lines, dict[str, Any]]:
+    """Connect to number 0; `refusal` is why this participant could not be it."""
     started = time.monotonic()
+    try:
+        return _connect(seat, deadline)
+    except PreflightError as error:
+        text = str(error)
+    except OSError as error:
+        if refusal is None:
+            waited_seconds = time.monotonic() - started
+            text = addresses.explain_silence(seat.master_address, seat.master_port, error, waited_seconds)
+        else:
+            text = addresses.explain_refusal(seat.master_address, seat.master_port, refusal)
+    raise PreflightError(f"{named(seat.kind, announcement(seat))}: {text}")
+
+
+def _connect(seat: Seat, deadline: float) -> tuple[Lines, dict[str, Any]]:
+    place = (seat.master_address, seat.master_port)
     while True:
         try:
-            stream = socket.create_connection(
-                (seat.master_address, seat.master_port), max(0.1, min(3.0, deadline - time.monotonic()))
-            )
-            lines = Lines(stream)
+            lines = Lines(socket.create_connection(place, max(0.1, min(3.0, deadline - time.monotonic()))))
             return lines, _check_greeting(seat, lines)
         except OSError as error:
             if time.monotonic() > deadline or addresses.is_hopeless(error):
-                waited_seconds = time.monotonic() - started
-                raise PreflightError(
-                    addresses.explain_silence(seat.master_address, seat.master_port, error, waited_seconds)
-                ) from error
+                raise
         time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
 
 

@@ -1,20 +1,24 @@
-"""How much a recipe's run writes, from the recipe and the model's config, on meta: an upper bound, not a promise.
+"""How much a recipe's run writes, from the recipe and the model's shapes: an estimate, not a promise.
 
 Reads the YAML alone, with TRL's and Trainer's defaults where it says nothing; the command line's overrides are not
-known here. Imports torch and transformers only when asked for an estimate.
+known here. Imports torch and transformers only for a model whose files are not here.
 
 Source: trl 1.16 `ModelConfig` (dtype float32), transformers 5.23 `TrainingArguments` (save_steps 500).
 """
 
+import json
 import math
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hf_fsdp_recipes.launch import config_check
 
 MOMENTS = 2  # Adam's; other optimizers keep less
-_ADAPTER_DTYPE_BYTES = 4
+_ADAPTER_ITEM_BYTES = 4
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_NOT_LINEAR = re.compile(r"embed|wte|wpe|lm_head|norm")
 
 
 @dataclass(frozen=True)
@@ -45,52 +49,99 @@ class Need:
         )
 
 
+@dataclass(frozen=True)
+class Parameter:
+    """Shape of one parameter, and the bytes of an element as the model is stored."""
+
+    shape: tuple[int, ...]
+    item_bytes: int
+
+
 def estimate(recipe: dict[str, Any]) -> Need:
     """Estimate what a recipe's run writes.
 
     Raises:
         TemplateError: the model's config cannot be read.
     """
-    model = config_check.build_on_meta(str(recipe["model_name_or_path"]), bool(recipe.get("trust_remote_code")))
-    item_bytes = _item_bytes(recipe.get("dtype", "float32"), model)
-    export_item_bytes = _item_bytes(recipe.get("export_dtype") or recipe.get("dtype", "float32"), model)
-    model_parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = read_parameters(str(recipe["model_name_or_path"]), bool(recipe.get("trust_remote_code")))
+    dtype = recipe.get("dtype", "float32")
+    model_bytes = _sum_bytes(parameters, dtype)
+    exported_bytes = _sum_bytes(parameters, recipe.get("export_dtype") or dtype)
+    trained_bytes = model_bytes
     if recipe.get("use_peft"):
-        trained, item_bytes = _adapter_parameters(model, recipe), _ADAPTER_DTYPE_BYTES
-        export_bytes = trained * item_bytes + (
-            model_parameters * export_item_bytes if recipe.get("merge_adapter") else 0
-        )
-    else:
-        trained = model_parameters
-        export_bytes = trained * export_item_bytes
+        trained_bytes = _adapter_parameters(parameters, recipe) * _ADAPTER_ITEM_BYTES
+        exported_bytes = trained_bytes + (exported_bytes if recipe.get("merge_adapter") else 0)
     copies = 1 if recipe.get("save_only_model") else 1 + MOMENTS
     number, is_open_ended = _count_checkpoints(recipe)
-    return Need(trained * item_bytes * copies, export_bytes, number, is_open_ended)
+    return Need(trained_bytes * copies, exported_bytes, number, is_open_ended)
 
 
-def _item_bytes(dtype: Any, model: Any) -> int:
-    import torch
+def read_parameters(model: str, trust_remote_code: bool = False) -> dict[str, Parameter]:
+    """Return a model's parameters by name: from the headers of its files if they are here, else built on meta.
 
-    found = getattr(torch, str(dtype), None) or getattr(model.config, "dtype", None) or torch.float32
-    return found.itemsize
+    Raises:
+        TemplateError: neither files nor a config that can be read.
+    """
+    directory = _find_directory(model)
+    if directory is not None and (found := _read_headers(directory)):
+        return found
+    built = config_check.build_on_meta(model, trust_remote_code)
+    stored = getattr(built.config, "dtype", None)
+    return {
+        name: Parameter(tuple(parameter.shape), (stored or parameter.dtype).itemsize)
+        for name, parameter in built.named_parameters()
+    }
 
 
-def _adapter_parameters(model: Any, recipe: dict[str, Any]) -> int:
+def _find_directory(model: str) -> Path | None:
+    """Return where a model's files lie: itself, or its place in the Hub's cache."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _read_headers(directory: Path) -> dict[str, Parameter]:
+    """Read the headers of a model's safetensors files; nothing if one of them is not there."""
+    from safetensors import SafetensorError, safe_open
+
+    index = directory / "model.safetensors.index.json"
+    found = {}
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+        for name in names:
+            with safe_open(directory / name, framework="np") as file:
+                for key in file.keys():  # noqa: SIM118, it is no mapping
+                    part = file.get_slice(key)
+                    bits = int(re.sub(r"\D", "", part.get_dtype().split("_")[0]) or 8)
+                    found[key] = Parameter(tuple(part.get_shape()), bits // 8)
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return {}
+    return found
+
+
+def _sum_bytes(parameters: dict[str, Parameter], dtype: str) -> int:
+    item_bytes = None if dtype == "auto" else _ITEM_BYTES.get(str(dtype), 4)
+    return sum(math.prod(each.shape) * (item_bytes or each.item_bytes) for each in parameters.values())
+
+
+def _adapter_parameters(parameters: dict[str, Parameter], recipe: dict[str, Any]) -> int:
     """Count the parameters of a LoRA adapter; without a list of targets, as if on every linear layer."""
-    rank = int(recipe.get("lora_r", 16))
-    return sum(rank * sum(module.weight.shape) for module in _targets(model, recipe.get("lora_target_modules")))
-
-
-def _targets(model: Any, wanted: Any) -> Iterator[Any]:
-    names = [wanted] if isinstance(wanted, str) else wanted
-    head = model.get_output_embeddings()
-    for name, module in model.named_modules():
-        is_matrix = (
-            getattr(getattr(module, "weight", None), "dim", lambda: 0)() == 2
-            and "Embedding" not in type(module).__name__
-        )
-        if is_matrix and module is not head and (names in (None, ["all-linear"]) or name.split(".")[-1] in names):
-            yield module
+    wanted = recipe.get("lora_target_modules") or "all-linear"
+    names = [wanted] if isinstance(wanted, str) else list(wanted)
+    total = 0
+    for name, parameter in parameters.items():
+        module = name.removesuffix(".weight").split(".")[-1]
+        is_target = module in names or (names == ["all-linear"] and not _NOT_LINEAR.search(name))
+        if len(parameter.shape) == 2 and is_target:
+            total += int(recipe.get("lora_r", 16)) * sum(parameter.shape)
+    return total
 
 
 def _count_checkpoints(recipe: dict[str, Any]) -> tuple[int, bool]:
