@@ -19,6 +19,11 @@ def is_loopback(address: str) -> bool:
     return bool(found) and all(ipaddress.ip_address(each.split("%")[0]).is_loopback for each in found)
 
 
+def is_written_loopback(address: str) -> bool:
+    """Tell whether an address means loopback on every host, not only where a name happens to."""
+    return address == "localhost" or address.startswith(("127.", "::1"))
+
+
 def resolve(address: str) -> list[str]:
     """Return the addresses of a name, or an empty list."""
     try:
@@ -39,16 +44,27 @@ def own_addresses() -> list[str]:
 
 
 def find_interface_to(address: str, port: int) -> str | None:
-    """Return the name of the interface through which an address is reached; sends nothing."""
+    """Return the name of the interface through which an address is reached; sends nothing.
+
+    For an address of this host, the interface that others reach it through.
+    """
+    return _find_interface(_own_address_towards(address, port) or next(iter(own_addresses()), ""))
+
+
+def _own_address_towards(address: str, port: int) -> str | None:
     try:
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(place)
-            own = probe.getsockname()[0]
+            own = str(probe.getsockname()[0])
     except OSError:
         return None
+    return None if ipaddress.ip_address(own.split("%")[0]).is_loopback else own
+
+
+def _find_interface(address: str) -> str | None:
     for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.split("%")[0] == own for entry in entries):
+        if any(entry.address == address for entry in entries):
             return name
     return None
 
@@ -65,7 +81,7 @@ def listen(address: str, port: int) -> socket.socket:
     family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind) as probe:
         probe.bind((place[0], 0))
-    if address == "localhost" or address.startswith(("127.", "::1")):
+    if is_written_loopback(address):
         return _server(family, str(place[0]), port)
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # IPv6 may be switched off

@@ -1,6 +1,7 @@
 """A connection that carries one JSON value a line."""
 
 import json
+import select
 import socket
 import time
 from typing import Any
@@ -37,6 +38,10 @@ class Lines:
         self._read()
         *lines, self._rest = self._rest.split(b"\n")
         return [json.loads(line) for line in lines]
+
+    def is_ready(self, wait_seconds: float) -> bool:
+        """Tell whether there is something to receive, if only the other side's leaving."""
+        return b"\n" in self._rest or bool(select.select([self.stream], [], [], wait_seconds)[0])
 
     def _read(self) -> None:
         block = self.stream.recv(_BLOCK_BYTES)

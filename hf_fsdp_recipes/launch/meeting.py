@@ -16,6 +16,7 @@ from typing import Any
 
 from hf_fsdp_recipes.errors import PreflightError
 
+FAULT_SECONDS = 2.0  # when one has failed, the others are waited for no longer than this
 GRACE_SECONDS = 5.0  # the others wait this much longer for a verdict than number 0 gathers for it
 
 
@@ -95,6 +96,10 @@ class Meeting:
             verdict = self._ask(stage, report)
         return agreed(verdict)
 
+    def is_over(self, stage: str) -> bool:
+        """Tell, from within `collect`, whether the stage has failed elsewhere, so that waiting is in vain."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Leave, and free the port."""
 
@@ -155,7 +160,11 @@ class StoreMeeting(Meeting):
         self.settle("roll call", lambda: announcement(self.seat), judge)
 
     def _gather(self, stage: str, report: dict[str, Any]) -> list[dict[str, Any]]:
+        if "fault" in report or self.is_over(stage):
+            self.deadline = min(self.deadline, time.monotonic() + FAULT_SECONDS)
         found = [report, *(self._find(f"{stage}/{number}", 0.0) for number in range(1, self.seat.count))]
+        if any(each is not None and "fault" in each for each in found):
+            return [each or {"value": None} for each in found]
         silent = [name for name, each in zip(self.names, found, strict=True) if each is None]
         if silent:
             raise PreflightError(
@@ -163,11 +172,19 @@ class StoreMeeting(Meeting):
             )
         return [each for each in found if each is not None]
 
+    def is_over(self, stage: str) -> bool:
+        """Look for a fault's mark."""
+        return self._store.check([f"{self._prefix}/{stage}/fault"])
+
     def _publish(self, stage: str, verdict: dict[str, Any]) -> None:
+        if "fault" in verdict:
+            self._store.set(f"{self._prefix}/{stage}/fault", "")
         self._store.set(f"{self._prefix}/{stage}/verdict", json.dumps(verdict))
 
     def _ask(self, stage: str, report: dict[str, Any]) -> dict[str, Any]:
         self._store.set(f"{self._prefix}/{stage}/{self.seat.number}", json.dumps(report))
+        if "fault" in report:
+            self._store.set(f"{self._prefix}/{stage}/fault", "")
         verdict = self._find(f"{stage}/verdict", GRACE_SECONDS)
         if verdict is None:
             raise PreflightError(f"{self.names[0]} was silent in {stage}. Remedy: look at the log there.")

@@ -4,9 +4,11 @@ Collects and compares; neither talks to other nodes nor imports torch.
 """
 
 import hashlib
+import os
 import platform
 import resource
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_recipes.errors import PreflightError
+from hf_fsdp_recipes.launch import addresses
 
 PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft", "hf-fsdp-recipes")
 SKEW_SECONDS = 2.0
@@ -35,6 +38,8 @@ def collect(files: list[Path]) -> dict[str, Any]:
         "versions": {"python": platform.python_version()} | {name: find_version(name) for name in PACKAGES},
         "code": hash_code(),
         "files": {str(file): hash_file(file) for file in files},
+        "host": socket.gethostname(),
+        "gloo": find_gloo_fault(),
         "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
         "open_files": soft_files if soft_files != resource.RLIM_INFINITY else -1,
         "is_memlock_limited": locked != resource.RLIM_INFINITY,
@@ -48,6 +53,24 @@ def find_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
+
+
+def find_gloo_fault() -> str | None:
+    """Return why gloo would listen where no other host reaches it, or None.
+
+    Source: torch 2.13 `ProcessGroupGloo::createDefaultDevice` takes the address of the host's own name.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return None
+    host = socket.gethostname()
+    found = addresses.resolve(host)
+    if any(not addresses.is_loopback(each) for each in found):
+        return None
+    interface = addresses.find_interface_to(host, 0) or "eth0"
+    return (
+        f"its own name {host} {f'means {found[0]}' if found else 'does not resolve'} there. Rule: gloo listens at the "
+        f"address of the host's name. Remedy: export GLOO_SOCKET_IFNAME={interface}, or mend /etc/hosts."
+    )
 
 
 def hash_code() -> str:
@@ -110,6 +133,19 @@ def differing(values: list[str], names: list[str]) -> str | None:
 def shorten(names: list[str]) -> str:
     """List names, the first three of many."""
     return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+def check_names(facts: list[dict[str, Any]], names: list[str]) -> None:
+    """Check that gloo, over which CPU ranks compute and checkpoints are coordinated, will connect the hosts.
+
+    One host whose name means loopback does no harm, it connects to the others; two of them never find each other.
+
+    Raises:
+        PreflightError: the names of two hosts or more mean their loopback addresses.
+    """
+    faults = {each["host"]: f"{name}: {each['gloo']}" for each, name in zip(facts, names, strict=True) if each["gloo"]}
+    if len(faults) > 1:
+        raise PreflightError("; also: ".join(faults.values()))
 
 
 def describe(facts: list[dict[str, Any]]) -> list[str]:

@@ -122,6 +122,8 @@ def _check_software(meeting: Meeting, job: Job) -> list[str]:
 
     def judge(facts: list[dict[str, Any]]) -> list[str]:
         nodes.check_alike(facts, meeting.names)
+        if not __import__("os").environ.get("NOGL"):
+            nodes.check_names(facts, meeting.names)
         lines = nodes.describe(facts)
         warnings = nodes.find_warnings(facts, meeting.names, num_ranks)
         if job.template is not None:
@@ -188,6 +190,10 @@ def _check_space(directory: Path, wishes: dict[str, Any]) -> list[str]:
 def _check_devices(meeting: Meeting, job: Job, workers: Workers) -> list[str]:
     seat = meeting.seat
 
+    def look() -> list[dict[str, Any]]:
+        until = meeting.deadline - MARGIN_SECONDS
+        return workers.read("looking at its device", until, lambda: meeting.is_over("looking at the devices"))
+
     def judge_devices(found: list[list[dict[str, Any]]]) -> dict[str, Any]:
         devices.check(found, meeting.names, seat.ranks_per_node)
         return {"lines": devices.describe(found, meeting.names), "place": workers.place}
@@ -195,14 +201,15 @@ def _check_devices(meeting: Meeting, job: Job, workers: Workers) -> list[str]:
     def measure() -> list[dict[str, Any]]:
         left_seconds = meeting.deadline - time.monotonic() - MARGIN_SECONDS
         workers.measure(verdict["place"], max(1.0, left_seconds - MARGIN_SECONDS))
-        return workers.read("measuring bandwidth", time.monotonic() + left_seconds)
+        until = time.monotonic() + left_seconds
+        return workers.read("measuring bandwidth", until, lambda: meeting.is_over("measuring bandwidth"))
 
     def judge_rates(results: list[list[dict[str, Any]]]) -> list[str]:
         return advice.describe(job.config, job.wishes, results, meeting.names, _num_nodes(seat), seat.ranks_per_node)
 
     verdict = meeting.settle(
         "looking at the devices",
-        lambda: workers.read("looking at its device", meeting.deadline - MARGIN_SECONDS),
+        look,
         judge_devices,
     )
     return verdict["lines"] + meeting.settle("measuring bandwidth", measure, judge_rates)

@@ -4,6 +4,7 @@ Each says who it claims to be, so that who is missing, double or a stranger is k
 only wait. One line of JSON a message over plain TCP; imports no torch.
 """
 
+import contextlib
 import os
 import selectors
 import socket
@@ -16,7 +17,16 @@ from typing import Any
 from hf_fsdp_recipes.errors import PreflightError
 from hf_fsdp_recipes.launch import addresses
 from hf_fsdp_recipes.launch.lines import Lines
-from hf_fsdp_recipes.launch.meeting import GRACE_SECONDS, Meeting, Seat, agreed, announcement, attempt, named
+from hf_fsdp_recipes.launch.meeting import (
+    FAULT_SECONDS,
+    GRACE_SECONDS,
+    Meeting,
+    Seat,
+    agreed,
+    announcement,
+    attempt,
+    named,
+)
 
 GREETING = "hf-fsdp preflight 1"
 LOOPBACK_SECONDS = 10.0  # who is on this host comes at once, who is on another never does
@@ -33,7 +43,8 @@ def meet(seat: Seat, timeout_seconds: float) -> Meeting:
         PreflightError: the master address or port is not usable; participants are missing, double, out of range or
             of another job. Within `timeout_seconds` of this participant's start, and the grace if it was heard.
     """
-    if seat.count > 1 and addresses.is_loopback(seat.master_address):
+    is_written = addresses.is_written_loopback(seat.master_address)  # its own name may mean loopback on a host alone
+    if seat.count > 1 and (is_written or (seat.number > 0 and addresses.is_loopback(seat.master_address))):
         timeout_seconds = min(timeout_seconds, LOOPBACK_SECONDS)
     deadline = time.monotonic() + timeout_seconds
     refusal = None
@@ -117,7 +128,8 @@ class Member(Meeting):
 
     def _ask(self, stage: str, report: dict[str, Any]) -> dict[str, Any]:
         try:
-            self._lines.send(report)
+            with contextlib.suppress(ConnectionError):  # it may have judged already, and said so before it left
+                self._lines.send(report)
             return self._lines.receive(max(self.deadline, time.monotonic()) + GRACE_SECONDS)
         except TimeoutError as error:
             raise PreflightError(
@@ -125,6 +137,10 @@ class Member(Meeting):
             ) from error
         except OSError as error:
             raise PreflightError(f"{self._chair} left during {stage}. Remedy: its own message says why.") from error
+
+    def is_over(self, stage: str) -> bool:
+        """Look for a verdict that came before this participant has spoken."""
+        return self._lines.is_ready(0.0)
 
     def close(self) -> None:
         """Leave."""
@@ -188,22 +204,34 @@ class Chair(Meeting):
         everybody.sort(key=lambda who: who["number"])
         self.names = [named(self.seat.kind, who) for who in everybody]
 
-    def _gather(self, stage: str, report: dict[str, Any]) -> list[dict[str, Any]]:
-        def is_done() -> bool:
-            return all(guest.reports for guest in self._seated) or any(
-                guest.has_left and not guest.reports for guest in self._seated
-            )
+    def is_over(self, stage: str) -> bool:
+        """Look for faults that have come in, and for those who have left."""
+        self._serve_once(0.0)
+        return any(guest.has_left or any("fault" in report for report in guest.reports) for guest in self._seated)
 
-        self._serve_until(is_done)
+    def _gather(self, stage: str, report: dict[str, Any]) -> list[dict[str, Any]]:
+        def is_complete() -> bool:
+            return all(guest.reports or guest.has_left for guest in self._seated)
+
+        self._serve_until(lambda: is_complete() or "fault" in report or self.is_over(stage))
+        if not is_complete():
+            self.deadline = min(self.deadline, time.monotonic() + FAULT_SECONDS)
+            self._serve_until(is_complete)
+        reports = [report, *(guest.reports.pop(0) if guest.reports else None for guest in self._seated)]
+        if not any(each is not None and "fault" in each for each in reports):
+            self._check_all_spoke(stage, reports)
+        return [each or {"value": None} for each in reports]
+
+    def _check_all_spoke(self, stage: str, reports: list[dict[str, Any] | None]) -> None:
         silent = [
-            f"{name} {'left during' if guest.has_left else 'was silent in'} {stage}"
-            for name, guest in zip(self.names[1:], self._seated, strict=True)
-            if not guest.reports
+            (name, guest.has_left)
+            for name, guest, report in zip(self.names[1:], self._seated, reports[1:], strict=True)
+            if report is None
         ]
-        left = [fault for fault in silent if " left during " in fault]
         if silent:
-            raise PreflightError("; ".join(left or silent) + ". Remedy: look at the log and the processes there.")
-        return [report, *(guest.reports.pop(0) for guest in self._seated)]
+            gone = [f"{name} left during {stage}" for name, has_left in silent if has_left]
+            mute = [f"{name} was silent in {stage}" for name, _ in silent]
+            raise PreflightError("; ".join(gone or mute) + ". Remedy: look at the log and the processes there.")
 
     def _publish(self, stage: str, verdict: dict[str, Any]) -> None:
         self._send_to(self._seated, verdict)
@@ -294,7 +322,7 @@ def _explain_missing(seat: Seat, by_number: dict[int, list[str]], missing: list[
         f"{len(missing)} of {seat.count} {kind}s did not come within {waited_seconds:.0f} s: {', '.join(map(str, missing))}"
         f"{f' (not heard of: {absent})' if absent else ''}; came: {came}."
     )
-    if addresses.is_loopback(seat.master_address):
+    if addresses.is_written_loopback(seat.master_address):
         return (
             f"{text} Rule: every {kind} reaches {kind} 0, and master address {seat.master_address} is loopback, which other "
             f"hosts cannot reach. Remedy: the name or network address of {kind} 0's host."

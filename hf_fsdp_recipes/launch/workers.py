@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -74,13 +75,21 @@ class Workers:
             )
         self._lines.append(Lines(ours))
 
-    def read(self, doing: str, deadline: float) -> list[dict[str, Any]]:
-        """Return the next answer of every process, in the order of local ranks.
+    def read(self, doing: str, deadline: float, is_over: Callable[[], bool]) -> list[dict[str, Any]]:
+        """Return the next answer of every process, in the order of local ranks; nothing if it is over elsewhere.
 
         Raises:
             PreflightError: one failed, died, or was silent until the deadline.
         """
-        return [self._read(index, doing, deadline) for index in range(len(self._lines))]
+        answers = []
+        for index in range(len(self._lines)):
+            while not self._lines[index].is_ready(0.2):
+                if is_over():
+                    return []
+                if time.monotonic() > deadline:
+                    break
+            answers.append(self._read(index, doing, deadline))
+        return answers
 
     def _read(self, index: int, doing: str, deadline: float) -> dict[str, Any]:
         who = f"local rank {self._seat.local_ranks[index]}"
