@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from hf_fsdp_recipes.errors import PreflightError
 from hf_fsdp_recipes.launch import advice, devices, nodes, space, templates
-from hf_fsdp_recipes.launch.config_check import read_config
+from hf_fsdp_recipes.launch.config_check import find_faults, read_config
 from tests.conftest import tiny_config
 from tests.nodes import Node, finish, job, one_message, run, start
 from tests.ranks.harness import free_port
@@ -145,6 +145,20 @@ def test_node_that_is_killed_in_the_middle_is_named(tmp_path):
     outcome, _ = finish(processes, started, 30)
     assert outcome.status == 1 and outcome.seconds < 4 + SLACK_SECONDS
     assert f"pid {processes[1].pid}) left during comparing versions, code and files" in outcome.error
+
+
+@pytest.mark.slow
+def test_node_that_hangs_is_named_when_time_is_up(tmp_path):
+    os.mkfifo(tmp_path / "never_written")
+    first, second = job([0, 1], template=tmp_path / "never_written")
+    first.arguments = [*first.arguments, "--template", ROOT / "accelerate_configs" / "fsdp2_cpu.yaml"]
+    started = time.monotonic()
+    processes = [start(first), start(second)]
+    (outcome,) = finish(processes[:1], started, 90)
+    processes[1].kill()
+    processes[1].communicate()
+    assert outcome.status == 1 and 30 < outcome.seconds < 35 + SLACK_SECONDS
+    assert f"pid {processes[1].pid}) was silent in comparing versions, code and files" in outcome.error
 
 
 # The master's address and port
@@ -377,6 +391,12 @@ def test_fast_wire_is_enough_and_hybrid_is_judged_by_what_stays_inside():
 
 def test_hybrid_is_not_advised_where_a_node_is_no_faster_inside():
     assert "hybrid" not in advice.advise("full_shard", H100, within=9e9, between=10e9, num_nodes=2, ranks_per_node=8)
+
+
+def test_counts_are_those_of_the_launch_and_not_the_templates():
+    template = templates.find_template("fsdp2_hybrid_shard")
+    launched = advice.as_launched(yaml.safe_load(templates.render(template)), num_nodes=3, ranks_per_node=4)
+    assert find_faults(launched) == []
 
 
 def test_preflight_starts_without_torch():

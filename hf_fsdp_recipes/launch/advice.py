@@ -48,6 +48,18 @@ def read_strategy(config: dict[str, Any]) -> str:
     return "shard_grad_op" if keeps else "full_shard"
 
 
+def as_launched(config: dict[str, Any], num_nodes: int, ranks_per_node: int) -> dict[str, Any]:
+    """Return an Accelerate config with the counts that the launcher gives it on the command line."""
+    launched = config | {"num_machines": num_nodes, "num_processes": num_nodes * ranks_per_node}
+    if "hybrid" in read_strategy(config) and "parallelism_config" in config:
+        sizes = {
+            "parallelism_config_dp_replicate_size": num_nodes,
+            "parallelism_config_dp_shard_size": ranks_per_node,
+        }
+        launched["parallelism_config"] = config["parallelism_config"] | sizes
+    return launched
+
+
 def read_load(config: dict[str, Any], recipe: dict[str, Any] | None, flops_per_second: float) -> Load:
     """Return what a rank computes and moves; TRL's defaults where the recipe says nothing."""
     rows, length = 8, 1024  # trl 1.16 SFTConfig
@@ -55,7 +67,7 @@ def read_load(config: dict[str, Any], recipe: dict[str, Any] | None, flops_per_s
     if recipe is not None:
         rows = int(recipe.get("per_device_train_batch_size", rows))
         length = int(recipe.get("max_length") or length)
-        source = "the recipe"
+        source = "the recipe, TRL's defaults where it is silent"
     item_bytes = 4 if str(config.get("mixed_precision", "no")) in ("no", "False") else 2
     return Load(rows * length, source, flops_per_second, item_bytes)
 
@@ -105,7 +117,8 @@ def advise(
                 f"{text}. Take {better} if the model fits into one node: with {_rate(within)} within, transfers take "
                 f"{gain:.1f} times less time"
             )
-    return f"{text}. More tokens a rank (batch size, length) help; so does a faster wire"
+    fewer = "; shard_grad_op moves a third less, if the model fits" if strategy == "full_shard" else ""
+    return f"{text}. More tokens a rank (batch size, length) help, and a faster wire{fewer}"
 
 
 def describe(
@@ -135,4 +148,4 @@ def describe(
 
 
 def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:,.2f} GB/s"
+    return f"{bytes_per_second / 1e9:,.2f} GB/s" if bytes_per_second >= 1e8 else f"{bytes_per_second / 1e6:,.1f} MB/s"

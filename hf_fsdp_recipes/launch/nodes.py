@@ -15,10 +15,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hf_fsdp_recipes.errors import PreflightError
 from hf_fsdp_recipes.launch import addresses
 
-PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft", "hf-fsdp-recipes")
+PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 SKEW_SECONDS = 2.0
 MIN_SHM_BYTES = 1 << 30  # what NCCL's documentation gives containers: docker run --shm-size=1g
 MIN_OPEN_FILES = 1024
@@ -38,6 +40,8 @@ def collect(files: list[Path]) -> dict[str, Any]:
         "versions": {"python": platform.python_version()} | {name: find_version(name) for name in PACKAGES},
         "code": hash_code(),
         "files": {str(file): hash_file(file) for file in files},
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
         "host": socket.gethostname(),
         "gloo": find_gloo_fault(),
         "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
@@ -156,6 +160,8 @@ def describe(facts: list[dict[str, Any]]) -> list[str]:
     return [
         f"{'software':<10}{versions}",
         f"{'content':<10}code {facts[0]['code']}{files}",
+        f"{'hosts':<10}{min(each['cores'] for each in facts)} cores, "
+        f"{min(each['memory_bytes'] for each in facts) / 1e9:,.1f} GB of memory at least",
         f"{'clocks':<10}{max(clocks) - min(clocks):.2f} s apart at most",
     ]
 

@@ -9,6 +9,7 @@ Runs the stages and prints; what is checked is in the neighbouring modules. Impo
 
 import os
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -118,17 +119,15 @@ def _describe_roll(meeting: Meeting) -> list[str]:
 
 def _check_software(meeting: Meeting, job: Job) -> list[str]:
     seat = meeting.seat
-    num_ranks = seat.count * len(seat.local_ranks)
 
     def judge(facts: list[dict[str, Any]]) -> list[str]:
         nodes.check_alike(facts, meeting.names)
-        if not __import__("os").environ.get("NOGL"):
-            nodes.check_names(facts, meeting.names)
+        nodes.check_names(facts, meeting.names)
         lines = nodes.describe(facts)
-        warnings = nodes.find_warnings(facts, meeting.names, num_ranks)
+        warnings = nodes.find_warnings(facts, meeting.names, _num_nodes(seat) * seat.ranks_per_node)
         if job.template is not None:
-            counts = {"num_processes": num_ranks, "num_machines": _num_nodes(seat)}
-            warnings += [f"{job.template.name}: {fault}" for fault in config_check.find_faults(job.config | counts)]
+            launched = advice.as_launched(job.config, _num_nodes(seat), seat.ranks_per_node)
+            warnings += [f"{job.template.name}: {fault}" for fault in config_check.find_faults(launched)]
         return lines + [f"warning: {warning}" for warning in warnings]
 
     return meeting.settle("comparing versions, code and files", job.read, judge)
@@ -246,6 +245,7 @@ def command(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for all nodes to come.")] = 60.0,
 ) -> None:
     """Check that the nodes of a job can work together; one process a node, or every rank under a launcher."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that its own processes end with it
     if num_nodes is None and node_rank is None and "WORLD_SIZE" in os.environ:
         seat = seat_from_launcher(os.environ)
     else:
