@@ -215,7 +215,7 @@ def _entries(template: Template) -> Iterator[tuple[str, str, str]]:
         yield "rdzv_backend", "c10d", "nodes may come up in any order"
     yield "main_training_function", "main", ""
     if template.variant == "gaudi":
-        yield "dynamo_config", "", ""
+        yield "dynamo_config", "", "torch.compile, which Gaudi needs to be fast"
         yield "dynamo_config/dynamo_backend", "HPU_BACKEND", "Gaudi's graph compiler"
         yield "dynamo_config/dynamo_use_regional_compilation", "true", "one block is compiled, not the whole model"
     yield "fsdp_config", "", ""
