@@ -28,6 +28,7 @@ class Weight:
         is_trained: whether it has a gradient.
         stored_bytes: of one element in the shard: fp32 masters, say, or half a byte.
         whole_bytes: of one element when it is gathered.
+        is_looked_up: whether rows are picked from it and nothing is multiplied with it.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Weight:
     is_trained: bool
     stored_bytes: float
     whole_bytes: float
+    is_looked_up: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -68,8 +70,6 @@ def build(config: Any, job: Job) -> Any:
     Raises:
         PlanError: the architecture cannot be built, or the adapter's targets are not in it.
     """
-    from transformers import AutoModelForCausalLM
-
     config = type(config).from_dict(config.to_dict())
     text = config.get_text_config()
     config.use_cache = text.use_cache = False
@@ -78,7 +78,6 @@ def build(config: Any, job: Job) -> Any:
         model = build_on_meta(config, job.compute_dtype)
     except LoadError as error:
         raise PlanError(f"no causal language model can be planned for: {error}") from error
-    assert AutoModelForCausalLM is not None
     model = model.to("meta").train()
     if job.loss == "fused":
         from trl.trainer.utils import add_fused_lm_head
@@ -114,18 +113,28 @@ def _checkpoint(model: Any, has_adapter: bool) -> None:
 def weights(model: Any, job: Job) -> list[Weight]:
     """List the parameters, tied ones once, with what FSDP stores and gathers of each."""
     packed = _packed(model) if job.is_4bit else set()
-    return [_weight(name, parameter, job, name in packed) for name, parameter in model.named_parameters()]
+    tables = _tables(model)
+    return [_weight(name, parameter, job, name in packed, name in tables) for name, parameter in model.named_parameters()]
 
 
-def _weight(name: str, parameter: Any, job: Job, is_packed: bool) -> Weight:
+def _weight(name: str, parameter: Any, job: Job, is_packed: bool, is_looked_up: bool) -> Weight:
+    shape = tuple(parameter.shape)
     if is_packed:
-        return Weight(name, tuple(parameter.shape), False, BITS4_BYTES, BITS4_BYTES)
+        return Weight(name, shape, False, BITS4_BYTES, BITS4_BYTES)
     # Accelerate keeps what is trained under mixed precision in fp32; what is frozen stays as it was loaded.
     is_master = parameter.requires_grad and job.mixed_precision is not None
     stored = torch.float32 if is_master else job.dtype
-    return Weight(
-        name, tuple(parameter.shape), parameter.requires_grad, stored.itemsize, parameter.dtype.itemsize
-    )
+    return Weight(name, shape, parameter.requires_grad, stored.itemsize, parameter.dtype.itemsize, is_looked_up)
+
+
+def _tables(model: Any) -> set[str]:
+    """Name the embeddings' weights, but one that is tied to the head."""
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    return {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding) and module.weight is not head
+    }
 
 
 def _packed(model: Any) -> set[str]:

@@ -124,7 +124,9 @@ class _Boundary(torch.autograd.Function):
         return None, *gradients
 
 
-def trace_step(model: Any, job: Job, watched: Collection[str], last_layer: str | None) -> list[Moment]:
+def trace_step(
+    model: Any, job: Job, watched: Collection[str], last_layer: str | None, device: str = "meta"
+) -> list[Moment]:
     """Run one step on meta and return its moments, in order.
 
     Args:
@@ -132,6 +134,7 @@ def trace_step(model: Any, job: Job, watched: Collection[str], last_layer: str |
         job: rows, loss and attention.
         watched: modules whose forward and backward are to be noted.
         last_layer: from whose end on memory counts as logits and loss, until its backward begins.
+        device: where the model is; another one than meta computes for real, to compare with.
     """
     watched = dict.fromkeys([*watched, *([last_layer] if last_layer else [])])
     known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
@@ -139,7 +142,7 @@ def trace_step(model: Any, job: Job, watched: Collection[str], last_layer: str |
     handles = [*_watch_modules(model, watched, last_layer, watch), *_watch_parameters(model, watch)]
     try:
         with _meta_can_run(job.on_cpu), watch:
-            rows = torch.zeros(job.batch, job.length, dtype=torch.long, device="meta")
+            rows = torch.zeros(job.batch, job.length, dtype=torch.long, device=device)
             value, kept = _forward(model, rows, job.loss, job.attention == "sdpa_padded")
             watch.note("loss")
             watch.is_forward = False
@@ -170,7 +173,7 @@ def _mask(model: Any, rows: Any, is_padded: bool) -> Any:
     if not is_eager and not is_padded:
         return None
     batch, length = rows.shape
-    return torch.empty(batch, 1, length, length, dtype=model.dtype if is_eager else torch.bool, device="meta")
+    return torch.empty(batch, 1, length, length, dtype=model.dtype if is_eager else torch.bool, device=rows.device)
 
 
 def _watch_modules(model: Any, watched: Collection[str], last_layer: str | None, watch: _Watch) -> Iterator[Any]:
@@ -233,10 +236,12 @@ def _take_gradient(watch: _Watch, name: str) -> Any:
 def _meta_can_run(on_cpu: bool) -> Iterator[None]:
     """Stand in for what meta lacks: attention kernels, autocast, and on GPUs the kernels of TRL's fused loss.
 
-    Those work in place on tiles that their caller has allocated.
+    Those work in place on tiles that their caller has allocated. Experts' grouped products take transformers' own
+    stand-in, which knows their shapes on meta whatever their alignment.
 
-    Source: trl 1.16 `kernels/chunked_logprob.py`.
+    Source: trl 1.16 `kernels/chunked_logprob.py`; transformers 5.23 `integrations/moe.py`.
     """
+    from transformers.integrations import moe
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -244,8 +249,10 @@ def _meta_can_run(on_cpu: bool) -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         functional = torch.nn.functional
         patches.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _plan_attention))
-        # Asking whether meta computes under autocast is an error; the model is in the compute dtype already.
+        # Asking for autocast on meta is an error; the model is in the compute dtype already.
         patches.enter_context(mock.patch.object(torch, "is_autocast_enabled", lambda *device: False))
+        patches.enter_context(mock.patch.object(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext()))
+        patches.enter_context(mock.patch.object(moe, "_can_use_grouped_mm", lambda *tensors: False))
         if not on_cpu:
             from trl.kernels import chunked_logprob
 

@@ -125,6 +125,10 @@ def _groups_of_fsdp1(model: Any, job: Job, reshards: bool) -> list[tuple[list[An
         return module
 
     policy = _plugin(model, job).auto_wrap_policy
+    if job.lora_rank and job.loop == "trainer":
+        from peft.utils.other import fsdp_auto_wrap_policy
+
+        policy = fsdp_auto_wrap_policy(model)  # Trainer's own choice for adapters under FSDP1
     if policy is not None:
         _recursive_wrap(model, policy, note, set(), set(), only_wrap_children=True)
     return [*(([module], reshards) for module in picked), ([model], False)]
