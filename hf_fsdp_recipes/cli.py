@@ -104,7 +104,9 @@ def plan(
     gradient_checkpointing: Annotated[Optional[bool], typer.Option(help="Recompute layers in backward.")] = None,
     attention: Annotated[Optional[str], typer.Option(help="sdpa, sdpa_padded, flash or eager.")] = None,
     fused_loss: Annotated[Optional[bool], typer.Option(help="Loss in tiles, as TRL's trainer computes it.")] = None,
-    suggest: Annotated[bool, typer.Option("--suggest", help="Find the best template and batch for the machine.")] = False,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="Find the best template and batch for the machine.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print values for machines.")] = False,
 ) -> None:
     """Say what a run will need, from the model's config alone; status 1 if it does not fit."""

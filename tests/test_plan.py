@@ -12,7 +12,7 @@ from hf_fsdp_recipes.cli import app
 from hf_fsdp_recipes.errors import PlanError
 from hf_fsdp_recipes.launch.templates import all_templates
 from hf_fsdp_recipes.plan import blueprint, trace, units
-from hf_fsdp_recipes.plan.advice import smallest_changes, suggest
+from hf_fsdp_recipes.plan.advice import compare_shardings, smallest_changes, suggest
 from hf_fsdp_recipes.plan.communication import step_flops, traffic
 from hf_fsdp_recipes.plan.host import host_needs
 from hf_fsdp_recipes.plan.job import Job, Machine, parse_bandwidth, parse_bytes
@@ -139,25 +139,27 @@ def test_405b_on_64_gpus_takes_less_than_20_seconds_of_one_core(tmp_path):
     assert found["changes"][-1]["fits"] is True
 
 
+BY_SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 3000}
+
+
 @pytest.mark.parametrize(
-    ("fsdp", "strategy"),
+    ("fsdp", "strategy", "kind", "lora_rank"),
     [
-        (FSDP2, Strategy(version=2)),
-        (FSDP2 | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 3000}, Strategy(min_num_params=3000)),
-        (FSDP1, Strategy(version=1)),
-        (
-            FSDP1 | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 3000},
-            Strategy(version=1, min_num_params=3000),
-        ),
+        (FSDP2, Strategy(), "llama", 0),
+        (FSDP2, Strategy(), "llama_tied", 0),
+        (FSDP2, Strategy(), "llama", 4),
+        (FSDP2 | BY_SIZE, Strategy(min_num_params=3000), "qwen3_moe", 0),
+        (FSDP1, Strategy(version=1), "llama", 0),
+        (FSDP1, Strategy(version=1), "llama", 4),
+        (FSDP1 | BY_SIZE, Strategy(version=1, min_num_params=3000), "llama_tied", 0),
     ],
-    ids=["fsdp2", "fsdp2 by size", "fsdp1", "fsdp1 by size"],
+    ids=["fsdp2", "fsdp2 tied", "fsdp2 lora", "fsdp2 by size", "fsdp1", "fsdp1 lora", "fsdp1 by size"],
 )
-@pytest.mark.parametrize(("kind", "lora_rank"), [("llama", 0), ("llama_tied", 0), ("qwen3_moe", 0), ("llama", 4)])
 def test_units_are_those_that_accelerate_shards(fsdp, strategy, kind, lora_rank):
-    if lora_rank and strategy.version == 2 and strategy.min_num_params:
-        lora_rank = 0
     found = run_ranks(units_of, 2, kind, lora_rank, environment=fsdp_environment(fsdp))
-    job = Job(strategy, machine=Machine(2, 2), mixed_precision=None, loss="model", checkpointing=False, lora_rank=lora_rank)
+    job = Job(
+        strategy, machine=Machine(2, 2), mixed_precision=None, loss="model", checkpointing=False, lora_rank=lora_rank
+    )
     cut = units.find_units(blueprint.build(tiny_config(kind), job), job)
     sizes = sorted(sum(weight.num_elements for weight in unit.weights) for unit in cut)
     assert [size for size in sizes if size] == found[0][0]
@@ -296,11 +298,26 @@ def test_smallest_change_comes_first_and_fits(planners):
     assert tried[-1].label == "gradient checkpointing"
 
 
-def test_suggestion_fits_and_hybrid_wins_on_a_slow_wire(planners):
+def test_hybrid_is_quickest_where_the_wire_between_nodes_is_slow(planners):
     planner = planners("7B", LLAMA2_7B)
-    slow = Job(Strategy(), machine=Machine(16, 8, node_bytes_per_second=100e9 / 8), length=512)
-    found = suggest(planner, slow)
-    assert found.plan.fits and found.plan.job.strategy.sharding.startswith("hybrid")
+    job = Job(Strategy(), machine=Machine(16, 8), length=512)
+    slow = change(job, node_bytes_per_second=100e9 / 8)
+    seconds = {one.label: one.traffic.seconds for one in compare_shardings(planner, slow)}
+    assert seconds["hybrid_shard"] < 0.75 * seconds["full_shard"]
+    fast = {
+        one.label: one.traffic.seconds for one in compare_shardings(planner, change(job, node_bytes_per_second=400e9))
+    }
+    assert fast["hybrid_shard"] > fast["full_shard"]
+
+
+def test_suggestion_fits_and_no_strategy_beats_it():
+    planner = Planner(llama(LLAMA2_7B | {"num_hidden_layers": 4}))
+    job = Job(Strategy(), machine=Machine(4, 4, 24 * 10**9), length=2048)
+    found = suggest(planner, job)
+    assert found.plan.fits
+    others = compare_shardings(planner, found.plan.job)
+    assert all(one.traffic.step_seconds >= found.traffic.step_seconds * 0.98 for one in others if one.plan.fits)
+    assert suggest(planner, change(job, gpu_bytes=2 * 10**9)) is None
 
 
 @pytest.mark.parametrize("template", all_templates(), ids=lambda template: template.name)
@@ -370,6 +387,10 @@ def test_sizes_and_bandwidths_are_read():
 def test_documents_in_the_page_are_what_is_predicted(planners):
     """docs/planner.md prints these predictions; the page may not fall behind the code."""
     page = (Path(__file__).resolve().parents[1] / "docs" / "planner.md").read_text()
-    for name, values, offload, batch in (("7B", LLAMA2_7B, False, 10), ("7B", LLAMA2_7B, True, 10), ("70B", LLAMA2_70B, True, 2)):
+    for name, values, offload, batch in (
+        ("7B", LLAMA2_7B, False, 10),
+        ("7B", LLAMA2_7B, True, 10),
+        ("70B", LLAMA2_70B, True, 2),
+    ):
         plan = planners(name, values).plan(guide_job(is_offloaded=offload, batch=batch))
         assert f"{plan.valley_bytes / GB:.2f} / {plan.peak_bytes / GB:.1f}" in page

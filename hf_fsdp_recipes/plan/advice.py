@@ -75,7 +75,10 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
     if not job.is_4bit and "8bit" not in job.optimizer and job.optimizer != "sgd":
         yield "an 8-bit optimizer (adamw_8bit)", change(job, optimizer="adamw_8bit")
     if not job.strategy.is_offloaded and not job.on_cpu:
-        yield "offloading parameters and optimizer to the host", change(job, is_offloaded=True, name=f"{job.strategy.name}_offload")
+        yield (
+            "offloading parameters and optimizer to the host",
+            change(job, is_offloaded=True, name=f"{job.strategy.name}_offload"),
+        )
     yield from _more_gpus(job)
     if not job.lora_rank:
         yield "LoRA of rank 16 on all linear layers", change(job, lora_rank=16)
@@ -126,11 +129,13 @@ def _preference(alternative: Alternative) -> tuple[bool, float, float, int]:
 def suggest(planner: Planner, job: Job) -> Alternative | None:
     """Find the template and batch with the most tokens a second that fit; None if nothing does.
 
-    Tries all strategies with and without checkpointing, batches doubled while they fit; only where nothing fits at a
-    batch of 1, offloading and an 8-bit optimizer.
+    Tries all strategies with and without checkpointing, batches doubled while that helps; only where nothing fits at
+    a batch of 1, offloading and an 8-bit optimizer.
     """
     plain = change(job, is_offloaded=False, min_num_params=None)
-    found = [one for checkpointing in (False, True) for one in _batches(planner, change(plain, checkpointing=checkpointing))]
+    found = [
+        one for checkpointing in (False, True) for one in _batches(planner, change(plain, checkpointing=checkpointing))
+    ]
     if not found:
         smaller = change(plain, checkpointing=True, batch=1)
         wishes = {"optimizer": "adamw_8bit"}, {"is_offloaded": True}
@@ -142,11 +147,15 @@ def suggest(planner: Planner, job: Job) -> Alternative | None:
 
 
 def _batches(planner: Planner, job: Job) -> Iterator[Alternative]:
-    batch, some_fit = 1, True
-    while some_fit and batch <= MAX_BATCH:
+    """Yield what fits, with the batch doubled for as long as that makes a token quicker."""
+    batch, best = 1, float("inf")
+    while batch <= MAX_BATCH:
         fitting = [one for one in compare_shardings(planner, change(job, batch=batch)) if one.plan.fits]
         yield from fitting
-        batch, some_fit = 2 * batch, bool(fitting)
+        quickest = min((_seconds_a_token(one)[0] for one in fitting), default=best)
+        if quickest >= best:
+            return
+        batch, best = 2 * batch, quickest
 
 
 def _seconds_a_token(alternative: Alternative) -> tuple[float, float, int]:

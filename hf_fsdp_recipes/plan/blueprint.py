@@ -114,7 +114,9 @@ def weights(model: Any, job: Job) -> list[Weight]:
     """List the parameters, tied ones once, with what FSDP stores and gathers of each."""
     packed = _packed(model) if job.is_4bit else set()
     tables = _tables(model)
-    return [_weight(name, parameter, job, name in packed, name in tables) for name, parameter in model.named_parameters()]
+    return [
+        _weight(name, parameter, job, name in packed, name in tables) for name, parameter in model.named_parameters()
+    ]
 
 
 def _weight(name: str, parameter: Any, job: Job, is_packed: bool, is_looked_up: bool) -> Weight:

@@ -37,7 +37,9 @@ def run(
         if is_suggesting:
             found = advice.suggest(planner, job)
             if found is None:
-                raise PlanError("nothing fits at a batch of 1, offloaded or with an 8-bit optimizer. Remedy: more GPUs, LoRA.")
+                raise PlanError(
+                    "nothing fits at a batch of 1, offloaded or with an 8-bit optimizer. Remedy: more GPUs, LoRA."
+                )
             plan = found.plan
         else:
             plan = planner.plan(job)

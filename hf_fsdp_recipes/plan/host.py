@@ -49,7 +49,9 @@ def host_needs(plan: Plan) -> list[HostNeed]:
             "load",
             start + (ranks * loaded if job.is_4bit else ranks * (LOADING_BYTES + 2 * BUCKET_BYTES)),
             start + ranks * loaded,
-            "4-bit models load through from_pretrained on every rank" if job.is_4bit else "stock: every rank loads the whole",
+            "4-bit models load through from_pretrained on every rank"
+            if job.is_4bit
+            else "stock: every rank loads the whole",
         ),
         HostNeed("train", base, base, "processes, and what is offloaded or paged"),
         HostNeed("save", base + round(ranks * saved * STAGING_RATIO), base + state, "stock: FULL_STATE_DICT on rank 0"),

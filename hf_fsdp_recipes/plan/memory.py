@@ -4,12 +4,13 @@ Joins the blueprint, the units, the traced step and the schedule. One `Planner` 
 between two ways to train it is built once.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hf_fsdp_recipes.plan import blueprint, trace, units
 from hf_fsdp_recipes.plan.job import BLOCK_SCALE_BYTES, STATE_TENSORS, Job
 from hf_fsdp_recipes.plan.schedule import REDUCED_GRADIENTS, replay
+from hf_fsdp_recipes.plan.strategy import Strategy
 from hf_fsdp_recipes.plan.units import Unit
 
 PARAMETERS, OPTIMIZER, STEP, SCALES = "parameters", "optimizer", "optimizer step", "4-bit scales"
@@ -102,20 +103,24 @@ class Planner:
         )
 
     def _model(self, job: Job) -> Any:
-        key = (job.compute_dtype, job.attention == "eager", job.loss == "fused", job.checkpointing)
-        key += (job.lora_rank, job.lora_targets)
+        key = (*_built_with(job), job.attention == "eager", job.loss == "fused")
         if key not in self._models:
             self._models.clear()  # one at a time: deep models have many modules
             self._models[key] = blueprint.build(self.config, job)
         return self._models[key]
 
     def _moments(self, model: Any, job: Job, cut: list[Unit]) -> list[trace.Moment]:
-        watched = tuple(units.names_to_watch(cut))
-        key = (job.compute_dtype, job.attention, job.loss, job.checkpointing, job.lora_rank, job.lora_targets)
-        key += (job.batch, job.length, job.on_cpu, watched)
+        # What full sharding by layer watches is always watched, so that most strategies share one trace.
+        usual = units.find_units(model, change(job, **asdict(Strategy())))
+        watched = tuple(units.names_to_watch([*usual, *cut]))
+        key = (*_built_with(job), job.attention, job.loss, job.batch, job.length, job.on_cpu, watched)
         if key not in self._traces:
             self._traces[key] = trace.trace_step(model, job, watched, units.last_layer(model))
         return self._traces[key]
+
+
+def _built_with(job: Job) -> tuple[Any, ...]:
+    return job.compute_dtype, job.checkpointing, job.lora_rank, job.lora_targets
 
 
 def _resident(cut: list[Unit], job: Job) -> tuple[dict[str, int], dict[str, int]]:
@@ -138,7 +143,9 @@ def _state_bytes(unit: Unit, job: Job) -> float:
     for weight in unit.weights:
         if weight.is_trained:
             elements = weight.padded_elements(num_ranks) if job.strategy.version == 2 else weight.num_elements
-            total += elements / num_ranks * STATE_TENSORS[job.optimizer] * _bytes_a_state(weight.stored_bytes, job.optimizer)
+            total += (
+                elements / num_ranks * STATE_TENSORS[job.optimizer] * _bytes_a_state(weight.stored_bytes, job.optimizer)
+            )
     return total
 
 

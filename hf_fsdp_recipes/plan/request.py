@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from hf_fsdp_recipes.errors import PlanError
@@ -38,7 +39,10 @@ def read_recipe(file: Path) -> dict[str, Any]:
     options.setdefault("batch", 8)  # Trainer's own default
     if keys.get("use_peft"):
         targets = keys.get("lora_target_modules") or "all-linear"
-        options |= {"lora": keys.get("lora_r", 16), "lora_targets": targets if isinstance(targets, str) else ",".join(targets)}
+        options |= {
+            "lora": keys.get("lora_r", 16),
+            "lora_targets": targets if isinstance(targets, str) else ",".join(targets),
+        }
     if keys.get("load_in_4bit"):
         options["quantized"] = "4bit"
     accelerator = keys.get("accelerator_config") or {}
@@ -70,8 +74,7 @@ def make_job(template: str, options: dict[str, Any]) -> Job:
     if quantized not in (None, "4bit"):
         raise PlanError(f"quantized: {quantized!r}. Rule: 4bit, or nothing.")
     precision = parse_dtype(options.get("mixed_precision", strategy.mixed_precision))
-    dtype = parse_dtype(options.get("dtype", "bfloat16" if options.get("lora") else "float32"))
-    assert dtype is not None or precision is not None
+    dtype = parse_dtype(options.get("dtype")) or torch.float32
     targets = options.get("lora_targets", "all-linear")
     return Job(
         strategy=strategy,
@@ -79,7 +82,7 @@ def make_job(template: str, options: dict[str, Any]) -> Job:
         batch=options.get("batch", 1),
         length=options.get("length", 1024),
         accumulation=options.get("accumulation", 1),
-        dtype=dtype or parse_dtype("float32"),  # type: ignore[arg-type]
+        dtype=dtype,
         mixed_precision=precision,
         optimizer=options.get("optimizer", "adamw_torch_fused"),
         checkpointing=options.get("checkpointing", True),

@@ -71,9 +71,12 @@ def _head(plan: Plan) -> Iterator[str]:
     job = plan.job
     machine = job.machine
     trained = "" if plan.num_trained == plan.num_parameters else f", {plan.num_trained / 1e6:,.1f}M trained"
-    where = f"{machine.num_gpus} {'CPU ranks' if job.on_cpu else 'GPUs'} on {machine.num_nodes} node{'s'[: machine.num_nodes > 1]}"
+    nodes = f"{machine.num_nodes} node{'s' if machine.num_nodes > 1 else ''}"
+    where = f"{machine.num_gpus} {'CPU ranks' if job.on_cpu else 'GPUs'} on {nodes}"
     yield f"{plan.num_parameters / 1e9:,.2f}B parameters{trained}; {job.strategy.name} over {where}"
-    settings = {k: v for k, v in describe(job).items() if k not in ("template", "gpus", "gpus_per_node") and v is not None}
+    settings = {
+        k: v for k, v in describe(job).items() if k not in ("template", "gpus", "gpus_per_node") and v is not None
+    }
     yield ", ".join(f"{key} {value}" for key, value in settings.items())
 
 
@@ -82,7 +85,9 @@ def _device(plan: Plan) -> list[str]:
     for part in PARTS:
         valley, peak = plan.valley.get(part, 0), plan.peak.get(part, 0)
         if valley or peak:
-            rows.append((part, readable(valley) if valley else "-", readable(peak) if peak else "-", NOTES.get(part, "")))
+            rows.append(
+                (part, readable(valley) if valley else "-", readable(peak) if peak else "-", NOTES.get(part, ""))
+            )
     rows.append(("sum", readable(plan.valley_bytes), readable(plan.peak_bytes), ""))
     if plan.allowance_bytes:
         rows.append(("allowance", "", readable(plan.allowance_bytes), "context, NCCL, fragmentation: assumed"))
@@ -110,7 +115,9 @@ def _wires(step: Traffic, plan: Plan) -> list[str]:
     rows.append(("into each GPU", readable(step.gpu_bytes), readable(machine.gpu_bytes_per_second) + "/s", ""))
     if machine.num_nodes > 1:
         rows.append(("into each node", readable(step.node_bytes), readable(machine.node_bytes_per_second) + "/s", ""))
-    wait = "the wires set the pace" if step.seconds > step.compute_seconds else "hidden behind computing, if they overlap"
+    wait = (
+        "the wires set the pace" if step.seconds > step.compute_seconds else "hidden behind computing, if they overlap"
+    )
     return [
         *aligned(rows),
         f"  {step.seconds:.2f} s of communication, {step.compute_seconds:.2f} s of computing at 40 % of the peak: {wait}",

@@ -87,7 +87,7 @@ class _PlannedAttention(torch.autograd.Function):
     """Attention without scores: saves what flash and memory-efficient kernels save."""
 
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
         batch, heads, length, _ = query.shape
         output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # the kernels' own layout
         row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
@@ -114,7 +114,7 @@ class _Boundary(torch.autograd.Function):
     """Pass tensors through; say when their gradients are there."""
 
     @staticmethod
-    def forward(ctx: Any, note: Callable[[], None], *tensors: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, note: Callable[[], None], *tensors: Any) -> Any:
         ctx.note = note
         return tensors
 

@@ -71,19 +71,17 @@ def find_units(model: Any, job: Job) -> list[Unit]:
         PlanError: the template's wrap class is not in the model.
     """
     reshards = not job.strategy.keeps_whole
-    groups = _groups_of_fsdp2(model, job, reshards) if job.strategy.version == 2 else _groups_of_fsdp1(model, job, reshards)
+    groups = (
+        _groups_of_fsdp2(model, job, reshards) if job.strategy.version == 2 else _groups_of_fsdp1(model, job, reshards)
+    )
     names = {id(module): name for name, module in model.named_modules()}
-    known = {name: weight for name, weight in zip(_parameter_ids(model), weights(model, job), strict=True)}
+    known = dict(zip(map(id, model.parameters()), weights(model, job), strict=True))
     units: list[Unit] = []
     for modules, is_freed in groups:
         inside = [parameter for module in modules for parameter in module.parameters()]
         taken = tuple(weight for weight in (known.pop(id(p), None) for p in inside) if weight is not None)
         units.append(Unit(tuple(names[id(module)] for module in modules), taken, is_freed))
     return [unit for unit in units if unit.weights or unit.modules == (ROOT,)]
-
-
-def _parameter_ids(model: Any) -> list[int]:
-    return [id(parameter) for parameter in model.parameters()]
 
 
 def _groups_of_fsdp2(model: Any, job: Job, reshards: bool) -> list[tuple[list[Any], bool]]:
@@ -161,7 +159,9 @@ def _plugin(model: Any, job: Job) -> Any:
     try:
         plugin.set_auto_wrap_policy(model)
     except ValueError as error:
-        raise PlanError(f"{strategy.name}: {error} Remedy: drop the wrap class to take what the model declares.") from error
+        raise PlanError(
+            f"{strategy.name}: {error} Remedy: drop the wrap class to take what the model declares."
+        ) from error
     return plugin
 
 
@@ -172,7 +172,8 @@ def largest(units: Iterable[Unit], num_ranks: int, version: int) -> Unit:
 
 def names_to_watch(units: Iterable[Unit]) -> list[str]:
     """Return the modules whose forward and backward matter to the units, outer ones first."""
-    return sorted({name for unit in units for name in unit.modules if name != ROOT}, key=lambda name: name.count("."))
+    names = {name for unit in units for name in unit.modules if name != ROOT}
+    return sorted(names, key=lambda name: (name.count("."), name))
 
 
 def last_layer(model: Any) -> str | None:

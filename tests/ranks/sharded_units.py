@@ -33,7 +33,11 @@ def units_of(kind: str, lora_rank: int) -> tuple[list[int], int]:
 def _units_of_fsdp2(model: Any) -> tuple[list[int], int]:
     from torch.distributed.fsdp import FSDPModule
 
-    groups = {id(m._get_fsdp_state()._fsdp_param_group): m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)}
+    groups = {
+        id(m._get_fsdp_state()._fsdp_param_group): m._get_fsdp_state()
+        for m in model.modules()
+        if isinstance(m, FSDPModule)
+    }
     sizes = [
         sum(parameter._orig_size.numel() for parameter in state._fsdp_param_group.fsdp_params)
         for state in groups.values()
@@ -48,4 +52,4 @@ def _units_of_fsdp1(model: Any) -> tuple[list[int], int]:
 
     handles = [m._handle for m in FullyShardedDataParallel.fsdp_modules(model) if m._handle is not None]
     sizes = [sum(shape.numel() for shape in handle.flat_param._shapes) for handle in handles]
-    return sorted(sizes), sum(handle.flat_param._local_shard.numel() for handle in handles)
+    return sorted(sizes), sum(handle.flat_param.numel() for handle in handles)
