@@ -154,8 +154,8 @@ def train(case: Case, directory: str) -> int:
     from trl import SFTConfig, SFTTrainer
 
     from hf_fsdp_recipes import load_model
-    from hf_fsdp_recipes.load import arrival, meta_loader  # noqa: F401 - imports are not what is measured
     from hf_fsdp_recipes.launch import cpu
+    from hf_fsdp_recipes.load import arrival, meta_loader  # noqa: F401 - imports are not what is measured
     from hf_fsdp_recipes.measure.probes import HostPeak
 
     cpu.enable()

@@ -324,8 +324,8 @@ def test_suggestion_fits_and_no_strategy_beats_it():
 def test_every_shipped_template_can_be_planned(template):
     strategy = find_strategy(template.name)
     assert strategy == from_template(template)
-    per_node = strategy.num_gpus // strategy.num_nodes
-    job = Job(strategy, machine=Machine(strategy.num_gpus, per_node, None), batch=1, length=16)
+    per_node = strategy.usual_gpus // strategy.usual_nodes
+    job = Job(strategy, machine=Machine(strategy.usual_gpus, per_node, None), batch=1, length=16)
     plan = Planner(tiny_config("llama")).plan(job)
     assert plan.peak_bytes > plan.valley_bytes
     assert ("parameters" in plan.valley) != job.is_offloaded
@@ -374,6 +374,13 @@ def test_what_cannot_be_planned_is_refused(tmp_path, arguments, words):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama").to_dict()))
     error = run(app, ["plan", *[str(tmp_path) if word == "MODEL" else word for word in arguments]]).exception
     assert isinstance(error, PlanError) and words in str(error)
+
+
+def test_change_reaches_the_machine_and_the_strategy():
+    job = change(Job(Strategy()), num_gpus=32, sharding="shard_grad_op", batch=3)
+    assert (job.machine.num_gpus, job.strategy.sharding, job.batch) == (32, "shard_grad_op", 3)
+    fields = [set(owner.__dataclass_fields__) for owner in (Job, Machine, Strategy)]
+    assert sum(map(len, fields)) == len(set.union(*fields))  # a name that two share would change the wrong one
 
 
 def test_sizes_and_bandwidths_are_read():

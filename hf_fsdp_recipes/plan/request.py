@@ -96,8 +96,8 @@ def make_job(template: str, options: dict[str, Any]) -> Job:
 
 
 def _machine(strategy: Strategy, options: dict[str, Any]) -> Machine:
-    num_gpus = options.get("gpus", strategy.num_gpus)
-    per_node = options.get("gpus_per_node", min(num_gpus, max(1, strategy.num_gpus // strategy.num_nodes)))
+    num_gpus = options.get("gpus", strategy.usual_gpus)
+    per_node = options.get("gpus_per_node", min(num_gpus, max(1, strategy.usual_gpus // strategy.usual_nodes)))
     given: dict[str, Any] = {"num_gpus": num_gpus, "gpus_per_node": per_node}
     if strategy.on_cpu:
         given["gpu_bytes"] = None

@@ -22,7 +22,7 @@ class Strategy:
         wrap_class: layer classes to wrap, comma-separated; None for what the model declares.
         mixed_precision: the template's, as Accelerate spells it.
         on_cpu: for CPU ranks.
-        num_gpus, num_nodes: the counts in the file.
+        usual_gpus, usual_nodes: the counts in the file.
     """
 
     name: str = "fsdp2_full_shard"
@@ -33,8 +33,8 @@ class Strategy:
     wrap_class: str | None = None
     mixed_precision: str = "bf16"
     on_cpu: bool = False
-    num_gpus: int = 8
-    num_nodes: int = 1
+    usual_gpus: int = 8
+    usual_nodes: int = 1
 
     @property
     def is_hybrid(self) -> bool:
@@ -72,8 +72,8 @@ def from_template(template: Template) -> Strategy:
         wrap_class=template.wrap_class,
         mixed_precision="no" if template.on_cpu else "bf16",
         on_cpu=template.on_cpu,
-        num_gpus=template.num_processes,
-        num_nodes=template.num_machines,
+        usual_gpus=template.num_processes,
+        usual_nodes=template.num_machines,
     )
 
 
@@ -97,8 +97,8 @@ def read_strategy(config: dict[str, Any], name: str) -> Strategy:
         wrap_class=fsdp.get("transformer_layer_cls_to_wrap"),
         mixed_precision=str(config.get("mixed_precision", "no")),
         on_cpu=config_check.is_true(config.get("use_cpu", False)),
-        num_gpus=int(config.get("num_processes", 1)),
-        num_nodes=int(config.get("num_machines", 1)),
+        usual_gpus=int(config.get("num_processes", 1)),
+        usual_nodes=int(config.get("num_machines", 1)),
     )
 
 

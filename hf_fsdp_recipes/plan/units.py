@@ -17,7 +17,7 @@ from hf_fsdp_recipes.plan.job import Job
 ROOT = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Unit:
     """Parameters that are gathered, freed and reduced together.
 
