@@ -137,6 +137,7 @@ def test_405b_on_64_gpus_takes_less_than_20_seconds_of_one_core(tmp_path):
     assert found["num_parameters"] == 405_853_388_800
     assert found["fits"] is False
     assert found["changes"][-1]["fits"] is True
+    assert result.exit_code == 1
 
 
 BY_SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 3000}
@@ -215,6 +216,16 @@ def test_adapters_alone_have_gradients_and_optimizer_state():
     plan = Planner(tiny_config("llama")).plan(job)
     assert plan.num_trained == 3808
     assert plan.valley["optimizer"] == pytest.approx(3808 * 8 / 2, rel=0.02)
+
+
+def test_head_that_is_its_own_unit_is_gathered_for_the_fused_loss():
+    """With adapters Accelerate finds no final norm, so TRL gathers the head itself and keeps it until backward ends."""
+    config = tiny_config("llama")
+    config.vocab_size = 40_000
+    job = Job(Strategy(), machine=Machine(8, 8), dtype=torch.bfloat16, length=16, lora_rank=4)
+    plan = Planner(config).plan(job)
+    assert [unit.name for unit in plan.units if "lm_head" in unit.name] == ["base_model.model.lm_head"]
+    assert plan.peak["gathered units"] >= 40_000 * 32 * 2
 
 
 def test_4bit_weights_are_cut_and_their_scales_are_not(planners):
