@@ -22,6 +22,11 @@ def main() -> None:
     from hf_fsdp_recipes.train.build import build_trainer, find_resume, finish
 
     arguments = parse_arguments()  # the same on every rank, or an error before anything is loaded
+    if arguments.recipe.dry_run:
+        from hf_fsdp_recipes.plan import dry_run
+
+        dry_run.run(arguments)  # the recipe at its full size, without weights
+        return
     checkpoint = find_resume(arguments)  # the newest complete one with `auto`; keeps the global batch
     trainer = build_trainer(arguments)  # rank 0 reads headers; no rank holds weights yet
     trainer.train(resume_from_checkpoint=checkpoint)  # shards, fills, trains, saves
