@@ -3,8 +3,8 @@
 Reads the recipe as the run does, the model's config, and nothing of its weights.
 """
 
-import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,10 @@ def output_faults(arguments: Any) -> Iterator[str]:
     """Yield why the output directory cannot take what the run will write."""
     output = Path(arguments.training.output_dir)
     parent = next(directory for directory in (output, *output.absolute().parents) if directory.is_dir())
-    if not os.access(parent, os.W_OK):
-        yield f"output_dir: {output} cannot be written ({parent}). Remedy: another output_dir, or its permissions."
+    try:
+        tempfile.TemporaryDirectory(dir=parent).cleanup()
+    except OSError as error:
+        yield f"output_dir: {output} cannot be written ({error.strerror}). Remedy: another output_dir, or its permissions."
         return
     need = estimate_space(arguments)
     free = shutil.disk_usage(parent).free

@@ -108,6 +108,7 @@ def rehearse(recipe: Path, template: str, overrides: Sequence[str] = (), keep: b
         Whether everything passed.
     """
     directory = Path(tempfile.mkdtemp(prefix="rehearsal-"))
+    _quieten()
     try:
         rehearsal = Rehearsal(recipe, _template_file(template), overrides, directory)
         for name, action in _acts(rehearsal):
@@ -122,12 +123,26 @@ def rehearse(recipe: Path, template: str, overrides: Sequence[str] = (), keep: b
             shutil.rmtree(directory, ignore_errors=True)
 
 
+def _quieten() -> None:
+    """Keep upstream's bars and notes out of the table."""
+    import logging
+
+    from datasets import disable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
 def _acts(rehearsal: Rehearsal) -> Iterator[tuple[str, Callable[[], str]]]:
     yield "recipe", lambda: _read(rehearsal)
     yield "template", lambda: _check_template(rehearsal)
     yield "output", lambda: _check_output(rehearsal)
     yield "hub", lambda: _check_hub(rehearsal)
     yield "shrink", lambda: _prepare(rehearsal)
+    yield "data", lambda: _check_data(rehearsal)
     yield "load, train", lambda: _until_first_checkpoint(rehearsal)
     yield "resume", lambda: _until_stopped(rehearsal)
     yield "finish", lambda: _to_the_end(rehearsal)
@@ -163,7 +178,6 @@ def _read(rehearsal: Rehearsal) -> str:
 
 def _check_template(rehearsal: Rehearsal) -> str:
     import torch
-    from accelerate import init_empty_weights  # noqa: F401 - imported here so that a missing one is a fault of this act
 
     from hf_fsdp_recipes.load.meta_loader import build_on_meta
     from hf_fsdp_recipes.plan import recipe_checks
@@ -174,9 +188,12 @@ def _check_template(rehearsal: Rehearsal) -> str:
     if faults:
         raise RecipeError("; ".join(faults))
     count = sum(parameter.numel() for parameter in model.parameters())
-    ranks, nodes = config.get("num_processes", 1), config.get("num_machines", 1)
-    rehearsal.changes.append(f"{count / 1e9:,.2f}B parameters on {ranks} ranks, {nodes} node{'s'[: nodes != 1]}")
-    return f"{rehearsal.template.name}: {ranks} ranks; {', '.join(recipe_checks.describe_batches(_parsed(rehearsal), ranks))}"
+    num_ranks, num_nodes = int(config.get("num_processes", 1)), int(config.get("num_machines", 1))
+    rehearsal.changes.append(
+        f"{count / 1e9:,.2f}B parameters on {num_ranks} ranks, {num_nodes} node{'s'[: num_nodes != 1]}"
+    )
+    rehearsal.changes += recipe_checks.describe_batches(_parsed(rehearsal), num_ranks)
+    return f"{rehearsal.template.stem} fits {type(model).__name__}"
 
 
 def _check_output(rehearsal: Rehearsal) -> str:
@@ -232,6 +249,20 @@ def _prepare(rehearsal: Rehearsal) -> str:
     return f"{num_parameters / 1e6:.1f}M parameters, {small.get_text_config().num_hidden_layers} layers; {rows}"
 
 
+def _check_data(rehearsal: Rehearsal) -> str:
+    """Prepare the rows as the run will, which names missing columns and templates at once."""
+    from hf_fsdp_recipes.train import prepared
+    from hf_fsdp_recipes.train.arguments import is_streaming, parse_arguments
+    from hf_fsdp_recipes.train.preparation import prepare
+    from hf_fsdp_recipes.train.tokens import load_tokenizer, tokenizer_for_rows
+
+    arguments = parse_arguments(["--config", str(rehearsal.directory / "recipe.yaml"), "--use_cpu", "true"])
+    if is_streaming(arguments) or prepared.is_prepared(arguments.script.dataset_name):
+        return "a stream, or prepared: looked at by the run"
+    rows = prepare(arguments, tokenizer_for_rows(load_tokenizer(arguments), arguments.training))
+    return "; ".join(tally.describe(arguments.training.max_length) for tally in rows.tallies.values())
+
+
 def _write_rows(arguments: Any, directory: Path) -> str:
     """Take the first rows of every part of the data, columns and all."""
     from itertools import islice
@@ -260,8 +291,9 @@ def _settings(rehearsal: Rehearsal, arguments: Any) -> dict[str, Any]:
             rehearsal.changes.append(f"{key}: {settings[key]}")
             settings[key] = stand_in
     settings = {key: value for key, value in settings.items() if value is not None}
-    for key in ("max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "save_steps"):
-        rehearsal.changes.append(f"{key}: {getattr(arguments.training, key)}")
+    rehearsal.changes.append(
+        f"save_strategy: {arguments.training.save_strategy.value}, save_steps: {arguments.training.save_steps}"
+    )
     if (rehearsal.directory / "rows").is_dir():
         settings["dataset_name"] = str(rehearsal.directory / "rows")
         for key in ("dataset_config", "dataset_train_split", "dataset_test_split"):
