@@ -143,6 +143,11 @@ boot() {
   client ip link set "veth$number" master br0 up
 }
 
+crash() {
+  client ip link set "veth${1#node}" down  # first, or its dying processes would still say goodbye to the others
+  end "$1" KILL
+}
+
 start() {
   [ "$(id -u)" = 0 ] || die "needs root, for network namespaces and slurmd"
   unshare --net --pid --fork --mount-proc true 2>/dev/null || die "needs to make namespaces, and this machine does not let it"
@@ -170,7 +175,7 @@ stop() {
 case ${1:-} in
   start | stop) "$1" ;;
   run) shift; client "$@" ;;
-  crash) end "$2" KILL ;;
+  crash) crash "$2" ;;
   boot) boot "$2" ;;
   *) sed -n '2,11p' "$0"; exit 2 ;;
 esac
