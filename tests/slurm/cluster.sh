@@ -38,19 +38,20 @@ end() {
 is_gone()    { ! is_alive "$1"; }
 wait_until() { local till=$((SECONDS + $1)); shift; until "$@"; do [ $SECONDS -lt $till ] || return 1; sleep 0.05; done; }
 die()        { echo "cluster.sh: $*" >&2; exit 1; }
+cannot()     { echo "cluster.sh: $*" >&2; exit 77; }  # nothing is broken, but not on this machine
 
 # ---- set-up
 
 install_packages() {
   type munged slurmctld slurmd sbatch >/dev/null 2>&1 && return
-  type apt-get >/dev/null 2>&1 || die "no slurmctld, and no apt-get to install it with: $PACKAGES"
+  type apt-get >/dev/null 2>&1 || cannot "no slurmctld, and no apt-get to install it with: $PACKAGES"
   local policy=/usr/sbin/policy-rc.d ours='' get="apt-get install -y -q --no-install-recommends $PACKAGES"
   # Without this the packages start their own daemons and leave them running.
   [ -e $policy ] || { printf '#!/bin/sh\nexit 101\n' > $policy; chmod 755 $policy; ours=1; }
   export DEBIAN_FRONTEND=noninteractive
   { $get || { apt-get update -q && $get; }; } >"$LOGS/apt.out" 2>&1 </dev/null || true
   [ -z "$ours" ] || rm -f $policy
-  type munged slurmctld slurmd sbatch >/dev/null 2>&1 || die "apt-get could not install $PACKAGES: $(tail -n1 "$LOGS/apt.out")"
+  type munged slurmctld slurmd sbatch >/dev/null 2>&1 || cannot "apt-get could not install $PACKAGES: $(tail -n1 "$LOGS/apt.out")"
 }
 
 write_config() {
@@ -149,8 +150,8 @@ crash() {
 }
 
 start() {
-  [ "$(id -u)" = 0 ] || die "needs root, for network namespaces and slurmd"
-  unshare --net --pid --fork --mount-proc true 2>/dev/null || die "needs to make namespaces, and this machine does not let it"
+  [ "$(id -u)" = 0 ] || cannot "needs root, for network namespaces and slurmd"
+  unshare --net --pid --fork --mount-proc true 2>/dev/null || cannot "needs to make namespaces, and this machine does not let it"
   mkdir -p "$LOGS"
   stop
   install_packages

@@ -1,4 +1,7 @@
-"""recipes/sft.py, each step of a job's first run as slow as PACE_SECONDS says, so that something can happen to it."""
+"""recipes/sft.py, slow enough in a job's first run for something to happen to it, or with a rank that fails.
+
+PACE_SECONDS: how long each step of the first run takes at least. FAILING_RANK: raises in its third step.
+"""
 
 import os
 import runpy
@@ -7,13 +10,14 @@ from pathlib import Path
 
 from transformers import Trainer
 
-PACE_SECONDS = float(os.environ.get("PACE_SECONDS", "0"))
+PACE_SECONDS = float(os.environ.get("PACE_SECONDS", "0")) if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else 0
 training_step = Trainer.training_step
 
 
 def slow_training_step(self, *arguments, **named):
-    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
-        time.sleep(PACE_SECONDS)
+    time.sleep(PACE_SECONDS)
+    if os.environ.get("FAILING_RANK") == os.environ["RANK"] and self.state.global_step == 2:
+        raise ArithmeticError("rank of no use")
     return training_step(self, *arguments, **named)
 
 
