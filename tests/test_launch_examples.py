@@ -97,7 +97,9 @@ def test_slurm_files_are_valid_and_ask_slurm_for_the_same():
         directives.append(re.findall(r"^#SBATCH .*", file.read_text(), flags=re.MULTILINE))
     assert directives[0] == directives[1]
     assert "#SBATCH --signal=B:USR1@120" in directives[0]
-    for name in re.findall(r"(?:accelerate_configs|recipes|docs)/[\w./]+\.(?:yaml|py|md|slurm)", SLURM_FILES[0].read_text()):
+    for name in re.findall(
+        r"(?:accelerate_configs|recipes|docs)/[\w./]+\.(?:yaml|py|md|slurm)", SLURM_FILES[0].read_text()
+    ):
         assert (ROOT / name).exists() or name == "recipes/X.yaml", name
 
 

@@ -17,6 +17,7 @@ from tests.recipes.launching import ROOT, environment
 
 SCRIPT = ROOT / "tests" / "slurm" / "cluster.sh"
 CANNOT = 77  # cluster.sh: not on this machine
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
 NUM_STEPS = 24
 SETTINGS = {
     "max_steps": NUM_STEPS,
@@ -90,7 +91,8 @@ class Job:
         wait_until(lambda: re.search(words, self.text()), seconds, lambda: f"{words!r} in\n{self.text()}")
 
     def wait_until_state(self, state: str, seconds: float = 120) -> None:
-        wait_until(lambda: self.field("JobState") == state, seconds, lambda: f"{state} after\n{self.text()}")
+        wait_until(lambda: self.field("JobState") in {state, *ENDED}, seconds, lambda: f"{state} after\n{self.text()}")
+        assert self.field("JobState") == state, self.text()
 
     def checkpoints(self) -> list[int]:
         return sorted(int(path.parent.name[11:]) for path in self.run_directory.glob("checkpoint-*/manifest.json"))
@@ -145,5 +147,5 @@ def whole(cluster, recipe, tmp_path_factory):
     job = Job(cluster, directory, ["--config", recipe, "--output_dir", directory / "run"])
     then = ["--parsable", f"--dependency=afterok:{job.id}", "--output=/dev/null", "--wrap=true"]
     job.next_id = cluster.run("sbatch", *then).strip()
-    wait_until(lambda: job.field("JobState") in ("COMPLETED", "FAILED"), 120, job.text)
+    wait_until(lambda: job.field("JobState") in ENDED, 120, job.text)
     return job
