@@ -7,10 +7,12 @@ from typing import Annotated, Any, Optional
 import typer
 
 from hf_fsdp_recipes.errors import CheckpointError, RecipeError, TemplateError
+from hf_fsdp_recipes.launch import preflight
 
 app = typer.Typer(help="FSDP recipes for Accelerate, Trainer and TRL.", no_args_is_help=True, add_completion=False)
 config_app = typer.Typer(help="Accelerate FSDP configs: find, render, check.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.command("preflight")(preflight.command)
 
 
 def main() -> None:

@@ -18,6 +18,10 @@ class TemplateError(RecipeError):
     """Say that an Accelerate config or the launch around it cannot work."""
 
 
+class PreflightError(RecipeError):
+    """Say that the nodes of a job cannot work together, and which of them is the reason."""
+
+
 class LoadError(RecipeError):
     """Say that a model or its checkpoint cannot be loaded as asked."""
 

@@ -143,21 +143,29 @@ def find_faults(config: dict[str, Any], model_classes: Collection[str] | None = 
 
 
 def module_classes(model: str) -> set[str]:
-    """Return the names of all module classes of a model, from its config alone, on meta.
+    """Return the names of all module classes of a model, from its config alone.
 
     Raises:
         TemplateError: the config cannot be read or built.
     """
-    from accelerate import init_empty_weights
+    return {type(module).__name__ for module in build_on_meta(model).modules()}
+
+
+def build_on_meta(model: str, trust_remote_code: bool = False) -> Any:
+    """Build a model from its config alone, without memory for its parameters.
+
+    Raises:
+        TemplateError: the config cannot be read or built.
+    """
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(model)
-        with init_empty_weights():
-            built = AutoModelForCausalLM.from_config(config)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):  # init_empty_weights allocates each parameter for a moment: 64 GB, if it is large
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise TemplateError(f"the config of {model} cannot be read: {str(error).splitlines()[0]}") from error
-    return {type(module).__name__ for module in built.modules()}
 
 
 def is_true(value: Any) -> bool:
