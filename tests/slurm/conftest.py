@@ -73,9 +73,13 @@ class Job:
         self.cluster, self.directory, self.run_directory = cluster, directory, directory / "run"
         directory.mkdir(parents=True, exist_ok=True)
         self.output = directory / "output.txt"
-        variables = {"TEMPLATE": "accelerate_configs/fsdp2_cpu.yaml", "LOG_DIR": str(directory / "logs")} | variables
+        defaults = {
+            "TEMPLATE": "accelerate_configs/fsdp2_cpu.yaml",
+            "LOG_DIR": str(directory / "logs"),
+            "PREFLIGHT": "0",
+        }
         words = ["sbatch", "--parsable", "--nodes=2", f"--output={self.output}", *options, script, *arguments]
-        self.id = cluster.run(*words, **variables).strip()
+        self.id = cluster.run(*words, **defaults | variables).strip()
 
     def text(self) -> str:
         return self.output.read_text() if self.output.exists() else ""
@@ -144,7 +148,7 @@ def submit(cluster, recipe, tmp_path):
 def whole(cluster, recipe, tmp_path_factory):
     """A run that nothing happened to, and the job that was to follow it."""
     directory = tmp_path_factory.mktemp("whole")
-    job = Job(cluster, directory, ["--config", recipe, "--output_dir", directory / "run"])
+    job = Job(cluster, directory, ["--config", recipe, "--output_dir", directory / "run"], PREFLIGHT="1")
     then = ["--parsable", f"--dependency=afterok:{job.id}", "--output=/dev/null", "--wrap=true"]
     job.next_id = cluster.run("sbatch", *then).strip()
     wait_until(lambda: job.field("JobState") in ENDED, 120, job.text)

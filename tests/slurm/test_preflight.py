@@ -80,7 +80,7 @@ def test_job_whose_output_directory_is_not_shared_does_not_train(submit, cluster
     output.mkdir(parents=True)
     cluster.run("srun", "--nodelist=node2", "mount", "-t", "tmpfs", "none", output)
     try:
-        job = submit()
+        job = submit(PREFLIGHT="1")
         job.wait_until_state("FAILED", 60)
     finally:
         cluster.run("srun", "--nodelist=node2", "umount", output)
