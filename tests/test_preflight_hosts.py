@@ -1,12 +1,14 @@
 """The preflight on two hosts of their own: network namespaces with names, addresses and a wire between them."""
 
 import os
+import re
 import shutil
 import subprocess
 
 import pytest
 
 from tests.nodes import job, one_message, run
+from tests.recipes.launching import ROOT
 from tests.test_preflight import SLACK_SECONDS
 
 pytestmark = pytest.mark.skipif(
@@ -135,3 +137,29 @@ def test_interface_that_is_not_there_is_named_with_the_one_that_is(hosts):
     message = one_message(outcomes)
     assert max(outcome.seconds for outcome in outcomes) < 2 * SLACK_SECONDS
     assert "node 1 (nodeb" in message and "ib7" in message and "GLOO_SOCKET_IFNAME=eth0" in message
+
+
+@pytest.fixture
+def slow_wire(hosts):
+    """Let 8 Mbit a second through, a megabyte."""
+    if shutil.which("tc") is None:
+        pytest.skip("no tc (iproute2) to slow the wire with")
+    for space in hosts.spaces.values():
+        shape = ["root", "tbf", "rate", "8mbit", "burst", "64kb", "latency", "400ms"]
+        subprocess.run(["ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", "eth0", *shape], check=True)
+    yield
+    for space in hosts.spaces.values():
+        subprocess.run(["ip", "netns", "exec", space, "tc", "qdisc", "delete", "dev", "eth0", "root"], check=True)
+
+
+@pytest.mark.slow
+def test_slow_wire_is_measured_for_what_it_is_and_hybrid_advised(hosts, slow_wire, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("per_device_train_batch_size: 1\nmax_length: 32\n")
+    template = ROOT / "accelerate_configs" / "fsdp2_full_shard.yaml"
+    nodes = job([0, 1], master_addr="nodea", nproc_per_node=2, template=template, config=recipe)
+    first, second = run(*hosts.put(nodes))
+    assert (first.status, second.status) == (0, 0), first.error
+    (between,) = re.findall(r"between +all-gather ([0-9.]+) MB/s", first.output)
+    assert 0.4 < float(between) < 1.2
+    assert "times too slow. Take hybrid_shard if the model fits into one node" in first.output

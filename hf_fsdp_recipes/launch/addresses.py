@@ -100,7 +100,8 @@ def find_owner(port: int) -> str | None:
     except (psutil.Error, OSError):
         return None
     for connection in connections:
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+        is_here = connection.laddr and connection.laddr.port == port
+        if is_here and connection.status == psutil.CONN_LISTEN and connection.pid:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(connection.pid)
                 command = " ".join(process.cmdline())[:80] or process.name()
