@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-all rehearse rehearse-all lint bench templates clean
+.PHONY: quickstart test test-all test-slurm rehearse rehearse-all lint bench templates clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py $(if $(MODEL),--model $(MODEL))
@@ -22,6 +22,10 @@ rehearse-all: $(VENV)/.installed
 
 test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not gpu and not slurm and not rehearsal_of_all" --timeout=1800
+
+# As root: starts a Slurm of its own and installs the packages for it where they are missing.
+test-slurm: $(VENV)/.installed
+	$(BIN)/python -m pytest -m slurm tests/slurm
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

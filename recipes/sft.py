@@ -14,6 +14,8 @@ export/ (loads with from_pretrained), metrics.jsonl, report.md and plots. A run 
 export/ exits non-zero.
 """
 
+from torch.distributed.elastic.multiprocessing.errors import record
+
 from hf_fsdp_recipes.ranks import exit_clearly
 
 
@@ -34,6 +36,11 @@ def main() -> None:
     trainer.accelerator.end_training()
 
 
-if __name__ == "__main__":
+@record  # the traceback of what nobody expected goes to torchrun's table and error files
+def start() -> None:
     with exit_clearly():
         main()
+
+
+if __name__ == "__main__":
+    start()
