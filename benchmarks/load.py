@@ -16,13 +16,14 @@ from pathlib import Path
 from benchmarks.running import machine, make_checkpoint, run_ranks, write_section
 
 REPEATS = 3
-FP32, BF16 = "fp32 masters", "bf16 parameters"
+FP32, BF16, NF4 = "fp32 masters", "bf16 parameters", "4-bit, nested scales"
+STOCK = "transformers + Accelerate, efficient loading on"
 WAYS = {
-    "transformers + Accelerate, efficient loading on": ("stock", (FP32, BF16)),
+    STOCK: ("stock", (FP32, BF16, NF4)),
     "torch DCP HuggingFaceStorageReader": ("dcp", (BF16,)),
     "transformers DistributedConfig(fsdp_size=2)": ("native", (BF16,)),
-    "load_model, rank0": ("rank0", (FP32, BF16)),
-    "load_model, direct": ("direct", (FP32, BF16)),
+    "load_model, rank0": ("rank0", (FP32, BF16, NF4)),
+    "load_model, direct": ("direct", (FP32, BF16, NF4)),
 }
 
 
@@ -56,15 +57,11 @@ def measure_size(num_parameters: float, directory: Path, repeats: int) -> list[s
     for _ in range(repeats):  # alternating, so that a slow minute does not hit one way only
         for way, (kind, precisions) in WAYS.items():
             for precision in precisions:
-                found = run_ranks(load, 2, kind, precision == FP32, str(checkpoint))
+                found = run_ranks(load, 2, kind, precision, str(checkpoint))
                 results.setdefault((way, precision), []).append(found)
                 print(way, precision, [round(rank["seconds"], 2) for rank in found], flush=True)
-    for precision in (FP32, BF16):
-        reference = (
-            "transformers + Accelerate, efficient loading on"
-            if precision == FP32
-            else "torch DCP HuggingFaceStorageReader"
-        )
+    for precision in (FP32, BF16, NF4):
+        reference = "torch DCP HuggingFaceStorageReader" if precision == BF16 else STOCK
         base = seconds(results[(reference, precision)])
         for (way, measured), runs in results.items():
             if measured == precision:
@@ -86,7 +83,22 @@ def row(way: str, precision: str, runs: list[list[dict]], base: float) -> str:
     )
 
 
-def load(kind: str, fp32_masters: bool, checkpoint: str) -> dict:
+def quantization() -> dict:
+    """Return from_pretrained's argument for 4-bit weights."""
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=torch.bfloat16,
+    )
+    return {"quantization_config": config}
+
+
+def load(kind: str, precision: str, checkpoint: str) -> dict:
     """Load one way; return seconds, peak bytes above the start and the shard's bytes. Every rank runs this."""
     os.environ.update(ACCELERATE_USE_CPU="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(kind == "stock")
@@ -104,16 +116,19 @@ def load(kind: str, fp32_masters: bool, checkpoint: str) -> dict:
     if kind in ("stock", "rank0", "direct"):
         from accelerate import Accelerator
 
-        accelerator = Accelerator(mixed_precision="bf16" if fp32_masters else "no", cpu=True)
+        accelerator = Accelerator(mixed_precision="bf16" if precision == FP32 else "no", cpu=True)
     else:
         dist.init_process_group("gloo")
+    quantized = quantization() if precision == NF4 else {}
+    if quantized:
+        import bitsandbytes.nn  # noqa: F401 - as above
     dist.barrier()
     with HostPeak() as memory:
         if kind == "stock":
-            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, **quantized)
             model = prepare(accelerator, model)
         elif kind in ("rank0", "direct"):
-            model = meta_loader.load_model(checkpoint, dtype="bfloat16", source=kind)
+            model = meta_loader.load_model(checkpoint, dtype="bfloat16", source=kind, **quantized)
             model = prepare(accelerator, model)
         elif kind == "dcp":
             model = load_with_dcp(checkpoint)
@@ -128,7 +143,8 @@ def load(kind: str, fp32_masters: bool, checkpoint: str) -> dict:
             parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in model.parameters()
         ]
         for shard in shards:
-            shard.detach().reshape(-1)[::512].mul_(1)  # written, as training will: mapped pages become own ones
+            touched = shard.detach().reshape(-1)[::512]
+            touched.copy_(touched.clone())  # written, as training will: mapped pages become own ones
         dist.barrier()
     shard_bytes = sum(shard.numel() * shard.dtype.itemsize for shard in shards)
     return {"seconds": memory.seconds, "peak": memory.peak_bytes - memory.before_bytes, "shard": shard_bytes}
