@@ -1,6 +1,7 @@
 """Starts the real command, `accelerate launch ... recipes/sft.py`, and leaves no process behind."""
 
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -63,6 +64,12 @@ def start(config: Path, **popen: object) -> subprocess.Popen:
     command = [*LAUNCH, "--config_file", str(template), "--main_process_port", str(free_port())]
     settings = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment()} | popen
     return subprocess.Popen([*command, str(ROOT / "recipes/sft.py"), "--config", str(config)], cwd=ROOT, **settings)
+
+
+def run_recipe(arguments: Sequence[str]) -> None:
+    """Run recipes/sft.py in this process, as one rank of `tests.ranks.harness.run_ranks`."""
+    sys.argv = [str(ROOT / "recipes" / "sft.py"), *(str(argument) for argument in arguments)]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def kill_tree(process: subprocess.Popen) -> None:

@@ -1,14 +1,11 @@
 """Every shipped recipe: run in small on CPU ranks, and checked at its full size without weights."""
 
-import runpy
-import sys
-
 import pytest
 import yaml
 
 from tests.ranks.harness import run_ranks, template_environment
 from tests.recipes import small
-from tests.recipes.launching import ROOT, cpu_variant
+from tests.recipes.launching import cpu_variant, run_recipe
 
 # What differs on two CPU ranks with a tiny model: length, steps, and what needs an accelerator.
 ON_CPU = {
@@ -29,7 +26,9 @@ ON_CPU = {
     "disable_tqdm": True,
 }
 SMALL_LLAMA = "num_hidden_layers=2,hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=4,vocab_size=320"
-CHANGES = {"c4_150m_pretrain": {"config_overrides": SMALL_LLAMA}}
+CHANGES = {
+    "c4_150m_pretrain": {"config_overrides": SMALL_LLAMA},
+}
 
 
 def small_variant(recipe, tmp_path):
@@ -58,11 +57,6 @@ def small_variant(recipe, tmp_path):
     return settings | {"output_dir": str(tmp_path / "run")}
 
 
-def _run(argv):
-    sys.argv = argv
-    runpy.run_path(argv[0], run_name="__main__")
-
-
 @pytest.mark.parametrize("recipe", small.recipes(), ids=lambda file: file.stem)
 def test_recipe_trains_and_exports_on_cpu_ranks(recipe, tmp_path):
     from transformers import AutoModelForCausalLM
@@ -71,8 +65,8 @@ def test_recipe_trains_and_exports_on_cpu_ranks(recipe, tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(settings))
     template, num_ranks, _ = cpu_variant(small.template_of(recipe), tmp_path / "template.yaml")
-    argv = [str(ROOT / "recipes" / "sft.py"), "--config", str(file)]
-    run_ranks(_run, num_ranks, argv, environment=template_environment(template), timeout_seconds=180)
+    environment = template_environment(template)
+    run_ranks(run_recipe, num_ranks, ["--config", str(file)], environment=environment, timeout_seconds=180)
     exports = ["export", *(["export_merged"] if settings.get("merge_adapter") else [])]
     for export in exports:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / export)
