@@ -44,7 +44,8 @@ def run(
         else:
             plan = planner.plan(job)
         changes = advice.smallest_changes(planner, plan) if plan.fits is False else []
-        shardings = advice.compare_shardings(planner, plan.job)
+        # Nothing is known of what connects CPU ranks.
+        shardings = [] if plan.job.on_cpu else advice.compare_shardings(planner, plan.job)
         parts = (plan, traffic(plan, planner.config), shardings, changes)
     if as_json:
         return json.dumps(table.plain(*parts), indent=2), plan.fits

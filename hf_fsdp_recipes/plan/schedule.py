@@ -204,7 +204,7 @@ class Fsdp1(Fsdp2):
     def _whole_bytes(self, unit: Unit) -> int:
         is_copied = any(weight.whole_bytes != weight.stored_bytes for weight in unit.weights)
         if self._num_ranks == 1 and not is_copied:
-            return 0  # computed with as stored
+            return unit.stored_bytes(1, 1) if self._job.is_offloaded else 0  # computed with as stored
         staged = unit.stored_bytes(self._num_ranks, 1) if self._job.is_offloaded else 0
         return unit.whole_bytes(self._num_ranks, 1) + staged
 

@@ -100,7 +100,6 @@ def cpu_variant(template: Path, target: Path, precision: str = "no") -> tuple[Pa
             "parallelism_config_dp_replicate_size": 2,
             "parallelism_config_dp_shard_size": 2,
         }
-        config.pop("rdzv_backend")
     if "fsdp_min_num_params" in config["fsdp_config"]:
         config["fsdp_config"]["fsdp_min_num_params"] = 5000  # the tiny model is smaller than one unit of the default
     target.write_text(yaml.safe_dump(config))
