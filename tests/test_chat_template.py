@@ -32,7 +32,11 @@ def recipe(tiny_model, tmp_path, monkeypatch):
     def parse(conversations, **settings):
         rows = tmp_path / "rows.jsonl"
         rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
-        common = {"model_name_or_path": str(tiny_model("llama")), "output_dir": str(tmp_path / "run"), "report_to": "none"}
+        common = {
+            "model_name_or_path": str(tiny_model("llama")),
+            "output_dir": str(tmp_path / "run"),
+            "report_to": "none",
+        }
         form = {key: RECIPE[key] for key in FORMAT}
         file = tmp_path / "recipe.yaml"
         file.write_text(yaml.safe_dump({"dataset_name": str(rows), "max_length": 128} | common | form | settings))
