@@ -1,6 +1,12 @@
-"""Small stand-ins for what a recipe names: a model of the same architecture, rows in the same columns."""
+"""Small stand-ins for what a recipe names: a model of the same architecture, rows in the same columns.
+
+    python -m tests.recipes.small meta-llama/Llama-2-7b-hf tatsu-lab/alpaca runs/small
+
+writes runs/small/model and runs/small/rows, for the walk-throughs in docs/.
+"""
 
 import json
+import sys
 from pathlib import Path
 
 from tests.conftest import SENTENCES, make_tokenizer
@@ -37,14 +43,14 @@ def full_size_config(model_id: str):
     return AutoConfig.from_pretrained(CONFIGS / f"{model_id.replace('/', '--')}.json")
 
 
-def write_model(model_id: str, directory: Path) -> Path:
+def write_model(model_id: str, directory: Path, vocab_size: int = 320) -> Path:
     """Write a small model of the same architecture, random weights, with a tokenizer of 300 tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from hf_fsdp_recipes.train.shrink import shrink_config
 
-    config = shrink_config(full_size_config(model_id), vocab_size=320)
+    config = shrink_config(full_size_config(model_id), vocab_size=vocab_size)
     config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 0
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(directory)
@@ -61,3 +67,8 @@ def write_rows(dataset: str, directory: Path) -> Path:
     (directory / "train.jsonl").write_text("".join(rows))
     (directory / "test.jsonl").write_text("".join(rows[:24]))
     return directory
+
+
+if __name__ == "__main__":
+    model_id, dataset, target = sys.argv[1:]
+    print(write_model(model_id, Path(target) / "model"), write_rows(dataset, Path(target) / "rows"))
