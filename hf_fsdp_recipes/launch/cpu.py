@@ -10,6 +10,7 @@ torch 2.13 `fsdp/_init_utils.py` (`_get_compute_device` answers `cpu:0` for modu
 
 import functools
 import inspect
+import logging
 import os
 from typing import Any
 
@@ -53,6 +54,8 @@ def enable() -> bool:
     if not is_asked_for():
         return False
     os.environ["ACCELERATE_USE_CPU"] = "true"
+    # Says on every CPU rank that a kernel which nobody asked for is not there.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     if not _is_enabled:
         _patch_accelerate()
         _patch_fsdp1()

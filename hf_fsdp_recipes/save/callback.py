@@ -21,10 +21,10 @@ from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.launch import cpu
 from hf_fsdp_recipes.measure.clock import clock
-from hf_fsdp_recipes.save import layout, resume, seams
+from hf_fsdp_recipes.save import companions, layout, resume, seams
 from hf_fsdp_recipes.save.hub import Pusher, Target, read_target
 from hf_fsdp_recipes.save.preemption import SignalWatch
-from hf_fsdp_recipes.save.sharded import Snapshot, Writer, capture, save_tensors, save_text
+from hf_fsdp_recipes.save.sharded import Snapshot, Writer, capture, save_bytes, save_tensors, save_text
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._hub = hub
         self._pusher: Pusher | None = None
         self._pushed: Path | None = None
+        self._companions: dict[str, bytes] = {}
 
     # Trainer's events, in the order of a run.
 
@@ -100,6 +101,8 @@ class ShardedCheckpointCallback(TrainerCallback):
                 self._lock = layout.lock(args.output_dir)
         if self._signals is not None:
             self._signals.start()
+        if ranks.is_main():
+            self._companions = companions.collect(kwargs["model"], kwargs.get("processing_class"))
         target = self._hub or read_target(args)
         if target is not None and ranks.is_main():
             self._pusher = Pusher(target, args.output_dir)
@@ -119,7 +122,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         if self._writer is None:
             return control
         self._report_failure()
-        self._push(kwargs)
+        self._push()
         if control.should_save and self._strategy == SaveStrategy.STEPS:
             self._note(state)
         control.should_save = False
@@ -177,7 +180,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             return
         self._save_if_due(args, state, kwargs)
         completed = self._finish()
-        self._push(kwargs)
+        self._push()
         self._prune(args, state)
         args.save_strategy = self._strategy
         if self._lock is not None:
@@ -257,6 +260,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         files |= {name: save_text(text) for name, text in (self._rank_files or dict)().items()}
         if ranks.is_main():
             scheduler = copy.deepcopy(kwargs["lr_scheduler"].state_dict())
+            files |= {name: save_bytes(content) for name, content in self._companions.items()}
             files["scheduler.pt"] = save_tensors(scheduler)
             files[layout.STATE_FILE] = save_text(_state_as_json(state))
             files["train_params.yaml"] = save_text(
@@ -289,12 +293,12 @@ class ShardedCheckpointCallback(TrainerCallback):
             self._failure = None
         return completed
 
-    def _push(self, kwargs: dict[str, Any]) -> None:
+    def _push(self) -> None:
         """Start pushing the last complete checkpoint, once. Main rank only does anything; no collective."""
         completed = self._writer.completed if self._writer is not None and self._pusher is not None else None
         if completed is not None and completed != self._pushed and self._pusher is not None:
             self._pushed = completed
-            self._pusher.push_checkpoint(completed, kwargs.get("processing_class"))
+            self._pusher.push_checkpoint(completed)
 
     def _wait(self, state: TrainerState) -> None:
         """Let the save in flight finish; forget a best checkpoint that is not there."""

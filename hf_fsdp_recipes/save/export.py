@@ -4,7 +4,6 @@ A rank's slice of a row-major tensor is one contiguous run of the safetensors fi
 own: no gather, no second copy, disk speed (`writing.py`). Here is where the values come from.
 """
 
-import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import ExportError
-from hf_fsdp_recipes.save import adapters
+from hf_fsdp_recipes.save import adapters, companions
 from hf_fsdp_recipes.save.slices import Slice, local_slices
 from hf_fsdp_recipes.save.tensor_files import FilePlan
 from hf_fsdp_recipes.save.writing import Contents, Method, Outgoing, as_dtype, parts_of, whole_part, write_export
@@ -130,14 +129,8 @@ def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
 
 def save_config(transformers_model: Any, directory: Path, plan: FilePlan) -> None:
     """Write config and generation config, as they are for inference. Main rank only."""
-    config = copy.deepcopy(transformers_model.config)
     written: Mapping[torch.dtype, int] = _bytes_by_dtype(plan)
-    config.dtype = max(written, key=lambda dtype: written[dtype])
-    config.architectures = [type(transformers_model).__name__.removeprefix("FSDP")]
-    config.use_cache = True  # training turns it off; inference wants it
-    config.save_pretrained(directory)
-    if transformers_model.can_generate():
-        transformers_model.generation_config.save_pretrained(directory)
+    companions.save_configs(transformers_model, directory, max(written, key=lambda dtype: written[dtype]))
 
 
 def _bytes_by_dtype(plan: FilePlan) -> dict[torch.dtype, int]:

@@ -80,14 +80,11 @@ class Pusher:
         """The checkpoint or export that is being pushed; it must stay while it is."""
         return self._source if self._process is not None and self._process.poll() is None else None
 
-    def push_checkpoint(self, checkpoint: Path, tokenizer: Any = None) -> None:
+    def push_checkpoint(self, checkpoint: Path) -> None:
         """Start pushing a complete checkpoint, unless the strategy is `end` or a push is still on its way."""
         if self.target.strategy == "end" or self.source is not None:
             return
         self._report()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(self._folder / "tokenizer")
         self._start(checkpoint)
 
     def push_export(self, export: Path) -> bool:
@@ -143,6 +140,7 @@ def upload(source: Path, repo: str, strategy: str, is_private: bool, folder: Pat
     """Upload an export, or a checkpoint as a model (and as itself, as the strategy says). Returns the address."""
     from huggingface_hub import HfApi
 
+    from hf_fsdp_recipes import export_checkpoint
     from hf_fsdp_recipes.save.layout import is_checkpoint_name
 
     api = HfApi()
@@ -153,17 +151,8 @@ def upload(source: Path, repo: str, strategy: str, is_private: bool, folder: Pat
     if strategy in ("checkpoint", "all_checkpoints"):
         name = "last-checkpoint" if strategy == "checkpoint" else source.name
         api.upload_folder(repo_id=repo, folder_path=source, path_in_repo=name, commit_message=message)
-    model = _export(source, folder)
+    model = export_checkpoint(source, folder / "model")
     return str(api.upload_folder(repo_id=repo, folder_path=model, commit_message=message))
-
-
-def _export(checkpoint: Path, folder: Path) -> Path:
-    from hf_fsdp_recipes import export_checkpoint
-
-    model = export_checkpoint(checkpoint, folder / "model")
-    if (folder / "tokenizer").is_dir():
-        shutil.copytree(folder / "tokenizer", model, dirs_exist_ok=True)
-    return model
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import yaml
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import ExportError, LoadError
 from hf_fsdp_recipes.load import names
-from hf_fsdp_recipes.save import adapters, dcp_files
+from hf_fsdp_recipes.save import adapters, companions, dcp_files
 from hf_fsdp_recipes.save.dcp_files import DcpTensor
 from hf_fsdp_recipes.save.tensor_files import FilePlan
 from hf_fsdp_recipes.save.writing import Contents, Outgoing, parts_of, whole_part
@@ -30,10 +30,15 @@ def describe(checkpoint: Path, base_model: Any, dtype: torch.dtype | None, merge
         return _describe_adapter_directory(checkpoint, base_model, dtype, merge_adapter)
     tensors = _without_prefix(dcp_files.read_index(dcp_files.find_directory(checkpoint)))
     params = _train_params(checkpoint)
-    name = str(base_model or params.get("model_name_or_path") or "")
+    own_config = companions.find_directory(checkpoint, companions.CONFIG_FILE)
+    own_tokenizer = companions.find_directory(checkpoint, companions.TOKENIZER_FILE)
+    # llama-recipes calls it model_name.
+    name = str(base_model or params.get("model_name_or_path") or params.get("model_name") or "")
     is_adapter = any(names.is_adapter(tensor) or ".lora_" in tensor for tensor in tensors)
     if is_adapter and not merge_adapter:
-        return _describe_adapter(tensors, params, name, dtype)
+        return _describe_adapter(tensors, params, name, dtype, own_tokenizer)
+    if own_config is not None and base_model is None and not is_adapter:
+        name = str(own_config)  # training may have grown the embeddings
     if not name:
         raise ExportError(
             f"{checkpoint} does not say which model it is of. Remedy: name it, base_model= (--base-model): a directory or "
@@ -42,8 +47,8 @@ def describe(checkpoint: Path, base_model: Any, dtype: torch.dtype | None, merge
     model, base = _build(name, read_weights=is_adapter)
     if is_adapter:
         adapter = adapters.StoredAdapter(_adapter_config(params, name), tensors, params["adapter_name"])
-        return _describe_merged(adapter, model, base, name, dtype)
-    return _describe_model(tensors, model, name, dtype)
+        return _describe_merged(adapter, model, base, name, dtype, own_tokenizer)
+    return _describe_model(tensors, model, name, dtype, own_tokenizer)
 
 
 def _describe_adapter_directory(
@@ -112,7 +117,9 @@ def _share(number: int, count: int) -> int:
     return count if number % ranks.world_size() == ranks.rank() else 0
 
 
-def _describe_model(tensors: dict[str, DcpTensor], model: Any, name: str, dtype: torch.dtype | None) -> Contents:
+def _describe_model(
+    tensors: dict[str, DcpTensor], model: Any, name: str, dtype: torch.dtype | None, tokenizer_directory: Path | None
+) -> Contents:
     from hf_fsdp_recipes.save.export import MODEL_PATTERN, written_dtype
 
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
@@ -132,7 +139,7 @@ def _describe_model(tensors: dict[str, DcpTensor], model: Any, name: str, dtype:
         written = written_dtype(tensor.dtype, dtype)
         parts = parts_of(model, key, tensor.shape)
         outgoing.append(Outgoing(key, tensor.shape, tensor.dtype, 0, count, parts, written, tensor.read))
-    return Contents(outgoing, model, MODEL_PATTERN, _model_companions(model, name))
+    return Contents(outgoing, model, MODEL_PATTERN, _model_companions(model, tokenizer_directory or name))
 
 
 def _model_companions(model: Any, name: str | Path) -> Any:
@@ -156,7 +163,11 @@ def _copy_tokenizer(name: str | Path, directory: Path) -> None:
 
 
 def _describe_adapter(
-    tensors: dict[str, DcpTensor], params: dict[str, Any], name: str, dtype: torch.dtype | None
+    tensors: dict[str, DcpTensor],
+    params: dict[str, Any],
+    name: str,
+    dtype: torch.dtype | None,
+    tokenizer_directory: Path | None,
 ) -> Contents:
     from hf_fsdp_recipes.save.export import written_dtype
 
@@ -171,8 +182,8 @@ def _describe_adapter(
 
     def write(directory: Path, plan: FilePlan) -> None:
         config.save_pretrained(str(directory))
-        if name:
-            _copy_tokenizer(name, directory)
+        if tokenizer_directory or name:
+            _copy_tokenizer(tokenizer_directory or name, directory)
         dcp_files.close_all()
 
     return Contents(outgoing, None, adapters.ADAPTER_PATTERN, write, is_adapter_only=True)

@@ -291,6 +291,15 @@ def save_tensors(value: Any) -> Callable[[Path], None]:
     return lambda path: torch.save(value, path)
 
 
+def save_bytes(content: bytes) -> Callable[[Path], None]:
+    """Return a function that writes bytes under a path."""
+
+    def write(path: Path) -> None:
+        path.write_bytes(content)
+
+    return write
+
+
 def save_text(text: str) -> Callable[[Path], None]:
     """Return a function that writes text under a path."""
 

@@ -177,3 +177,31 @@ def test_plain_folder_of_distcp_files_with_its_params_beside_it(checkpoint, tiny
             app, ["generate", str(tmp_path / "out"), "--prompt-file", str(prompt), "--max-new-tokens", "4", *extra]
         )
         assert result.exit_code == 0, result.exception
+
+
+def _grow_and_save(model, data, output):
+    from hf_fsdp_recipes import ShardedCheckpointCallback, export_model
+
+    saving = {"save_strategy": "steps", "save_steps": 2, "callbacks": [ShardedCheckpointCallback()]}
+    trainer = build(str(model), str(data), str(output), steps=2, prepare=("resize", 330), **saving)
+    trainer.processing_class.add_tokens(["<|prompter|>"], special_tokens=True)
+    trainer.processing_class.chat_template = "{{ messages[0]['content'] }}"
+    trainer.train()
+    export_model(trainer.model, output / "export", tokenizer=trainer.processing_class)
+
+
+def test_checkpoint_with_grown_embeddings_exports_by_itself(tiny_model, text_file, tmp_path):
+    from transformers import AutoTokenizer
+
+    from hf_fsdp_recipes import export_checkpoint
+
+    run_ranks(_grow_and_save, 2, tiny_model("llama"), text_file, tmp_path, environment=fsdp_environment(FSDP2))
+    exported = export_checkpoint(tmp_path / "checkpoint-2", tmp_path / "offline")
+    expected = load_file(tmp_path / "export" / "model.safetensors")
+    actual = load_file(exported / "model.safetensors")
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert actual["model.embed_tokens.weight"].shape[0] == 330
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
+    assert "<|prompter|>" in tokenizer.get_vocab()
