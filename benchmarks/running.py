@@ -15,10 +15,10 @@ PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 1800
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 1800, start: str = "spawn"
 ) -> list[Any]:
-    """Run a function in fresh processes, one a rank; return the results in rank order."""
-    context = multiprocessing.get_context("spawn")
+    """Run a function in fresh processes, one a rank, started as multiprocessing says; return the results in rank order."""
+    context: Any = multiprocessing.get_context(start)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]

@@ -36,3 +36,7 @@ class ExportError(RecipeError):
 
 class DataError(RecipeError):
     """Say that a dataset cannot be trained on as it is."""
+
+
+class PlanError(RecipeError):
+    """Say that a run cannot be planned as it is described."""

@@ -9,7 +9,7 @@ import zipfile
 from tests.recipes.launching import ROOT
 
 PACKAGE = ROOT / "hf_fsdp_recipes"
-FLOORS = ["errors", "ranks", "measure", "launch", "load", "save", "train", "cli"]
+FLOORS = ["errors", "ranks", "measure", "launch", "load", "save", "train", "plan", "cli"]
 
 
 def test_wheel_carries_the_templates(tmp_path):

@@ -1,0 +1,1 @@
+"""Planning: what a run will need, from the model's config alone."""

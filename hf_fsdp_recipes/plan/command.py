@@ -1,0 +1,66 @@
+"""`hf-fsdp plan`: from options to a table or JSON. Raises where the run does not fit, so that scripts notice."""
+
+import contextlib
+import io
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_recipes.errors import PlanError
+
+NOT_OPTIONS = ("model", "template", "config", "suggest", "as_json", "command")
+
+
+def run(
+    model: str | None, template: str, recipe: Path | None, options: dict[str, Any], is_suggesting: bool, as_json: bool
+) -> str:
+    """Plan what was asked for and return what to print.
+
+    Raises:
+        PlanError: nothing to plan, or it cannot be planned as described.
+    """
+    with _quietly():
+        from hf_fsdp_recipes.plan import advice, blueprint, table
+        from hf_fsdp_recipes.plan.communication import traffic
+        from hf_fsdp_recipes.plan.memory import Planner
+        from hf_fsdp_recipes.plan.request import make_job, read_recipe
+
+        options = {**(read_recipe(recipe) if recipe else {}), **_renamed(options)}
+        model = model or options.get("model")
+        if model is None:
+            raise PlanError("no model. Rule: --model takes a config.json, a directory with one or a Hub id.")
+        job = make_job(template, options)
+        planner = Planner(blueprint.read_config(model))
+        if is_suggesting:
+            found = advice.suggest(planner, job)
+            if found is None:
+                raise PlanError(
+                    "nothing fits at a batch of 1, offloaded or with an 8-bit optimizer. Remedy: more GPUs, LoRA."
+                )
+            plan = found.plan
+        else:
+            plan = planner.plan(job)
+        changes = advice.smallest_changes(planner, plan) if plan.fits is False else []
+        shardings = advice.compare_shardings(planner, plan.job)
+        parts = (plan, traffic(plan, planner.config), shardings, changes)
+    if as_json:
+        return json.dumps(table.plain(*parts), indent=2)
+    text = table.format_plan(*parts)
+    return f"{table.format_suggestion(found)}\n\n{text}" if is_suggesting and found else text
+
+
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    names = {"gradient_checkpointing": "checkpointing"}
+    return {names.get(name, name): value for name, value in options.items()}
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep upstream's deprecation notes and import messages off the table."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield

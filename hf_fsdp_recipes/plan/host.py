@@ -1,0 +1,63 @@
+"""Host memory of one node: while loading, training, saving and exporting; here, and as the stack does it alone.
+
+The figures of this package come from docs/measured.md; the sizes from the plan.
+"""
+
+from dataclasses import dataclass
+
+from hf_fsdp_recipes.load.transfer import BUCKET_BYTES
+from hf_fsdp_recipes.plan.memory import OPTIMIZER, PARAMETERS, Plan
+from hf_fsdp_recipes.save.writing import CHUNK_BYTES
+
+PROCESS_BYTES = 930_000_000  # a rank before it loads anything: document 004 printed 926 and 933 MB
+LOADING_BYTES = 150_000_000  # beside the shard, per rank, with either source: docs/measured.md, 146 MB at worst
+STAGING_RATIO = 1.8  # host bytes for each byte of state while a checkpoint is written beside training: measured 1.79
+
+
+@dataclass(frozen=True)
+class HostNeed:
+    """Bytes that one node's host needs at one stage.
+
+    Attributes:
+        stage: load, train, save or export.
+        ours_bytes, stock_bytes: with this package, and with transformers and Accelerate alone.
+        why: where the numbers come from.
+    """
+
+    stage: str
+    ours_bytes: int
+    stock_bytes: int
+    why: str
+
+
+def host_needs(plan: Plan) -> list[HostNeed]:
+    """Return what each stage needs of a node."""
+    job, ranks = plan.job, plan.job.machine.ranks_on_node
+    version, num_ranks = job.strategy.version, job.shard_ranks
+    base = ranks * (PROCESS_BYTES + sum(plan.host.values()))
+    shard = sum(unit.stored_bytes(num_ranks, version) for unit in plan.units)
+    whole = round(sum(w.num_elements * w.stored_bytes for unit in plan.units for w in unit.weights))
+    trained = round(sum(w.num_elements * w.stored_bytes for unit in plan.units for w in unit.weights if w.is_trained))
+    loaded = plan.num_parameters * job.dtype.itemsize
+    optimizer = plan.valley.get(OPTIMIZER, plan.host.get(OPTIMIZER, 0))
+    saved = optimizer + (_trained_shard(plan) if job.lora_rank else shard)
+    state = trained + round(optimizer * num_ranks)
+    offloaded = ranks * plan.host.get(PARAMETERS, 0)
+    start = ranks * PROCESS_BYTES + offloaded
+    return [
+        HostNeed(
+            "load",
+            start + (ranks * loaded if job.is_4bit else ranks * (LOADING_BYTES + 2 * BUCKET_BYTES)),
+            start + ranks * loaded,
+            "4-bit models load through from_pretrained on every rank"
+            if job.is_4bit
+            else "stock: every rank loads the whole",
+        ),
+        HostNeed("train", base, base, "processes, and what is offloaded or paged"),
+        HostNeed("save", base + round(ranks * saved * STAGING_RATIO), base + state, "stock: FULL_STATE_DICT on rank 0"),
+        HostNeed("export", base + ranks * CHUNK_BYTES, base + (trained if job.lora_rank else whole), "stock: the same"),
+    ]
+
+
+def _trained_shard(plan: Plan) -> int:
+    return sum(unit.reduced_bytes(plan.job.shard_ranks, plan.job.strategy.version) for unit in plan.units)

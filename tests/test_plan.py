@@ -1,0 +1,403 @@
+"""The planner: published figures, what FSDP really does, and what the command says."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_fsdp_recipes.cli import app
+from hf_fsdp_recipes.errors import PlanError
+from hf_fsdp_recipes.launch.templates import all_templates
+from hf_fsdp_recipes.plan import blueprint, trace, units
+from hf_fsdp_recipes.plan.advice import compare_shardings, smallest_changes, suggest
+from hf_fsdp_recipes.plan.communication import step_flops, traffic
+from hf_fsdp_recipes.plan.host import host_needs
+from hf_fsdp_recipes.plan.job import Job, Machine, parse_bandwidth, parse_bytes
+from hf_fsdp_recipes.plan.memory import Planner, change
+from hf_fsdp_recipes.plan.strategy import Strategy, find_strategy, from_template
+from tests.conftest import tiny_config
+from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
+from tests.ranks.sharded_units import units_of
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
+LLAMA2_7B = LLAMA | {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+LLAMA2_70B = LLAMA2_7B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}
+LLAMA31_405B = LLAMA | {
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+GB = 1e9
+ONE_RANK = Machine(1, 1)
+run = CliRunner().invoke
+
+
+def llama(values: dict):
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**{key: value for key, value in values.items() if key not in ("model_type", "architectures")})
+
+
+@pytest.fixture(scope="module")
+def planners():
+    made: dict[str, Planner] = {}
+
+    def get(name: str, values: dict) -> Planner:
+        if name not in made:
+            made[name] = Planner(llama(values))
+        return made[name]
+
+    return get
+
+
+def guide_job(**fields) -> Job:
+    """The runs of the distributed training guide's chapter on FSDP.
+
+    torch's own size-based wrapping at 100M parameters; everything in bf16; a plain loop that keeps outputs and
+    gradients; transformers 4.4x, which held logits in fp32 and repeated key and value heads.
+    """
+    job = Job(
+        Strategy("guide", version=1, min_num_params=100_000_000),
+        machine=Machine(8, 8, 80 * 10**9),
+        dtype=torch.bfloat16,
+        mixed_precision=None,
+        checkpointing=False,
+        loss="upcast",
+        attention="sdpa_padded",
+        loop="script",
+    )
+    return change(job, **fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "offload", "batch", "valley_gb", "peak_gb"),
+    [
+        ("7B", LLAMA2_7B, False, 10, 8.0, 74.0),
+        ("7B", LLAMA2_7B, True, 10, 1.4, 68.7),
+        ("70B", LLAMA2_70B, True, 2, 0.3, 72.3),
+    ],
+)
+def test_guide_table_is_met_within_one_percent(planners, name, values, offload, batch, valley_gb, peak_gb):
+    plan = planners(name, values).plan(guide_job(is_offloaded=offload, batch=batch))
+    assert plan.peak_bytes / GB == pytest.approx(peak_gb, rel=0.01)
+    assert plan.valley_bytes / GB == pytest.approx(valley_gb, abs=0.1)  # printed with one digit, the first with none
+    assert plan.fits
+
+
+def test_70b_does_not_fit_8_gpus_without_offload_even_at_batch_1(planners):
+    assert not planners("70B", LLAMA2_70B).plan(guide_job(batch=1)).fits
+
+
+def test_70b_on_one_node_needs_a_paged_optimizer_and_on_two_none(planners):
+    """As the blog on fine-tuning Llama 2 70B says; fp32 masters, bf16 compute, 2048 tokens, layers recomputed."""
+    planner = planners("70B", LLAMA2_70B)
+    job = Job(Strategy(version=1), machine=Machine(8, 8), length=2048, loss="model", attention="flash")
+    assert not planner.plan(job).fits
+    assert planner.plan(change(job, optimizer="paged_adamw_32bit")).fits
+    assert planner.plan(change(job, num_gpus=16)).fits
+
+
+def test_405b_on_64_gpus_takes_less_than_20_seconds_of_one_core(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA31_405B))
+    start = time.process_time()
+    result = run(app, ["plan", "--model", str(file), "--gpus", "64", "--length", "4096", "--json"])
+    assert time.process_time() - start < 20
+    found = json.loads(result.output)
+    assert found["num_parameters"] == 405_853_388_800
+    assert found["fits"] is False
+    assert found["changes"][-1]["fits"] is True
+
+
+BY_SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 3000}
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "strategy", "kind", "lora_rank"),
+    [
+        (FSDP2, Strategy(), "llama", 0),
+        (FSDP2, Strategy(), "llama_tied", 0),
+        (FSDP2, Strategy(), "llama", 4),
+        (FSDP2 | BY_SIZE, Strategy(min_num_params=3000), "qwen3_moe", 0),
+        (FSDP1, Strategy(version=1), "llama", 0),
+        (FSDP1, Strategy(version=1), "llama", 4),
+        (FSDP1 | BY_SIZE, Strategy(version=1, min_num_params=3000), "llama_tied", 0),
+    ],
+    ids=["fsdp2", "fsdp2 tied", "fsdp2 lora", "fsdp2 by size", "fsdp1", "fsdp1 lora", "fsdp1 by size"],
+)
+def test_units_are_those_that_accelerate_shards(fsdp, strategy, kind, lora_rank):
+    found = run_ranks(units_of, 2, kind, lora_rank, environment=fsdp_environment(fsdp))
+    job = Job(
+        strategy, machine=Machine(2, 2), mixed_precision=None, loss="model", checkpointing=False, lora_rank=lora_rank
+    )
+    cut = units.find_units(blueprint.build(tiny_config(kind), job), job)
+    sizes = sorted(sum(weight.num_elements for weight in unit.weights) for unit in cut)
+    assert [size for size in sizes if size] == found[0][0]
+    shard = sum(unit.stored_bytes(2, strategy.version) for unit in cut) / 4
+    most = max(elements for _, elements in found)
+    assert most <= shard <= most * 1.02  # FSDP2 counts its padding rows, which the largest shard may lack
+
+
+def test_checkpointed_layers_keep_their_input_alone():
+    job = Job(Strategy(), machine=ONE_RANK, batch=2, length=64)
+    kept = []
+    for layers in (2, 4):
+        config = tiny_config("llama")
+        config.num_hidden_layers = layers
+        model = blueprint.build(config, job)
+        moments = trace.trace_step(model, job, [f"model.layers.{n}" for n in range(layers)], units.last_layer(model))
+        kept.append(next(sum(moment.live_bytes.values()) for moment in moments if moment.kind == "loss"))
+    assert (kept[1] - kept[0]) / 2 == pytest.approx(2 * 64 * 32 * 2, rel=0.05)  # (B, L, hidden) in bf16, a layer
+
+
+def test_meta_counts_what_a_real_step_allocates():
+    """The same watch over the same step, once on meta and once with real numbers on the CPU."""
+    job = Job(Strategy(on_cpu=True), machine=ONE_RANK, batch=2, length=48, mixed_precision=None, attention="eager")
+    peaks = []
+    for device in ("meta", "cpu"):
+        model = blueprint.build(tiny_config("llama"), job)
+        if device == "cpu":
+            model = model.to_empty(device="cpu")
+        moments = trace.trace_step(model, job, [], units.last_layer(model), device=device)
+        peaks.append([(m.kind, m.name, sum(m.live_bytes.values()), sum(m.peak_bytes.values())) for m in moments])
+    assert peaks[0] == peaks[1]
+
+
+def test_eager_attention_holds_the_scores():
+    job = Job(Strategy(), machine=ONE_RANK, batch=2, length=256, checkpointing=False, loss="model")
+    planner = Planner(tiny_config("llama"))
+    more = planner.plan(change(job, attention="eager")).peak_bytes - planner.plan(job).peak_bytes
+    assert more > 2 * 4 * 256 * 256 * (4 + 2) * 2  # layers x heads x L x L x (fp32 and bf16 softmax) x batch
+
+
+def test_fused_loss_holds_no_logits():
+    job = Job(Strategy(), machine=ONE_RANK, batch=4, length=2048, checkpointing=True)
+    config = tiny_config("llama")
+    config.vocab_size = 50_000
+    planner = Planner(config)
+    logits = 4 * 2048 * 50_000 * 4
+    assert planner.plan(change(job, loss="model")).peak["logits and loss"] > 2 * logits
+    assert planner.plan(job).peak_bytes < logits
+
+
+def test_adapters_alone_have_gradients_and_optimizer_state():
+    job = Job(Strategy(), machine=Machine(2, 2), dtype=torch.bfloat16, lora_rank=4)
+    plan = Planner(tiny_config("llama")).plan(job)
+    assert plan.num_trained == 3808
+    assert plan.valley["optimizer"] == pytest.approx(3808 * 8 / 2, rel=0.02)
+
+
+def test_4bit_weights_are_cut_and_their_scales_are_not(planners):
+    job = Job(Strategy(), machine=Machine(8, 8), dtype=torch.bfloat16, lora_rank=16, is_4bit=True)
+    plan = planners("7B", LLAMA2_7B).plan(job)
+    linear = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    assert plan.peak["4-bit scales"] == linear * 4 // 64
+    rest = 2 * 32000 * 4096 * 2 / 8
+    assert plan.valley["parameters"] == pytest.approx(linear / 2 / 8 + rest, rel=0.1)  # and 40M adapter values in fp32
+
+
+def test_tied_embeddings_are_counted_once():
+    job = Job(Strategy(), machine=ONE_RANK)
+    tied, untied = (Planner(tiny_config(kind)).plan(job) for kind in ("llama_tied", "llama"))
+    assert untied.num_parameters - tied.num_parameters >= 307 * 32
+
+
+def test_rows_that_do_not_divide_are_padded():
+    weight = blueprint.Weight("w", (307, 32), True, 4, 2)
+    assert weight.padded_elements(8) == 312 * 32
+
+
+def test_accumulation_keeps_whole_gradients_unless_each_batch_is_reduced():
+    planner = Planner(tiny_config("llama"))
+    job = Job(Strategy(), machine=Machine(8, 8), accumulation=4, length=16)
+    whole = planner.plan(job).num_parameters * 2
+    assert planner.plan(job).peak["whole gradients"] >= whole
+    assert planner.plan(change(job, sync_each_batch=True)).peak.get("whole gradients", 0) < whole
+
+
+def test_no_shard_holds_everything_and_shard_grad_op_whole_parameters(planners):
+    planner = planners("7B", LLAMA2_7B)
+    job = Job(Strategy(), machine=Machine(8, 8, None))
+    whole = planner.plan(job).num_parameters
+    assert planner.plan(change(job, version=1, sharding="no_shard")).valley_bytes == 12 * whole
+    kept = planner.plan(change(job, sharding="shard_grad_op"))
+    assert kept.peak["gathered units"] > 1.9 * whole
+    assert kept.valley_bytes == planner.plan(job).valley_bytes
+
+
+def test_hybrid_sends_gradients_alone_between_nodes(planners):
+    planner = planners("7B", LLAMA2_7B)
+    job = Job(Strategy(), machine=Machine(16, 8))
+    plan = planner.plan(job)
+    hybrid = planner.plan(change(job, sharding="hybrid_shard"))
+    assert traffic(hybrid, planner.config).node_bytes == pytest.approx(2 * plan.num_parameters * 2 / 2, rel=0.01)
+    assert traffic(plan, planner.config).node_bytes == pytest.approx(3 * plan.num_parameters * 2 / 2, rel=0.05)
+
+
+def test_flops_count_the_experts_that_a_token_meets():
+    job = Job(Strategy(), machine=ONE_RANK, length=1, checkpointing=False)
+    few, all_of_them = tiny_config("mixtral"), tiny_config("mixtral")
+    all_of_them.num_experts_per_tok = 4
+    flops = [step_flops(Planner(config).plan(job), config) for config in (few, all_of_them)]
+    assert flops[1] - flops[0] == 6 * 2 * 2 * 3 * 32 * 52  # passes x layers x experts more x weights of one
+
+
+def test_flops_of_a_dense_model_are_six_a_weight_and_token(planners):
+    planner = planners("7B", LLAMA2_7B)
+    plan = planner.plan(Job(Strategy(), checkpointing=False, length=64))
+    matrices = plan.num_parameters - 32000 * 4096
+    norms = (2 * 32 + 1) * 4096
+    attention = 3 * 2 * 64 * 64 * 4096 * 32
+    assert step_flops(plan, planner.config) == 6 * (matrices - norms) * 64 + attention
+
+
+def test_host_load_here_does_not_grow_with_the_model(planners):
+    job = Job(Strategy(), machine=Machine(8, 8))
+    small, large = (planners(*which).plan(job) for which in (("7B", LLAMA2_7B), ("70B", LLAMA2_70B)))
+    loads = [next(need for need in host_needs(plan) if need.stage == "load") for plan in (small, large)]
+    assert loads[0].ours_bytes == loads[1].ours_bytes
+    assert loads[1].stock_bytes > 8 * 4 * large.num_parameters
+
+
+def test_smallest_change_comes_first_and_fits(planners):
+    planner = planners("7B", LLAMA2_7B)
+    plan = planner.plan(Job(Strategy(), machine=Machine(8, 8), batch=8, length=4096, checkpointing=False))
+    assert not plan.fits
+    tried = smallest_changes(planner, plan)
+    assert tried[-1].plan.fits and not any(change.plan.fits for change in tried[:-1])
+    assert tried[-1].label == "gradient checkpointing"
+
+
+def test_hybrid_is_quickest_where_the_wire_between_nodes_is_slow(planners):
+    planner = planners("7B", LLAMA2_7B)
+    job = Job(Strategy(), machine=Machine(16, 8), length=512)
+    slow = change(job, node_bytes_per_second=100e9 / 8)
+    seconds = {one.label: one.traffic.seconds for one in compare_shardings(planner, slow)}
+    assert seconds["hybrid_shard"] < 0.75 * seconds["full_shard"]
+    fast = {
+        one.label: one.traffic.seconds for one in compare_shardings(planner, change(job, node_bytes_per_second=400e9))
+    }
+    assert fast["hybrid_shard"] > fast["full_shard"]
+
+
+def test_suggestion_fits_and_no_strategy_beats_it():
+    planner = Planner(llama(LLAMA2_7B | {"num_hidden_layers": 4}))
+    job = Job(Strategy(), machine=Machine(4, 4, 24 * 10**9), length=2048)
+    found = suggest(planner, job)
+    assert found.plan.fits
+    others = compare_shardings(planner, found.plan.job)
+    assert all(one.traffic.step_seconds >= found.traffic.step_seconds * 0.98 for one in others if one.plan.fits)
+    assert suggest(planner, change(job, gpu_bytes=2 * 10**9)) is None
+
+
+@pytest.mark.parametrize("template", all_templates(), ids=lambda template: template.name)
+def test_every_shipped_template_can_be_planned(template):
+    strategy = find_strategy(template.name)
+    assert strategy == from_template(template)
+    per_node = strategy.usual_gpus // strategy.usual_nodes
+    job = Job(strategy, machine=Machine(strategy.usual_gpus, per_node, None), batch=1, length=16)
+    plan = Planner(tiny_config("llama")).plan(job)
+    assert plan.peak_bytes > plan.valley_bytes
+    assert ("parameters" in plan.valley) != job.is_offloaded
+
+
+def test_weights_are_never_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama").to_dict()))
+    (tmp_path / "model.safetensors").write_bytes(b"not weights at all")
+    result = run(app, ["plan", "--model", str(tmp_path), "--gpu-memory", "80GB"])
+    assert result.exit_code == 0 and "fits" in result.output
+
+
+def test_recipe_says_what_is_planned(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama").to_dict()))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model_name_or_path: {tmp_path}\nper_device_train_batch_size: 3\nmax_length: 32\nuse_peft: true\nlora_r: 4\n"
+        "lora_target_modules: [q_proj, v_proj]\ngradient_accumulation_steps: 2\npacking: true\n"
+    )
+    result = run(app, ["plan", "--config", str(recipe), "--batch", "2", "--template", "fsdp2_cpu", "--json"])
+    found = json.loads(result.output)
+    assert (found["batch"], found["length"], found["accumulation"], found["lora_rank"]) == (2, 32, 2, 4)
+    assert found["num_trained"] == 2 * 4 * (32 + 32 + 32 + 16)
+    assert found["fits"] is None
+
+
+def test_faults_are_told_together(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama").to_dict()))
+    wrong = ["--optimizer", "adamm", "--batch", "0", "--quantized", "4bit"]
+    error = run(app, ["plan", "--model", str(tmp_path), *wrong]).exception
+    assert isinstance(error, PlanError)
+    assert all(word in str(error) for word in ("adamm", "batch", "4-bit"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "no/such/dir/config.json"], "cannot be read"),
+        ([], "no model"),
+        (["--model", "MODEL", "--gpu-memory", "80 apples"], "cannot be read"),
+        (["--model", "MODEL", "--template", "fsdp2_hybrid_shard", "--gpus", "8", "--gpus-per-node", "8"], "one node"),
+        (["--model", "MODEL", "--lora", "8", "--lora-targets", "nothing_here"], "nothing_here"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(tmp_path, arguments, words):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama").to_dict()))
+    error = run(app, ["plan", *[str(tmp_path) if word == "MODEL" else word for word in arguments]]).exception
+    assert isinstance(error, PlanError) and words in str(error)
+
+
+def test_change_reaches_the_machine_and_the_strategy():
+    job = change(Job(Strategy()), num_gpus=32, sharding="shard_grad_op", batch=3)
+    assert (job.machine.num_gpus, job.strategy.sharding, job.batch) == (32, "shard_grad_op", 3)
+    fields = [set(owner.__dataclass_fields__) for owner in (Job, Machine, Strategy)]
+    assert sum(map(len, fields)) == len(set.union(*fields))  # a name that two share would change the wrong one
+
+
+def test_sizes_and_bandwidths_are_read():
+    assert parse_bytes("80GB") == 80 * 10**9
+    assert parse_bytes("1.5TiB") == 1.5 * 2**40
+    assert parse_bandwidth("200Gb/s") == parse_bandwidth("25GB/s") == 25e9
+    with pytest.raises(PlanError):
+        parse_bandwidth("fast")
+
+
+def test_documents_in_the_page_are_what_is_predicted(planners):
+    """docs/planner.md prints these predictions; the page may not fall behind the code."""
+    page = (Path(__file__).resolve().parents[1] / "docs" / "planner.md").read_text()
+    for name, values, offload, batch in (
+        ("7B", LLAMA2_7B, False, 10),
+        ("7B", LLAMA2_7B, True, 10),
+        ("70B", LLAMA2_70B, True, 2),
+    ):
+        plan = planners(name, values).plan(guide_job(is_offloaded=offload, batch=batch))
+        assert f"{plan.valley_bytes / GB:.2f} / {plan.peak_bytes / GB:.1f}" in page
