@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from hf_fsdp_recipes.measure.metrics_file import METRICS_FILE, read_metrics
 from hf_fsdp_recipes.plan import cases
 
 LOG_FILE, JOB_LOG_FILE, RANK_LOGS = "log.txt", "slurm.log", "logs"
@@ -59,7 +60,10 @@ def find_outcome(directory: Path, steps: int, ending: Ending | None = None) -> s
         return "failed: a rank was killed (SIGKILL), and the kernel says nothing of memory"
     if ending is not None:
         return f"failed: status {ending.status}, no error in its log"
-    return "failed: ended early, no error in its log" if text else cases.NOT_RUN
+    done = max((entry["step"] for entry in read_metrics(directory / METRICS_FILE) if "loss" in entry), default=0)
+    if not text and not done:
+        return cases.NOT_RUN
+    return f"failed: after {done} of {steps} steps, or under way; no error in its log"
 
 
 def _read_logs(directory: Path) -> str:
