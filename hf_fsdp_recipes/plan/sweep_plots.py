@@ -10,6 +10,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from hf_fsdp_recipes.measure.plots import RANK_COLOURS, style
@@ -22,7 +23,7 @@ OOM_STACK = 0.07  # of a panel's height, between the marks of two templates
 
 def draw_scaling(results: Sequence[Result]) -> Figure:
     """Draw peak memory, epoch time and step time against the number of ranks, a line a template, OOM marked."""
-    figure = Figure(figsize=(14, 5.0), dpi=110, layout="constrained")
+    figure = Figure(figsize=(14, 5.0), dpi=110, layout=ConstrainedLayoutEngine(wspace=0.06))
     panels = figure.subplots(1, 3)
     size, unit = _time_unit([result["epoch_seconds"] for result in results if "epoch_seconds" in result])
     memory = f"{_memory_name(results)} of the largest rank, GB"
@@ -30,7 +31,7 @@ def draw_scaling(results: Sequence[Result]) -> Figure:
     _draw_panel(panels[1], results, "epoch_seconds", size, "Epoch time, extrapolated", f"{unit} an epoch")
     _draw_panel(panels[2], results, "step_seconds", 1, "Step time", "seconds a step")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False)
     return figure
 
 
@@ -53,9 +54,8 @@ def draw_strategies(results: Sequence[Result]) -> Figure:
     label = "MFU, % of the dense peak" if rate == "mfu" else "tokens a second, all ranks"
     title = f"Strategies at {num_ranks} rank{'s'[: num_ranks != 1]}: up is faster, left is less memory"
     style(axes, title, f"peak {_memory_name(results)} of the largest rank, GB", label)
-    axes.set_xlim(left=0)
-    axes.margins(0.12)
-    axes.set_ylim(bottom=0)
+    axes.set_xlim(0, 1.12 * max((result["peak_memory_bytes"] / 1e9 for result in finished), default=1.0))
+    axes.set_ylim(0, 1.12 * axes.dataLim.y1 if finished else 1.0)
     axes.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
@@ -87,13 +87,14 @@ def _draw_panel(axes: Axes, results: Sequence[Result], key: str, size: float, ti
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticklabels([str(count) for count in ranks])
     axes.set_xlim(ranks[0] / 1.3, ranks[-1] * 1.3)
-    axes.margins(y=0.12)
     style(axes, title, "ranks", unit)
+    highest = max((result[key] / size for result in results if key in result), default=1.0)
+    axes.set_ylim(0, 1.08 * highest / (1 - OOM_STACK * max(out.values(), default=0)))  # the marks stand above all lines
 
 
 def _mark_out_of_memory(axes: Axes, num_ranks: int, place: int, colour: str) -> None:
-    """Write OOM above the number of ranks, one over the other where several templates ran out of memory."""
-    height = 0.03 + place * OOM_STACK
+    """Write OOM over the number of ranks, one below the other where several templates ran out of memory."""
+    height = 1 - (place + 0.8) * OOM_STACK
     axes.text(
         num_ranks, height, "OOM", color=colour, fontweight="bold", ha="center", transform=axes.get_xaxis_transform()
     )
