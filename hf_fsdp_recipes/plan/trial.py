@@ -21,6 +21,12 @@ from hf_fsdp_recipes.plan import cases, outcome
 SAMPLE_SECONDS = 0.2  # how often memory is looked at
 SAMPLES_A_LOOK = 5  # how often new processes and steps are looked for, in samples
 LAUNCHER = [sys.executable, "-m", "accelerate.commands.launch"]
+CPU_VARIABLES = {
+    "OMP_NUM_THREADS": "1",  # what torchrun sets for several ranks but not for one: cases have to be comparable
+    # Units that were gathered and freed go back to the system at once. glibc would raise this threshold to 32 MB and
+    # keep them, and the peak would be that of its heap, hardly lower on more ranks. Source: mallopt(3).
+    "MALLOC_MMAP_THRESHOLD_": "1048576",
+}
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -54,8 +60,7 @@ def environment(is_on_cpu: bool) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_"))}
     if not is_on_cpu:
         return kept
-    # One thread a rank, which torchrun sets for several ranks but not for one: cases have to be comparable.
-    return {"OMP_NUM_THREADS": "1"} | kept | {"ACCELERATE_USE_CPU": "true"}
+    return CPU_VARIABLES | kept | {"ACCELERATE_USE_CPU": "true"}
 
 
 def watch(
