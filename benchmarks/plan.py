@@ -117,7 +117,7 @@ def make_job(case: Case) -> Any:
     from hf_fsdp_recipes.plan.job import Job, Machine
     from hf_fsdp_recipes.plan.strategy import Strategy
 
-    strategy = Strategy(on_cpu=True, mixed_precision="no", **case.strategy)
+    strategy = Strategy(on_cpu=True, precision="no", **case.strategy)
     return Job(strategy, machine=Machine(case.ranks, case.ranks), dtype=torch.float32, mixed_precision=None, **case.job)
 
 

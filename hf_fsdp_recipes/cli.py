@@ -139,7 +139,9 @@ def plan(
     from hf_fsdp_recipes.plan import command
 
     given = {name: value for name, value in locals().items() if value is not None and name not in command.NOT_OPTIONS}
-    print(command.run(model, template, config, given, suggest, as_json))
+    text, fits = command.run(model, template, config, given, suggest, as_json)
+    print(text)
+    raise typer.Exit(1 if fits is False else 0)
 
 
 @app.command("sweep", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

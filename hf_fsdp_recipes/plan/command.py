@@ -1,4 +1,4 @@
-"""`hf-fsdp plan`: from options to a table or JSON. Raises where the run does not fit, so that scripts notice."""
+"""`hf-fsdp plan`: from options to a table or JSON, and whether the run fits."""
 
 import contextlib
 import io
@@ -16,8 +16,8 @@ NOT_OPTIONS = ("model", "template", "config", "suggest", "as_json", "command")
 
 def run(
     model: str | None, template: str, recipe: Path | None, options: dict[str, Any], is_suggesting: bool, as_json: bool
-) -> str:
-    """Plan what was asked for and return what to print.
+) -> tuple[str, bool | None]:
+    """Plan what was asked for; return what to print, and whether it fits (None where nothing is known of the GPU).
 
     Raises:
         PlanError: nothing to plan, or it cannot be planned as described.
@@ -44,12 +44,13 @@ def run(
         else:
             plan = planner.plan(job)
         changes = advice.smallest_changes(planner, plan) if plan.fits is False else []
-        shardings = advice.compare_shardings(planner, plan.job)
+        # Nothing is known of what connects CPU ranks.
+        shardings = [] if plan.job.on_cpu else advice.compare_shardings(planner, plan.job)
         parts = (plan, traffic(plan, planner.config), shardings, changes)
     if as_json:
-        return json.dumps(table.plain(*parts), indent=2)
+        return json.dumps(table.plain(*parts), indent=2), plan.fits
     text = table.format_plan(*parts)
-    return f"{table.format_suggestion(found)}\n\n{text}" if is_suggesting and found else text
+    return (f"{table.format_suggestion(found)}\n\n{text}" if is_suggesting and found else text), plan.fits
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:

@@ -38,18 +38,19 @@ def host_needs(plan: Plan) -> list[HostNeed]:
     shard = sum(unit.stored_bytes(num_ranks, version) for unit in plan.units)
     whole = round(sum(w.num_elements * w.stored_bytes for unit in plan.units for w in unit.weights))
     trained = round(sum(w.num_elements * w.stored_bytes for unit in plan.units for w in unit.weights if w.is_trained))
-    loaded = plan.num_parameters * job.dtype.itemsize
+    loaded = whole if job.is_4bit else plan.num_parameters * job.dtype.itemsize
     optimizer = plan.valley.get(OPTIMIZER, plan.host.get(OPTIMIZER, 0))
     saved = optimizer + (_trained_shard(plan) if job.lora_rank else shard)
     state = trained + round(optimizer * num_ranks)
-    offloaded = ranks * plan.host.get(PARAMETERS, 0)
-    start = ranks * PROCESS_BYTES + offloaded
+    start = ranks * (PROCESS_BYTES + plan.host.get(PARAMETERS, 0))
+    if job.on_cpu:  # a rank's own memory is the host's
+        base, start = base + ranks * plan.peak_bytes, start + ranks * shard
     return [
         HostNeed(
             "load",
             start + (ranks * loaded if job.is_4bit else ranks * (LOADING_BYTES + 2 * BUCKET_BYTES)),
             start + ranks * loaded,
-            "4-bit models load through from_pretrained on every rank"
+            "packed, through from_pretrained on every rank: not measured"
             if job.is_4bit
             else "stock: every rank loads the whole",
         ),

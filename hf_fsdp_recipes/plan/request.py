@@ -73,7 +73,7 @@ def make_job(template: str, options: dict[str, Any]) -> Job:
     quantized = options.get("quantized")
     if quantized not in (None, "4bit"):
         raise PlanError(f"quantized: {quantized!r}. Rule: 4bit, or nothing.")
-    precision = parse_dtype(options.get("mixed_precision", strategy.mixed_precision))
+    precision = parse_dtype(options.get("mixed_precision", strategy.precision))
     dtype = parse_dtype(options.get("dtype")) or torch.float32
     targets = options.get("lora_targets", "all-linear")
     return Job(

@@ -117,6 +117,20 @@ class Fsdp2:
     def _end_forward(self) -> None:
         self._ledger.add(GATHERED, -self._held_buffer)
         self._held_buffer, self._is_backward = 0, True
+        root = self._by_module.get(ROOT)
+        if root is not None and root.weights and self._order:
+            self._gather_ahead(self._order[-1])
+        for unit in self._units:
+            if unit not in self._entered and unit not in self._whole:
+                self._gather_by_hand(unit)
+
+    def _gather_by_hand(self, unit: Unit) -> None:
+        """Gather a unit whose forward never ran: TRL's fused loss gathers a head that is alone, and keeps it.
+
+        Source: trl 1.16 `trainer/utils.py`, `_fused_forward`, `full_tensor`.
+        """
+        self._whole.add(unit)
+        self._ledger.add(GATHERED, self._whole_bytes(unit))
 
     def _backward_enter(self, unit: Unit, name: str) -> None:
         if unit not in self._whole and unit not in self._reduced:
@@ -190,7 +204,7 @@ class Fsdp1(Fsdp2):
     def _whole_bytes(self, unit: Unit) -> int:
         is_copied = any(weight.whole_bytes != weight.stored_bytes for weight in unit.weights)
         if self._num_ranks == 1 and not is_copied:
-            return 0  # computed with as stored
+            return unit.stored_bytes(1, 1) if self._job.is_offloaded else 0  # computed with as stored
         staged = unit.stored_bytes(self._num_ranks, 1) if self._job.is_offloaded else 0
         return unit.whole_bytes(self._num_ranks, 1) + staged
 

@@ -20,7 +20,7 @@ class Strategy:
         is_offloaded: parameters, gradients and optimizer on the host.
         min_num_params: parameters a unit must exceed; None to wrap by layer class.
         wrap_class: layer classes to wrap, comma-separated; None for what the model declares.
-        mixed_precision: the template's, as Accelerate spells it.
+        precision: the template's, as Accelerate spells it.
         on_cpu: for CPU ranks.
         usual_gpus, usual_nodes: the counts in the file.
     """
@@ -31,7 +31,7 @@ class Strategy:
     is_offloaded: bool = False
     min_num_params: int | None = None
     wrap_class: str | None = None
-    mixed_precision: str = "bf16"
+    precision: str = "bf16"
     on_cpu: bool = False
     usual_gpus: int = 8
     usual_nodes: int = 1
@@ -70,7 +70,7 @@ def from_template(template: Template) -> Strategy:
         is_offloaded=template.variant == "offload",
         min_num_params=template.min_num_params if template.variant == "size_wrap" else None,
         wrap_class=template.wrap_class,
-        mixed_precision="no" if template.on_cpu else "bf16",
+        precision="no" if template.on_cpu else "bf16",
         on_cpu=template.on_cpu,
         usual_gpus=template.num_processes,
         usual_nodes=template.num_machines,
@@ -95,7 +95,7 @@ def read_strategy(config: dict[str, Any], name: str) -> Strategy:
         is_offloaded=config_check.is_true(fsdp.get("offload_params", False)),
         min_num_params=int(fsdp.get("min_num_params", 10**8)) if is_by_size else None,
         wrap_class=fsdp.get("transformer_layer_cls_to_wrap"),
-        mixed_precision=str(config.get("mixed_precision", "no")),
+        precision=str(config.get("mixed_precision", "no")),
         on_cpu=config_check.is_true(config.get("use_cpu", False)),
         usual_gpus=int(config.get("num_processes", 1)),
         usual_nodes=int(config.get("num_machines", 1)),

@@ -57,7 +57,9 @@ def aligned(rows: Iterable[Sequence[str]], indent: str = "  ") -> list[str]:
 
 def format_plan(plan: Plan, step: Traffic, shardings: Sequence[Alternative], changes: Sequence[Alternative]) -> str:
     """Write a plan, the strategies beside it, and the changes that were tried."""
-    lines = [*_head(plan), "", *_device(plan), "", *_host(plan), "", *_wires(step, plan)]
+    lines = [*_head(plan), "", *_device(plan), "", *_host(plan)]
+    if not plan.job.on_cpu:
+        lines += ["", *_wires(step, plan)]
     if len(shardings) > 1:
         lines += ["", "strategies, the quickest that fits first", *_compared(shardings)]
     if changes:
@@ -128,7 +130,9 @@ def _compared(alternatives: Sequence[Alternative]) -> list[str]:
     rows = [("", "bytes a rank", "communication", "step", "")]
     for one in alternatives:
         seconds = (f"{one.traffic.seconds:.2f} s", f"{one.traffic.step_seconds:.2f} s")
-        rows.append((one.label, readable(one.plan.needed_bytes), *seconds, "" if one.plan.fits else "does not fit"))
+        rows.append(
+            (one.label, readable(one.plan.needed_bytes), *seconds, "does not fit" if one.plan.fits is False else "")
+        )
     return aligned(rows)
 
 

@@ -71,7 +71,7 @@ class _Watch(TorchDispatchMode):
         self._live[self.part] += num_bytes
         if sum(self._live.values()) > sum(self._peak.values()):
             self._peak = dict(self._live)
-        weakref.finalize(storage, self._forget, key, num_bytes, self.part)
+        weakref.finalize(storage, self._forget, key, num_bytes, self.part).atexit = False
 
     def _forget(self, key: int, num_bytes: int, part: str) -> None:
         self._alive.discard(key)
