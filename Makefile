@@ -6,16 +6,26 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-all lint bench templates clean
+.PHONY: quickstart test test-all test-slurm rehearse rehearse-all lint bench templates clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py $(if $(MODEL),--model $(MODEL))
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not slow and not gpu and not slurm"
+	$(BIN)/python -m pytest -m "not slow and not gpu and not slurm and not rehearsal and not rehearsal_of_all"
+
+rehearse: $(VENV)/.installed
+	$(BIN)/python -m pytest -m rehearsal
+
+rehearse-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "rehearsal or rehearsal_of_all"
 
 test-all: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not gpu and not slurm" --timeout=1800
+	$(BIN)/python -m pytest -m "not gpu and not slurm and not rehearsal_of_all" --timeout=1800
+
+# As root: starts a Slurm of its own and installs the packages for it where they are missing.
+test-slurm: $(VENV)/.installed
+	$(BIN)/python -m pytest -m slurm tests/slurm
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

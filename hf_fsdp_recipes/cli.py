@@ -165,6 +165,20 @@ def sweep(
     print(sweeping.command(recipe, ranks, templates, output, steps, context.args, *limits, submit, collect))
 
 
+@app.command("rehearse", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def rehearse(
+    context: typer.Context,
+    recipe: Annotated[Path, typer.Argument(help="A recipe's YAML; any --field value after it overrides it.")],
+    template: Annotated[str, typer.Option(help="A template's name, or an Accelerate config.")],
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the rehearsal's directory.")] = False,
+) -> None:
+    """Run the very recipe with its model shrunk on CPU ranks: load, kill, resume, stop, export, reload, generate."""
+    from hf_fsdp_recipes.plan.rehearse import rehearse as run
+
+    if not run(recipe, template, context.args, keep):
+        raise RecipeError(f"{recipe} did not pass its rehearsal.")
+
+
 @config_app.command("list")
 def config_list() -> None:
     """List the templates, one line each."""

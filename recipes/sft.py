@@ -14,6 +14,8 @@ export/ (loads with from_pretrained), metrics.jsonl, report.md and plots. A run 
 export/ exits non-zero.
 """
 
+from torch.distributed.elastic.multiprocessing.errors import record
+
 from hf_fsdp_recipes.ranks import exit_clearly
 
 
@@ -22,6 +24,11 @@ def main() -> None:
     from hf_fsdp_recipes.train.build import build_trainer, find_resume, finish
 
     arguments = parse_arguments()  # the same on every rank, or an error before anything is loaded
+    if arguments.recipe.dry_run:
+        from hf_fsdp_recipes.plan import dry_run
+
+        dry_run.run(arguments)  # the recipe at its full size, without weights
+        return
     checkpoint = find_resume(arguments)  # the newest complete one with `auto`; keeps the global batch
     trainer = build_trainer(arguments)  # rank 0 reads headers; no rank holds weights yet
     trainer.train(resume_from_checkpoint=checkpoint)  # shards, fills, trains, saves
@@ -29,6 +36,11 @@ def main() -> None:
     trainer.accelerator.end_training()
 
 
-if __name__ == "__main__":
+@record  # the traceback of what nobody expected goes to torchrun's table and error files
+def start() -> None:
     with exit_clearly():
         main()
+
+
+if __name__ == "__main__":
+    start()

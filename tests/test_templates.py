@@ -21,7 +21,7 @@ def test_family_is_complete():
         for version in (1, 2)
         for strategy in ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
         for variant in ("", "_offload", "_size_wrap")
-    } | {"no_shard", "fsdp2_cpu"}
+    } | {"no_shard", "fsdp2_cpu", "fsdp1_full_shard_gaudi"}
     assert {template.name for template in ALL} == expected
 
 

@@ -211,8 +211,6 @@ def _entries(template: Template) -> Iterator[tuple[str, str, str]]:
         "nodes; override with --num_machines" if template.num_machines > 1 else "",
     )
     yield "num_processes", str(template.num_processes), "ranks over all nodes; override with --num_processes"
-    if template.num_machines > 1:
-        yield "rdzv_backend", "c10d", "nodes may come up in any order"
     yield "main_training_function", "main", ""
     if template.variant == "gaudi":
         yield "dynamo_config", "", "torch.compile, which Gaudi needs to be fast"

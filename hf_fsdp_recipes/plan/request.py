@@ -20,7 +20,7 @@ RECIPE_KEYS = {
     "dtype": "dtype",
     "gradient_checkpointing": "checkpointing",
 }
-ATTENTION = {"flash_attention_2": "flash", "flash_attention_3": "flash", "eager": "eager"}
+ATTENTION = {"flash_attention_2": "flash", "flash_attention_3": "flash", "flash": "flash", "eager": "eager"}
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
@@ -35,6 +35,17 @@ def read_recipe(file: Path) -> dict[str, Any]:
         raise PlanError(f"{file} cannot be read: {error}.") from error
     if not isinstance(keys, dict):
         raise PlanError(f"{file} holds no mapping of keys to values.")
+    return _options(keys)
+
+
+def options_of(arguments: Any) -> dict[str, Any]:
+    """Return the options of a recipe that has been parsed, whatever the command line changed of it."""
+    keys = {key: getattr(value, "value", value) for part in reversed(arguments) for key, value in vars(part).items()}
+    keys["accelerator_config"] = arguments.training.accelerator_config.to_dict()
+    return _options(keys)
+
+
+def _options(keys: dict[str, Any]) -> dict[str, Any]:
     options = {ours: keys[theirs] for theirs, ours in RECIPE_KEYS.items() if keys.get(theirs) is not None}
     options.setdefault("batch", 8)  # Trainer's own default
     if keys.get("use_peft"):
@@ -53,23 +64,23 @@ def read_recipe(file: Path) -> dict[str, Any]:
 
 def _attention(keys: dict[str, Any], batch: int) -> str:
     """Rows of different lengths are padded and need a mask, unless they are packed or alone."""
-    wish = str(keys.get("attn_implementation") or "sdpa")
+    wish = str(keys.get("attn_implementation") or keys.get("attention") or "sdpa")
     if wish in ATTENTION:
         return ATTENTION[wish]
     return "flash" if "flash" in wish else "sdpa" if keys.get("packing") or batch == 1 else "sdpa_padded"
 
 
-def make_job(template: str, options: dict[str, Any]) -> Job:
+def make_job(template: str | Strategy, options: dict[str, Any]) -> Job:
     """Join options into a job.
 
     Args:
-        template: a shipped template's name or an Accelerate config's path.
+        template: a shipped template's name, an Accelerate config's path, or what was read from one.
         options: by name, without those that were not given.
 
     Raises:
         PlanError, TemplateError: a value that cannot be read, or that cannot be together with another.
     """
-    strategy = find_strategy(template)
+    strategy = find_strategy(template) if isinstance(template, str) else template
     quantized = options.get("quantized")
     if quantized not in (None, "4bit"):
         raise PlanError(f"quantized: {quantized!r}. Rule: 4bit, or nothing.")

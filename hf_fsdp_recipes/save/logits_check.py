@@ -5,6 +5,7 @@ and compares logits. Holds the whole model on rank 0 for that, so it is for mode
 """
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ def _transformers_config(model: torch.nn.Module) -> Any:
     return next((module.config for module in model.modules() if hasattr(module, "config")), None)
 
 
+def _compute_dtype(default: torch.dtype) -> torch.dtype:
+    """Return what the model in training computes in: float32 masters are cast for mixed precision."""
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, default)
+
+
 def _quantized_alike(config: Any) -> dict[str, Any]:
     """Return from_pretrained's arguments that quantise an adapter's base as training did, so that both say the same."""
     if config is None:
@@ -78,7 +85,7 @@ def _compare(expected: torch.Tensor, export: Path, input_ids: torch.Tensor, quan
     with torch.no_grad():
         actual = loaded(input_ids=input_ids).logits.float()
     difference = float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-    tolerance = TOLERANCE.get(loaded.dtype, 0.15)
+    tolerance = max(TOLERANCE.get(dtype, 0.15) for dtype in (loaded.dtype, _compute_dtype(loaded.dtype)))
     if not difference <= tolerance:
         raise ExportError(
             f"{export} says something else than the model in training: logits differ by {difference:.2g} of the largest. "

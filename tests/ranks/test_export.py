@@ -213,3 +213,50 @@ def test_full_disk_leaves_nothing_under_the_final_name(tiny_model, text_file, tm
         assert list(disk.iterdir()) == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def _die_while_exporting(model, data, output):
+    import signal
+
+    from hf_fsdp_recipes import ShardedCheckpointCallback, export_model
+    from hf_fsdp_recipes.save import writing
+
+    callback = ShardedCheckpointCallback()
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    trainer = build(str(model), str(data), str(output), steps=2, callbacks=[callback], **saving)
+    trainer.train()
+    write, written = writing.FileWriter.write, []
+
+    def write_some_then_die(self, *arguments):
+        write(self, *arguments)
+        written.append(arguments[0])
+        if len(written) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    writing.FileWriter.write = write_some_then_die
+    export_model(trainer.model, output / "export")
+
+
+def test_kill_in_mid_export_leaves_the_checkpoint_and_no_export(tiny_model, text_file, tmp_path):
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.save import layout
+
+    with pytest.raises(pytest.fail.Exception, match="killed at the time-out|exit code -9"):
+        run_ranks(
+            _die_while_exporting,
+            2,
+            tiny_model("llama"),
+            text_file,
+            tmp_path,
+            environment=fsdp_environment(FSDP2),
+            timeout_seconds=60,
+        )
+    assert (tmp_path / ".export.incomplete").is_dir()  # it did die in the middle
+    assert not (tmp_path / "export").exists()
+    [checkpoint] = layout.list_checkpoints(tmp_path, verify=True)
+    assert checkpoint.is_complete
+    exported = export_checkpoint(checkpoint.path, tmp_path / "export", base_model=tiny_model("llama"))
+    assert (
+        load_file(exported / "model.safetensors").keys() == load_file(tiny_model("llama") / "model.safetensors").keys()
+    )
+    assert not (tmp_path / ".export.incomplete").exists()  # the next export takes its place

@@ -1,6 +1,7 @@
 """Starts the real command, `accelerate launch ... recipes/sft.py`, and leaves no process behind."""
 
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -65,6 +66,12 @@ def start(config: Path, **popen: object) -> subprocess.Popen:
     return subprocess.Popen([*command, str(ROOT / "recipes/sft.py"), "--config", str(config)], cwd=ROOT, **settings)
 
 
+def run_recipe(arguments: Sequence[str]) -> None:
+    """Run recipes/sft.py in this process, as one rank of `tests.ranks.harness.run_ranks`."""
+    sys.argv = [str(ROOT / "recipes" / "sft.py"), *(str(argument) for argument in arguments)]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 def kill_tree(process: subprocess.Popen) -> None:
     try:
         launcher = psutil.Process(process.pid)
@@ -93,7 +100,6 @@ def cpu_variant(template: Path, target: Path, precision: str = "no") -> tuple[Pa
             "parallelism_config_dp_replicate_size": 2,
             "parallelism_config_dp_shard_size": 2,
         }
-        config.pop("rdzv_backend")
     if "fsdp_min_num_params" in config["fsdp_config"]:
         config["fsdp_config"]["fsdp_min_num_params"] = 5000  # the tiny model is smaller than one unit of the default
     target.write_text(yaml.safe_dump(config))

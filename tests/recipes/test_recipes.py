@@ -1,14 +1,14 @@
 """Every shipped recipe: run in small on CPU ranks, and checked at its full size without weights."""
 
-import runpy
-import sys
+import contextlib
+import io
 
 import pytest
 import yaml
 
 from tests.ranks.harness import run_ranks, template_environment
 from tests.recipes import small
-from tests.recipes.launching import ROOT, cpu_variant
+from tests.recipes.launching import cpu_variant, run_recipe
 
 # What differs on two CPU ranks with a tiny model: length, steps, and what needs an accelerator.
 ON_CPU = {
@@ -28,8 +28,10 @@ ON_CPU = {
     "report_to": "none",
     "disable_tqdm": True,
 }
-SMALL_LLAMA = "num_hidden_layers=2,hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=4,vocab_size=320"
-CHANGES = {"c4_150m_pretrain": {"config_overrides": SMALL_LLAMA}}
+SMALL_LLAMA = "num_hidden_layers=2,hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=4"
+CHANGES = {
+    "c4_150m_pretrain": {"config_overrides": f"{SMALL_LLAMA},vocab_size=320"},
+}
 
 
 def small_variant(recipe, tmp_path):
@@ -58,11 +60,6 @@ def small_variant(recipe, tmp_path):
     return settings | {"output_dir": str(tmp_path / "run")}
 
 
-def _run(argv):
-    sys.argv = argv
-    runpy.run_path(argv[0], run_name="__main__")
-
-
 @pytest.mark.parametrize("recipe", small.recipes(), ids=lambda file: file.stem)
 def test_recipe_trains_and_exports_on_cpu_ranks(recipe, tmp_path):
     from transformers import AutoModelForCausalLM
@@ -71,14 +68,37 @@ def test_recipe_trains_and_exports_on_cpu_ranks(recipe, tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(settings))
     template, num_ranks, _ = cpu_variant(small.template_of(recipe), tmp_path / "template.yaml")
-    argv = [str(ROOT / "recipes" / "sft.py"), "--config", str(file)]
-    run_ranks(_run, num_ranks, argv, environment=template_environment(template), timeout_seconds=180)
+    environment = template_environment(template)
+    run_ranks(run_recipe, num_ranks, ["--config", str(file)], environment=environment, timeout_seconds=180)
     exports = ["export", *(["export_merged"] if settings.get("merge_adapter") else [])]
     for export in exports:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / export)
         assert all(parameter.isfinite().all() for parameter in model.parameters())
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert metrics.count('"loss"') >= 3
+
+
+def _listen(arguments):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        run_recipe(arguments)
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("recipe", small.recipes(), ids=lambda file: file.stem)
+def test_recipe_holds_at_its_full_size(recipe, tmp_path):
+    """`--dry_run`: template, batches and memory of the published config, without weights."""
+    settings = yaml.safe_load(recipe.read_text())
+    arguments = ["--config", recipe, "--dry_run", "--push_to_hub", "false", "--output_dir", tmp_path / "run"]
+    if "config_name" not in settings:
+        model = settings.get("model_name_or_path", "HuggingFaceTB/SmolLM2-135M-Instruct")
+        small.full_size_config(model).save_pretrained(tmp_path / "model")
+        arguments += ["--model_name_or_path", tmp_path / "model"]
+    [said] = run_ranks(_listen, 1, arguments, environment=template_environment(small.template_of(recipe)))
+    assert "nothing is loaded or trained" in said
+    assert f"batch: {settings['per_device_train_batch_size']} rows x" in said
+    assert "bytes a rank" in said and "parameters" in said
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("recipe", small.recipes(), ids=lambda file: file.stem)

@@ -5,10 +5,12 @@ import json
 import pytest
 
 from hf_fsdp_recipes.launch import templates
-from tests.recipes.launching import cpu_variant, run
+from tests.ranks.harness import run_ranks, template_environment
+from tests.recipes.launching import cpu_variant, run, run_recipe
 
 GLOBAL_BATCH = 4
 STEPS = 3
+LAUNCHED_ALWAYS = ("fsdp2_full_shard", "fsdp1_hybrid_shard")
 
 
 def losses(output_dir):
@@ -35,14 +37,41 @@ def one_rank_losses(tiny_model, text_file, tmp_path_factory):
     return losses(directory / "out")
 
 
+def shipped(template):
+    return templates.template_directory() / f"{template.name}.yaml"
+
+
 @pytest.mark.parametrize("template", templates.all_templates(), ids=lambda t: t.name)
 def test_template_trains_what_one_rank_trains(template, tiny_model, text_file, tmp_path, one_rank_losses):
-    shipped = templates.template_directory() / f"{template.name}.yaml"
-    config, num_ranks, num_nodes = cpu_variant(shipped, tmp_path / shipped.name)
+    """In forked ranks with the variables that Accelerate's launcher makes of the file; the launcher itself: below."""
+    config, num_ranks, num_nodes = cpu_variant(shipped(template), tmp_path / "template.yaml")
+    variables = template_environment(config) | {"LOCAL_WORLD_SIZE": str(num_ranks // num_nodes)}
+    output = tmp_path / "out"
+    run_ranks(
+        run_recipe, num_ranks, arguments(tiny_model("llama"), text_file, output, num_ranks), environment=variables
+    )
+    check_run(output, num_ranks, one_rank_losses)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param(one, id=one.name, marks=[] if one.name in LAUNCHED_ALWAYS else pytest.mark.slow)
+        for one in templates.all_templates()
+    ],
+)
+def test_template_is_launched_by_the_stock_launcher(template, tiny_model, text_file, tmp_path, one_rank_losses):
+    config, num_ranks, num_nodes = cpu_variant(shipped(template), tmp_path / "template.yaml")
     output = tmp_path / "out"
     result = run(config, arguments(tiny_model("llama"), text_file, output, num_ranks), num_nodes=num_nodes)
     assert result.returncode == 0, result.stdout
+    check_run(output, num_ranks, one_rank_losses)
+
+
+def check_run(output, num_ranks, one_rank_losses):
     assert losses(output) == pytest.approx(one_rank_losses, rel=1e-4)
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert len(metrics[-1]["host_bytes"]) == num_ranks  # so many ranks trained together, not each for itself
+    assert (
+        len(next(m for m in reversed(metrics) if "host_bytes" in m)["host_bytes"]) == num_ranks
+    )  # so many ranks trained together, not each for itself
     assert (output / "export" / "model.safetensors").is_file()

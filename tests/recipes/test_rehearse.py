@@ -1,0 +1,107 @@
+"""Rehearsals: every fault that a real job would find at its first or its last minute is found in this one."""
+
+import pytest
+import yaml
+
+from hf_fsdp_recipes.plan.rehearse import rehearse
+from tests.conftest import make_tokenizer
+from tests.recipes import small
+
+ALWAYS = ("smollm2_135m_lora", "qwen3_8b_qlora", "llama2_70b_chat_full")  # make rehearse; the others: make rehearse-all
+BIG = small.ROOT / "recipes" / "llama2_70b_chat_full.yaml"
+
+
+def stand_ins(recipe, tmp_path, template_free=False):
+    """Return overrides that put a local config with tokenizer, and local rows, in place of what lies on the Hub."""
+    settings = yaml.safe_load(recipe.read_text())
+    directory = tmp_path / "full-size"
+    small.full_size_config(settings.get("model_name_or_path", "HuggingFaceTB/SmolLM2-135M-Instruct")).save_pretrained(
+        directory
+    )
+    make_tokenizer(directory)
+    overrides = ["--output_dir", str(tmp_path / "run"), "--save_total_limit", "1"]
+    overrides += ["--dataset_name", str(small.write_rows(settings["dataset_name"], tmp_path / "rows"))]
+    if "dataset_config" in settings:
+        overrides += ["--dataset_config", "null"]
+    return [*overrides, f"--{'tokenizer_name' if 'config_name' in settings else 'model_name_or_path'}", str(directory)]
+
+
+@pytest.fixture(autouse=True)
+def _room(monkeypatch):
+    """The disk of a test machine is no measure for 70B."""
+    import shutil
+
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=10**15))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(
+            one, id=one.stem, marks=pytest.mark.rehearsal if one.stem in ALWAYS else pytest.mark.rehearsal_of_all
+        )
+        for one in small.recipes()
+    ],
+)
+@pytest.mark.timeout(900)
+def test_shipped_recipe_passes_its_rehearsal(recipe, tmp_path, capsys):
+    overrides = [*stand_ins(recipe, tmp_path), "--push_to_hub", "false"]
+    passed = rehearse(recipe, str(small.template_of(recipe)), overrides)
+    said = capsys.readouterr().out
+    assert passed, said
+    for act in ("load, train", "resume", "finish", "export", "generate"):
+        assert f"ok     {act}" in said
+    assert "told to stop, it wrote checkpoint-" in said
+
+
+def failing(overrides, capsys, template="fsdp2_full_shard"):
+    assert not rehearse(BIG, template, overrides)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_wrong_wrap_class_is_caught(tmp_path, capsys):
+    template = tmp_path / "template.yaml"
+    config = yaml.safe_load((small.ROOT / "accelerate_configs" / "fsdp2_full_shard.yaml").read_text())
+    config["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] = "GPT2Block"
+    template.write_text(yaml.safe_dump(config))
+    line = failing([*stand_ins(BIG, tmp_path), "--push_to_hub", "false"], capsys, str(template))
+    assert line.startswith("FAILED template") and "GPT2Block" in line and "LlamaDecoderLayer" in line
+
+
+def test_missing_hub_token_is_caught(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    line = failing(stand_ins(BIG, tmp_path), capsys)
+    assert line.startswith("FAILED hub") and "no Hub token" in line
+
+
+def test_missing_column_is_caught(tmp_path, capsys):
+    overrides = [*stand_ins(BIG, tmp_path), "--push_to_hub", "false", "--dataset_text_field", "contents"]
+    line = failing(overrides, capsys)
+    assert line.startswith("FAILED data") and "columns ['content']" in line
+
+
+def test_missing_chat_template_is_caught(tmp_path, capsys):
+    overrides = [*stand_ins(BIG, tmp_path), "--push_to_hub", "false", "--chat_template_path", "null"]
+    (tmp_path / "full-size" / "chat_template.jinja").unlink(missing_ok=True)
+    rows = small.write_rows("HuggingFaceTB/smoltalk", tmp_path / "chat")
+    line = failing([*overrides, "--dataset_name", str(rows)], capsys)
+    assert line.startswith("FAILED data") and "no chat template" in line
+
+
+def test_output_that_is_too_small_is_caught(tmp_path, capsys, monkeypatch):
+    import shutil
+
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=10**12))
+    line = failing([*stand_ins(BIG, tmp_path), "--push_to_hub", "false"], capsys)
+    assert line.startswith("FAILED output") and "1,000.0 GB free" in line and "827" in line
+
+
+def test_output_that_cannot_be_written_is_caught(tmp_path, capsys):
+    overrides = [*stand_ins(BIG, tmp_path), "--push_to_hub", "false", "--output_dir", "/proc/runs"]
+    line = failing(overrides, capsys)
+    assert line.startswith("FAILED output") and "cannot be written" in line

@@ -1,0 +1,26 @@
+"""recipes/sft.py, slow enough in a job's first run for something to happen to it, or with a rank that fails.
+
+PACE_SECONDS: how long each step of the first run takes at least. FAILING_RANK: raises in its third step.
+"""
+
+import os
+import runpy
+import time
+from pathlib import Path
+
+from transformers import Trainer
+
+PACE_SECONDS = float(os.environ.get("PACE_SECONDS", "0")) if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else 0
+training_step = Trainer.training_step
+
+
+def slow_training_step(self, *arguments, **named):
+    time.sleep(PACE_SECONDS)
+    if os.environ.get("FAILING_RANK") == os.environ["RANK"] and self.state.global_step == 2:
+        raise ArithmeticError("rank of no use")
+    return training_step(self, *arguments, **named)
+
+
+Trainer.training_step = slow_training_step
+if __name__ == "__main__":
+    runpy.run_path(str(Path(__file__).parents[2] / "recipes" / "sft.py"), run_name="__main__")
