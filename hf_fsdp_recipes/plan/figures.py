@@ -107,7 +107,7 @@ def _head(finished: Sequence[Result]) -> list[str]:
         return []
     first = finished[0]
     batch, accumulation = first["batch_per_device"], first["gradient_accumulation_steps"]
-    described = f"{first['num_parameters']:,} parameters, {batch} sequences a rank and micro-batch"
+    described = f"{first['num_parameters']:,} parameters, {batch} sequence{'s'[: batch != 1]} a rank and micro-batch"
     described += f", {accumulation} accumulated" if accumulation > 1 else ""
     return [f"{described}; {first['device']}, {first['dtype']}.", ""]
 
@@ -136,10 +136,14 @@ def _cells(result: Result) -> list[str]:
         shown("peak_memory_bytes", lambda value: f"{value / 1e9:,.2f} GB"),
         shown("epoch_seconds", duration),
         shown("step_seconds", lambda value: f"{value:.3g} s"),
-        shown("tokens_per_second", lambda value: f"{value:,.0f}"),
-        shown("tokens_per_second_per_device", lambda value: f"{value:,.0f}"),
+        shown("tokens_per_second", _rate),
+        shown("tokens_per_second_per_device", _rate),
         shown("mfu", lambda value: f"{value:.1%}"),
     ]
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
