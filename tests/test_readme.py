@@ -15,6 +15,8 @@ RUN_ELSEWHERE = {
     "make test": "this very run",
     "make lint": ".ci/run",
     "make test-all": "the same runner with the slow proofs",
+    "make rehearse-all": "the rehearsals",
+    "make test-slurm": "tests/slurm",
     "make bench": "the benchmarks",
 }
 

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 MODEL_DIRECTORY = "pytorch_model_fsdp_0"
 OPTIMIZER_DIRECTORY = "optimizer_0"
+PARTS = {"model": MODEL_DIRECTORY, "optimizer": OPTIMIZER_DIRECTORY}  # in the order of writing
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Writer:
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._stager: Any = None
+        self._stagers: dict[str, Any] = {}
         self._is_staged = threading.Event()
         self._completed: Path | None = None
 
@@ -106,7 +108,7 @@ class Writer:
             self._thread.start()
         else:
             started = time.perf_counter()
-            self._write_guarded(snapshot)
+            self._write_guarded(snapshot, snapshot.state.__getitem__)
             self.wait()
             self._say_written(time.perf_counter() - started)
 
@@ -153,38 +155,54 @@ class Writer:
         if self._group is None and ranks.is_distributed():
             self._group = dist.new_group(backend="gloo")
 
-    def _stage(self, state: Mapping[str, Any]) -> Any:
-        """Copy the state to host memory, into the buffers of the save before where there are some.
+    def _stage(self, part: str, state: Mapping[str, Any]) -> Any:
+        """Copy the model's or the optimizer's state to host memory, into the buffers of the save before.
 
         Fresh buffers each time would cost page faults, and twice the memory: a new thread's allocations do not
         reuse what an earlier one has freed.
         """
         from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-        if self._stager is None:
-            self._stager = BlockingAsyncStager()
-            self._stager.state_dict_cache = self._stager.stage(dict(state))
-            self._stager.cache_staged_state_dict = True
-            return self._stager.state_dict_cache
-        return self._stager.stage(dict(state))
+        stager = self._stagers.get(part)
+        if stager is not None:
+            return stager.stage(dict(state))
+        stager = BlockingAsyncStager()
+        stager.state_dict_cache = stager.stage(dict(state))
+        stager.cache_staged_state_dict = True
+        self._stagers[part] = stager
+        return stager.state_dict_cache
+
+    def _stage_all(self, state: Mapping[str, Mapping[str, Any]], staged: Mapping[str, Future[Any]]) -> None:
+        """Copy part after part, so that the first is written while the second is copied."""
+        try:
+            for part, future in staged.items():
+                future.set_result(self._stage(part, state[part]))
+            self._is_staged.set()
+        except (MemoryError, RuntimeError) as error:
+            # The state itself is written then: training waits for the write, and nothing is lost.
+            logger.warning("no copy of the state could be made: %s", _describe(error))
+            self._stagers.clear()
+            for part, future in staged.items():
+                if not future.done():
+                    future.set_result(state[part])
+        except BaseException as error:  # the writer waits for these
+            for future in staged.values():
+                if not future.done():
+                    future.set_exception(error)
 
     def _stage_and_write(self, snapshot: Snapshot) -> None:
+        staged: dict[str, Future[Any]] = {part: Future() for part in PARTS}
+        stager = threading.Thread(target=self._stage_all, args=(snapshot.state, staged), name="checkpoint-stager")
+        stager.start()
         try:
-            try:
-                staged = self._stage(snapshot.state)
-                snapshot = Snapshot(snapshot.step, staged, snapshot.small_files, snapshot.facts)
-                self._is_staged.set()
-            except (MemoryError, RuntimeError) as error:
-                # The state itself is written then: training waits for the write, and nothing is lost.
-                logger.warning("no copy of the state could be made: %s", _describe(error))
-                self._stager = None
-            self._write_guarded(snapshot)
+            self._write_guarded(snapshot, lambda part: staged[part].result())
         finally:
+            stager.join()
             self._is_staged.set()
 
-    def _write_guarded(self, snapshot: Snapshot) -> None:
+    def _write_guarded(self, snapshot: Snapshot, state_of: Callable[[str], Mapping[str, Any]]) -> None:
         try:
-            self._write(snapshot)
+            self._write(snapshot, state_of)
         except CheckpointError as error:
             self._failure = error
         except BaseException as error:  # DCP's own CheckpointException is no Exception
@@ -193,17 +211,27 @@ class Writer:
                 f"intact. Remedy: check free space and permissions of {self.output_dir}."
             )
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Snapshot, state_of: Callable[[str], Mapping[str, Any]]) -> None:
         directory = layout.incomplete_directory_for(self.output_dir, snapshot.step)
         with self._agreed():
             for name, write in snapshot.small_files.items():
                 write(directory / name)
                 _sync(directory / name)
-        self._save_state(snapshot.state["model"], "model", directory / MODEL_DIRECTORY)
-        self._save_state(snapshot.state["optimizer"], "optimizer", directory / OPTIMIZER_DIRECTORY)
-        mine: dict[str, Any] = {}
-        with self._agreed():
-            mine = layout.describe_files(directory, self._my_files(directory, snapshot))
+        with ThreadPoolExecutor(max_workers=1) as reader:  # checksums of one part while the next is written
+            described_parts = []
+            for part, folder in PARTS.items():
+                state: Mapping[str, Any] = {}
+                with self._agreed():
+                    state = state_of(part)
+                self._save_state(state, part, directory / folder)
+                described_parts.append(
+                    reader.submit(layout.describe_files, directory, _files_of_rank(directory, folder))
+                )
+            mine: dict[str, Any] = {}
+            with self._agreed():
+                mine = layout.describe_files(directory, list(snapshot.small_files))
+                for described_part in described_parts:
+                    mine |= described_part.result()
         described = self._gather(mine)
         final = layout.directory_for(self.output_dir, snapshot.step)
         with self._agreed():
@@ -220,16 +248,6 @@ class Writer:
                 directory.mkdir()
         writer = dcp.FileSystemWriter(directory, sync_files=True)
         dcp.save({key: dict(state)}, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
-
-    def _my_files(self, directory: Path, snapshot: Snapshot) -> list[str]:
-        """List the files that this rank describes: its own, and on rank 0 whatever nobody else claims."""
-        names = list(snapshot.small_files)
-        prefix = f"__{ranks.rank()}_"
-        for part in (MODEL_DIRECTORY, OPTIMIZER_DIRECTORY):
-            for file in (directory / part).iterdir():
-                if file.name.startswith(prefix) or (file.name == ".metadata" and ranks.is_main()):
-                    names.append(f"{part}/{file.name}")
-        return names
 
     def _gather(self, value: Any) -> list[Any]:
         if self._group is None:
@@ -251,6 +269,16 @@ class Writer:
             raise error
         if failures:
             raise CheckpointError(f"the checkpoint was not written: {failures[0]}. Earlier checkpoints are intact.")
+
+
+def _files_of_rank(directory: Path, folder: str) -> list[str]:
+    """List the files of a part that this rank describes: its own, and on rank 0 the metadata."""
+    prefix = f"__{ranks.rank()}_"
+    return [
+        f"{folder}/{file.name}"
+        for file in (directory / folder).iterdir()
+        if file.name.startswith(prefix) or (file.name == ".metadata" and ranks.is_main())
+    ]
 
 
 def _describe(error: BaseException) -> str:

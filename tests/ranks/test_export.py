@@ -241,7 +241,7 @@ def test_kill_in_mid_export_leaves_the_checkpoint_and_no_export(tiny_model, text
     from hf_fsdp_recipes import export_checkpoint
     from hf_fsdp_recipes.save import layout
 
-    with pytest.raises(pytest.fail.Exception, match="killed at the time-out|exit code -9"):
+    with pytest.raises(pytest.fail.Exception, match=r"killed at the time-out|exit code -9"):
         run_ranks(
             _die_while_exporting,
             2,

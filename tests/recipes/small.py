@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import yaml
-
 from tests.conftest import SENTENCES, make_tokenizer
 from tests.recipes.launching import ROOT
 
@@ -23,7 +21,7 @@ COLUMNS = {
 def recipes() -> list[Path]:
     """Return every recipe that is shipped; what else lies in the folder has no output_dir."""
     found = sorted((ROOT / "recipes").glob("*.yaml"))
-    return [file for file in found if "output_dir" in (yaml.safe_load(file.read_text()) or {})]
+    return [file for file in found if "\noutput_dir:" in file.read_text()]
 
 
 def template_of(recipe: Path) -> Path:
