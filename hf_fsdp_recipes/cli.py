@@ -144,6 +144,27 @@ def plan(
     raise typer.Exit(1 if fits is False else 0)
 
 
+@app.command("sweep", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def sweep(
+    context: typer.Context,
+    recipe: Annotated[Optional[Path], typer.Argument(help="The recipe; any of its fields can follow.")] = None,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks over all nodes: 1,2,4.")] = "1,2",
+    templates: Annotated[str, typer.Option(help="Shipped templates, comma-separated.")] = "fsdp2_full_shard",
+    output: Annotated[Optional[Path], typer.Option(help="The sweep's directory; default: runs/sweep_RECIPE.")] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of a case; the first 3 are warm-up.")] = 13,
+    script: Annotated[Path, typer.Option(help="What accelerate launch starts.")] = Path("recipes/sft.py"),
+    time_limit_minutes: Annotated[float, typer.Option(help="After which a case is ended and has failed.")] = 60,
+    gpus_per_node: Annotated[int, typer.Option(help="Of a full node, with --submit.")] = 8,
+    submit: Annotated[bool, typer.Option("--submit", help="Write Slurm jobs into submit.sh; run nothing.")] = False,
+    collect: Annotated[Optional[Path], typer.Option(help="Make table and plots of this sweep's runs.")] = None,
+) -> None:
+    """Run a recipe over numbers of ranks and templates; write one table and plots, out of memory included."""
+    from hf_fsdp_recipes.plan import sweep as sweeping
+
+    limits = (script, time_limit_minutes, gpus_per_node)
+    print(sweeping.command(recipe, ranks, templates, output, steps, context.args, *limits, submit, collect))
+
+
 @app.command("rehearse", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def rehearse(
     context: typer.Context,

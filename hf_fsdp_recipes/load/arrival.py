@@ -14,6 +14,7 @@ from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.load import names, proof, quantized, resized
 from hf_fsdp_recipes.load.transfer import (
+    LOAD_TITLE,
     Checksums,
     Destination,
     ShardGroup,
@@ -21,6 +22,7 @@ from hf_fsdp_recipes.load.transfer import (
     read_direct,
     scatter,
 )
+from hf_fsdp_recipes.measure import progress
 
 
 def fill_sharded(model: torch.nn.Module, source: Any, device: torch.device, is_offloaded: bool) -> None:
@@ -110,6 +112,8 @@ def unit_filler(model: torch.nn.Module, source: Any, device: torch.device) -> Ca
     for _, parameter in model.named_parameters(remove_duplicate=False):
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     shared: dict[int, torch.nn.Parameter] = {}
+    sizes = {id(parameter): parameter.nbytes for parameter in model.parameters() if parameter.is_meta}
+    shown = progress.bar(sum(sizes.values()), LOAD_TITLE)
 
     def fill(module: torch.nn.Module) -> torch.nn.Module:
         for leaf, parameter in list(module._parameters.items()):
@@ -119,6 +123,9 @@ def unit_filler(model: torch.nn.Module, source: Any, device: torch.device) -> Ca
             if real is None:
                 name = f"{full_names[id(module)]}.{leaf}".lstrip(".")
                 real = _whole_parameter(name, module, parameter, source, device)
+                shown.update(sizes[id(parameter)])
+                if shown.n == shown.total:
+                    shown.close()  # nobody says when FSDP1 has asked for the last one
                 if uses[id(parameter)] > 1:
                     shared[id(parameter)] = real
             module._parameters[leaf] = real

@@ -23,6 +23,7 @@ from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.load.conversions import Piece
 from hf_fsdp_recipes.load.transfer import SAMPLE_ELEMENTS, Checksums, Destination, ShardGroup, as_bytes, read_run
 from hf_fsdp_recipes.load.weights import Checkpoint
+from hf_fsdp_recipes.measure import progress
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -171,7 +172,8 @@ def scatter(
         takes_turns: the ranks of the first copy read and quantise one weight each in turn.
     """
     num_members = len(group.ranks)
-    for number, (destination, recipe, layer) in enumerate(work):
+    sizes = [sum(count for _, count in item.runs) * item.dtype.itemsize for item, _, _ in work]
+    for number, (destination, recipe, layer) in enumerate(progress.each(work, "load 4-bit weights", sizes=sizes)):
         owner = number % num_members if takes_turns else 0
         packed = state = None
         is_owner = ranks.rank() == group.ranks[owner]

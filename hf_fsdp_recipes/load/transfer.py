@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 from hf_fsdp_recipes.load.conversions import Piece
 from hf_fsdp_recipes.load.weights import Checkpoint
+from hf_fsdp_recipes.measure import progress
 
 BUCKET_BYTES = 8 * 1024 * 1024  # what rank 0 stages at once, over all receivers; two buckets are in flight
+LOAD_TITLE = "load weights"
 SAMPLE_ELEMENTS = 1024  # how much of each slice the always-on checksum covers
 
 
@@ -118,9 +120,11 @@ def read_run(checkpoint: Checkpoint, pieces: Sequence[Piece], item_bytes: int, f
 
 def read_direct(destinations: Sequence[Destination], checkpoint: Checkpoint, position: int) -> None:
     """Fill this rank's slices from the checkpoint. Every rank may call this on its own; no collective."""
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        for _ in pool.map(lambda destination: _read_slice(destination, checkpoint, position), destinations):
-            pass
+    sizes = [destination.runs[position][1] * destination.wire_dtype.itemsize for destination in destinations]
+    with ThreadPoolExecutor(max_workers=2) as pool, progress.bar(sum(sizes), LOAD_TITLE) as shown:
+        read = pool.map(lambda destination: _read_slice(destination, checkpoint, position), destinations)
+        for num_bytes, _ in zip(sizes, read, strict=True):
+            shown.update(num_bytes)
 
 
 def _read_slice(destination: Destination, checkpoint: Checkpoint, position: int) -> None:
@@ -190,7 +194,8 @@ def _send_all(
 ) -> None:
     others = [position for position in range(len(group.ranks)) if position != group.position]
     buckets = _buckets(destinations, len(group.ranks))
-    with ThreadPoolExecutor(max_workers=1) as reader:
+    whole_bytes = sum(count * item.wire_dtype.itemsize for item in destinations for _, count in item.runs)
+    with ThreadPoolExecutor(max_workers=1) as reader, progress.bar(whole_bytes, LOAD_TITLE) as shown:
         upcoming = _submit(reader, checkpoint, buckets, others, checksums)
         while upcoming is not None:
             bucket, staged = upcoming[0], upcoming[1].result()
@@ -202,6 +207,7 @@ def _send_all(
             _pass_to_copies(own, bucket, group)
             for request in requests:
                 request.wait()
+            shown.update(sum(entry.num_bytes(position) for entry in bucket for position in range(len(group.ranks))))
 
 
 def _submit(reader, checkpoint, buckets, others, checksums):  # type: ignore[no-untyped-def]

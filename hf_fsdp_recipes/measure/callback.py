@@ -61,7 +61,7 @@ class MetricsCallback(TrainerCallback):
         if self._flops is None and not self._reason:
             self._count_model(model)
         device = probes.find_device_module(args.device)
-        facts = self._describe(args, state, model, device)
+        facts = self._describe(args, state, model, device) | _count_rows(kwargs.get("train_dataloader"))
         if ranks.is_main():
             begun = [stage.as_metrics() for stage in stages.gathered]
             metrics_file.begin(self._path(args), state.global_step, [*begun, facts])
@@ -226,6 +226,12 @@ def place_before_reporters(trainer: Any) -> None:
     """
     callbacks = trainer.callback_handler.callbacks
     callbacks.sort(key=lambda callback: not isinstance(callback, MetricsCallback))
+
+
+def _count_rows(dataloader: Any) -> dict[str, int]:
+    """Return how many sequences an epoch has; nothing for a stream."""
+    dataset: Any = getattr(dataloader, "dataset", None)
+    return {"num_rows": len(dataset)} if hasattr(dataset, "__len__") else {}
 
 
 def _show_model(model: torch.nn.Module, output_dir: Path) -> None:

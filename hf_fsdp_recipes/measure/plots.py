@@ -132,15 +132,20 @@ def _figure(num_panels: int) -> tuple[Figure, list[Axes]]:
     return figure, list(panels[:, 0])
 
 
-def _finished(figure: Figure, axes: Axes, title: str, unit: str) -> Figure:
+def style(axes: Axes, title: str, x_label: str, y_label: str) -> None:
+    """Give a panel its title, its units and the look of all panels; values start at zero."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    axes.set_xlabel(STEP_LABEL)
-    axes.set_ylabel(unit)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
     axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
+
+
+def _finished(figure: Figure, axes: Axes, title: str, unit: str) -> Figure:
+    style(axes, title, STEP_LABEL, unit)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure

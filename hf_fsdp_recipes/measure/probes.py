@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 
-def host_bytes() -> int:
-    """Return this process's anonymous resident memory in bytes."""
+def host_bytes(process: int | str = "self") -> int:
+    """Return the anonymous resident memory of a process in bytes: this one, or the one of an id."""
     total = 0
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith(("RssAnon:", "RssShmem:")):
             total += int(line.split()[1]) * 1024
     return total

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_fsdp_recipes.errors import PlanError
+from hf_fsdp_recipes.measure import progress
 from hf_fsdp_recipes.plan.communication import Traffic, traffic
 from hf_fsdp_recipes.plan.job import Job
 from hf_fsdp_recipes.plan.memory import Plan, Planner, change
@@ -111,7 +112,7 @@ def with_sharding(job: Job, sharding: str) -> Job:
 def compare_shardings(planner: Planner, job: Job) -> list[Alternative]:
     """Plan every strategy that this machine allows, the quickest that fits first."""
     found = []
-    for sharding in SHARDINGS:
+    for sharding in progress.each(SHARDINGS, f"plan, batch {job.batch}", "strategy"):
         if sharding.startswith("hybrid") and job.machine.num_nodes < 2:
             continue
         alternative = _alternative(planner, sharding, with_sharding(job, sharding))

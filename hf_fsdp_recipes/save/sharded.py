@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.measure import progress
 from hf_fsdp_recipes.save import layout, seams
 
 logger = logging.getLogger(__name__)
@@ -105,8 +107,16 @@ class Writer:
             self._thread = threading.Thread(target=self._stage_and_write, args=(snapshot,), name="checkpoint-writer")
             self._thread.start()
         else:
+            started = time.perf_counter()
             self._write_guarded(snapshot, snapshot.state.__getitem__)
             self.wait()
+            self._say_written(time.perf_counter() - started)
+
+    def _say_written(self, seconds: float) -> None:
+        """Tell who watches what a save that training waited for has cost. No collective."""
+        if self._completed is not None and progress.is_shown():
+            num_bytes = sum(file.stat().st_size for file in self._completed.rglob("*") if file.is_file())
+            progress.say(f"{self._completed.name}: {num_bytes / 1e6:,.1f} MB written in {seconds:.1f} s")
 
     def wait_until_staged(self) -> None:
         """Wait until the state may change again. No collective."""

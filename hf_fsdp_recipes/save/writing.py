@@ -18,10 +18,12 @@ from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.load import names
 from hf_fsdp_recipes.load.conversions import Piece, rows_of_parts
+from hf_fsdp_recipes.measure import progress
 from hf_fsdp_recipes.save import export_check
 from hf_fsdp_recipes.save.tensor_files import FilePlan, FileWriter, create_files, plan_files
 
 CHUNK_BYTES = 8 * 1024 * 1024  # what a rank holds beside its shard while it writes
+EXPORT_TITLE = "export weights"
 Method = Literal["auto", "direct", "gather"]
 
 
@@ -205,10 +207,7 @@ def _write(outgoing: list[Outgoing], plan: FilePlan, directory: Path, method: st
     if method == "direct" or ranks.world_size() == 1:
         with ranks.agreed():
             try:
-                for item in outgoing:
-                    for name, first, values in _runs(item, non_finite):
-                        writer.write(name, first, values)
-                writer.close()
+                _write_own(outgoing, writer, non_finite)
             except OSError as error:
                 raise ExportError(
                     f"{directory.parent}: writing failed: {error.strerror}. Checkpoints are intact."
@@ -216,6 +215,16 @@ def _write(outgoing: list[Outgoing], plan: FilePlan, directory: Path, method: st
     else:
         _write_through_main(outgoing, writer, directory, non_finite)
     return non_finite
+
+
+def _write_own(outgoing: list[Outgoing], writer: FileWriter, non_finite: dict[str, int]) -> None:
+    """Write what this rank brings, and show how far it is: the others have as much. No collective."""
+    with progress.bar(sum(item.count * item.dtype.itemsize for item in outgoing), EXPORT_TITLE) as shown:
+        for item in outgoing:
+            for name, first, values in _runs(item, non_finite):
+                writer.write(name, first, values)
+                shown.update(values.nbytes)
+    writer.close()
 
 
 def _runs(item: Outgoing, non_finite: dict[str, int]) -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -245,6 +254,7 @@ def _write_through_main(
 ) -> None:
     """Let rank 0 write what the others send, one chunk at a time. Collective."""
     error: Exception | None = None
+    shown = progress.bar(sum(torch.Size(item.shape).numel() * item.dtype.itemsize for item in outgoing), EXPORT_TITLE)
     for item in outgoing:
         runs = _runs(item, non_finite)
         for sender in range(ranks.world_size()):
@@ -256,8 +266,10 @@ def _write_through_main(
                 if ranks.is_main() and error is None:
                     try:
                         writer.write(*run)
+                        shown.update(run[2].nbytes)
                     except OSError as caught:
                         error = caught
+    shown.close()
     with ranks.agreed():
         try:
             if error is not None:

@@ -52,6 +52,10 @@ class RecipeArguments:
             "choices": ["rank0", "direct"],
         },
     )
+    export: bool = field(
+        default=True,
+        metadata={"help": "Write the final weights into <output_dir>/export; false for a run that is only measured."},
+    )
     export_dtype: str | None = field(
         default=None,
         metadata={"help": "Dtype of the exported weights, bfloat16 say; default: the parameters' own."},

@@ -137,15 +137,18 @@ def _is_verified(trainer: Any, wish: str) -> bool:
     return sum(parameter.numel() for parameter in trainer.model.parameters()) < MAX_VERIFIED_PARAMETERS
 
 
-def finish(trainer: Any, arguments: Arguments) -> Path:
-    """Export the trained model into `<output_dir>/export`, and the merged one where asked for.
+def finish(trainer: Any, arguments: Arguments) -> Path | None:
+    """Export the trained model into `<output_dir>/export`, and the merged one where asked for; nothing if not wanted.
 
     Collective: every rank must call this, after training.
 
     Raises:
-        ExportError: the same on every rank; a run never ends well without weights in `export/`.
+        ExportError: the same on every rank; a run that exports never ends well without weights in `export/`.
     """
     output = Path(arguments.training.output_dir)
+    if not arguments.recipe.export:
+        ranks.print_main("not exported: the recipe says export: false")
+        return None
     common: dict[str, Any] = {
         "dtype": arguments.recipe.export_dtype,
         "max_shard_size": arguments.recipe.export_max_shard_size,
