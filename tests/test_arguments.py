@@ -53,7 +53,7 @@ def test_recipe_that_is_not_there_or_not_yaml_is_an_error(tmp_path):
 
 
 def test_what_cannot_work_together_is_refused_at_once():
-    with pytest.raises(RecipeError, match="no model"):
+    with pytest.raises(RecipeError, match="Rule: one of them"):
         parse_arguments(["--dataset_name", "d"])
     with pytest.raises(DataError, match="no dataset"):
         parse_arguments(["--model_name_or_path", "m"])
