@@ -75,6 +75,12 @@ def test_blocks_are_compiled_under_fsdp2_only(fsdp, monkeypatch):
     assert parse_arguments([*NEEDED, "--compile_blocks", "true"]).recipe.compile_blocks
 
 
+def test_rows_without_padding_that_nobody_would_cut_are_refused():
+    with pytest.raises(RecipeError, match=r"padding_free: true and max_length: 1024 without packing.*Remedy"):
+        parse_arguments([*NEEDED, "--padding_free", "true"])
+    assert parse_arguments([*NEEDED, "--padding_free", "true", "--packing", "true"]).training.padding_free
+
+
 def test_recomputing_layers_twice_is_refused(fsdp, monkeypatch):
     fsdp(2)
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
@@ -85,4 +91,4 @@ def test_recomputing_layers_twice_is_refused(fsdp, monkeypatch):
 
 def test_all_faults_are_told_at_once():
     with pytest.raises(RecipeError, match=r"use_liger_kernel.*paged_adamw_8bit.*activation_offloading"):
-        parse_arguments([*NEEDED, *"--use_liger_kernel true --optim paged_adamw_8bit --activation_offloading true".split()])
+        parse_arguments([*NEEDED, "--optim", "paged_adamw_8bit", "--use_liger_kernel", "--activation_offloading"])

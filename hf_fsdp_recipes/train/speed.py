@@ -34,6 +34,7 @@ def check_speed(arguments: Any) -> None:
     faults = [
         *_kernel_faults(training),
         *_optimizer_faults(str(getattr(training.optim, "value", training.optim)), training.use_cpu),
+        *_padding_faults(training),
         *_activation_faults(training),
         *_compilation_faults(training, recipe),
     ]
@@ -71,13 +72,21 @@ def _optimizer_faults(optimizer: str, on_cpu: bool) -> Iterator[str]:
     if version is not None:
         reason = {1: "their state cannot be gathered for a checkpoint", 2: "they take no sharded tensors (DTensor)"}
         yield (
-            f"optim: {optimizer} under FSDP{version}. Rule: bitsandbytes' optimizers do not work under FSDP: {reason[version]}. "
+            f"optim: {optimizer} under FSDP{version}. Rule: bitsandbytes' optimizers do not work there: {reason[version]}. "
             f"Remedy: adamw_torch_fused; to save memory adamw_torch_8bit (torchao), or an *_offload.yaml template."
         )
     elif optimizer.startswith("paged_") and on_cpu:
         yield (
             f"optim: {optimizer} on a CPU. Rule: pages move between a GPU and the host; on CPUs bitsandbytes keeps plain "
             f"states instead. Remedy: adamw_torch_fused."
+        )
+
+
+def _padding_faults(training: Any) -> Iterator[str]:
+    if training.padding_free and not training.packing and training.max_length is not None:
+        yield (
+            f"padding_free: true and max_length: {training.max_length} without packing. Rule: TRL cuts no rows there. Remedy: "
+            f"max_length: null, or packing: true, which has no padding either."
         )
 
 
