@@ -28,6 +28,7 @@ from typing import Any
 import yaml
 
 from benchmarks.running import llama_config, machine, write_section
+from benchmarks.timed import WARMUP_STEPS
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"recipe": str(ROOT / "recipes" / "sft.py"), "trl sft": "trl.scripts.sft"}
@@ -78,12 +79,16 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--directory", default=None, help="for the weights (16 GB for 8B); default: a temporary one")
-    own, _, recipe = " ".join(sys.argv[1:]).partition(" -- ")
-    options = parser.parse_args(own.split())
+    given = sys.argv[1:]
+    own = given[: given.index("--")] if "--" in given else given
+    recipe = given[len(own) + 1 :]
+    options = parser.parse_args(own)
+    if options.steps <= WARMUP_STEPS + 1:
+        parser.error(f"--steps {options.steps}: the first {WARMUP_STEPS} are warm-up")
     with tempfile.TemporaryDirectory(prefix="bench-step-", dir=options.directory) as directory:
         if options.gpu:
-            measured = [measure_case(CASES[name], Path(directory) / name, recipe.split()) for name in options.cases]
-            report_gpu(measured, recipe)
+            measured = [measure_case(CASES[name], Path(directory) / name, recipe) for name in options.cases]
+            report_gpu(measured, " ".join(recipe))
         else:
             report_tax(options, measure_tax(options, Path(directory)))
 

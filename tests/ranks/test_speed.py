@@ -14,7 +14,15 @@ from tests.ranks.training import build, losses_of, train_losses
 from tests.recipes.launching import ROOT
 
 # Of the loss, after as many steps; what docs/speed.md says.
-BOUNDS = {"optimizer": 1e-5, "recomputed": 1e-6, "unpadded": 1e-4, "packed": 1e-4, "fused head": 1e-5, "compiled": 1e-4}
+BOUNDS = {
+    "optimizer": 1e-5,
+    "recomputed": 1e-6,
+    "unpadded": 1e-4,
+    "packed": 1e-4,
+    "fused head": 1e-5,
+    "compiled": 1e-4,
+    "8 bit": 1e-3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +62,16 @@ def test_rows_without_padding_and_packed_rows_train_alike(tiny_model, eight_rows
     assert unpadded == pytest.approx(padded, rel=BOUNDS["unpadded"])
     packed = losses(model, eight_rows, tmp_path, "packed", per_device_train_batch_size=1, max_length=128, packing=True)
     assert packed == pytest.approx(padded, rel=BOUNDS["packed"])
+
+
+def test_eight_bit_adamw_without_fsdp_trains_alike(tiny_model, text_file, tmp_path):
+    def alone(optimizer):
+        settings = {"steps": 4, "lr_scheduler_type": "constant", "optim": optimizer}
+        return run_ranks(train_keywords, 1, tiny_model("llama"), text_file, tmp_path / optimizer, settings)[0]
+
+    plain, quantised = alone("adamw_torch"), alone("adamw_8bit")
+    assert quantised == pytest.approx(plain, rel=BOUNDS["8 bit"])
+    assert quantised != plain
 
 
 def train_on_whole_logits(model, data, output):
