@@ -17,6 +17,7 @@ import torch
 from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError
 from hf_fsdp_recipes.launch import cpu
 from hf_fsdp_recipes.save.hub import read_target
+from hf_fsdp_recipes.train.speed import check_speed
 
 
 @dataclass
@@ -40,6 +41,10 @@ class RecipeArguments:
     tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer, where it is not the model's."})
     special_tokens: list[str] | None = field(
         default=None, metadata={"help": "Tokens to add; their embeddings start as the mean of the others."}
+    )
+    compile_blocks: bool = field(
+        default=False,
+        metadata={"help": "torch.compile every block of the model by itself (FSDP2); compiling takes minutes once."},
     )
     dry_run: bool = field(
         default=False,
@@ -189,6 +194,7 @@ def check_arguments(arguments: Arguments) -> None:
         raise RecipeError(
             "merge_adapter without use_peft: there is no adapter to merge. Remedy: drop one or add the other."
         )
+    check_speed(arguments)
     read_target(arguments.training)
     check_launch(arguments.training)
 

@@ -20,7 +20,7 @@ from hf_fsdp_recipes.save.hub import read_target
 from hf_fsdp_recipes.save.layout import check_named, latest_checkpoint, set_aside_torn
 from hf_fsdp_recipes.save.logits_check import check_logits
 from hf_fsdp_recipes.save.resume import keep_global_batch
-from hf_fsdp_recipes.train import dtypes
+from hf_fsdp_recipes.train import dtypes, speed
 from hf_fsdp_recipes.train.arguments import Arguments
 from hf_fsdp_recipes.train.model import build_model
 from hf_fsdp_recipes.train.preparation import TrainingRows
@@ -47,6 +47,7 @@ def build_trainer(arguments: Arguments) -> Any:
     tokenizer = load_tokenizer(arguments)
     rows = load_rows(arguments, tokenizer)
     model = build_model(arguments, tokenizer)
+    speed.compile_blocks(arguments)
     trainer_class, callbacks = _trainer_class(arguments, rows)
     name = arguments.model.model_name_or_path or arguments.recipe.config_name or "model"
     arguments.training.run_name = arguments.training.run_name or default_run_name(arguments.training, name)

@@ -1,0 +1,82 @@
+"""The switches for speed and memory, one at a time, against the same recipe without it.
+
+    python benchmarks/speed.py [--parameters 1e7] [--steps 12] [--rounds 1]
+
+recipes/sft.py under FSDP2 on two CPU ranks. Rows of 150 to 450 tokens, so that padding costs something: figures are a
+token's. Seconds computed need no quiet machine; memory is the peak while training. Prints the table of docs/speed.md.
+"""
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.running import machine
+from benchmarks.step import ROOT, SCRIPTS, launch, slower_rank, tax_settings, write_model, write_rows
+from benchmarks.timed import WARMUP_STEPS
+
+PADDED = {"packing": False, "max_length": 512, "optim": "adamw_torch", "logging_steps": 1}
+EQUAL = PADDED | {"packing": True, "packing_strategy": "wrapped"}  # rows of one length: each block is compiled once
+# What is compared, with what.
+SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "packing: true": (PADDED | {"packing": True}, PADDED),
+    "padding_free: true": (PADDED | {"padding_free": True, "max_length": None}, PADDED),
+    "gradient_checkpointing: true": (PADDED | {"gradient_checkpointing": True}, PADDED),
+    "optim: adamw_torch_fused": (PADDED | {"optim": "adamw_torch_fused"}, PADDED),
+    "compile_blocks: true": (EQUAL | {"compile_blocks": True}, EQUAL),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=1e7)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--switches", nargs="+", choices=SWITCHES, default=list(SWITCHES))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-speed-") as directory:
+        model, rows = Path(directory) / "model", Path(directory) / "rows"
+        write_model(options.parameters, model)
+        write_rows(rows, num_rows=16 * options.steps)
+        lines = [measure(name, options, model, rows, Path(directory)) for name in options.switches]
+    print("| | seconds computed a token | by the clock | peak memory |\n|---|---|---|---|")
+    print("\n".join(lines))
+    print(
+        f"\n{options.parameters / 1e6:.0f}M parameters, {options.rounds} run(s) of {options.steps} steps; {machine()}"
+    )
+
+
+def measure(name: str, options: Any, model: Path, rows: Path, directory: Path) -> str:
+    """Run with the switch and without it, alternately; return a row of ratios."""
+    found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+    for _ in range(options.rounds):
+        for is_on in (False, True):
+            run = Path(tempfile.mkdtemp(dir=directory))
+            settings = tax_settings(options, model, rows, run / "out") | SWITCHES[name][0 if is_on else 1]
+            (run / "recipe.yaml").write_text(yaml.safe_dump(settings))
+            command = [str(ROOT / "benchmarks" / "timed.py"), str(run), SCRIPTS["recipe"]]
+            launch(ROOT / "accelerate_configs" / "fsdp2_cpu.yaml", 2, [*command, "--config", str(run / "recipe.yaml")])
+            found[is_on].append(a_token(run))
+    with_it, without = (
+        {key: statistics.median(one[key] for one in found[is_on]) for key in found[is_on][0]} for is_on in (True, False)
+    )
+    ratios = [f"{with_it[key] / without[key]:.2f}" for key in ("cpu", "wall", "peak_bytes")]
+    print(f"{name}: {ratios}", flush=True)
+    return f"| `{name}` | {' | '.join(ratios)} |"
+
+
+def a_token(run: Path) -> dict[str, float]:
+    """Return what a token took after the warm-up: the seconds of all steps by the tokens of all steps."""
+    from hf_fsdp_recipes.measure.metrics_file import read_metrics
+
+    rank = slower_rank(run)
+    steps = [entry for entry in read_metrics(run / "out" / "metrics.jsonl") if "loss" in entry]
+    num_tokens = sum(entry["tokens"] for entry in steps if entry["step"] > WARMUP_STEPS)
+    return {key: sum(rank[key]) / num_tokens for key in ("cpu", "wall")} | {"peak_bytes": rank["peak_bytes"]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""What makes training faster or smaller leaves the losses where they were, within a bound that is stated here."""
+
+import json
+import runpy
+import sys
+
+import pytest
+import yaml
+
+from hf_fsdp_recipes.measure.metrics_file import read_metrics
+from tests.conftest import SENTENCES
+from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
+from tests.ranks.training import build, losses_of, train_losses
+from tests.recipes.launching import ROOT
+
+# Of the loss, after as many steps; what docs/speed.md says.
+BOUNDS = {
+    "optimizer": 1e-5,
+    "recomputed": 1e-6,
+    "unpadded": 1e-4,
+    "packed": 1e-4,
+    "fused head": 1e-5,
+    "compiled": 1e-4,
+    "8 bit": 1e-3,
+}
+
+
+@pytest.fixture(scope="module")
+def eight_rows(tmp_path_factory):
+    """Return a file of eight rows that are one step of two ranks: four rows each, or four packed into one."""
+    file = tmp_path_factory.mktemp("rows") / "eight.jsonl"
+    file.write_text("".join(json.dumps({"text": sentence}) + "\n" for sentence in SENTENCES[:8]))
+    return file
+
+
+def losses(model, data, tmp_path, name, fsdp=FSDP2, **settings):
+    settings = {"steps": 4, "lr_scheduler_type": "constant"} | settings
+    environment = fsdp_environment(fsdp)
+    return run_ranks(train_keywords, 2, model, data, tmp_path / name, settings, environment=environment)[0]
+
+
+def train_keywords(model, data, output, settings):
+    return train_losses(str(model), str(data), str(output), **settings)
+
+
+@pytest.mark.parametrize("fsdp", [FSDP2, pytest.param(FSDP1, marks=pytest.mark.slow)], ids=["fsdp2", "fsdp1"])
+def test_fused_adamw_and_recomputation_train_alike(fsdp, tiny_model, text_file, tmp_path):
+    model = tiny_model("llama")
+    plain = losses(model, text_file, tmp_path, "plain", fsdp, optim="adamw_torch")
+    fused = losses(model, text_file, tmp_path, "fused", fsdp, optim="adamw_torch_fused")
+    assert fused == pytest.approx(plain, rel=BOUNDS["optimizer"])
+    again = losses(model, text_file, tmp_path, "recomputed", fsdp, optim="adamw_torch", gradient_checkpointing=True)
+    assert again == pytest.approx(plain, rel=BOUNDS["recomputed"])
+    assert plain[-1] < plain[0] - 0.3  # the steps did something
+
+
+def test_rows_without_padding_and_packed_rows_train_alike(tiny_model, eight_rows, tmp_path):
+    model = tiny_model("llama")
+    rows = {"per_device_train_batch_size": 4, "max_length": None}
+    padded = losses(model, eight_rows, tmp_path, "padded", **rows)
+    unpadded = losses(model, eight_rows, tmp_path, "unpadded", **rows, padding_free=True)
+    assert unpadded == pytest.approx(padded, rel=BOUNDS["unpadded"])
+    packed = losses(model, eight_rows, tmp_path, "packed", per_device_train_batch_size=1, max_length=128, packing=True)
+    assert packed == pytest.approx(padded, rel=BOUNDS["packed"])
+
+
+def test_eight_bit_adamw_without_fsdp_trains_alike(tiny_model, text_file, tmp_path):
+    def alone(optimizer):
+        settings = {"steps": 4, "lr_scheduler_type": "constant", "optim": optimizer}
+        return run_ranks(train_keywords, 1, tiny_model("llama"), text_file, tmp_path / optimizer, settings)[0]
+
+    plain, quantised = alone("adamw_torch"), alone("adamw_8bit")
+    assert quantised == pytest.approx(plain, rel=BOUNDS["8 bit"])
+    assert quantised != plain
+
+
+def train_on_whole_logits(model, data, output):
+    """Train with a loss of all logits at once, which is what TRL's fused head does without."""
+    import torch
+
+    def cross_entropy(outputs, labels, num_items_in_batch=None):
+        logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return (
+            torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / num_items_in_batch
+        )
+
+    trainer = build(str(model), str(data), str(output), steps=4, lr_scheduler_type="constant")
+    trainer.compute_loss_func = cross_entropy
+    trainer.train()
+    return losses_of(trainer)
+
+
+def test_fused_head_gives_the_loss_of_whole_logits(tiny_model, text_file, tmp_path):
+    model = tiny_model("llama")
+    whole = run_ranks(
+        train_on_whole_logits, 2, model, text_file, tmp_path / "whole", environment=fsdp_environment(FSDP2)
+    )
+    fused = losses(model, text_file, tmp_path, "fused")
+    assert whole[0] == pytest.approx(fused, rel=BOUNDS["fused head"])
+
+
+def run_recipe(settings, file):
+    file.write_text(yaml.safe_dump(settings))
+    sys.argv = [str(ROOT / "recipes" / "sft.py"), "--config", str(file)]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    import torch
+
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def recipe(model, data, output, **changes):
+    """Return settings of a recipe with rows of equal length, so that each block is compiled once."""
+    return {
+        "model_name_or_path": str(model), "dataset_name": str(data), "output_dir": str(output), "max_steps": 4,
+        "per_device_train_batch_size": 1, "packing": True, "packing_strategy": "wrapped", "max_length": 32,
+        "logging_steps": 1, "save_steps": 2, "learning_rate": 1e-2, "lr_scheduler_type": "constant",
+        "report_to": "none", "disable_tqdm": True, "gradient_checkpointing": True, **changes,
+    }  # fmt: skip
+
+
+def recipe_losses(output):
+    return [entry["loss"] for entry in read_metrics(output / "metrics.jsonl") if "loss" in entry]
+
+
+def stored_names(output):
+    """Return every name in a run's checkpoints and its export."""
+    import torch.distributed.checkpoint as dcp
+    from safetensors import safe_open
+
+    found = set()
+    for part in output.glob("checkpoint-*/*_0"):
+        found |= set(dcp.FileSystemReader(part).read_metadata().state_dict_metadata)
+    for file in output.glob("export/*.safetensors"):
+        found |= set(safe_open(file, "pt").keys())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "lora"),
+    [
+        ("eager", False),
+        pytest.param("eager", True, marks=pytest.mark.slow),
+        pytest.param("inductor", False, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_blocks_train_save_resume_and_export_alike(backend, lora, tiny_model, text_file, tmp_path):
+    environment = fsdp_environment(FSDP2)
+    common = {"use_peft": True, "lora_target_modules": "all-linear", "lora_dropout": 0.0} if lora else {}
+    compiled = common | {"compile_blocks": True, "torch_compile_backend": backend}
+    plain, output = tmp_path / "plain", tmp_path / "compiled"
+    model, file = tiny_model("llama"), tmp_path / "recipe.yaml"
+
+    def run(settings):
+        return run_ranks(run_recipe, 2, settings, file, environment=environment, timeout_seconds=280)
+
+    assert run(recipe(model, text_file, plain, **common)) == [0, 0]
+    assert min(run(recipe(model, text_file, output, **compiled))) > 0
+    expected = recipe_losses(plain)
+    assert recipe_losses(output) == pytest.approx(expected, rel=BOUNDS["compiled"])
+    names = stored_names(output)
+    assert names and not any("_orig_mod" in name for name in names)
+    assert names == stored_names(plain)
+    resumed = recipe(model, text_file, output, **compiled, resume_from_checkpoint=str(output / "checkpoint-2"))
+    run(resumed | {"output_dir": str(tmp_path / "resumed")})
+    assert recipe_losses(tmp_path / "resumed")[-2:] == pytest.approx(expected[2:], rel=BOUNDS["compiled"])

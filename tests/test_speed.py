@@ -1,0 +1,94 @@
+"""What makes training faster is refused before anything is loaded where it cannot work."""
+
+import pytest
+
+from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.train import speed
+from hf_fsdp_recipes.train.arguments import parse_arguments
+from tests.test_arguments import NEEDED, no_launch  # noqa: F401
+
+
+@pytest.fixture
+def fsdp(monkeypatch):
+    def launched_under(version):
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        monkeypatch.setenv("FSDP_VERSION", str(version))
+
+    return launched_under
+
+
+REFUSED_ON_CPUS = {
+    "use_liger_kernel": "use_liger_kernel: true, and the ranks are CPUs",
+    "activation_offloading": "activation_offloading: true, and the ranks are CPUs",
+}
+
+
+@pytest.mark.parametrize("field", REFUSED_ON_CPUS)
+def test_what_only_an_accelerator_does_is_refused_on_cpus(field):
+    with pytest.raises(RecipeError, match=REFUSED_ON_CPUS[field]):
+        parse_arguments([*NEEDED, f"--{field}", "true"])
+
+
+def test_flash_on_cpus_is_refused_before_rows_are_read():
+    with pytest.raises(RecipeError, match="attention: flash, and the ranks are CPUs"):
+        parse_arguments([*NEEDED, "--attention", "flash"])
+
+
+def test_paged_states_on_a_cpu_are_refused():
+    with pytest.raises(RecipeError, match="optim: paged_adamw_32bit on a CPU"):
+        parse_arguments([*NEEDED, "--optim", "paged_adamw_32bit"])
+    assert parse_arguments([*NEEDED, "--optim", "adamw_8bit"]).training.optim == "adamw_8bit"
+
+
+@pytest.mark.parametrize(("version", "reason"), [(1, "gathered for a checkpoint"), (2, "DTensor")])
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"])
+def test_optimizers_of_bitsandbytes_are_refused_under_fsdp(optimizer, version, reason, fsdp):
+    fsdp(version)
+    with pytest.raises(RecipeError, match=rf"optim: {optimizer} under FSDP{version}.*{reason}.*Remedy"):
+        parse_arguments([*NEEDED, "--optim", optimizer])
+
+
+def test_optimizers_that_are_not_installed_are_refused(monkeypatch):
+    monkeypatch.setattr(speed, "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match="bitsandbytes is not installed"):
+        parse_arguments([*NEEDED, "--optim", "adamw_8bit"])
+    with pytest.raises(RecipeError, match="torchao is not installed"):
+        parse_arguments([*NEEDED, "--optim", "adamw_torch_8bit"])
+
+
+def test_the_names_of_bitsandbytes_optimizers_are_upstreams():
+    from transformers import trainer_optimizer
+    from transformers.training_args import OptimizerNames
+
+    upstream = {name.value for name in trainer_optimizer._BITSANDBYTES_OPTIMIZERS}
+    assert {name.value for name in OptimizerNames if speed.is_of_bitsandbytes(name.value)} == upstream
+
+
+def test_blocks_are_compiled_under_fsdp2_only(fsdp, monkeypatch):
+    fsdp(1)
+    with pytest.raises(RecipeError, match="compile_blocks: true without FSDP2"):
+        parse_arguments([*NEEDED, "--compile_blocks", "true"])
+    monkeypatch.setenv(speed.REGIONAL_COMPILATION, "true")
+    with pytest.raises(RecipeError, match="cannot wrap the blocks of an FSDP1 model"):
+        parse_arguments([*NEEDED, "--torch_compile", "true"])
+    fsdp(2)
+    assert parse_arguments([*NEEDED, "--compile_blocks", "true"]).recipe.compile_blocks
+
+
+def test_rows_without_padding_that_nobody_would_cut_are_refused():
+    with pytest.raises(RecipeError, match=r"padding_free: true and max_length: 1024 without packing.*Remedy"):
+        parse_arguments([*NEEDED, "--padding_free", "true"])
+    assert parse_arguments([*NEEDED, "--padding_free", "true", "--packing", "true"]).training.padding_free
+
+
+def test_recomputing_layers_twice_is_refused(fsdp, monkeypatch):
+    fsdp(2)
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    with pytest.raises(RecipeError, match="recomputed once"):
+        parse_arguments([*NEEDED])
+    assert parse_arguments([*NEEDED, "--gradient_checkpointing", "false"])
+
+
+def test_all_faults_are_told_at_once():
+    with pytest.raises(RecipeError, match=r"use_liger_kernel.*paged_adamw_8bit.*activation_offloading"):
+        parse_arguments([*NEEDED, "--optim", "paged_adamw_8bit", "--use_liger_kernel", "--activation_offloading"])
