@@ -51,7 +51,7 @@ _VARIANT_NOTES = {
         "or to trade fewer, larger all-gathers for memory.",
     ),
     "gaudi": (
-        "Gaudi: blocks are compiled by the hpu_backend in eager mode (export PT_HPU_LAZY_MODE=0). Needs Intel's torch build",
+        "Gaudi: the model is compiled by the hpu_backend in eager mode (export PT_HPU_LAZY_MODE=0). Needs Intel's torch build",
         "(habana_frameworks). Never launched on Gaudi by this project.",
     ),
 }
@@ -215,7 +215,6 @@ def _entries(template: Template) -> Iterator[tuple[str, str, str]]:
     if template.variant == "gaudi":
         yield "dynamo_config", "", "torch.compile, which Gaudi needs to be fast"
         yield "dynamo_config/dynamo_backend", "HPU_BACKEND", "Gaudi's graph compiler"
-        yield "dynamo_config/dynamo_use_regional_compilation", "true", "one block is compiled, not the whole model"
     yield "fsdp_config", "", ""
     for key, value, reason in _fsdp_entries(template):
         yield f"fsdp_config/{key}", value, reason

@@ -94,7 +94,9 @@ def test_recipe_holds_at_its_full_size(recipe, tmp_path):
         model = settings.get("model_name_or_path", "HuggingFaceTB/SmolLM2-135M-Instruct")
         small.full_size_config(model).save_pretrained(tmp_path / "model")
         arguments += ["--model_name_or_path", tmp_path / "model"]
-    [said] = run_ranks(_listen, 1, arguments, environment=template_environment(small.template_of(recipe)), timeout_seconds=240)
+    [said] = run_ranks(
+        _listen, 1, arguments, environment=template_environment(small.template_of(recipe)), timeout_seconds=240
+    )
     assert "nothing is loaded or trained" in said
     assert f"batch: {settings['per_device_train_batch_size']} rows x" in said
     assert "bytes a rank" in said and "parameters" in said
