@@ -33,9 +33,8 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/load.py
-	$(BIN)/python benchmarks/export.py
-	$(BIN)/python benchmarks/save.py
+	for claim in load export save report step; do $(BIN)/python -m benchmarks.$$claim || exit 1; done
+	$(BIN)/python -m benchmarks.plan --write
 
 templates: $(VENV)/.installed
 	$(BIN)/hf-fsdp config render-all

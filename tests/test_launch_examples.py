@@ -1,8 +1,11 @@
 """Launch files and docs that no test here runs to the end: what they name has to exist."""
 
+import os
 import re
 import shlex
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -137,8 +140,15 @@ def test_torchrun_line_of_the_document_trains_and_exports(tiny_model, text_file,
     line = line.replace("Qwen/Qwen3-8B", str(tiny_model("llama"))).replace("my_rows.jsonl", str(text_file))
     line = line.replace("runs/qwen3", str(tmp_path / "run")) + " " + " ".join(settings)
     assert "torchrun --standalone --nproc-per-node 2 recipes/sft.py" in line
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-euc", line], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False
+        ["bash", "-euc", line],
+        cwd=ROOT,
+        env=environment(PATH=path),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()

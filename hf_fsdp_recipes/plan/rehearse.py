@@ -167,7 +167,17 @@ def _parsed(rehearsal: Rehearsal) -> Any:
 
     # Pushing is looked at by itself, so that everything else is rehearsed without a token too.
     return parse_arguments(
-        ["--config", str(rehearsal.recipe), *rehearsal.overrides, "--push_to_hub", "false", "--use_cpu", "true"]
+        [
+            "--config",
+            str(rehearsal.recipe),
+            *rehearsal.overrides,
+            "--push_to_hub",
+            "false",
+            "--use_cpu",
+            "true",
+            "--dry_run",
+            "true",
+        ]
     )
 
 
@@ -181,10 +191,14 @@ def _check_template(rehearsal: Rehearsal) -> str:
 
     from hf_fsdp_recipes.load.meta_loader import build_on_meta
     from hf_fsdp_recipes.plan import recipe_checks
+    from hf_fsdp_recipes.train.speed import optimizer_faults
 
     config = config_check.read_config(rehearsal.template)
     model = build_on_meta(recipe_checks.read_model_config(_parsed(rehearsal)), torch.float32)
-    faults = recipe_checks.template_faults(config, model)
+    arguments = _parsed(rehearsal)
+    optimizer = str(getattr(arguments.training.optim, "value", arguments.training.optim))
+    version = int(config["fsdp_config"].get("fsdp_version", 1))
+    faults = [*recipe_checks.template_faults(config, model), *optimizer_faults(optimizer, version)]
     if faults:
         raise RecipeError("; ".join(faults))
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -192,7 +206,7 @@ def _check_template(rehearsal: Rehearsal) -> str:
     rehearsal.changes.append(
         f"{count / 1e9:,.2f}B parameters on {num_ranks} ranks, {num_nodes} node{'s'[: num_nodes != 1]}"
     )
-    rehearsal.changes += recipe_checks.describe_batches(_parsed(rehearsal), num_ranks)
+    rehearsal.changes += recipe_checks.describe_batches(arguments, num_ranks)
     return f"{rehearsal.template.stem} fits {type(model).__name__}"
 
 

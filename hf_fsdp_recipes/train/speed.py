@@ -26,18 +26,25 @@ TORCHAO_OPTIMIZERS = ("adamw_torch_8bit", "adamw_torch_4bit")
 def check_speed(arguments: Any) -> None:
     """Refuse what is not installed, what these ranks cannot do and what does not work together. No collective.
 
+    A dry run may be on another machine than the job: it is asked only whether things work together.
+
     Raises:
         RecipeError: all such values at once, each with its rule and a remedy.
     """
     training, recipe = arguments.training, arguments.recipe
-    attention.choose(recipe.attention, training.use_cpu)
+    optimizer = str(getattr(training.optim, "value", training.optim))
     faults = [
-        *_kernel_faults(training),
-        *_optimizer_faults(str(getattr(training.optim, "value", training.optim)), training.use_cpu),
+        *optimizer_faults(optimizer, _fsdp_version()),
         *_padding_faults(training),
-        *_activation_faults(training),
         *_compilation_faults(training, recipe),
     ]
+    if not recipe.dry_run:
+        attention.choose(recipe.attention, training.use_cpu)
+        faults += [
+            *_kernel_faults(training),
+            *_installation_faults(optimizer, training.use_cpu),
+            *_activation_faults(training),
+        ]
     if faults:
         raise RecipeError(" ".join(faults))
 
@@ -61,21 +68,26 @@ def is_of_bitsandbytes(optimizer: str) -> bool:
     )
 
 
-def _optimizer_faults(optimizer: str, on_cpu: bool) -> Iterator[str]:
+def optimizer_faults(optimizer: str, fsdp_version: int | None) -> Iterator[str]:
+    """Yield why an optimizer does not work under an FSDP version (None: without FSDP). No collective."""
+    if fsdp_version is None or not is_of_bitsandbytes(optimizer):
+        return
+    reason = {1: "their state cannot be gathered for a checkpoint", 2: "they take no sharded tensors (DTensor)"}
+    yield (
+        f"optim: {optimizer} under FSDP{fsdp_version}. Rule: bitsandbytes' optimizers do not work there: "
+        f"{reason[fsdp_version]}. Remedy: adamw_torch_fused; to save memory adamw_torch_8bit (torchao), or an "
+        f"*_offload.yaml template."
+    )
+
+
+def _installation_faults(optimizer: str, on_cpu: bool) -> Iterator[str]:
     if optimizer in TORCHAO_OPTIMIZERS and find_spec("torchao") is None:
         yield f"optim: {optimizer}, and torchao is not installed. Remedy: pip install torchao, or optim: adamw_torch_fused."
     if not is_of_bitsandbytes(optimizer):
         return
     if find_spec("bitsandbytes") is None:
         yield f"optim: {optimizer}, and bitsandbytes is not installed. Remedy: pip install bitsandbytes, or optim: adamw_torch."
-    version = _fsdp_version()
-    if version is not None:
-        reason = {1: "their state cannot be gathered for a checkpoint", 2: "they take no sharded tensors (DTensor)"}
-        yield (
-            f"optim: {optimizer} under FSDP{version}. Rule: bitsandbytes' optimizers do not work there: {reason[version]}. "
-            f"Remedy: adamw_torch_fused; to save memory adamw_torch_8bit (torchao), or an *_offload.yaml template."
-        )
-    elif optimizer.startswith("paged_") and on_cpu:
+    if optimizer.startswith("paged_") and on_cpu and _fsdp_version() is None:
         yield (
             f"optim: {optimizer} on a CPU. Rule: pages move between a GPU and the host; on CPUs bitsandbytes keeps plain "
             f"states instead. Remedy: adamw_torch_fused."

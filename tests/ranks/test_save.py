@@ -100,6 +100,7 @@ def test_checkpoint_holds_exactly_its_files(tiny_model, text_file, tmp_path):
         "manifest.json", "optimizer_0/.metadata", "optimizer_0/__0_0.distcp", "optimizer_0/__1_0.distcp",
         "pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/__1_0.distcp",
         "rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "train_params.yaml", "trainer_state.json",
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
     }  # fmt: skip
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
         "checkpoint-3",

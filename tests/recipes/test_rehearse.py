@@ -71,6 +71,11 @@ def test_wrong_wrap_class_is_caught(tmp_path, capsys):
     assert line.startswith("FAILED template") and "GPT2Block" in line and "LlamaDecoderLayer" in line
 
 
+def test_optimizer_that_cannot_be_sharded_is_caught(tmp_path, capsys):
+    line = failing([*stand_ins(BIG, tmp_path), "--push_to_hub", "false", "--optim", "paged_adamw_32bit"], capsys)
+    assert line.startswith("FAILED template") and "paged_adamw_32bit under FSDP2" in line
+
+
 def test_missing_hub_token_is_caught(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)

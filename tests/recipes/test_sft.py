@@ -136,6 +136,7 @@ def test_qlora_run_exports_what_peft_merges_into_the_unquantised_base(
     assert changed == (15 if head else 14)  # 7 linear layers of 2 blocks, and the head
 
 
+TRIED_ALWAYS = ("missing dataset", "unknown YAML key")
 BAD = {
     "missing model": ({"model_name_or_path": "no/such/model/here"}, "LoadError"),
     "missing dataset": ({"dataset_name": "./no-such-file.jsonl"}, "DataError"),
@@ -145,7 +146,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize(
+    "case", [case if case in TRIED_ALWAYS else pytest.param(case, marks=pytest.mark.slow) for case in BAD]
+)
 def test_bad_input_is_one_clear_message_from_every_rank(case, tiny_model, text_file, tmp_path):
     changes, kind = BAD[case]
     config = recipe(tmp_path, **({"model_name_or_path": tiny_model("llama"), "dataset_name": text_file} | changes))
