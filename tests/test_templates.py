@@ -177,3 +177,21 @@ def test_templates_module_needs_neither_torch_nor_accelerate():
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "num_ranks"),
+    [
+        ("fsdp1_hybrid_shard", "FULL_SHARD", 2),
+        ("fsdp1_hybrid_shard_zero2", "SHARD_GRAD_OP", 2),
+        ("fsdp1_shard_grad_op", "SHARD_GRAD_OP", 2),
+        ("fsdp2_hybrid_shard", None, 4),
+    ],
+)
+def test_template_for_cpu_ranks_shards_as_inside_a_node(name, strategy, num_ranks):
+    from hf_fsdp_recipes.launch.cpu_variant import to_cpu_ranks
+
+    config = to_cpu_ranks(config_of(name))
+    assert config["fsdp_config"].get("fsdp_sharding_strategy") == strategy
+    assert (config["use_cpu"], config["num_machines"], config["num_processes"]) == (True, 1, num_ranks)
+    assert check.find_faults(config) == []

@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 RANKS_OF_A_HYBRID = 4  # two copies of two shards
+WITHIN_A_NODE = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
 
 
 def to_cpu_ranks(config: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
@@ -24,10 +25,9 @@ def to_cpu_ranks(config: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
             "parallelism_config_dp_replicate_size": 2,
             "parallelism_config_dp_shard_size": num_ranks // 2,
         }
-    within_a_node = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
-    strategy = str(fsdp.get("fsdp_sharding_strategy", ""))
-    if strategy.replace("HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2").replace("__", "_") in within_a_node:
-        fsdp["fsdp_sharding_strategy"] = within_a_node["_" + strategy.lstrip("_") if "ZERO2" in strategy else strategy]
+    strategy = fsdp.get("fsdp_sharding_strategy")
+    if strategy in WITHIN_A_NODE:
+        fsdp["fsdp_sharding_strategy"] = WITHIN_A_NODE[strategy]
     for key in ("rdzv_backend", "dynamo_config", "main_process_ip", "main_process_port", "machine_rank"):
         config.pop(key, None)
     return config | {"use_cpu": True, "num_machines": 1, "num_processes": num_ranks}

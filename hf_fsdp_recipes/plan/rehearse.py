@@ -52,7 +52,6 @@ class Rehearsal:
     directory: Path
     acts: list[Act] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
 
     @property
     def output(self) -> Path:
