@@ -99,11 +99,13 @@ def keep_global_batch(args: Any, checkpoint: Path) -> None:
     Every rank calls this, before the Trainer is built; no collective. Says what is restored and what is not.
 
     Raises:
-        CheckpointError: the global batch of the checkpoint does not divide over these ranks.
+        CheckpointError: the global batch of the checkpoint does not divide over these ranks, or its 8-bit
+            optimizer states cannot be cut anew.
     """
     params = read_train_params(checkpoint)
     if params is None:
         return
+    _check_optimizer(params, checkpoint)
     wanted, num_ranks = int(params["global_batch_size"]), ranks.world_size()
     rows_per_micro_step = args.per_device_train_batch_size * num_ranks
     if wanted % rows_per_micro_step:
@@ -127,6 +129,16 @@ def keep_global_batch(args: Any, checkpoint: Path) -> None:
         )
 
 
+def _check_optimizer(params: dict[str, Any], checkpoint: Path) -> None:
+    optimizer = str(params["arguments"].get("optim"))
+    if "8bit" in optimizer and params["world_size"] != ranks.world_size():
+        raise CheckpointError(
+            f"{checkpoint} holds states of {optimizer}, written on {params['world_size']} ranks; this run has "
+            f"{ranks.world_size()}. Rule: blocks of 8-bit states belong to the rows of one rank. Remedy: resume on "
+            f"{params['world_size']} ranks, or train with a 32-bit optimizer."
+        )
+
+
 def check_data_position(args: Any, state: Any) -> None:
     """Refuse a resumed run whose global batch differs from the checkpoint's, as far as that can be told.
 
@@ -135,6 +147,8 @@ def check_data_position(args: Any, state: Any) -> None:
     """
     checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
     params = read_train_params(checkpoint) if checkpoint.is_dir() else None
+    if params is not None:
+        _check_optimizer(params, checkpoint)
     if params is not None and int(params["global_batch_size"]) != global_batch_size(args):
         raise CheckpointError(
             f"{checkpoint} was trained with {params['global_batch_size']} rows an optimizer step and this run has "

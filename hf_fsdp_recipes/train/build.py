@@ -59,6 +59,7 @@ def build_trainer(arguments: Arguments) -> Any:
         processing_class=tokenizer,
         peft_config=get_peft_config(arguments.model),
         callbacks=callbacks,
+        optimizer_cls_and_kwargs=speed.sharded_optimizer(arguments.training),
     )
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     dtypes.settle(trainer.model, getattr(plugin, "fsdp_version", None), arguments.recipe.adapter_dtype)

@@ -4,8 +4,7 @@ Every switch is Trainer's or TRL's own but `compile_blocks`. Here stands what ea
 they fail in the first step only, or silently do nothing. Speeds nothing up by itself.
 
 Source: transformers 5.23 `trainer_optimizer.py` (which optimizers are whose); bitsandbytes 0.50 `optim/optimizer.py`
-(its operators have no sharding rule for DTensor; `state_dict` hides states in a nested dict, which FSDP1's
-`optim_state_dict` cannot compare; paged states fall back to plain ones on CPUs); trl 1.16
+(`state_dict` hides states in a nested dict, which FSDP1's `optim_state_dict` cannot compare); trl 1.16
 `activation_offloading.py` (asks torch for its accelerator); accelerate 1.15 `_prepare_fsdp2`, `compile_regions_fsdp2`.
 """
 
@@ -32,7 +31,7 @@ def check_speed(arguments: Any) -> None:
         RecipeError: all such values at once, each with its rule and a remedy.
     """
     training, recipe = arguments.training, arguments.recipe
-    optimizer = str(getattr(training.optim, "value", training.optim))
+    optimizer = _optimizer_name(training)
     faults = [
         *optimizer_faults(optimizer, _fsdp_version()),
         *_padding_faults(training),
@@ -42,7 +41,7 @@ def check_speed(arguments: Any) -> None:
         attention.choose(recipe.attention, training.use_cpu)
         faults += [
             *_kernel_faults(training),
-            *_installation_faults(optimizer, training.use_cpu),
+            *_installation_faults(optimizer),
             *_activation_faults(training),
         ]
     if faults:
@@ -70,28 +69,38 @@ def is_of_bitsandbytes(optimizer: str) -> bool:
 
 def optimizer_faults(optimizer: str, fsdp_version: int | None) -> Iterator[str]:
     """Yield why an optimizer does not work under an FSDP version (None: without FSDP). No collective."""
-    if fsdp_version is None or not is_of_bitsandbytes(optimizer):
-        return
-    reason = {1: "their state cannot be gathered for a checkpoint", 2: "they take no sharded tensors (DTensor)"}
-    yield (
-        f"optim: {optimizer} under FSDP{fsdp_version}. Rule: bitsandbytes' optimizers do not work there: "
-        f"{reason[fsdp_version]}. Remedy: adamw_torch_fused; to save memory adamw_torch_8bit (torchao), or an "
-        f"*_offload.yaml template."
-    )
+    if fsdp_version == 1 and is_of_bitsandbytes(optimizer):
+        yield (
+            f"optim: {optimizer} under FSDP1. Rule: the state of bitsandbytes' optimizers cannot be gathered for a "
+            f"checkpoint there. Remedy: an fsdp2_*.yaml template, or adamw_torch_fused."
+        )
+    if fsdp_version == 2 and "ademamix" in optimizer:
+        yield (
+            f"optim: {optimizer} under FSDP2. Rule: AdEMAMix keeps two averages in one tensor, which is not cut as the "
+            f"parameter is. Remedy: paged_adamw_32bit or adamw_8bit."
+        )
 
 
-def _installation_faults(optimizer: str, on_cpu: bool) -> Iterator[str]:
+def sharded_optimizer(training: Any) -> tuple[type, dict[str, Any]] | None:
+    """Return Trainer's `optimizer_cls_and_kwargs` where FSDP2 needs another class than Trainer's own. No collective."""
+    if _fsdp_version() != 2 or not is_of_bitsandbytes(_optimizer_name(training)):
+        return None
+    from hf_fsdp_recipes.train import bitsandbytes_shards
+
+    return bitsandbytes_shards.sharded_optimizer(training)
+
+
+def _optimizer_name(training: Any) -> str:
+    return str(getattr(training.optim, "value", training.optim))
+
+
+def _installation_faults(optimizer: str) -> Iterator[str]:
     if optimizer in TORCHAO_OPTIMIZERS and find_spec("torchao") is None:
         yield f"optim: {optimizer}, and torchao is not installed. Remedy: pip install torchao, or optim: adamw_torch_fused."
     if not is_of_bitsandbytes(optimizer):
         return
     if find_spec("bitsandbytes") is None:
         yield f"optim: {optimizer}, and bitsandbytes is not installed. Remedy: pip install bitsandbytes, or optim: adamw_torch."
-    if optimizer.startswith("paged_") and on_cpu and _fsdp_version() is None:
-        yield (
-            f"optim: {optimizer} on a CPU. Rule: pages move between a GPU and the host; on CPUs bitsandbytes keeps plain "
-            f"states instead. Remedy: adamw_torch_fused."
-        )
 
 
 def _padding_faults(training: Any) -> Iterator[str]:

@@ -69,6 +69,8 @@ def drop_after(output, step):
         ("llama", FSDP2, {"lora": LORA | {"lora_dropout": 0.2}}),
         ("llama", FSDP1, {}),
         ("llama", FSDP1, {"lora": LORA}),
+        ("llama", FSDP2, {"optim": "paged_adamw_32bit"}),
+        ("llama", FSDP2, {"optim": "adamw_8bit"}),
     ],
 )
 def test_resumed_run_equals_the_uninterrupted_one(tiny_model, text_file, tmp_path, kind, fsdp, keywords):
@@ -170,6 +172,16 @@ def test_resume_on_another_number_of_ranks_sees_every_row_once(
     seen = functools.reduce(operator.iadd, whole[:3] + resumed, [])
     assert len(set(seen)) == len(seen) == 24  # none twice
     assert resumed_losses == pytest.approx(losses, rel=1e-4)
+
+
+def test_eight_bit_states_are_not_resumed_on_another_number_of_ranks(tiny_model, text_file, tmp_path):
+    train(tiny_model("llama"), text_file, tmp_path, steps=3, optim="adamw_8bit")
+    errors = run_ranks(
+        _train, 1, tiny_model("llama"), text_file, tmp_path, True, {"optim": "adamw_8bit"}, {},
+        environment=fsdp_environment(FSDP2), expect_failure=True,
+    )  # fmt: skip
+    assert errors[0][0] == "CheckpointError"
+    assert "written on 2 ranks; this run has 1" in errors[0][1]
 
 
 def _resume_with_other_batch(model, data, output):

@@ -33,6 +33,7 @@ def build(
     from trl import SFTConfig, SFTTrainer
 
     from hf_fsdp_recipes import load_model
+    from hf_fsdp_recipes.train.speed import sharded_optimizer
 
     defaults: dict[str, Any] = {
         "max_steps": steps,
@@ -68,6 +69,7 @@ def build(
         processing_class=AutoTokenizer.from_pretrained(model_dir),
         peft_config=LoraConfig(**lora) if lora else None,
         callbacks=callbacks,
+        optimizer_cls_and_kwargs=sharded_optimizer(args),
     )
 
 
