@@ -127,6 +127,19 @@ class Conversions:
             raise _unsupported(target, [source], str(error)) from error
 
 
+def remember(model: Any) -> None:
+    """Let a model that nobody loaded remember its conversions, as `from_pretrained` does. Any rank; no collective.
+
+    transformers would look them up again for each name, and go through all modules each time.
+    """
+    if getattr(model, "_weight_conversions", None) is None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
+
+        found = get_model_conversion_mapping(model, add_legacy=False)
+        model._weight_conversions = [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
+
+
 def rows_of_parts(model: Any, name: str, shape: tuple[int, ...]) -> list[Piece]:
     """Cut a parameter into the tensors that `save_pretrained` writes for it, in row-major order.
 

@@ -2,7 +2,7 @@
 
 Only a name that matches a row whole has a peak: a MIG slice, a laptop's GPU or a device that is not here has none,
 and no utilisation is told rather than a wrong one. Tensor-core figures are those with fp32 accumulation, which is
-what PyTorch asks for.
+what PyTorch asks for. A card that clocks above what its vendor rates it at can exceed its peak by some percent.
 """
 
 import re
@@ -30,15 +30,19 @@ class Peak:
 
 
 PEAKS = (
+    Peak(r"gb300", "NVIDIA GB300 NVL72 specifications, a GPU, halved for sparsity", 2500, 2500, 1250, 80),
     Peak(r"gb200", "NVIDIA GB200 NVL72 datasheet, a GPU, halved for sparsity", 2500, 2500, 1250, 80),
-    Peak(r"b200", "NVIDIA HGX B200 datasheet, a GPU, halved for sparsity", 2250, 2250, 1100, 75),
-    Peak(r"gh200( \d+gb)?", "NVIDIA GH200 datasheet, halved for sparsity", 989.4, 989.4, 494.7, 67),
+    Peak(
+        r"b300( sxm6 ac)?", "NVIDIA HGX B300 specifications, a GPU of eight, halved for sparsity", 2250, 2250, 1125, 75
+    ),
+    Peak(r"b200", "NVIDIA HGX B200 specifications, a GPU of eight, halved for sparsity", 2250, 2250, 1125, 75),
+    Peak(r"gh200( \d+gb| 144g hbm3e)?", "NVIDIA GH200 datasheet, dense as printed there", 989.4, 989.4, 494.7, 67),
     Peak(r"h200( \d+gb hbm3e)?", "NVIDIA H200 datasheet, SXM, halved for sparsity", 989.4, 989.4, 494.7, 67),
     Peak(r"h200 nvl", "NVIDIA H200 datasheet, NVL, halved for sparsity", 835.5, 835.5, 417.5, 60),
-    Peak(r"h100 (sxm5?|\d+gb hbm[23]e?)", "NVIDIA H100 architecture white paper, SXM5", 989.4, 989.4, 494.7, 66.9),
+    Peak(r"h100 (sxm5?|\d+gb hbm3)", "NVIDIA H100 architecture white paper, SXM5", 989.4, 989.4, 494.7, 66.9),
     Peak(r"h100 pcie", "NVIDIA H100 architecture white paper, PCIe", 756, 756, 378, 51.2),
     Peak(r"h100 nvl", "NVIDIA H100 datasheet, NVL, halved for sparsity", 835.5, 835.5, 417.5, 60),
-    Peak(r"a100([- ](sxm4?|pcie|\d\dgb))*", "NVIDIA A100 datasheet", 312, 312, 156, 19.5),
+    Peak(r"a[18]00([- ](sxm4?|pcie|[48]0gb))*", "NVIDIA A100 datasheet; A800 the same", 312, 312, 156, 19.5),
     Peak(r"a30( \d+gb)?", "NVIDIA A30 datasheet", 165, 165, 82, 10.3),
     Peak(r"a40", "NVIDIA A40 datasheet", 149.7, 149.7, 74.8, 37.4),
     Peak(r"a10", "NVIDIA A10 datasheet", 125, 125, 62.5, 31.2),
@@ -53,18 +57,32 @@ PEAKS = (
     Peak(r"rtx 3090", "NVIDIA Ampere GA102 white paper", 71, 71, 35.6, 35.6),
     Peak(r"rtx 3090 ti", "NVIDIA Ampere GA102 white paper, appendix", 80, 80, 40, 40),
     Peak(r"rtx 4090", "NVIDIA Ada white paper", 165.2, 165.2, 82.6, 82.6),
+    Peak(r"rtx 4080", "NVIDIA Ada white paper", 97.5, 97.5, 48.7, 48.7),
+    Peak(r"rtx 5080", "NVIDIA RTX Blackwell white paper", 112.6, 112.6, 56.3, 56.3),
     Peak(r"rtx 5090", "NVIDIA RTX Blackwell white paper", 209.5, 209.5, 104.8, 104.8),
     Peak(r"rtx a6000", "NVIDIA Ampere GA102 white paper", 154.8, 154.8, 77.4, 38.7),
+    Peak(r"rtx a5000", "NVIDIA RTX A5000 datasheet, halved for sparsity", 111.1, 111.1, 55.6, 27.8),
+    Peak(r"rtx a4000", "NVIDIA RTX A4000 datasheet, halved for sparsity", 76.7, 76.7, 38.3, 19.2),
+    Peak(
+        r"rtx pro 6000 blackwell workstation edition",
+        "NVIDIA RTX Blackwell PRO white paper",
+        503.8,
+        503.8,
+        251.9,
+        125.9,
+    ),
     Peak(r"rtx 6000 ada( generation)?", "NVIDIA Ada white paper for professionals", 364.2, 364.2, 182.1, 91.1),
     Peak(r"mi210", "AMD Instinct MI210 datasheet, matrix", 181, 181, None, 45.3),
     # One device of PyTorch is one of the package's two dies.
     Peak(r"mi250", "AMD Instinct MI250 datasheet, matrix, half the package", 181.05, 181.05, None, 45.3),
     Peak(r"mi250x", "AMD Instinct MI250X datasheet, matrix, half the package", 191.5, 191.5, None, 47.85),
     Peak(r"mi300a", "AMD Instinct MI300A datasheet, matrix", 980.6, 980.6, 490.3, 122.6),
-    Peak(r"mi300x", "AMD Instinct MI300X datasheet, matrix", 1307.4, 1307.4, 653.7, 163.4),
-    Peak(r"mi325x", "AMD Instinct MI325X datasheet, matrix", 1307.4, 1307.4, 653.7, 163.4),
-    Peak(r"gaudi ?2", "Intel Gaudi 3 white paper, table beside Gaudi 2", 432, None, None, None),
-    Peak(r"gaudi ?3", "Intel Gaudi 3 white paper", 1835, None, None, None),
+    Peak(r"mi300x( (vf|oam))?", "AMD Instinct MI300X datasheet, matrix", 1307.4, 1307.4, 653.7, 163.4),
+    Peak(r"mi325x( vf)?", "AMD Instinct MI325X datasheet, matrix", 1307.4, 1307.4, 653.7, 163.4),
+    Peak(r"mi350x( vf)?", "AMD Instinct MI350X brochure, matrix", 2309.6, 2309.6, None, 144.2),
+    Peak(r"mi355x( vf)?", "AMD CDNA 4 white paper, MI355X, matrix", 2516.6, 2516.6, None, 157.3),
+    Peak(r"gaudi ?2", "Intel at Hot Chips 2024, Gaudi 2 beside Gaudi 3", 432, None, None, None),
+    Peak(r"gaudi ?3", "Intel at Hot Chips 2024, Gaudi 3", 1835, None, None, None),
 )
 VENDOR_AND_SERIES = re.compile(r"\b(nvidia|amd|intel|tesla|geforce|instinct)\b|\((r|tm)\)")
 

@@ -116,35 +116,49 @@ def read_index(directory: Path) -> dict[str, DcpTensor]:
     for index, place in (metadata.storage_data or {}).items():
         places[(index.fqn, tuple(index.offset or ()))] = place
     tensors = {}
+    plain: dict[bytes, bool] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             shape = tuple(entry.size)
-            chunks = [_chunk(directory, name, shape, entry.properties.dtype, chunk, places) for chunk in entry.chunks]
-            tensors[name] = _checked(directory, DcpTensor(name, shape, entry.properties.dtype, _in_order(chunks)))
+            dtype = entry.properties.dtype
+            chunks = [_chunk(directory, name, shape, dtype, chunk, places, plain) for chunk in entry.chunks]
+            tensors[name] = _checked(directory, DcpTensor(name, shape, dtype, _in_order(chunks)))
     return tensors
 
 
-def _chunk(directory: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype, chunk: Any, places: Any) -> Chunk:
+def _chunk(
+    directory: Path,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    chunk: Any,
+    places: Any,
+    plain: dict[bytes, bool],
+) -> Chunk:
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     if any(offsets[1:]) or sizes[1:] != shape[1:]:
         raise ExportError(f"{directory}: {name} is cut at {offsets} with {sizes}. Rule: tensors are cut by rows.")
     place = places[(name, offsets)]
     width, count = math.prod(shape[1:]), math.prod(sizes)
     file = directory / place.relative_path
-    start = 0 if count == 0 else _data_start(file, name, place.offset, place.length, count * dtype.itemsize)
+    start = 0 if count == 0 else _data_start(file, name, place.offset, place.length, count * dtype.itemsize, plain)
     return Chunk((offsets[0] if offsets else 0) * width, count, file, start)
 
 
-def _data_start(file: Path, name: str, offset: int, length: int, num_bytes: int) -> int:
-    """Return the first byte of a chunk's values in its `.distcp` file."""
+def _data_start(file: Path, name: str, offset: int, length: int, num_bytes: int, plain: dict[bytes, bool]) -> int:
+    """Return the first byte of a chunk's values in its `.distcp` file; `plain` remembers what was found plain."""
     if not file.is_file() or file.stat().st_size < offset + length:
         raise ExportError(f"{file} is missing or cut: {name} should end at byte {offset + length:,}.")
     try:
         with _Window(file, offset, length) as window, zipfile.ZipFile(window) as archive:
             (data,) = [info for info in archive.infolist() if info.filename.split("/")[-2:-1] == ["data"]]
-            window.seek(0)
-            described = torch.load(window, map_location="meta", weights_only=True)
-            if data.file_size != num_bytes or not described.is_contiguous() or described.storage_offset():
+            (pickle,) = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+            description = archive.read(pickle)  # the same for all tensors of a shape
+            if description not in plain:
+                window.seek(0)
+                described = torch.load(window, map_location="meta", weights_only=True)
+                plain[description] = described.is_contiguous() and not described.storage_offset()
+            if data.file_size != num_bytes or not plain[description]:
                 raise ExportError(f"{file}: {name} is not stored as one plain run of {num_bytes:,} bytes")
             header = bytearray(4)
             window.seek(data.header_offset + 26)  # lengths of the local header's name and extra field

@@ -13,7 +13,8 @@ import torch
 
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import ExportError
-from hf_fsdp_recipes.save import adapters, companions
+from hf_fsdp_recipes.load import conversions
+from hf_fsdp_recipes.save import adapters, companions, dcp_files
 from hf_fsdp_recipes.save.slices import Slice, local_slices
 from hf_fsdp_recipes.save.tensor_files import FilePlan
 from hf_fsdp_recipes.save.writing import Contents, Method, Outgoing, as_dtype, parts_of, whole_part, write_export
@@ -68,6 +69,7 @@ def _describe_model(
     model: torch.nn.Module, dtype: torch.dtype | None, tokenizer: Any, merger: "adapters.Merger | None"
 ) -> Contents:
     transformers_model = _transformers_model(model)
+    conversions.remember(transformers_model)
     slices = local_slices(model)
     if adapters.has_adapter(model) and merger is None:
         stored_names = adapters.stored_names(model, slices)
@@ -177,4 +179,7 @@ def export_checkpoint(
     def describe() -> Contents:
         return offline.describe(Path(checkpoint_dir), base_model, target, merge_adapter)
 
-    return write_export(Path(output_dir), describe, max_shard_size, "auto", lambda: None)
+    try:
+        return write_export(Path(output_dir), describe, max_shard_size, "auto", lambda: None)
+    finally:
+        dcp_files.close_all()

@@ -32,8 +32,8 @@ def has_weights(directory: Path) -> bool:
         return False
 
 
-def check_directory(directory: Path, plan: FilePlan, is_adapter_only: bool) -> None:
-    """Check the files against the plan and against the model that their config describes. Main rank only.
+def check_headers(directory: Path, plan: FilePlan, is_adapter_only: bool) -> None:
+    """Check what the files say they hold against the plan and the model of their config. Main rank only.
 
     Raises:
         ExportError: names the first thing that is not as it should be.
@@ -46,14 +46,18 @@ def check_directory(directory: Path, plan: FilePlan, is_adapter_only: bool) -> N
         tensor = found.get(name)
         if tensor is None or (tensor.shape, tensor.dtype) != (planned.shape, planned.dtype):
             raise ExportError(f"{directory}: tensor {name!r} is missing or not {planned.shape} {planned.dtype}")
-    if is_adapter_only:
-        _check_adapter_rows(directory, plan)
-    else:
+    if not is_adapter_only:
         _check_against_config(directory, {name: tensor.shape for name, tensor in found.items()})
 
 
-def _check_adapter_rows(directory: Path, plan: FilePlan) -> None:
-    """Refuse an adapter with rows of zeros in a matrix that never starts as zeros: a rank's part would be missing."""
+def check_adapter_rows(directory: Path, plan: FilePlan) -> None:
+    """Refuse an adapter with rows of zeros in a matrix that never starts as zeros: a rank's part would be missing.
+
+    Main rank only, when all is written.
+
+    Raises:
+        ExportError: names the first such tensor.
+    """
     from safetensors import safe_open
 
     for file in plan.headers:

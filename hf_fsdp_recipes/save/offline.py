@@ -93,7 +93,7 @@ def _build(name: str, read_weights: bool) -> tuple[Any, Any]:
     from transformers import AutoConfig, GenerationConfig
 
     from hf_fsdp_recipes.load import meta_loader
-    from hf_fsdp_recipes.load.conversions import Conversions
+    from hf_fsdp_recipes.load.conversions import Conversions, remember
     from hf_fsdp_recipes.load.weights import open_checkpoint
 
     try:
@@ -103,6 +103,7 @@ def _build(name: str, read_weights: bool) -> tuple[Any, Any]:
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory)
         if not read_weights:
+            remember(model)
             return model, None
         base = open_checkpoint(directory)
         shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
@@ -148,7 +149,6 @@ def _model_companions(model: Any, name: str | Path) -> Any:
 
         save_config(model, directory, plan)
         _copy_tokenizer(name, directory)
-        dcp_files.close_all()
 
     return write
 
@@ -184,7 +184,6 @@ def _describe_adapter(
         config.save_pretrained(str(directory))
         if tokenizer_directory or name:
             _copy_tokenizer(tokenizer_directory or name, directory)
-        dcp_files.close_all()
 
     return Contents(outgoing, None, adapters.ADAPTER_PATTERN, write, is_adapter_only=True)
 

@@ -1,4 +1,4 @@
-"""The places where saving and resuming patch Accelerate and Trainer: two losses under FSDP1.
+"""The places where saving and resuming lean on what is not public: two losses under FSDP1, and torch DCP's files.
 
 PEFT looks adapter tensors up by module name; FSDP1 puts wrapper names between, so Accelerate's adapter-only
 state dict comes out empty: a checkpoint without adapters, and a resume that silently starts them anew.
@@ -7,21 +7,28 @@ For FSDP1 with PEFT the adapter entries of the model's own state dict are taken 
 `load_fsdp_optimizer` reads a checkpoint into the state that the optimizer already has; under FSDP1 a fresh
 optimizer has none, so nothing is read and Adam starts from zero. Its state is made first.
 
+`FileSystemWriter` keeps the file system that it writes to in `fs`; there our own streams go in.
+
 Everything else passes through untouched.
 
 Source: accelerate 1.15 `utils/fsdp_utils.py`, `_get_model_state_dict`, `_set_model_state_dict`,
 `_prepare_sd_options`, `load_fsdp_optimizer`; seen with peft 0.21 (0 of 70 adapter tensors saved) and with a
-stock FSDP1 resume (losses differ from the second step on).
+stock FSDP1 resume (losses differ from the second step on); torch 2.13 `distributed/checkpoint/filesystem.py`.
 """
 
+import contextlib
 import functools
 import inspect
 import logging
+import os
+from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.load import names
+from hf_fsdp_recipes.save.direct_io import ChecksummedStream
 
 _is_installed = False
 
@@ -87,6 +94,40 @@ def _patch_optimizer_loading() -> None:
         return load(fsdp_plugin, accelerator, optimizer, *args, **kwargs)
 
     trainer.load_fsdp_optimizer = load_into_made_state
+
+
+def storage_writer(directory: Path) -> tuple[Any, dict[str, dict[str, Any]]]:
+    """Return a DCP writer that goes past the page cache, and what it will have written: bytes and checksum by file.
+
+    Its `.distcp` files are durable when they are written; `.metadata` is left to the caller.
+
+    Raises:
+        CheckpointError: the place has moved.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    described: dict[str, dict[str, Any]] = {}
+
+    class DirectFileSystem(FileSystem):
+        @contextlib.contextmanager
+        def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+            if mode != "wb" or not str(path).endswith(".distcp"):
+                with super().create_stream(path, mode) as stream:
+                    yield stream
+                return
+            with ChecksummedStream(Path(path)) as stream:
+                yield stream
+            described[Path(path).name] = stream.described()
+
+    writer = dcp.FileSystemWriter(directory, sync_files=False)
+    if not isinstance(getattr(writer, "fs", None), FileSystem):
+        raise CheckpointError(
+            f"torch {version('torch')} keeps the file system of FileSystemWriter elsewhere. Rule: tried with torch 2.13. "
+            f"Remedy: install that."
+        )
+    writer.fs = DirectFileSystem()
+    return writer, described
 
 
 def model_state(model: Any, plugin: Any) -> dict[str, Any]:

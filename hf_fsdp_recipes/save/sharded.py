@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 MODEL_DIRECTORY = "pytorch_model_fsdp_0"
 OPTIMIZER_DIRECTORY = "optimizer_0"
+METADATA_FILE = ".metadata"
 PARTS = {"model": MODEL_DIRECTORY, "optimizer": OPTIMIZER_DIRECTORY}  # in the order of writing
 
 
@@ -217,21 +218,14 @@ class Writer:
             for name, write in snapshot.small_files.items():
                 write(directory / name)
                 _sync(directory / name)
-        with ThreadPoolExecutor(max_workers=1) as reader:  # checksums of one part while the next is written
-            described_parts = []
-            for part, folder in PARTS.items():
-                state: Mapping[str, Any] = {}
-                with self._agreed():
-                    state = state_of(part)
-                self._save_state(state, part, directory / folder)
-                described_parts.append(
-                    reader.submit(layout.describe_files, directory, _files_of_rank(directory, folder))
-                )
-            mine: dict[str, Any] = {}
+        mine: dict[str, Any] = {}
+        for part, folder in PARTS.items():
+            state: Mapping[str, Any] = {}
             with self._agreed():
-                mine = layout.describe_files(directory, list(snapshot.small_files))
-                for described_part in described_parts:
-                    mine |= described_part.result()
+                state = state_of(part)
+            mine |= self._save_state(state, part, directory / folder)
+        with self._agreed():
+            mine |= layout.describe_files(directory, list(snapshot.small_files))
         described = self._gather(mine)
         final = layout.directory_for(self.output_dir, snapshot.step)
         with self._agreed():
@@ -240,14 +234,21 @@ class Writer:
                 layout.commit(directory, final, files, {"step": snapshot.step, **snapshot.facts})
         self._completed = final
 
-    def _save_state(self, state: Mapping[str, Any], key: str, directory: Path) -> None:
+    def _save_state(self, state: Mapping[str, Any], key: str, directory: Path) -> dict[str, Any]:
+        """Write one part; return what the manifest says of this rank's files."""
         import torch.distributed.checkpoint as dcp
 
         with self._agreed():
             if ranks.is_main():
                 directory.mkdir()
-        writer = dcp.FileSystemWriter(directory, sync_files=True)
+        writer, described = seams.storage_writer(directory)
         dcp.save({key: dict(state)}, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+        mine = {f"{directory.name}/{name}": facts for name, facts in described.items()}
+        with self._agreed():
+            if ranks.is_main():
+                _sync(directory / METADATA_FILE)
+                mine |= layout.describe_files(directory.parent, [f"{directory.name}/{METADATA_FILE}"])
+        return mine
 
     def _gather(self, value: Any) -> list[Any]:
         if self._group is None:
@@ -269,16 +270,6 @@ class Writer:
             raise error
         if failures:
             raise CheckpointError(f"the checkpoint was not written: {failures[0]}. Earlier checkpoints are intact.")
-
-
-def _files_of_rank(directory: Path, folder: str) -> list[str]:
-    """List the files of a part that this rank describes: its own, and on rank 0 the metadata."""
-    prefix = f"__{ranks.rank()}_"
-    return [
-        f"{folder}/{file.name}"
-        for file in (directory / folder).iterdir()
-        if file.name.startswith(prefix) or (file.name == ".metadata" and ranks.is_main())
-    ]
 
 
 def _describe(error: BaseException) -> str:

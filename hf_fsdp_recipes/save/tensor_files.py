@@ -18,6 +18,7 @@ import torch
 
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.load.weights import DTYPES
+from hf_fsdp_recipes.save.direct_io import DirectFile, new_buffer
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -128,25 +129,19 @@ class FileWriter:
     def __init__(self, plan: FilePlan, directory: Path) -> None:
         self._plan = plan
         self._directory = directory
-        self._descriptors: dict[str, int] = {}
+        self._files: dict[str, DirectFile] = {}
+        self._buffer = new_buffer()
 
     def write(self, name: str, first: int, values: torch.Tensor) -> None:
         """Write elements (1-D, contiguous, CPU, in the planned dtype) from element `first` of a tensor on."""
         tensor = self._plan.tensors[name]
-        view = memoryview(values.view(torch.uint8).numpy())
+        if tensor.file not in self._files:
+            self._files[tensor.file] = DirectFile(self._directory / tensor.file)
         offset = tensor.start + first * tensor.dtype.itemsize
-        while view:
-            written = os.pwrite(self._descriptor(tensor.file), view, offset)
-            view, offset = view[written:], offset + written
+        self._files[tensor.file].write(values.view(torch.uint8).numpy(), offset, self._buffer)
 
     def close(self) -> None:
         """Flush what was written to the disk itself."""
-        for descriptor in self._descriptors.values():
-            os.fsync(descriptor)
-            os.close(descriptor)
-        self._descriptors = {}
-
-    def _descriptor(self, file: str) -> int:
-        if file not in self._descriptors:
-            self._descriptors[file] = os.open(self._directory / file, os.O_WRONLY)
-        return self._descriptors[file]
+        for file in self._files.values():
+            file.close()
+        self._files = {}

@@ -7,6 +7,7 @@ it has them: a shard in memory, a checkpoint's files, a base model with an adapt
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -105,11 +106,15 @@ def write_export(
             if ranks.is_main():
                 create_files(plan, temporary)
         prepare()
-        non_finite = _write(contents.outgoing, plan, temporary, method)
-        with ranks.agreed():
-            if ranks.is_main():
-                _write_companions(contents, plan, temporary)
-                export_check.check_directory(temporary, plan, contents.is_adapter_only)
+        with ThreadPoolExecutor(max_workers=1) as beside:  # waits for nothing that the weights wait for
+            companions = beside.submit(_write_companions, contents, plan, temporary) if ranks.is_main() else None
+            non_finite = _write(contents.outgoing, plan, temporary, method)
+            with ranks.agreed():
+                if companions is not None:
+                    companions.result()
+                    if contents.is_adapter_only:
+                        export_check.check_adapter_rows(temporary, plan)
+                    _sync_all(temporary)
         export_check.warn_non_finite(non_finite)
         with ranks.agreed():
             if ranks.is_main():
@@ -220,11 +225,24 @@ def _write(outgoing: list[Outgoing], plan: FilePlan, directory: Path, method: st
 def _write_own(outgoing: list[Outgoing], writer: FileWriter, non_finite: dict[str, int]) -> None:
     """Write what this rank brings, and show how far it is: the others have as much. No collective."""
     with progress.bar(sum(item.count * item.dtype.itemsize for item in outgoing), EXPORT_TITLE) as shown:
-        for item in outgoing:
-            for name, first, values in _runs(item, non_finite):
-                writer.write(name, first, values)
-                shown.update(values.nbytes)
+        for name, first, values in _one_ahead(run for item in outgoing for run in _runs(item, non_finite)):
+            writer.write(name, first, values)
+            shown.update(values.nbytes)
     writer.close()
+
+
+def _one_ahead(runs: Iterator[Any]) -> Iterator[Any]:
+    """Yield runs while a thread gets the next one ready: it computes or reads where the disk is waited for."""
+
+    def produce() -> Any:
+        with torch.no_grad():  # which is a thread's own setting
+            return next(runs, None)
+
+    with ThreadPoolExecutor(max_workers=1) as producer:
+        upcoming = producer.submit(produce)
+        while (run := upcoming.result()) is not None:
+            upcoming = producer.submit(produce)
+            yield run
 
 
 def _runs(item: Outgoing, non_finite: dict[str, int]) -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -306,11 +324,15 @@ def _wire_device() -> torch.device:
 
 
 def _write_companions(contents: Contents, plan: FilePlan, directory: Path) -> None:
-    """Write what stands beside the weights, and make all of it durable. Main rank only."""
+    """Write what stands beside the weights, and check names and shapes against it. Main rank only."""
     index = plan.index()
     if index is not None:
         (directory / f"{contents.pattern.format(suffix='')}.index.json").write_text(index)
     contents.write_companions(directory, plan)
+    export_check.check_headers(directory, plan, contents.is_adapter_only)
+
+
+def _sync_all(directory: Path) -> None:
     for file in directory.iterdir():
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
