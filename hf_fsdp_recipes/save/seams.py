@@ -7,13 +7,15 @@ For FSDP1 with PEFT the adapter entries of the model's own state dict are taken 
 `load_fsdp_optimizer` reads a checkpoint into the state that the optimizer already has; under FSDP1 a fresh
 optimizer has none, so nothing is read and Adam starts from zero. Its state is made first.
 
-`FileSystemWriter` keeps the file system that it writes to in `fs`; there our own streams go in.
+`FileSystemWriter` keeps the file system that it writes to in `fs`; there our own streams go in. A DTensor keeps this
+rank's part in `_local_tensor`; there a copy in host memory, or paged memory, goes in.
 
 Everything else passes through untouched.
 
 Source: accelerate 1.15 `utils/fsdp_utils.py`, `_get_model_state_dict`, `_set_model_state_dict`,
 `_prepare_sd_options`, `load_fsdp_optimizer`; seen with peft 0.21 (0 of 70 adapter tensors saved) and with a
-stock FSDP1 resume (losses differ from the second step on); torch 2.13 `distributed/checkpoint/filesystem.py`.
+stock FSDP1 resume (losses differ from the second step on); torch 2.13 `distributed/checkpoint/filesystem.py`,
+`distributed/tensor/_api.py`.
 """
 
 import contextlib
@@ -25,6 +27,8 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.load import names
@@ -128,6 +132,23 @@ def storage_writer(directory: Path) -> tuple[Any, dict[str, dict[str, Any]]]:
         )
     writer.fs = DirectFileSystem()
     return writer, described
+
+
+def put_local(tensor: Any, local: torch.Tensor) -> Any:
+    """Let a DTensor stand for another local tensor of the same shape and dtype, perhaps in host memory, and return it.
+
+    `DTensor.from_local` would move it to the mesh's device.
+
+    Raises:
+        CheckpointError: DTensor keeps its local tensor elsewhere.
+    """
+    if not isinstance(getattr(tensor, "_local_tensor", None), torch.Tensor):
+        raise CheckpointError(
+            f"torch {version('torch')} keeps a DTensor's local tensor elsewhere. Rule: tried with torch 2.13. Remedy: install "
+            f"that."
+        )
+    tensor._local_tensor = local
+    return tensor
 
 
 def model_state(model: Any, plugin: Any) -> dict[str, Any]:

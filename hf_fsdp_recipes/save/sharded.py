@@ -24,6 +24,7 @@ from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.measure import progress
 from hf_fsdp_recipes.save import layout, seams
+from hf_fsdp_recipes.save.host_copy import HostCopy
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Writer:
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._stagers: dict[str, Any] = {}
+        self._copies: dict[str, HostCopy] = {}
         self._is_staged = threading.Event()
         self._completed: Path | None = None
 
@@ -156,33 +157,16 @@ class Writer:
         if self._group is None and ranks.is_distributed():
             self._group = dist.new_group(backend="gloo")
 
-    def _stage(self, part: str, state: Mapping[str, Any]) -> Any:
-        """Copy the model's or the optimizer's state to host memory, into the buffers of the save before.
-
-        Fresh buffers each time would cost page faults, and twice the memory: a new thread's allocations do not
-        reuse what an earlier one has freed.
-        """
-        from torch.distributed.checkpoint.staging import BlockingAsyncStager
-
-        stager = self._stagers.get(part)
-        if stager is not None:
-            return stager.stage(dict(state))
-        stager = BlockingAsyncStager()
-        stager.state_dict_cache = stager.stage(dict(state))
-        stager.cache_staged_state_dict = True
-        self._stagers[part] = stager
-        return stager.state_dict_cache
-
     def _stage_all(self, state: Mapping[str, Mapping[str, Any]], staged: Mapping[str, Future[Any]]) -> None:
         """Copy part after part, so that the first is written while the second is copied."""
         try:
             for part, future in staged.items():
-                future.set_result(self._stage(part, state[part]))
+                future.set_result(self._copies.setdefault(part, HostCopy()).take(state[part]))
             self._is_staged.set()
         except (MemoryError, RuntimeError) as error:
             # The state itself is written then: training waits for the write, and nothing is lost.
             logger.warning("no copy of the state could be made: %s", _describe(error))
-            self._stagers.clear()
+            self._copies.clear()
             for part, future in staged.items():
                 if not future.done():
                     future.set_result(state[part])

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from hf_fsdp_recipes.save import seams
+
 BLOCK_ELEMENTS = 256  # what one scale of an 8-bit state covers
 
 
@@ -101,7 +103,7 @@ def _spread(name: str, value: Any, p: DTensor) -> Any:
     if name.startswith("state"):
         rows = p.to_local().shape[0] if p.ndim else 1
         own = value if not p.ndim or value.shape[0] == rows else value[:rows]
-        spread = DTensor.from_local(own, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        spread = seams.put_local(torch.empty_like(p, dtype=own.dtype, requires_grad=False), own)
         spread.is_paged = getattr(own, "is_paged", False)
         return spread
     if name.startswith("absmax"):  # as many on every rank; the last ranks may use fewer
