@@ -99,6 +99,40 @@ def test_moved_cpu_seam_is_one_clear_error(monkeypatch):
         cpu.enable()
 
 
+def test_checkpoint_files_go_through_the_writers_own_file_system(tmp_path, monkeypatch):
+    from torch.distributed.checkpoint import FileSystemWriter, filesystem
+
+    from hf_fsdp_recipes.save import seams
+
+    assert "self.fs.create_stream" in inspect.getsource(filesystem._FileSystemWriter)
+    assert "stream.close()" in inspect.getsource(filesystem._write_files_from_queue)
+    seams.storage_writer(tmp_path)
+    monkeypatch.setattr(FileSystemWriter, "__init__", lambda self, *arguments, **keywords: None)
+    with pytest.raises(CheckpointError, match=r"file system of FileSystemWriter elsewhere.*Remedy"):
+        seams.storage_writer(tmp_path)
+
+
+def test_a_dtensor_keeps_its_part_where_it_did():
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from hf_fsdp_recipes.save import seams
+
+    assert "_local_tensor" in DTensor.__slots__
+    with pytest.raises(CheckpointError, match=r"local tensor elsewhere.*Remedy"):
+        seams.put_local(torch.ones(2), torch.ones(2))
+
+
+def test_optimizers_of_bitsandbytes_take_one_parameter_at_a_time():
+    from bitsandbytes.optim import optimizer
+
+    for owner in (optimizer.Optimizer1State, optimizer.Optimizer2State):
+        for step in (owner.init_state, owner.update_step):
+            assert parameters(inspect.unwrap(step)) == ("self", "group", "p", "gindex", "pindex")
+    source = inspect.getsource(optimizer.Optimizer8bit)
+    assert "self.prefetch_state(p)" in source and "self.update_step(group, p, gindex, pindex)" in source
+
+
 def test_importing_the_package_patches_nothing():
     import subprocess
     import sys
