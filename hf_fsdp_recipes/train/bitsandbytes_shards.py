@@ -11,6 +11,7 @@ Source: bitsandbytes 0.50 `optim/optimizer.py`: `init_state`, `update_step` and 
 keep its state under it in `self.state`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,48 +41,52 @@ def sharded_optimizer(training_arguments: Any) -> tuple[type, dict[str, Any]]:
 class _OnShards:
     """Stands before one of bitsandbytes' classes and hands it local tensors; other parameters pass through."""
 
+    state: dict[torch.Tensor, dict[str, Any]]  # these three are the other class's
+    is_paged: bool
+    get_state_buffer: Callable[..., torch.Tensor]
+
     def init_state(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
         if not isinstance(p, DTensor):
             return super().init_state(group, p, gindex, pindex)  # type: ignore[misc]
         # Of the largest shard's size on every rank, so that all choose the same dtype and number of blocks.
         largest = _largest_shard(p)
         super().init_state(group, largest, gindex, pindex)  # type: ignore[misc]
-        made = self.state.pop(largest)  # type: ignore[attr-defined]
-        self.state[p] = {name: _spread(name, value, p) for name, value in made.items()}  # type: ignore[attr-defined]
+        made = self.state.pop(largest)
+        self.state[p] = {name: _spread(name, value, p) for name, value in made.items()}
 
     def update_step(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
         if not isinstance(p, DTensor):
             return super().update_step(group, p, gindex, pindex)  # type: ignore[misc]
-        state = self.state[p]  # type: ignore[attr-defined]
+        state = self.state[p]
         shard = p.to_local().detach()
         if not shard.numel():
             state["step"] += 1
             return
         shard.grad = p.grad.to_local()
-        self.state[shard] = {name: _own(name, value, shard) for name, value in state.items()}  # type: ignore[attr-defined]
+        self.state[shard] = {name: _own(name, value, shard) for name, value in state.items()}
         super().update_step(group, shard, gindex, pindex)  # type: ignore[misc]
-        state["step"] = self.state.pop(shard)["step"]  # type: ignore[attr-defined]
+        state["step"] = self.state.pop(shard)["step"]
 
     def prefetch_state(self, p: torch.Tensor) -> None:
         if not isinstance(p, DTensor):
             return super().prefetch_state(p)  # type: ignore[misc]
         from bitsandbytes.functional import prefetch_tensor
 
-        for value in self.state[p].values():  # type: ignore[attr-defined]
+        for value in self.state[p].values():
             if getattr(value, "is_paged", False):
                 prefetch_tensor(value.to_local())
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
         """Load the state as bitsandbytes does, into paged memory where that was asked for."""
         super().load_state_dict(state_dict, move_to_device)  # type: ignore[misc]
-        for p, state in self.state.items():  # type: ignore[attr-defined]
-            if isinstance(p, DTensor) and self.is_paged:  # type: ignore[attr-defined]
+        for p, state in self.state.items():
+            if isinstance(p, DTensor) and self.is_paged:
                 self._move_to_pages(p, state)
 
     def _move_to_pages(self, p: DTensor, state: dict[str, Any]) -> None:
         for name, value in state.items():
             if name.startswith("state") and isinstance(value, DTensor):
-                buffer = self.get_state_buffer(p.to_local(), dtype=value.dtype)  # type: ignore[attr-defined]
+                buffer = self.get_state_buffer(p.to_local(), dtype=value.dtype)
                 buffer.copy_(value.to_local())
                 state[name] = _spread(name, buffer, p)
 
@@ -104,7 +109,9 @@ def _spread(name: str, value: Any, p: DTensor) -> Any:
         rows = p.to_local().shape[0] if p.ndim else 1
         own = value if not p.ndim or value.shape[0] == rows else value[:rows]
         spread = seams.put_local(torch.empty_like(p, dtype=own.dtype, requires_grad=False), own)
-        spread.is_paged = getattr(own, "is_paged", False)
+        if getattr(value, "is_paged", False):  # bitsandbytes looks for both
+            own.is_paged, own.page_deviceid = True, value.page_deviceid
+            spread.is_paged = True
         return spread
     if name.startswith("absmax"):  # as many on every rank; the last ranks may use fewer
         return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False)

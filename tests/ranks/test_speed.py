@@ -126,6 +126,51 @@ def test_a_sharded_step_is_the_unsharded_one_bit_for_bit(name):
     assert run_ranks(difference_to_unsharded, 3, name, 65) == [0.0, 0.0, 0.0]
 
 
+def step_with_pages(num_rows):
+    """Step and reload a paged optimizer whose pages are imitated; return which states still are pages, and prefetches."""
+    import torch
+    import torch.distributed as dist
+    from accelerate import PartialState
+    from bitsandbytes import functional
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import TrainingArguments
+
+    from hf_fsdp_recipes.train.bitsandbytes_shards import sharded_optimizer
+
+    def page(self, p, dtype=torch.float32):
+        buffer = torch.zeros_like(p, dtype=dtype)
+        buffer.is_paged, buffer.page_deviceid = True, 0
+        return buffer
+
+    prefetched = []
+    Optimizer8bit.get_state_buffer = page
+    functional.prefetch_tensor = lambda tensor, to_cpu=False: prefetched.append(tensor.page_deviceid)
+    PartialState(cpu=True)
+    model = fully_shard(torch.nn.Linear(8, num_rows), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer_class, settings = sharded_optimizer(TrainingArguments("unused", optim="paged_adamw_32bit", use_cpu=True))
+    optimizer = optimizer_class(model.parameters(), **settings)
+
+    def step():
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        states = [optimizer.state[p][name] for p in model.parameters() for name in ("state1", "state2")]
+        with torch.no_grad():  # as in a step: otherwise `to_local` makes a view
+            return [state.is_paged and state.to_local().is_paged for state in states]
+
+    before = step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    return before, step(), len(prefetched), bool(optimizer.state[model.weight]["state1"].full_tensor().any())
+
+
+@pytest.mark.parametrize("num_rows", [4, 5])  # 5 rows over 2 ranks: the second rank's pages are a part of what was made
+def test_pages_stay_pages_in_shards_and_when_resumed(num_rows):
+    for before, after, num_prefetched, has_values in run_ranks(step_with_pages, 2, num_rows):
+        assert before == after == [True] * 4
+        assert (num_prefetched, has_values) == (8, True)
+
+
 def train_on_whole_logits(model, data, output):
     """Train with a loss of all logits at once, which is what TRL's fused head does without."""
     import torch
