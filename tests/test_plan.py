@@ -443,5 +443,5 @@ def test_prediction_is_within_ten_percent_of_real_ranks():
     command = [sys.executable, "benchmarks/plan.py", "--only", "4"]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600, check=True)
-    (row,) = [line for line in done.stdout.splitlines() if line.startswith("| fsdp2 full_shard")]
+    row = [line for line in done.stdout.splitlines() if line.startswith("| fsdp2 full_shard")][-1]  # in the table
     assert abs(float(row.split("|")[5].strip().rstrip("%"))) < 10
