@@ -4,7 +4,8 @@ Each acts only on models that carry a CheckpointSource and passes everything els
 `install` checks first that the places are where they were.
 
 Source: accelerate 1.15 `accelerator.py` (`_prepare_fsdp2` maps optimizer parameters by data_ptr, which is 0
-for every meta tensor; `fsdp2_prepare_model` shards; `prepare_model` hands `param_init_fn` to FSDP1);
+for every meta tensor; `fsdp2_prepare_model` shards; `prepare_model` hands `param_init_fn` to FSDP1, and casts
+what FSDP1 has flattened without its views); torch 2.13 `_flat_param.py`, `FlatParamHandle._use_sharded_views`;
 peft 0.21 `tuners_utils.py`, `lora/model.py` (adapters follow the base layer's device, here meta, and lose
 their initial values).
 """
@@ -107,6 +108,7 @@ def _patch_accelerate() -> None:
         plugin.sync_module_states = False
         with stages.record("read into shards"):
             result = prepare_one(self, model, *args, **kwargs)
+        _show_upcast_parameters(result)
         stages.show()
         _forget_source(found[0])
         proof.check_buffers(result)
@@ -115,6 +117,20 @@ def _patch_accelerate() -> None:
     Accelerator._prepare_fsdp2 = prepare_all_with_distinct_pointers
     Accelerator.prepare_model = prepare_fsdp1_by_units
     accelerator.fsdp2_prepare_model = shard_then_fill
+
+
+def _show_upcast_parameters(model: torch.nn.Module) -> None:
+    """Let FSDP1's parameters show that Accelerate has cast their unit to float32.
+
+    Otherwise they are views of the unit as it was until it is first cut again, in the middle of the first forward: PEFT
+    casts a layer's input to what its weights seem to be, and recomputation finds another dtype than the forward had.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    for module in FSDP.fsdp_modules(model):
+        handle = module._handle
+        if handle is not None and handle._use_orig_params:
+            handle._use_sharded_views()
 
 
 def _give_pointers(model: torch.nn.Module) -> None:

@@ -1,6 +1,7 @@
 """A launch of the recipe in a process tree of its own: started, watched, killed, and asked why it ended."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from hf_fsdp_recipes.errors import RecipeError
 
 LAUNCH_SECONDS = 240
 LOG_FILE = "log.txt"
+ERROR = re.compile(r"[\w.]+(Error|Exception)\b(:|$)")  # the last line of a traceback
 
 
 def start(directory: Path, *arguments: str) -> subprocess.Popen[bytes]:
@@ -75,7 +77,8 @@ def error_line(directory: Path) -> str:
     ours = [
         line for line in lines if line.split(":")[0].endswith("Error") and not line.startswith(("[", " ", "torch."))
     ]
-    others = [line.split("]:", 1)[1].strip() for line in lines if line.startswith("[rank") and "Error" in line]
+    others = [line.split("]:", 1)[1].strip() for line in lines if line.startswith("[rank") and "]:" in line]
+    others = [line for line in others if ERROR.match(line)]
     return (ours or others or [""])[0]
 
 

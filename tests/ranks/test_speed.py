@@ -10,7 +10,7 @@ import yaml
 from hf_fsdp_recipes.measure.metrics_file import read_metrics
 from tests.conftest import SENTENCES
 from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
-from tests.ranks.training import build, losses_of, train_losses
+from tests.ranks.training import LORA, build, losses_of, train_losses
 from tests.recipes.launching import ROOT
 
 # Of the loss, after as many steps; what docs/speed.md says.
@@ -83,6 +83,24 @@ def test_optimizers_of_bitsandbytes_train_alike_under_fsdp2(tiny_model, text_fil
     quantised = losses(model, text_file, tmp_path, "8bit", optim="adamw_8bit")
     assert quantised == pytest.approx(plain, rel=BOUNDS["8 bit"])
     assert quantised != paged
+
+
+def train_adapters_in_mixed_precision(model, data, output):
+    from hf_fsdp_recipes.train import dtypes
+
+    settings = {"dtype": "bfloat16", "bf16": True, "lora": LORA | {"lora_dropout": 0.1}, "steps": 2}
+    trainer = build(str(model), str(data), str(output), gradient_checkpointing=True, **settings)
+    dtypes.settle(trainer.model, 1)
+    trainer.train()
+    return losses_of(trainer)
+
+
+def test_adapters_under_fsdp1_are_recomputed_in_the_dtype_of_their_first_forward(tiny_model, text_file, tmp_path):
+    environment = fsdp_environment(FSDP1) | {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    found = run_ranks(
+        train_adapters_in_mixed_precision, 2, tiny_model("llama"), text_file, tmp_path, environment=environment
+    )
+    assert len(found[0]) == 2
 
 
 def difference_to_unsharded(name, num_rows):

@@ -62,6 +62,19 @@ def failing(overrides, capsys, template="fsdp2_full_shard"):
     return lines[0]
 
 
+def test_a_runs_own_error_is_told_not_the_line_of_code_that_raised_it(tmp_path):
+    from hf_fsdp_recipes.plan import launches
+
+    log = tmp_path / launches.LOG_FILE
+    log.write_text(
+        "[rank1]: Traceback (most recent call last):\n[rank1]:     raise CheckpointError(\n"
+        "[rank1]: torch.utils.checkpoint.CheckpointError: other values\n[rank1]: more of it\n"
+    )
+    assert launches.error_line(tmp_path) == "torch.utils.checkpoint.CheckpointError: other values"
+    log.write_text("DataError: no such column\n" + log.read_text())
+    assert launches.error_line(tmp_path) == "DataError: no such column"
+
+
 def test_wrong_wrap_class_is_caught(tmp_path, capsys):
     template = tmp_path / "template.yaml"
     config = yaml.safe_load((small.ROOT / "accelerate_configs" / "fsdp2_full_shard.yaml").read_text())
