@@ -90,7 +90,7 @@ def run_arguments(model, data, output, *more):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("template", ["fsdp2_full_shard", "fsdp1_full_shard"])
+@pytest.mark.parametrize("template", ["fsdp2_full_shard", pytest.param("fsdp1_full_shard", marks=pytest.mark.slow)])
 def test_run_shows_loading_saving_and_exporting(template, tiny_model, text_file, tmp_path):
     command = [*LAUNCH, "--config_file", f"accelerate_configs/{template}.yaml", "--num_processes", "1"]
     command += ["--main_process_port", "0", "--mixed_precision", "no", "recipes/sft.py"]

@@ -72,14 +72,15 @@ def wait_for(process: subprocess.Popen[bytes], is_there: Callable[[], bool], wha
 
 
 def error_line(directory: Path) -> str:
-    """Return the run's own error: this package's one line, or the last line of a traceback."""
+    """Return the run's own error: this package's one line, or the last line of a rank's or the launcher's traceback."""
     lines = (directory / LOG_FILE).read_text(errors="replace").splitlines()
     ours = [
         line for line in lines if line.split(":")[0].endswith("Error") and not line.startswith(("[", " ", "torch."))
     ]
     others = [line.split("]:", 1)[1].strip() for line in lines if line.startswith("[rank") and "]:" in line]
     others = [line for line in others if ERROR.match(line)]
-    return (ours or others or [""])[0]
+    launchers = [line for line in lines if ERROR.match(line) and "ChildFailedError" not in line]
+    return (ours or others or launchers or [""])[0]
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

@@ -71,6 +71,11 @@ def test_a_runs_own_error_is_told_not_the_line_of_code_that_raised_it(tmp_path):
         "[rank1]: torch.utils.checkpoint.CheckpointError: other values\n[rank1]: more of it\n"
     )
     assert launches.error_line(tmp_path) == "torch.utils.checkpoint.CheckpointError: other values"
+    log.write_text(
+        "torch.distributed.DistNetworkError: the port is taken\n"
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    )
+    assert launches.error_line(tmp_path) == "torch.distributed.DistNetworkError: the port is taken"
     log.write_text("DataError: no such column\n" + log.read_text())
     assert launches.error_line(tmp_path) == "DataError: no such column"
 

@@ -105,7 +105,10 @@ def test_full_run_exports_a_model_that_plain_transformers_loads(tiny_model, text
     assert "bfloat16" in loaded.stdout
 
 
-@pytest.mark.parametrize(("template", "precision"), [("fsdp2_full_shard", "no"), ("fsdp1_full_shard", "bf16")])
+@pytest.mark.parametrize(
+    ("template", "precision"),
+    [pytest.param("fsdp2_full_shard", "no", marks=pytest.mark.slow), ("fsdp1_full_shard", "bf16")],
+)
 def test_qlora_run_exports_what_peft_merges_into_the_unquantised_base(
     tiny_model, text_file, tmp_path, template, precision
 ):
@@ -164,7 +167,12 @@ def assert_clear_failure(result, kind, num_ranks):
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"), [([], "has no rows"), ([{"text": "one"}], "ranks"), ([{"q": "a", "r": "b"}] * 4, "columns")]
+    ("rows", "words"),
+    [
+        pytest.param([], "has no rows", marks=pytest.mark.slow),
+        pytest.param([{"text": "one"}], "ranks", marks=pytest.mark.slow),
+        ([{"q": "a", "r": "b"}] * 4, "columns"),
+    ],
 )
 def test_bad_rows_are_one_clear_message_from_every_rank(rows, words, tiny_model, tmp_path):
     file = tmp_path / "rows.jsonl"
@@ -178,6 +186,7 @@ def test_bad_rows_are_one_clear_message_from_every_rank(rows, words, tiny_model,
     assert words in result.stdout
 
 
+@pytest.mark.slow
 def test_saved_output_head_under_fsdp1_is_refused(tiny_model, text_file, tmp_path):
     config = recipe(
         tmp_path, model_name_or_path=tiny_model("llama"), dataset_name=text_file, use_peft=True,

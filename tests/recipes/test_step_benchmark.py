@@ -15,6 +15,7 @@ def tiny_case():
     return step.Case("tiny", config, step.LORA | {"dtype": "float32"}, length=64, steps=8)
 
 
+@pytest.mark.slow
 def test_one_device_is_measured_with_random_weights(tmp_path):
     case = tiny_case()
     found = step.measure_case(case, tmp_path, ["--report", "true"], on_cpu=True)
