@@ -133,6 +133,25 @@ def test_optimizers_of_bitsandbytes_take_one_parameter_at_a_time():
     assert "self.prefetch_state(p)" in source and "self.update_step(group, p, gindex, pindex)" in source
 
 
+def test_optimizers_of_bitsandbytes_that_step_otherwise_are_one_clear_error(monkeypatch):
+    from bitsandbytes.optim import optimizer
+    from transformers import TrainingArguments
+
+    from hf_fsdp_recipes.errors import RecipeError
+    from hf_fsdp_recipes.train.bitsandbytes_shards import sharded_optimizer
+
+    monkeypatch.setattr(optimizer.Optimizer2State, "update_step", lambda self, groups: None)
+    with pytest.raises(RecipeError, match=r"update_step takes \['self', 'groups'\].*Remedy"):
+        sharded_optimizer(TrainingArguments("unused", optim="adamw_8bit", use_cpu=True))
+
+
+def test_fsdp1_shows_its_parameters_anew_where_it_did():
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    assert parameters(FlatParamHandle._use_sharded_views) == ("self",)
+    assert "_use_orig_params" in inspect.getsource(FlatParamHandle.__init__)
+
+
 def test_importing_the_package_patches_nothing():
     import subprocess
     import sys

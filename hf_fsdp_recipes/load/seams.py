@@ -55,10 +55,12 @@ def _forget_source(marked: torch.nn.Module) -> None:
 
 def _patch_accelerate() -> None:
     from accelerate import Accelerator, accelerator
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
 
     _expect(accelerator, "fsdp2_prepare_model", ("accelerator", "model"), "accelerate")
     _expect(Accelerator, "_prepare_fsdp2", ("self",), "accelerate")
     _expect(Accelerator, "prepare_model", ("self", "model"), "accelerate")
+    _expect(FlatParamHandle, "_use_sharded_views", ("self",), "torch")
     prepare_all, prepare_one, shard = (
         Accelerator._prepare_fsdp2,
         Accelerator.prepare_model,

@@ -11,12 +11,15 @@ Source: bitsandbytes 0.50 `optim/optimizer.py`: `init_state`, `update_step` and 
 keep its state under it in `self.state`.
 """
 
+import inspect
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.save import seams
 
 BLOCK_ELEMENTS = 256  # what one scale of an 8-bit state covers
@@ -30,10 +33,18 @@ def sharded_optimizer(training_arguments: Any) -> tuple[type, dict[str, Any]]:
 
     Raises:
         ImportError: bitsandbytes is not installed.
+        RecipeError: it steps parameters differently now.
     """
     from transformers import Trainer
 
     optimizer_class, settings = Trainer.get_optimizer_cls_and_kwargs(training_arguments)
+    for name in ("init_state", "update_step"):
+        found = list(inspect.signature(getattr(optimizer_class, name, int)).parameters)
+        if found != ["self", "group", "p", "gindex", "pindex"]:
+            raise RecipeError(
+                f"bitsandbytes {version('bitsandbytes')}: {name} takes {found}. Rule: tried with 0.50, which steps one "
+                f"parameter at a time. Remedy: install that, or optim: adamw_torch_fused."
+            )
     # Trainer knows bitsandbytes' classes by the name of their module, and keeps embeddings in 32 bits then.
     return type(f"Sharded{optimizer_class.__name__}", (_OnShards, optimizer_class), {"__module__": __name__}), settings
 
