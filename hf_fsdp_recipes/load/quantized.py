@@ -25,6 +25,7 @@ from hf_fsdp_recipes.load.transfer import SAMPLE_ELEMENTS, Checksums, Destinatio
 from hf_fsdp_recipes.load.weights import Checkpoint
 from hf_fsdp_recipes.measure import progress
 
+PART_ELEMENTS = 512 * 1024  # a multiple of a block of 64; what fits into a core's cache with its temporaries
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -52,13 +53,32 @@ class Recipe:
         """Return the packed weight, (n, 1) in `storage`, and its quant state."""
         from bitsandbytes.functional import quantize_4bit
 
-        weight = values.view(self.shape).to(self.dtype)
+        weight = values.view(self.shape)
+        weight = weight.T.contiguous() if self.is_transposed else weight
+        if weight.device.type == "cpu":
+            return self._quantize_in_parts(weight)
         return quantize_4bit(
-            weight.T.contiguous() if self.is_transposed else weight,
+            weight.to(self.dtype),
             compress_statistics=self.has_nested_scales,
             quant_type=self.quant_type,
             quant_storage=self.storage,
         )
+
+    def _quantize_in_parts(self, weight: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Quantise part by part: the same bytes, without bitsandbytes' CPU temporaries of ten times the weight."""
+        from bitsandbytes.functional import quantize_4bit, quantize_blockwise
+
+        parts = [
+            quantize_4bit(part.to(self.dtype), quant_type=self.quant_type, quant_storage=self.storage)
+            for part in weight.reshape(-1).split(PART_ELEMENTS)
+        ]
+        state = parts[0][1]
+        state.shape = weight.shape
+        state.absmax = torch.cat([part_state.absmax for _, part_state in parts])
+        if self.has_nested_scales:
+            state.nested, state.offset = True, state.absmax.mean()
+            state.absmax, state.state2 = quantize_blockwise(state.absmax - state.offset, blocksize=256)
+        return torch.cat([packed for packed, _ in parts]), state
 
 
 def prepare_config(config: Any, dtype: torch.dtype) -> Any:
@@ -169,21 +189,37 @@ def scatter(
         group: how the packed weights are cut and copied.
         checksums: of what rank 0 sent, for every member; filled where one rank reads.
         device: where to quantise.
-        takes_turns: the ranks of the first copy read and quantise one weight each in turn.
+        takes_turns: each rank of the first copy reads and quantises one weight of each round.
     """
-    num_members = len(group.ranks)
+    owners = group.ranks if takes_turns else group.ranks[:1]
     sizes = [sum(count for _, count in item.runs) * item.dtype.itemsize for item, _, _ in work]
-    for number, (destination, recipe, layer) in enumerate(progress.each(work, "load 4-bit weights", sizes=sizes)):
-        owner = number % num_members if takes_turns else 0
+    made: Any = None
+    for number, (destination, _, layer) in enumerate(progress.each(work, "load 4-bit weights", sizes=sizes)):
+        turn = number % len(owners)
+        if turn == 0 and ranks.rank() in owners:
+            made = _quantize_own(work[number : number + len(owners)], checkpoint, owners, device)
         packed = state = None
-        is_owner = ranks.rank() == group.ranks[owner]
-        if is_owner:
-            assert checkpoint is not None
-            packed, state = quantize(checkpoint, destination.pieces, recipe, device)
+        if ranks.rank() == owners[turn]:
+            packed, state = made
             if not takes_turns:
                 _add_checksums(checksums, destination, packed)
-        _send_slices(destination, packed, group, owner)
-        layer.quant_state = broadcast_state(state, group.ranks[owner], device)
+        _send_slices(destination, packed, group, turn)
+        layer.quant_state = broadcast_state(state, owners[turn], device)
+
+
+def _quantize_own(
+    round_: Sequence[tuple[Destination, Recipe, torch.nn.Module]],
+    checkpoint: Checkpoint | None,
+    owners: Sequence[int],
+    device: torch.device,
+) -> Any:
+    """Quantise this rank's weight of a round in which each owner has one; all owners are at it at the same time."""
+    place = list(owners).index(ranks.rank())
+    if place >= len(round_):
+        return None
+    assert checkpoint is not None
+    destination, recipe, _ = round_[place]
+    return quantize(checkpoint, destination.pieces, recipe, device)
 
 
 def _send_slices(destination: Destination, packed: torch.Tensor | None, group: ShardGroup, owner: int) -> None:

@@ -6,6 +6,7 @@ arrival; nothing larger than one bucket is held beside the shards. Does not know
 """
 
 import zlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,11 +15,14 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_recipes.load.conversions import Piece
+from hf_fsdp_recipes.load.first_touch import populate
+from hf_fsdp_recipes.load.slots import NUM_SLOTS, Slots, prepare
 from hf_fsdp_recipes.load.weights import Checkpoint
 from hf_fsdp_recipes.measure import progress
 
-BUCKET_BYTES = 8 * 1024 * 1024  # what rank 0 stages at once, over all receivers; two buckets are in flight
+BUCKET_BYTES = 32 * 1024 * 1024  # what rank 0 stages at once, over all receivers; two buckets are in flight
 LOAD_TITLE = "load weights"
+READ_BYTES = 2 * 1024 * 1024  # what a rank asks for at once for itself; in a core's cache while it is cast
 SAMPLE_ELEMENTS = 1024  # how much of each slice the always-on checksum covers
 
 
@@ -121,30 +125,28 @@ def read_run(checkpoint: Checkpoint, pieces: Sequence[Piece], item_bytes: int, f
 def read_direct(destinations: Sequence[Destination], checkpoint: Checkpoint, position: int) -> None:
     """Fill this rank's slices from the checkpoint. Every rank may call this on its own; no collective."""
     sizes = [destination.runs[position][1] * destination.wire_dtype.itemsize for destination in destinations]
+
+    def fill(destination: Destination) -> None:
+        first, count = destination.runs[position]
+        _fill_from_file(destination, checkpoint, first, 0, count)
+
     with ThreadPoolExecutor(max_workers=2) as pool, progress.bar(sum(sizes), LOAD_TITLE) as shown:
-        read = pool.map(lambda destination: _read_slice(destination, checkpoint, position), destinations)
-        for num_bytes, _ in zip(sizes, read, strict=True):
+        for num_bytes, _ in zip(sizes, pool.map(fill, destinations), strict=True):
             shown.update(num_bytes)
 
 
-def _read_slice(destination: Destination, checkpoint: Checkpoint, position: int) -> None:
-    first, count = destination.runs[position]
-    item_bytes = destination.wire_dtype.itemsize
-    step = max(1, BUCKET_BYTES // 4 // item_bytes)
-    for start in range(0, count, step):
-        length = min(step, count - start)
-        _fill_from_file(destination, checkpoint, first + start, start, length)
-
-
 def _fill_from_file(destination: Destination, checkpoint: Checkpoint, first: int, start: int, length: int) -> None:
-    """Read elements into this rank's slice, straight into its memory where dtype and device allow."""
-    local = destination.local[start : start + length]
-    if local.device.type == "cpu" and local.dtype == destination.wire_dtype:
-        read_run(checkpoint, destination.pieces, local.dtype.itemsize, first, as_bytes(local))
-        return
-    staging = torch.empty(length, dtype=destination.wire_dtype)
-    read_run(checkpoint, destination.pieces, staging.dtype.itemsize, first, as_bytes(staging))
-    local.copy_(staging)
+    """Read `length` elements, in the parameter from `first` on and in this rank's slice from `start` on."""
+    wire_dtype = destination.wire_dtype
+    step = READ_BYTES // wire_dtype.itemsize
+    for offset in range(0, length, step):
+        local = destination.local[start + offset : start + min(offset + step, length)]
+        populate(local)
+        straight = local.device.type == "cpu" and local.dtype == wire_dtype
+        staging = local if straight else torch.empty(local.numel(), dtype=wire_dtype)
+        read_run(checkpoint, destination.pieces, wire_dtype.itemsize, first + offset, as_bytes(staging))
+        if not straight:
+            local.copy_(staging)
 
 
 def scatter(
@@ -164,16 +166,24 @@ def scatter(
         checksums: what rank 0 read, for every member; filled on rank 0 only.
     """
     with torch.no_grad():
+        if not destinations:
+            return
+        slots = prepare(group.ranks, _member_bytes(len(group.ranks)), destinations[0].local.device)
         if checkpoint is not None:
-            _send_all(destinations, checkpoint, group, checksums)
+            _send_all(destinations, checkpoint, group, slots, checksums)
         else:
-            _receive_all(destinations, group)
+            _receive_all(destinations, group, slots)
+
+
+def _member_bytes(num_members: int) -> int:
+    """Return what one member gets of one bucket at most."""
+    return max(BUCKET_BYTES // num_members, 64)
 
 
 def _buckets(destinations: Sequence[Destination], num_members: int) -> Iterator[list[_Entry]]:
     """Cut the destinations into buckets of at most BUCKET_BYTES over all members; the same on every rank."""
     bucket: list[_Entry] = []
-    room = budget = max(BUCKET_BYTES // num_members, 64)
+    room = budget = _member_bytes(num_members)
     for destination in destinations:
         item_bytes = destination.wire_dtype.itemsize
         longest = max(count for _, count in destination.runs)
@@ -190,45 +200,72 @@ def _buckets(destinations: Sequence[Destination], num_members: int) -> Iterator[
 
 
 def _send_all(
-    destinations: Sequence[Destination], checkpoint: Checkpoint, group: ShardGroup, checksums: Checksums
+    destinations: Sequence[Destination],
+    checkpoint: Checkpoint,
+    group: ShardGroup,
+    slots: Slots,
+    checksums: Checksums,
 ) -> None:
     others = [position for position in range(len(group.ranks)) if position != group.position]
-    buckets = _buckets(destinations, len(group.ranks))
+    stager = _Stager(_buckets(destinations, len(group.ranks)), checkpoint, slots, checksums)
+    unread: deque[list[dist.Work]] = deque()  # who has not said yet that a slot may be written again
     whole_bytes = sum(count * item.wire_dtype.itemsize for item in destinations for _, count in item.runs)
     with ThreadPoolExecutor(max_workers=1) as reader, progress.bar(whole_bytes, LOAD_TITLE) as shown:
-        upcoming = _submit(reader, checkpoint, buckets, others, checksums)
-        while upcoming is not None:
-            bucket, staged = upcoming[0], upcoming[1].result()
+        upcoming = reader.submit(stager.next, others)
+        while (staged := upcoming.result()) is not None:
+            bucket, buffers = staged
             device = bucket[0].destination.local.device
-            outgoing = {position: buffer.to(device) for position, buffer in staged.items() if buffer.numel()}
-            requests = _exchange(dist.isend, {group.ranks[p]: buffer for p, buffer in outgoing.items()}, group)
-            upcoming = _submit(reader, checkpoint, buckets, others, checksums)
+            outgoing = {
+                group.ranks[position]: _token() if position in slots.shared_with else buffer.to(device)
+                for position, buffer in buffers.items()
+            }
+            requests = _exchange(dist.isend, outgoing, group)
+            replies = {group.ranks[position]: _token() for position in buffers if position in slots.shared_with}
+            unread.append(_exchange(dist.irecv, replies, group))
+            if len(unread) == NUM_SLOTS:
+                _wait(unread.popleft())
+            upcoming = reader.submit(stager.next, others)
             own = _fill_own(bucket, checkpoint, group, checksums)
             _pass_to_copies(own, bucket, group)
-            for request in requests:
-                request.wait()
+            _wait(requests)
             shown.update(sum(entry.num_bytes(position) for entry in bucket for position in range(len(group.ranks))))
+        while unread:
+            _wait(unread.popleft())
 
 
-def _submit(reader, checkpoint, buckets, others, checksums):  # type: ignore[no-untyped-def]
-    bucket = next(buckets, None)
-    return bucket and (bucket, reader.submit(_stage, bucket, checkpoint, others, checksums))
+@dataclass
+class _Stager:
+    """Reads bucket after bucket of what the other members get."""
+
+    buckets: Iterator[list[_Entry]]
+    checkpoint: Checkpoint
+    slots: Slots
+    checksums: Checksums
+    number: int = 0
+
+    def next(self, positions: Sequence[int]) -> tuple[list[_Entry], dict[int, torch.Tensor]] | None:
+        """Return the next bucket with one byte buffer for each member that it has bytes for; None after the last."""
+        bucket = next(self.buckets, None)
+        if bucket is None:
+            return None
+        buffers = {}
+        for position in positions:
+            num_bytes = sum(entry.num_bytes(position) for entry in bucket)
+            if num_bytes:
+                buffers[position] = self.slots.of(self.number, position, num_bytes)
+                _read_bucket(bucket, buffers[position], self.checkpoint, position, self.checksums)
+        self.number += 1
+        return bucket, buffers
 
 
-def _stage(
-    bucket: list[_Entry], checkpoint: Checkpoint, positions: Sequence[int], checksums: Checksums
-) -> dict[int, torch.Tensor]:
-    """Read what the other members get, one byte buffer each."""
-    staged = {}
-    for position in positions:
-        buffer = torch.empty(sum(entry.num_bytes(position) for entry in bucket), dtype=torch.uint8)
-        for entry, part in _parts(bucket, buffer, position):
-            first, _ = entry.run(position)
-            destination = entry.destination
-            read_run(checkpoint, destination.pieces, destination.wire_dtype.itemsize, first, part)
-            _add_checksum(checksums, entry, position, part)
-        staged[position] = buffer
-    return staged
+def _read_bucket(
+    bucket: Sequence[_Entry], buffer: torch.Tensor, checkpoint: Checkpoint, position: int, checksums: Checksums
+) -> None:
+    for entry, part in _parts(bucket, buffer, position):
+        first, _ = entry.run(position)
+        destination = entry.destination
+        read_run(checkpoint, destination.pieces, destination.wire_dtype.itemsize, first, part)
+        _add_checksum(checksums, entry, position, part)
 
 
 def _add_checksum(checksums: Checksums, entry: _Entry, position: int, part: torch.Tensor) -> None:
@@ -259,32 +296,34 @@ def _fill_own(
             if count:
                 _fill_from_file(entry.destination, checkpoint, first, entry.start, count)
         return None
-    own = _stage(list(bucket), checkpoint, [group.position], checksums)[group.position]
+    own = torch.empty(sum(entry.num_bytes(group.position) for entry in bucket), dtype=torch.uint8)
+    _read_bucket(bucket, own, checkpoint, group.position, checksums)
     _unpack(own, bucket, group.position)
     return own.to(bucket[0].destination.local.device)
 
 
-def _receive_all(destinations: Sequence[Destination], group: ShardGroup) -> None:
+def _receive_all(destinations: Sequence[Destination], group: ShardGroup, slots: Slots) -> None:
     pending = None
-    for bucket in _buckets(destinations, len(group.ranks)):
-        device = bucket[0].destination.local.device
+    for number, bucket in enumerate(_buckets(destinations, len(group.ranks))):
         num_bytes = sum(entry.num_bytes(group.position) for entry in bucket)
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        buffer = slots.of(number, group.position, num_bytes)
         requests = []
         if group.holds_first_copy and num_bytes:
-            requests = _exchange(dist.irecv, {group.ranks[0]: buffer}, group)
+            message = _token() if slots.shared_with else buffer
+            requests = _exchange(dist.irecv, {group.ranks[0]: message}, group)
         if pending:
-            _land(*pending, group)
+            _land(*pending, group, slots)
         pending = (bucket, buffer, requests)
     if pending:
-        _land(*pending, group)
+        _land(*pending, group, slots)
 
 
-def _land(bucket, buffer, requests, group: ShardGroup) -> None:  # type: ignore[no-untyped-def]
-    for request in requests:
-        request.wait()
+def _land(bucket, buffer, requests, group: ShardGroup, slots: Slots) -> None:  # type: ignore[no-untyped-def]
+    _wait(requests)
     _pass_to_copies(buffer, bucket, group)
     _unpack(buffer, bucket, group.position)
+    if slots.shared_with and requests:
+        _wait(_exchange(dist.isend, {group.ranks[0]: _token()}, group))  # rank 0 may write there again
 
 
 def _pass_to_copies(buffer: torch.Tensor | None, bucket: Sequence[_Entry], group: ShardGroup) -> None:
@@ -298,12 +337,24 @@ def _unpack(buffer: torch.Tensor, bucket: Sequence[_Entry], position: int) -> No
         wire_dtype = entry.destination.wire_dtype
         aligned = part if part.storage_offset() % wire_dtype.itemsize == 0 else part.clone()
         _, count = entry.run(position)
-        entry.destination.local[entry.start : entry.start + count].copy_(aligned.view(wire_dtype))
+        local = entry.destination.local[entry.start : entry.start + count]
+        populate(local)
+        local.copy_(aligned.view(wire_dtype))
 
 
 def _exchange(operation, buffers: Mapping[int, torch.Tensor], group: ShardGroup) -> list[dist.Work]:  # type: ignore[no-untyped-def]
     operations = [dist.P2POp(operation, buffer, peer, group=group.group) for peer, buffer in buffers.items()]
     return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _wait(requests: Sequence[dist.Work]) -> None:
+    for request in requests:
+        request.wait()
+
+
+def _token() -> torch.Tensor:
+    """Return a message that says no more than that it was sent."""
+    return torch.zeros(1, dtype=torch.uint8)
 
 
 def broadcast_whole(destination: Destination, checkpoint: Checkpoint | None, device: torch.device) -> None:

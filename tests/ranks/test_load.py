@@ -109,6 +109,78 @@ def test_every_value_arrives_on_four_ranks(tiny_model, text_file, tmp_path, load
         assert seen[3][name] == tensor.float().tolist(), name
 
 
+def _shards_through_small_buckets(model_dir, data, output, keywords, apart):
+    """As `_shards`, in many buckets; the ranks `apart` are made to see nothing of rank 0's memory."""
+    from hf_fsdp_recipes import ranks
+    from hf_fsdp_recipes.load import slots, transfer
+
+    transfer.BUCKET_BYTES = 4096
+    made = []
+    prepare = slots.prepare
+    transfer.prepare = lambda *arguments: made.append(prepare(*arguments)) or made[-1]
+    if ranks.rank() in apart:
+        slots._attach = lambda *_: None
+    seen = _shards(model_dir, data, output, keywords)
+    return seen, sorted(made[0].shared_with)
+
+
+@pytest.mark.parametrize(("apart", "shared_with"), [((), [1, 2, 3]), ((2,), [1, 3]), ((1, 2, 3), [])])
+def test_neighbours_read_rank_0s_memory_and_others_its_messages(tiny_model, text_file, tmp_path, apart, shared_with):
+    from safetensors.torch import load_file
+
+    model = tiny_model("llama", "bfloat16")
+    keywords = {"dtype": "bfloat16", "load_arguments": {"verify": "full"}}
+    found = run_ranks(
+        _shards_through_small_buckets,
+        4,
+        model,
+        text_file,
+        tmp_path,
+        keywords,
+        apart,
+        environment=fsdp_environment(FSDP2),
+    )
+    assert [shared for _, shared in found] == [[] if rank in apart else shared_with for rank in range(4)]
+    for name, tensor in load_file(model / "model.safetensors").items():
+        assert found[3][0][name] == tensor.float().tolist(), name
+
+
+def test_copies_of_a_hybrid_mesh_are_fed_through_small_buckets(tiny_model, text_file, tmp_path):
+    from safetensors.torch import load_file
+
+    model = tiny_model("llama", "bfloat16")
+    keywords = {"dtype": "bfloat16", "load_arguments": {"verify": "full"}}
+    environment = fsdp_environment(FSDP2, HYBRID)
+    found = run_ranks(
+        _shards_through_small_buckets, 4, model, text_file, tmp_path, keywords, (), environment=environment
+    )
+    assert [shared for _, shared in found] == [[1], [1], [], []]
+    for name, tensor in load_file(model / "model.safetensors").items():
+        assert found[3][0][name] == tensor.float().tolist(), name
+
+
+def test_memory_that_is_not_rank_0s_is_not_taken_for_it(tmp_path):
+    from hf_fsdp_recipes.load import slots
+
+    file = tmp_path / "other"
+    file.write_bytes(b"x" * 8192)
+    assert slots._attach(str(file), b"y" * slots.TOKEN_BYTES, 8192) is None
+    assert slots._attach(str(file), b"x" * slots.TOKEN_BYTES, 4096) is None
+    assert slots._attach(str(tmp_path / "nothing"), b"x" * slots.TOKEN_BYTES, 8192) is None
+    assert slots._attach(str(file), b"x" * slots.TOKEN_BYTES, 8192) is not None
+
+
+def test_populating_leaves_values_as_they_are():
+    import torch
+
+    from hf_fsdp_recipes.load.first_touch import populate
+
+    values = torch.arange(5000, dtype=torch.float64)
+    populate(values[3:4999])
+    populate(values[:0])
+    assert values.tolist() == list(range(5000))
+
+
 def _load_only(model_dir, keywords):
     from hf_fsdp_recipes import load_model
 

@@ -9,6 +9,27 @@ from tests.ranks.training import LORA, build, losses_of
 NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "float32", "bnb_4bit_compute_dtype": "float32"}
 
 
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_quantising_in_parts_gives_the_bytes_of_quantising_whole(monkeypatch, quant_type, nested):
+    import torch
+    from bitsandbytes.functional import quantize_4bit
+
+    from hf_fsdp_recipes.load import quantized
+
+    monkeypatch.setattr(quantized, "PART_ELEMENTS", 1024)
+    weight = torch.randn(96, 52, dtype=torch.bfloat16)  # neither whole parts nor whole blocks
+    recipe = quantized.Recipe((96, 52), torch.bfloat16, False, quant_type, nested, torch.bfloat16)
+    packed, state = recipe.quantize(weight.clone().view(-1))
+    expected, expected_state = quantize_4bit(
+        weight, compress_statistics=nested, quant_type=quant_type, quant_storage=torch.bfloat16
+    )
+    assert torch.equal(packed.view(torch.uint8), expected.view(torch.uint8))
+    found, wanted = state.as_dict(packed=True), expected_state.as_dict(packed=True)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
 def losses(kind, text_file, tmp_path, tiny_model, environment, world_size=2, **keywords):
     defaults = {"lora": LORA, "dtype": "float32", "quantization": NF4}
     return both(tiny_model(kind, "bfloat16"), text_file, tmp_path, environment, world_size, **(defaults | keywords))
