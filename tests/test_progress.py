@@ -82,6 +82,43 @@ def test_file_gets_nothing():
     assert (done.stdout, done.stderr) == ("", "")
 
 
+ACTS = """
+import time, pathlib, tempfile
+from hf_fsdp_recipes.measure import progress
+from hf_fsdp_recipes.plan.act_progress import ActProgress
+directory = pathlib.Path(tempfile.mkdtemp())
+(directory / "weights").write_bytes(bytes(3_000_000))
+with ActProgress("rehearse", {"load": 1.0, "train": 3.0}, directory, lambda: "step 2 of 9") as shown:
+    for act in ("load", "train"):
+        shown.begin(act)
+        time.sleep(0.8)
+        shown.end()
+        progress.print_above("ok " + act)
+"""
+
+
+def test_terminal_sees_the_act_its_steps_the_bytes_and_the_time_left():
+    status, seen = on_a_terminal([sys.executable, "-c", ACTS], bars_allowed())
+    assert status == 0, seen
+    whole = r"rehearse, (load|train) +(\d+)% \|[^|]*\| , step 2 of 9, 3\.00MB written \[00:0\d<00:0\d\]"
+    shown = [(act, int(percent)) for act, percent in re.findall(whole, seen)]
+    assert {act for act, _ in shown} == {"load", "train"}, seen
+    assert all(percent <= 24 for act, percent in shown if act == "load"), shown
+    assert all(25 <= percent <= 96 for act, percent in shown if act == "train"), shown
+    assert [percent for _, percent in shown] == sorted(percent for _, percent in shown)
+
+
+def test_acts_are_read_by_nobody_without_a_terminal(tmp_path, monkeypatch):
+    from hf_fsdp_recipes.plan import act_progress
+
+    monkeypatch.setattr(act_progress.progress, "is_shown", lambda: False)
+    with act_progress.ActProgress("rehearse", {"load": 1.0}, tmp_path, lambda: pytest.fail("asked")) as shown:
+        shown.begin("load")
+        assert not shown._thread.is_alive()
+        shown.end()
+    assert shown.reached() == 1.0
+
+
 def run_arguments(model, data, output, *more):
     return [
         "--model_name_or_path", model, "--dataset_name", data, "--output_dir", output, "--max_steps", "1",

@@ -26,13 +26,14 @@ def is_shown() -> bool:
     return logging.is_progress_bar_enabled() and not are_progress_bars_disabled()
 
 
-def bar(total: int | None, title: str, unit: str = "B") -> Any:
+def bar(total: float | None, title: str, unit: str = "B", **style: Any) -> Any:
     """Return a tqdm bar: `with bar(num_bytes, "load") as shown: shown.update(bucket_bytes)`. No collective.
 
     Args:
         total: what will be reached, or None where nobody knows.
         title: what is being done.
         unit: bytes, shown with their prefixes, or the name of what is counted.
+        **style: further arguments of tqdm.
     """
     # Not sys.stderr: some callers hold that back to keep upstream's notes off the terminal.
     return tqdm(
@@ -43,7 +44,13 @@ def bar(total: int | None, title: str, unit: str = "B") -> Any:
         disable=not is_shown(),
         file=sys.__stderr__,
         dynamic_ncols=True,
+        **style,
     )
+
+
+def in_words(num_bytes: int) -> str:
+    """Return a number of bytes as the bars write it, `12.3MB`."""
+    return f"{tqdm.format_sizeof(num_bytes)}B"
 
 
 def each(items: Sequence[Item], title: str, unit: str = "B", sizes: Sequence[int] | None = None) -> Iterator[Item]:
@@ -59,3 +66,9 @@ def say(line: str) -> None:
     """Print a line above the bars, where bars are shown. No collective."""
     if is_shown():
         tqdm.write(line, file=sys.__stderr__)
+
+
+def print_above(line: str) -> None:
+    """Print a line to standard output, above the bars where bars are shown. No collective."""
+    tqdm.write(line, file=sys.stdout)
+    sys.stdout.flush()

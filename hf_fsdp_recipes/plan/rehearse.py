@@ -21,8 +21,26 @@ import yaml
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.launch import config_check
 from hf_fsdp_recipes.launch.templates import find_template, template_directory
+from hf_fsdp_recipes.measure import progress
 from hf_fsdp_recipes.plan import launches, small_run
+from hf_fsdp_recipes.plan.act_progress import ActProgress
 from hf_fsdp_recipes.save.preemption import EXIT_PREEMPTED
+
+RUN = "run"  # where in the rehearsal's directory the run writes
+# What the acts take beside each other, measured on two cores with the quickstart's recipe: tells the time left.
+TYPICAL_SECONDS = {
+    "recipe": 1.0,
+    "template": 1.0,
+    "output": 0.1,
+    "hub": 0.1,
+    "shrink": 1.0,
+    "data": 1.0,
+    "load, train": 14.0,
+    "resume": 13.0,
+    "finish": 18.0,
+    "export": 0.1,
+    "generate": 0.5,
+}
 
 
 @dataclass
@@ -44,19 +62,21 @@ class Rehearsal:
         directory: where everything is written.
         acts: what was tried, in order.
         changes: what the real job does differently.
+        shown: the bar of it.
     """
 
     recipe: Path
     template: Path
     overrides: Sequence[str]
     directory: Path
+    shown: ActProgress
     acts: list[Act] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
 
     @property
     def output(self) -> Path:
         """The rehearsed run's output directory."""
-        return self.directory / "run"
+        return self.directory / RUN
 
     def play(self, name: str, action: Callable[[], str]) -> None:
         """Try one thing, unless an earlier one failed; print its line."""
@@ -64,13 +84,15 @@ class Rehearsal:
         self.acts.append(act)
         if all(before.has_passed for before in self.acts[:-1]):
             started = time.monotonic()
+            self.shown.begin(name)
             try:
                 act.word = action()
                 act.has_passed = True
             except RecipeError as error:
                 act.word, act.has_passed = str(error), False
             act.word += f" ({time.monotonic() - started:.0f} s)" if act.has_passed else ""
-        print(_line(act), flush=True)
+            self.shown.end()
+        progress.print_above(_line(act))
 
 
 def rehearse(recipe: Path, template: str, overrides: Sequence[str] = (), keep: bool = False) -> bool:
@@ -86,11 +108,13 @@ def rehearse(recipe: Path, template: str, overrides: Sequence[str] = (), keep: b
         Whether everything passed.
     """
     directory = Path(tempfile.mkdtemp(prefix="rehearsal-"))
-    _quieten()
+    shown = ActProgress("rehearse", TYPICAL_SECONDS, directory, lambda: _describe_steps(directory))
+    _quieten()  # after the bar is made, which asks whether bars are wanted
     try:
-        rehearsal = Rehearsal(recipe, _template_file(template), overrides, directory)
-        for name, action in _acts(rehearsal):
-            rehearsal.play(name, action)
+        rehearsal = Rehearsal(recipe, _template_file(template), overrides, directory, shown)
+        with shown:
+            for name, action in _acts(rehearsal):
+                rehearsal.play(name, action)
         for change in rehearsal.changes:
             print(f"  the real job: {change}")
         if keep:
@@ -281,6 +305,13 @@ def _losses(rehearsal: Rehearsal) -> list[float]:
 
     entries = read_metrics(rehearsal.output / "metrics.jsonl")
     return [entry["loss"] for entry in entries if "loss" in entry]
+
+
+def _describe_steps(directory: Path) -> str:
+    from hf_fsdp_recipes.measure.metrics_file import read_metrics
+
+    steps = [entry["step"] for entry in read_metrics(directory / RUN / "metrics.jsonl") if "loss" in entry]
+    return f"step {steps[-1]} of {small_run.NUM_STEPS}" if steps else ""
 
 
 def _num_steps_logged(rehearsal: Rehearsal) -> int:
