@@ -5,6 +5,8 @@ TORCH_PIP_ARGS ?=
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Liger's kernels and the Triton that interprets them, where only the test that runs them looks.
+KERNELS := $(VENV)/kernels
 
 .PHONY: quickstart test test-all test-slurm rehearse rehearse-all lint bench templates clean
 
@@ -20,7 +22,7 @@ rehearse: $(VENV)/.installed
 rehearse-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "rehearsal or rehearsal_of_all"
 
-test-all: $(VENV)/.installed
+test-all: $(VENV)/.installed $(KERNELS)
 	$(BIN)/python -m pytest -m "not gpu and not slurm and not rehearsal_of_all" --timeout=1800
 
 # As root: starts a Slurm of its own and installs the packages for it where they are missing.
@@ -48,6 +50,9 @@ $(VENV)/.installed: setup.cfg setup.py Makefile
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_PIP_ARGS) torch==$(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
+
+$(KERNELS): | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.9.0 liger-kernel==0.8.5
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

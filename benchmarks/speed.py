@@ -9,6 +9,7 @@ token's. Seconds computed need no quiet machine; memory is the peak while traini
 import argparse
 import statistics
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,28 @@ from benchmarks.timed import WARMUP_STEPS
 
 PADDED = {"packing": False, "max_length": 512, "optim": "adamw_torch", "logging_steps": 1}
 EQUAL = PADDED | {"packing": True, "packing_strategy": "wrapped"}  # rows of one length: each block is compiled once
-# What is compared, with what.
-SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "packing: true": (PADDED | {"packing": True}, PADDED),
-    "padding_free: true": (PADDED | {"padding_free": True, "max_length": None}, PADDED),
-    "gradient_checkpointing: true": (PADDED | {"gradient_checkpointing": True}, PADDED),
-    "optim: adamw_torch_fused": (PADDED | {"optim": "adamw_torch_fused"}, PADDED),
-    "compile_blocks: true": (EQUAL | {"compile_blocks": True}, EQUAL),
+VOCABULARY = 32_768  # where the head counts
+
+
+@dataclass(frozen=True)
+class Switch:
+    """What is compared: the settings with and without it; for what is no setting, another script without it."""
+
+    on: dict[str, Any]
+    off: dict[str, Any]
+    script_without: str = SCRIPTS["recipe"]
+    vocab_size: int = 2048
+
+
+SWITCHES = {
+    "packing: true": Switch(PADDED | {"packing": True}, PADDED),
+    "padding_free: true": Switch(PADDED | {"padding_free": True, "max_length": None}, PADDED),
+    "gradient_checkpointing: true": Switch(PADDED | {"gradient_checkpointing": True}, PADDED),
+    "optim: adamw_torch_fused": Switch(PADDED | {"optim": "adamw_torch_fused"}, PADDED),
+    "optim: adamw_8bit": Switch(PADDED | {"optim": "adamw_8bit"}, PADDED),
+    "the fused head": Switch(EQUAL, EQUAL, str(ROOT / "benchmarks" / "whole_logits.py"), VOCABULARY),
+    "compile_blocks: true": Switch(EQUAL | {"compile_blocks": True}, EQUAL),
+    "torch_compile: true": Switch(EQUAL | {"torch_compile": True}, EQUAL),
 }
 
 
@@ -38,10 +54,10 @@ def main() -> None:
     parser.add_argument("--switches", nargs="+", choices=SWITCHES, default=list(SWITCHES))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-speed-") as directory:
-        model, rows = Path(directory) / "model", Path(directory) / "rows"
-        write_model(options.parameters, model)
-        write_rows(rows, num_rows=16 * options.steps)
-        lines = [measure(name, options, model, rows, Path(directory)) for name in options.switches]
+        for vocab_size in {SWITCHES[name].vocab_size for name in options.switches}:
+            write_model(options.parameters, Path(directory) / f"model-{vocab_size}", vocab_size)
+        write_rows(Path(directory) / "rows", num_rows=16 * options.steps)
+        lines = [measure(name, options, Path(directory)) for name in options.switches]
     print("| | seconds computed a token | by the clock | peak memory |\n|---|---|---|---|")
     print("\n".join(lines))
     print(
@@ -49,15 +65,21 @@ def main() -> None:
     )
 
 
-def measure(name: str, options: Any, model: Path, rows: Path, directory: Path) -> str:
+def measure(name: str, options: Any, directory: Path) -> str:
     """Run with the switch and without it, alternately; return a row of ratios."""
+    switch = SWITCHES[name]
+    model, rows = directory / f"model-{switch.vocab_size}", directory / "rows"
     found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     for _ in range(options.rounds):
         for is_on in (False, True):
             run = Path(tempfile.mkdtemp(dir=directory))
-            settings = tax_settings(options, model, rows, run / "out") | SWITCHES[name][0 if is_on else 1]
+            settings = tax_settings(options, model, rows, run / "out") | (switch.on if is_on else switch.off)
             (run / "recipe.yaml").write_text(yaml.safe_dump(settings))
-            command = [str(ROOT / "benchmarks" / "timed.py"), str(run), SCRIPTS["recipe"]]
+            command = [
+                str(ROOT / "benchmarks" / "timed.py"),
+                str(run),
+                SCRIPTS["recipe"] if is_on else switch.script_without,
+            ]
             launch(ROOT / "accelerate_configs" / "fsdp2_cpu.yaml", 2, [*command, "--config", str(run / "recipe.yaml")])
             found[is_on].append(a_token(run))
     with_it, without = (

@@ -264,12 +264,12 @@ def launch(template: Path, num_processes: int, command: Sequence[str]) -> str:
     return done.stdout
 
 
-def write_model(num_parameters: float, directory: Path) -> None:
+def write_model(num_parameters: float, directory: Path, vocab_size: int = 2048) -> None:
     """Write a random Llama of about so many parameters in its layers, with a small vocabulary, so that layers count."""
     from transformers import AutoModelForCausalLM
 
     config = llama_config(num_parameters)
-    config.vocab_size = 2048
+    config.vocab_size = vocab_size
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     write_tokenizer(directory)
 

@@ -1,8 +1,11 @@
 """What makes training faster or smaller leaves the losses where they were, within a bound that is stated here."""
 
 import json
+import os
 import runpy
 import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -23,7 +26,10 @@ BOUNDS = {
     "compiled": 1e-4,
     "8 bit": 1e-3,
     "paged": 1e-5,
+    "kernels": 1e-6,
 }
+# Where `make test-all` puts Liger's kernels and Triton, so that nothing else sees them.
+KERNELS = Path(sys.prefix) / "kernels"
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +218,83 @@ def test_fused_head_gives_the_loss_of_whole_logits(tiny_model, text_file, tmp_pa
     )
     fused = losses(model, text_file, tmp_path, "fused")
     assert whole[0] == pytest.approx(fused, rel=BOUNDS["fused head"])
+
+
+def train_with_cpus_as_the_accelerator(model, data, output, settings):
+    """Train with TRL's own offloading of activations, CPUs in the accelerator's place; return losses, tensors moved."""
+    import torch
+    from trl.models.activation_offloading import OffloadActivations
+
+    make, moved = OffloadActivations.__init__, []
+
+    def make_for_cpus(self, **options):
+        with mock.patch("torch.accelerator.current_accelerator", lambda *_, **__: torch.device("cpu")):
+            make(self, **options | {"use_pin_memory": False, "use_streams": False})
+        pack = self.pack_hook
+
+        def pack_and_note(activation):
+            number = pack(activation)
+            moved.append(self.tracker[number][1])
+            return number
+
+        torch.autograd.graph.saved_tensors_hooks.__init__(self, pack_and_note, self.unpack_hook)
+
+    OffloadActivations.__init__ = make_for_cpus
+    torch.cpu.empty_cache = lambda: None
+    return train_keywords(model, data, output, settings), sum(moved)
+
+
+@pytest.mark.parametrize("fsdp", [FSDP2, FSDP1], ids=["fsdp2", "fsdp1"])
+def test_activations_that_were_moved_train_alike(fsdp, tiny_model, text_file, tmp_path):
+    model = tiny_model("llama")
+    plain = losses(model, text_file, tmp_path, "plain", fsdp)
+    settings = {"steps": 4, "lr_scheduler_type": "constant", "activation_offloading": True}
+    arguments = (model, text_file, tmp_path / "moved", settings)
+    for found, num_moved in run_ranks(
+        train_with_cpus_as_the_accelerator, 2, *arguments, environment=fsdp_environment(fsdp)
+    ):
+        assert found == plain
+        assert num_moved > 4 * 20  # a layer saves more than ten
+
+
+def train_with_interpreted_kernels(model, data, output, settings):
+    """Train with Liger's own kernels in Triton's interpreter; return losses and which kernels ran."""
+    sys.path.insert(0, str(KERNELS))
+    os.environ["TRITON_INTERPRET"] = "1"
+    import numpy
+    import triton.language as tl
+    from liger_kernel.ops import rms_norm
+    from triton.runtime import interpreter
+
+    convert, run, used = interpreter._implicit_cvt, interpreter.GridExecutor.__call__, set()
+
+    def convert_floats_too(value):  # the interpreter of Triton 3.9 hands them to kernels as Python's
+        if not isinstance(value, float):
+            return convert(value)
+        return tl.tensor(interpreter.TensorHandle(numpy.array([value], dtype=numpy.float32), tl.float32), tl.float32)
+
+    def run_and_note(self, *arguments, **keywords):
+        used.add(self.fn.__name__)
+        return run(self, *arguments, **keywords)
+
+    interpreter._implicit_cvt = convert_floats_too
+    interpreter.GridExecutor.__call__ = run_and_note
+    rms_norm.rsqrt = lambda value: tl.rsqrt(value)  # its own is a function of CUDA's
+    return train_keywords(model, data, output, settings), used
+
+
+@pytest.mark.slow  # for its gigabyte of Triton, not for its seconds
+@pytest.mark.parametrize("fsdp", [FSDP2, FSDP1], ids=["fsdp2", "fsdp1"])
+def test_kernels_of_liger_train_alike(fsdp, tiny_model, text_file, tmp_path):
+    if not KERNELS.is_dir():
+        pytest.skip(f"no {KERNELS}; make test-all installs it")
+    model = tiny_model("llama")
+    plain = losses(model, text_file, tmp_path, "plain", fsdp)
+    settings = {"steps": 4, "lr_scheduler_type": "constant", "use_liger_kernel": True}
+    arguments = (model, text_file, tmp_path / "kernels", settings)
+    for found, used in run_ranks(train_with_interpreted_kernels, 2, *arguments, environment=fsdp_environment(fsdp)):
+        assert found == pytest.approx(plain, rel=BOUNDS["kernels"])
+        assert {"_rms_norm_backward_kernel", "_swiglu_backward_kernel", "_triton_rope"} <= used
 
 
 def run_recipe(settings, file):
