@@ -8,6 +8,7 @@ import yaml
 from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.train.arguments import parse_arguments
 from hf_fsdp_recipes.train.preparation import Preparation, prepare
+from hf_fsdp_recipes.train.sifting import cut_giant
 from hf_fsdp_recipes.train.tokens import load_tokenizer, tokenizer_for_rows, tokenizer_hash
 from tests.conftest import SENTENCES
 
@@ -133,12 +134,14 @@ def test_conversation_without_an_answer_is_dropped_where_answers_are_learned(rec
     assert tally.num_kept == 13
 
 
-def test_answer_that_the_template_does_not_mark_is_one_clear_error(recipe, tmp_path):
+def test_answer_that_the_template_does_not_mark_is_dropped_and_counted(recipe, tmp_path):
     some = tmp_path / "some.jinja"
     some.write_text(MARKED_TEMPLATE.replace("== 'assistant'", "== 'assistant' and message['content'] != 'no'"))
     rows = [*MESSAGES, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "no"}]}]
-    with pytest.raises(DataError, match="marks no word"):
-        prepared(recipe(rows, assistant_only_loss=True, chat_template_path=str(some)))
+    [tally] = prepared(recipe(rows, assistant_only_loss=True, chat_template_path=str(some))).tallies.values()
+    assert tally.describe(48) == "kept 12 of 13 rows: 1 whose answers the chat template does not mark"
+    with pytest.raises(DataError, match="0 of 1 rows: 1 whose answers"):
+        prepared(recipe(rows[-1:], assistant_only_loss=True, chat_template_path=str(some)))
 
 
 def test_rows_that_cannot_be_trained_on_are_dropped_and_counted(recipe):
@@ -174,6 +177,9 @@ def test_malformed_conversations_are_dropped(recipe):
     ]  # fmt: skip
     [tally] = prepared(recipe(rows)).tallies.values()
     assert tally.describe(48) == "kept 3 of 8 rows: 5 empty"
+    for answers_only in (False, True):  # whichever comes first
+        [tally] = prepared(recipe(rows[::-1], assistant_only_loss=answers_only, marks=True)).tallies.values()
+        assert tally.num_kept == 3
 
 
 def test_conversations_that_the_template_refuses_are_dropped(recipe, tmp_path):
@@ -224,6 +230,18 @@ def test_giant_row_is_cut_before_it_is_tokenized(recipe, monkeypatch):
     assert tally.describe(48) == "kept 5 of 5 rows; 1 cut at 48"
     assert len(giant["text"]) > 2_000_000
     assert max(lengths) == 1_000_000 + len("<|end|>")
+
+
+def test_giant_conversation_is_cut_before_it_is_tokenized(recipe):
+    giant = {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " ".join(SENTENCES) * 500}]
+    }
+    made = prepared(recipe([*MESSAGES[:4], giant]))
+    [tally] = made.tallies.values()
+    assert tally.describe(48) == "kept 5 of 5 rows; 1 cut at 48"
+    cut = cut_giant(giant, text_field="text", max_characters=1_000_000)
+    assert [len(message["content"]) for message in cut["messages"]] == [1, 1_000_000]
+    assert [message["role"] for message in cut["messages"]] == ["user", "assistant"]
 
 
 def test_giant_row_is_learned_whole_where_nothing_is_cut(recipe):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.load import names, proof, quantized, resized
+from hf_fsdp_recipes.load import dora, names, proof, quantized, resized
 from hf_fsdp_recipes.load.transfer import (
     LOAD_TITLE,
     Checksums,
@@ -57,6 +57,8 @@ def fill_sharded(model: torch.nn.Module, source: Any, device: torch.device, is_o
             )
             for module, leaf in owners:
                 module._parameters[leaf] = replacement
+            if dora.is_magnitude(name):
+                continue
             if hasattr(parameter, "device_mesh"):
                 group = group or _shard_group(parameter.device_mesh, parameter.placements)
                 destination = _sharded_destination(name, replacement, source, len(group.ranks), group.position)
@@ -81,6 +83,7 @@ def fill_sharded(model: torch.nn.Module, source: Any, device: torch.device, is_o
     for destination in whole:
         broadcast_whole(destination, source.checkpoint, device)
     fill_buffers(model, source, device)
+    dora.fill(model)
     position = group.position if group else 0
     arrived = [*sharded, *whole, *(destination for destination, _, _ in packed)]
     proof.check(model, arrived, checksums, position, covers_direct=source.source == "direct")
@@ -106,6 +109,7 @@ def unit_filler(model: torch.nn.Module, source: Any, device: torch.device) -> Ca
     """
     with ranks.agreed():
         resized.fit(model, source)
+        dora.check_absent(model)
         check_sources(model, source)
     full_names = {id(module): name for name, module in model.named_modules()}
     uses: dict[int, int] = {}
@@ -150,17 +154,19 @@ def check_sources(model: torch.nn.Module, source: Any) -> None:
     """Refuse a model with a meta parameter that nothing fills. Any rank, no collective.
 
     Raises:
-        LoadError: names the parameters, and adapters whose init needs the base weights (DoRA, PiSSA, ...).
+        LoadError: names the parameters, and adapters whose init needs the base weights (PiSSA, ...).
     """
     lost = []
     for name, parameter in model.named_parameters():
-        known = source.pieces.get(names.in_base_model(name))
-        if parameter.is_meta and (known is None or (names.is_adapter(name) and ".modules_to_save." not in name)):
+        is_filled = names.in_base_model(name) in source.pieces and (
+            not names.is_adapter(name) or ".modules_to_save." in name
+        )
+        if parameter.is_meta and not is_filled and not dora.is_magnitude(name):
             lost.append(name)
     if lost:
         raise LoadError(
             f"{len(lost)} parameters are on meta and the checkpoint has nothing for them: {lost[:3]}. Rule: adapters "
-            f"whose initial value is computed from the base weights (DoRA, PiSSA, OLoRA, LoftQ) and modules that were "
+            f"whose initial value is computed from the base weights (PiSSA, OLoRA, LoftQ) and modules that were "
             f"added on meta cannot be filled. Remedy: initialise them with real weights, or load with from_pretrained."
         )
 

@@ -6,11 +6,12 @@ they are written.
 
 import ctypes
 import mmap
+import sys
 
 import torch
 
 MADV_POPULATE_WRITE = 23  # include/uapi/asm-generic/mman-common.h; Python's mmap has no name for it
-_madvise = getattr(ctypes.CDLL(None), "madvise", None)
+_madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 
 
 def populate(run: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """4-bit weights on arrival: one rank reads a weight, quantises it and sends every rank its slice of the packed bytes.
 
-No rank ever holds more than one unquantised weight. A weight's scales (bitsandbytes' quant state: four bytes for
+No rank ever holds more than one unquantised weight (twice where it has to be transposed). A weight's scales
+(bitsandbytes' quant state: four bytes for
 64 weights, one with nested quantisation) go to every rank whole, as in the stock path: whoever gathers the
 weight needs all of them. Knows bitsandbytes' 4-bit formats only; everything else is refused by name.
 
@@ -66,18 +67,19 @@ class Recipe:
 
     def _quantize_in_parts(self, weight: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Quantise part by part: the same bytes, without bitsandbytes' CPU temporaries of ten times the weight."""
-        from bitsandbytes.functional import quantize_4bit, quantize_blockwise
+        from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
 
         parts = [
             quantize_4bit(part.to(self.dtype), quant_type=self.quant_type, quant_storage=self.storage)
             for part in weight.reshape(-1).split(PART_ELEMENTS)
         ]
-        state = parts[0][1]
-        state.shape = weight.shape
-        state.absmax = torch.cat([part_state.absmax for _, part_state in parts])
+        absmax, of_parts = torch.cat([state.absmax for _, state in parts]), parts[0][1]
+        nested: dict[str, Any] = {}
         if self.has_nested_scales:
-            state.nested, state.offset = True, state.absmax.mean()
-            state.absmax, state.state2 = quantize_blockwise(state.absmax - state.offset, blocksize=256)
+            nested["offset"] = absmax.mean()
+            absmax, nested["state2"] = quantize_blockwise(absmax - nested["offset"], blocksize=256)
+        shared = {name: getattr(of_parts, name) for name in ("code", "blocksize", "quant_type", "dtype")}
+        state = QuantState(absmax, weight.shape, **shared, **nested)
         return torch.cat([packed for packed, _ in parts]), state
 
 
@@ -196,8 +198,10 @@ def scatter(
     made: Any = None
     for number, (destination, _, layer) in enumerate(progress.each(work, "load 4-bit weights", sizes=sizes)):
         turn = number % len(owners)
-        if turn == 0 and ranks.rank() in owners:
-            made = _quantize_own(work[number : number + len(owners)], checkpoint, owners, device)
+        if turn == 0:
+            with ranks.agreed():
+                if ranks.rank() in owners:
+                    made = _quantize_own(work[number : number + len(owners)], checkpoint, owners, device)
         packed = state = None
         if ranks.rank() == owners[turn]:
             packed, state = made

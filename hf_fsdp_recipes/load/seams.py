@@ -158,6 +158,7 @@ def _patch_peft() -> None:
 
     BaseTunerLayer._move_adapter_to_device_of_base_layer = move_unless_to_meta
     _patch_expert_adapters()
+    _patch_dora()
     _expect(BaseTuner, "inject_adapter", ("self", "model", "adapter_name"), "peft")
     inject = BaseTuner.inject_adapter
 
@@ -195,14 +196,33 @@ def _patch_expert_adapters() -> None:
     ParamWrapper._move_adapter_to_device_of_base_layer = move_unless_to_meta
 
 
+def _patch_dora() -> None:
+    """Leave DoRA's magnitudes on meta where the base weights are, which they are computed from."""
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    from hf_fsdp_recipes.load import dora
+
+    _expect(DoraLinearLayer, "update_layer", ("self", "base_layer", "lora_A", "lora_B", "scaling"), "peft")
+    update = DoraLinearLayer.update_layer
+
+    @functools.wraps(update)
+    def update_unless_on_meta(self: Any, *, base_layer: Any, lora_A: Any, lora_B: Any, **rest: Any) -> None:
+        if base_layer.weight.is_meta:
+            dora.promise(self, base_layer, lora_A, lora_B)
+        else:
+            update(self, base_layer=base_layer, lora_A=lora_A, lora_B=lora_B, **rest)
+
+    DoraLinearLayer.update_layer = update_unless_on_meta
+
+
 def _check_adapter_init(config: Any) -> None:
     """Refuse adapters that start from the base weights, which are not there yet. Any rank, no collective."""
     init = getattr(config, "init_lora_weights", True)
-    if getattr(config, "use_dora", False) or init not in (True, False, "gaussian", "orthogonal"):
+    if init not in (True, False, "gaussian", "orthogonal"):
         raise LoadError(
-            f"use_dora={getattr(config, 'use_dora', False)}, init_lora_weights={init!r}: such an adapter is computed from "
-            f"the base weights, and load_model brings them only when the model is sharded. Rule: LoRA or rsLoRA, zero, "
-            f"gaussian or orthogonal init. Remedy: one of those, or load the model with from_pretrained."
+            f"init_lora_weights={init!r}: such an adapter is computed from the base weights, and load_model brings them only "
+            f"when the model is sharded. Rule: LoRA, rsLoRA or DoRA; zero, gaussian or orthogonal init. Remedy: one of "
+            f"those, or load the model with from_pretrained."
         )
 
 

@@ -3,7 +3,7 @@
 What rank 0 fills is an anonymous file that its neighbours open under /proc/<rank 0>/fd, so that their slices pass
 through no socket. It has no name that could be left behind, and a container's small /dev/shm does not limit it. A rank
 that cannot open it (another machine, another container) has slots of its own and takes its bytes over the process
-group. When a slot may be read or written is said there too: nothing here waits.
+group. `transfer.py` says over the process group when a slot may be read or written.
 """
 
 import mmap
@@ -19,12 +19,13 @@ import torch
 from hf_fsdp_recipes import ranks
 
 NUM_SLOTS = 2  # one is filled while the other is read
+NAME = "hf_fsdp_recipes"
 TOKEN_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Room for two buckets.
+    """Room for NUM_SLOTS buckets.
 
     Attributes:
         memory: (NUM_SLOTS, num_members, bytes) uint8.
@@ -36,6 +37,7 @@ class Slots:
 
     def of(self, bucket_number: int, position: int, num_bytes: int) -> torch.Tensor:
         """Return where one member's bytes of a bucket lie: (num_bytes,) uint8."""
+        assert num_bytes <= self.memory.shape[-1]
         return self.memory[bucket_number % NUM_SLOTS, position, :num_bytes]
 
 
@@ -51,20 +53,15 @@ def prepare(members: Sequence[int], member_bytes: int, device: torch.device) -> 
     """
     member_bytes = -(-member_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     num_bytes = mmap.PAGESIZE + NUM_SLOTS * len(members) * member_bytes
-    descriptor, mapped = None, None
-    offer: Any = None
-    if ranks.is_main() and device.type == "cpu" and hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("hf_fsdp_recipes")
-        os.truncate(descriptor, num_bytes)
-        mapped, token = mmap.mmap(descriptor, num_bytes), secrets.token_bytes(TOKEN_BYTES)
-        mapped[:TOKEN_BYTES] = token
-        offer = (f"/proc/{os.getpid()}/fd/{descriptor}", token)
+    descriptor = mapped = offer = None
+    if ranks.is_main() and device.type == "cpu":
+        descriptor, mapped, offer = _make(num_bytes)
     offer = ranks.broadcast_object(offer)
     if offer is not None and not ranks.is_main() and ranks.rank() in members:
-        mapped = _attach(*offer, num_bytes)
+        mapped = _attach(offer[0], offer[1], num_bytes)
     sees = ranks.gather_objects(mapped is not None)
     if descriptor is not None:
-        os.close(descriptor)
+        os.close(descriptor)  # the mappings keep the memory
     if mapped is None:
         # Rank 0 fills all members' places, on the host; the others have use for one place, where the shard is.
         places, home = (len(members), torch.device("cpu")) if ranks.is_main() else (1, device)
@@ -75,9 +72,28 @@ def prepare(members: Sequence[int], member_bytes: int, device: torch.device) -> 
     return Slots(memory.view(NUM_SLOTS, len(members), member_bytes), shared_with)
 
 
+def _make(num_bytes: int) -> tuple[Any, Any, Any]:
+    """Make memory that others can open; return its descriptor, the mapping and where it is: three times None, if not."""
+    descriptor = None
+    try:
+        descriptor = os.memfd_create(NAME)
+        os.truncate(descriptor, num_bytes)
+        mapped, token = mmap.mmap(descriptor, num_bytes), secrets.token_bytes(TOKEN_BYTES)
+    except (OSError, AttributeError):  # forbidden here, too large for a limit, or not Linux
+        if descriptor is not None:
+            os.close(descriptor)
+        return None, None, None
+    mapped[:TOKEN_BYTES] = token
+    return descriptor, mapped, (f"/proc/{os.getpid()}/fd/{descriptor}", token)
+
+
 def _attach(path: str, token: bytes, num_bytes: int) -> Any:
     """Map rank 0's memory; None where the path leads to nothing, or to something else that has the same number."""
     try:
+        if not str(Path(path).readlink()).startswith(
+            f"/memfd:{NAME}"
+        ):  # elsewhere it may be anything, and opening it may wait
+            return None
         with Path(path).open("r+b") as file:
             if os.fstat(file.fileno()).st_size != num_bytes:
                 return None

@@ -2,7 +2,7 @@
 
 Works on flat runs of elements. A `Destination` is one parameter's local shard together with what every rank
 must know to take part: whose elements are whose. Bytes travel in the checkpoint's dtype and are cast on
-arrival; nothing larger than one bucket is held beside the shards. Does not know models or wrappers.
+arrival; nothing larger than two buckets is held beside the shards. Does not know models or wrappers.
 """
 
 import zlib
@@ -189,12 +189,12 @@ def _buckets(destinations: Sequence[Destination], num_members: int) -> Iterator[
         longest = max(count for _, count in destination.runs)
         start = 0
         while start < longest:
-            length = min(longest - start, max(room // item_bytes, 1))
-            bucket.append(_Entry(destination, start, length))
-            start, room = start + length, room - length * item_bytes
             if room < item_bytes:
                 yield bucket
                 bucket, room = [], budget
+            length = min(longest - start, room // item_bytes)
+            bucket.append(_Entry(destination, start, length))
+            start, room = start + length, room - length * item_bytes
     if bucket:
         yield bucket
 
@@ -206,12 +206,11 @@ def _send_all(
     slots: Slots,
     checksums: Checksums,
 ) -> None:
-    others = [position for position in range(len(group.ranks)) if position != group.position]
-    stager = _Stager(_buckets(destinations, len(group.ranks)), checkpoint, slots, checksums)
+    staging = _stage(destinations, checkpoint, group, slots, checksums)
     unread: deque[list[dist.Work]] = deque()  # who has not said yet that a slot may be written again
     whole_bytes = sum(count * item.wire_dtype.itemsize for item in destinations for _, count in item.runs)
     with ThreadPoolExecutor(max_workers=1) as reader, progress.bar(whole_bytes, LOAD_TITLE) as shown:
-        upcoming = reader.submit(stager.next, others)
+        upcoming = reader.submit(next, staging, None)
         while (staged := upcoming.result()) is not None:
             bucket, buffers = staged
             device = bucket[0].destination.local.device
@@ -224,7 +223,7 @@ def _send_all(
             unread.append(_exchange(dist.irecv, replies, group))
             if len(unread) == NUM_SLOTS:
                 _wait(unread.popleft())
-            upcoming = reader.submit(stager.next, others)
+            upcoming = reader.submit(next, staging, None)
             own = _fill_own(bucket, checkpoint, group, checksums)
             _pass_to_copies(own, bucket, group)
             _wait(requests)
@@ -233,29 +232,23 @@ def _send_all(
             _wait(unread.popleft())
 
 
-@dataclass
-class _Stager:
-    """Reads bucket after bucket of what the other members get."""
-
-    buckets: Iterator[list[_Entry]]
-    checkpoint: Checkpoint
-    slots: Slots
-    checksums: Checksums
-    number: int = 0
-
-    def next(self, positions: Sequence[int]) -> tuple[list[_Entry], dict[int, torch.Tensor]] | None:
-        """Return the next bucket with one byte buffer for each member that it has bytes for; None after the last."""
-        bucket = next(self.buckets, None)
-        if bucket is None:
-            return None
+def _stage(
+    destinations: Sequence[Destination],
+    checkpoint: Checkpoint,
+    group: ShardGroup,
+    slots: Slots,
+    checksums: Checksums,
+) -> Iterator[tuple[list[_Entry], dict[int, torch.Tensor]]]:
+    """Read bucket after bucket of what the other members get: one byte buffer for each that gets any."""
+    others = [position for position in range(len(group.ranks)) if position != group.position]
+    for number, bucket in enumerate(_buckets(destinations, len(group.ranks))):
         buffers = {}
-        for position in positions:
+        for position in others:
             num_bytes = sum(entry.num_bytes(position) for entry in bucket)
             if num_bytes:
-                buffers[position] = self.slots.of(self.number, position, num_bytes)
-                _read_bucket(bucket, buffers[position], self.checkpoint, position, self.checksums)
-        self.number += 1
-        return bucket, buffers
+                buffers[position] = slots.of(number, position, num_bytes)
+                _read_bucket(bucket, buffers[position], checkpoint, position, checksums)
+        yield bucket, buffers
 
 
 def _read_bucket(
@@ -309,7 +302,7 @@ def _receive_all(destinations: Sequence[Destination], group: ShardGroup, slots: 
         buffer = slots.of(number, group.position, num_bytes)
         requests = []
         if group.holds_first_copy and num_bytes:
-            message = _token() if slots.shared_with else buffer
+            message = _token() if group.position in slots.shared_with else buffer
             requests = _exchange(dist.irecv, {group.ranks[0]: message}, group)
         if pending:
             _land(*pending, group, slots)
@@ -322,7 +315,7 @@ def _land(bucket, buffer, requests, group: ShardGroup, slots: Slots) -> None:  #
     _wait(requests)
     _pass_to_copies(buffer, bucket, group)
     _unpack(buffer, bucket, group.position)
-    if slots.shared_with and requests:
+    if group.position in slots.shared_with and requests:
         _wait(_exchange(dist.isend, {group.ranks[0]: _token()}, group))  # rank 0 may write there again
 
 

@@ -9,6 +9,7 @@ Source: the safetensors format, https://github.com/huggingface/safetensors#forma
 import json
 import math
 import os
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ class Checkpoint:
     def __init__(self, tensors: Iterable[StoredTensor]) -> None:
         self.tensors = {tensor.name: tensor for tensor in tensors}
         self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()  # two threads read
         self._kept: dict[str, torch.Tensor] = {}
 
     def keep(self, tensor: StoredTensor, values: torch.Tensor) -> None:
@@ -91,9 +93,10 @@ class Checkpoint:
         self._kept = {}
 
     def _descriptor(self, file: Path) -> int:
-        if file not in self._descriptors:
-            self._descriptors[file] = os.open(file, os.O_RDONLY)
-        return self._descriptors[file]
+        with self._lock:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(file, os.O_RDONLY)
+            return self._descriptors[file]
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:

@@ -15,7 +15,8 @@ from hf_fsdp_recipes.load.meta_loader import build_on_meta
 from hf_fsdp_recipes.plan.job import Job
 
 BITS4_BYTES = 0.5
-BLOCK_OF_4BIT = 64  # values that share one fp32 scale (bitsandbytes without nested quantisation)
+BLOCK_OF_4BIT = 64  # values that share a scale: fp32, or one byte with nested quantisation
+BLOCK_OF_SCALES = 256  # scales that share one fp32 scale, where they are quantised too
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,10 @@ class Weight:
         return -(-rows // num_ranks) * num_ranks * (self.num_elements // max(rows, 1))
 
 
-def read_config(name_or_path: str) -> Any:
+def read_config(name_or_path: str, overrides: str | None = None) -> Any:
     """Read a config: a config.json, a directory that holds one, or a Hub id (config.json alone is fetched).
+
+    `overrides` are changes to it, as a recipe's `config_overrides`.
 
     Raises:
         PlanError: there is none, or it is of no known architecture.
@@ -58,7 +61,10 @@ def read_config(name_or_path: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(name_or_path)
+        config = AutoConfig.from_pretrained(name_or_path)
+        if overrides:
+            config.update_from_string(overrides)
+        return config
     except (OSError, ValueError, KeyError) as error:
         hint = "" if Path(name_or_path).exists() else " There is no such file or directory here."
         raise PlanError(f"the config of {name_or_path} cannot be read: {str(error).splitlines()[0]}{hint}") from error

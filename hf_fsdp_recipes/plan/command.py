@@ -33,7 +33,7 @@ def run(
         if model is None:
             raise PlanError("no model. Rule: --model takes a config.json, a directory with one or a Hub id.")
         job = make_job(template, options)
-        planner = Planner(blueprint.read_config(model))
+        planner = Planner(blueprint.read_config(model, options.get("config_overrides")))
         if is_suggesting:
             found = advice.suggest(planner, job)
             if found is None:

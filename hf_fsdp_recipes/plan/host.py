@@ -10,8 +10,9 @@ from hf_fsdp_recipes.plan.memory import OPTIMIZER, PARAMETERS, Plan
 from hf_fsdp_recipes.save.writing import CHUNK_BYTES
 
 PROCESS_BYTES = 930_000_000  # a rank before it loads anything: document 004 printed 926 and 933 MB
-LOADING_BYTES = 150_000_000  # beside the shard, per rank, with either source: docs/measured.md, 146 MB at worst
-STAGING_RATIO = 1.8  # host bytes for each byte of state while a checkpoint is written beside training: measured 1.79
+LOADING_BYTES = 60_000_000  # beside shard and buckets, per rank, with either source: docs/measured.md
+QUANTIZING_BYTES = 300_000_000  # the same while 4-bit weights are made, over the largest weight: docs/measured.md
+STAGING_RATIO = 1.0  # host bytes for each byte of state while a checkpoint is written beside training: one copy
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,20 @@ def host_needs(plan: Plan) -> list[HostNeed]:
     return [
         HostNeed(
             "load",
-            start + (ranks * loaded if job.is_4bit else ranks * (LOADING_BYTES + 2 * BUCKET_BYTES)),
+            start + 2 * BUCKET_BYTES + ranks * (_quantizing_bytes(plan) if job.is_4bit else LOADING_BYTES),
             start + ranks * loaded,
-            "packed, through from_pretrained on every rank: not measured"
-            if job.is_4bit
-            else "stock: every rank loads the whole",
+            "stock: every rank loads the whole" + (", packed" if job.is_4bit else ""),
         ),
         HostNeed("train", base, base, "processes, and what is offloaded or paged"),
         HostNeed("save", base + round(ranks * saved * STAGING_RATIO), base + state, "stock: FULL_STATE_DICT on rank 0"),
         HostNeed("export", base + ranks * CHUNK_BYTES, base + (trained if job.lora_rank else whole), "stock: the same"),
     ]
+
+
+def _quantizing_bytes(plan: Plan) -> int:
+    """Return what a rank needs that reads weights whole to quantise them: the largest of them, and bitsandbytes."""
+    largest = max(weight.num_elements for unit in plan.units for weight in unit.weights)
+    return QUANTIZING_BYTES + largest * plan.job.compute_dtype.itemsize
 
 
 def _trained_shard(plan: Plan) -> int:

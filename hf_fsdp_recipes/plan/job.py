@@ -80,6 +80,7 @@ class Job:
             (as transformers up to 4.44: logits themselves in fp32, shifted by a copy).
         lora_rank, lora_targets: adapter, or 0 for full fine-tuning; targets as in PEFT.
         is_4bit: base weights in 4 bits (bitsandbytes), adapters beside them.
+        has_nested_scales: whether their scales are quantised too (`use_bnb_nested_quant`).
         sync_each_batch: reduce gradients after each micro-batch instead of keeping them whole between.
         loop: trainer; or script, a plain loop over a model wrapped by torch itself that keeps its outputs and its
             gradients until the next ones are there.
@@ -99,6 +100,7 @@ class Job:
     lora_rank: int = 0
     lora_targets: str | tuple[str, ...] = "all-linear"
     is_4bit: bool = False
+    has_nested_scales: bool = False
     sync_each_batch: bool = False
     loop: Literal["trainer", "script"] = "trainer"
 

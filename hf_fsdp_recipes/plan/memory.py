@@ -182,7 +182,8 @@ def _scales(model: Any, job: Job) -> dict[str, int]:
     if not job.is_4bit:
         return {}
     packed = [weight for weight in blueprint.weights(model, job) if weight.stored_bytes == blueprint.BITS4_BYTES]
-    scales = sum(weight.num_elements for weight in packed) * 4 // blueprint.BLOCK_OF_4BIT
+    num_scales = sum(weight.num_elements for weight in packed) // blueprint.BLOCK_OF_4BIT
+    scales = num_scales + num_scales * 4 // blueprint.BLOCK_OF_SCALES if job.has_nested_scales else num_scales * 4
     unpacked = max((weight.num_elements for weight in packed), default=0) * job.compute_dtype.itemsize
     return {SCALES: scales, "unpacked weight": unpacked}
 

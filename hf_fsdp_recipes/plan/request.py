@@ -55,7 +55,9 @@ def _options(keys: dict[str, Any]) -> dict[str, Any]:
             "lora_targets": targets if isinstance(targets, str) else ",".join(targets),
         }
     if keys.get("load_in_4bit"):
-        options["quantized"] = "4bit"
+        options |= {"quantized": "4bit", "nested_scales": bool(keys.get("use_bnb_nested_quant"))}
+    if keys.get("config_name"):
+        options |= {"model": keys["config_name"], "config_overrides": keys.get("config_overrides")}
     accelerator = keys.get("accelerator_config") or {}
     options["sync_each_batch"] = (accelerator.get("gradient_accumulation_kwargs") or {}).get("sync_each_batch", False)
     options["attention"] = _attention(keys, options["batch"])
@@ -102,6 +104,7 @@ def make_job(template: str | Strategy, options: dict[str, Any]) -> Job:
         lora_rank=options.get("lora", 0),
         lora_targets=targets if targets == "all-linear" else tuple(targets.split(",")),
         is_4bit=quantized == "4bit",
+        has_nested_scales=options.get("nested_scales", False),
         sync_each_batch=options.get("sync_each_batch", False),
     )
 

@@ -194,6 +194,11 @@ def check_arguments(arguments: Arguments) -> None:
         raise RecipeError(
             "merge_adapter without use_peft: there is no adapter to merge. Remedy: drop one or add the other."
         )
+    if arguments.recipe.merge_adapter and arguments.model.use_dora:
+        raise RecipeError(
+            "merge_adapter with use_dora. Rule: LoRA and rsLoRA are merged row by row; DoRA is not. Remedy: merge_adapter: "
+            "false, and PEFT's merge_and_unload on the exported adapter."
+        )
     check_speed(arguments)
     read_target(arguments.training)
     check_launch(arguments.training)

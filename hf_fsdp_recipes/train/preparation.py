@@ -110,7 +110,9 @@ class Preparation:
         from trl.chat_template_utils import get_training_chat_template, has_generation_markers
         from trl.data_utils import is_conversational
 
-        holds_conversations = len(rows) > 0 and is_conversational(rows[0])
+        # Of a row that says something: TRL looks at the first message, which an empty conversation does not have.
+        telling = next((row for row in rows if row.get("messages") or row.get("prompt")), None)
+        holds_conversations = telling is not None and is_conversational(telling)
         own = self.tokenizer.chat_template
         if holds_conversations and own is None:
             raise DataError(

@@ -20,9 +20,15 @@ MANIFEST = "prepared.json"
 CPU_ONLY = ("--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--tf32", "false")
 # What decides, beside the tokenizer, which tokens a row becomes and which of them are learned.
 DECISIVE = (
-    "max_length", "packing", "packing_strategy", "eval_packing", "truncation_mode", "completion_only_loss",
+    "max_length",
+    "packing",
+    "packing_strategy",
+    "eval_packing",
+    "truncation_mode",
+    "completion_only_loss",
     "assistant_only_loss",
-)  # fmt: skip
+)
+DECISIVE_IN_RECIPE = ("add_special_tokens", "append_concat_token")  # fmt: skip
 
 
 def is_prepared(name: str | None) -> bool:
@@ -75,15 +81,16 @@ def write(arguments: Any, tokenizer: Any, output: Path) -> TrainingRows:
 def _facts(arguments: Any, tokenizer: Any, rows: TrainingRows) -> dict[str, Any]:
     return {
         "tokenizer": {"name": arguments.model.model_name_or_path, "sha256": tokenizer_hash(tokenizer)},
-        **_decisive(arguments.training),
+        **_decisive(arguments),
         "num_sequences": {"train": len(rows.train), "test": len(rows.evaluation or ())},
         "rows": {name: tally.as_dict() for name, tally in rows.tallies.items()},
     }
 
 
-def _decisive(training: Any) -> dict[str, Any]:
-    facts = {name: getattr(training, name) for name in DECISIVE}
-    return facts if training.packing else facts | {"packing_strategy": None}
+def _decisive(arguments: Any) -> dict[str, Any]:
+    facts = {name: getattr(arguments.training, name) for name in DECISIVE}
+    facts |= {name: getattr(arguments.recipe, name) for name in DECISIVE_IN_RECIPE}
+    return facts if arguments.training.packing else facts | {"packing_strategy": None}
 
 
 def read(arguments: Any, tokenizer: Any) -> TrainingRows:
@@ -96,7 +103,7 @@ def read(arguments: Any, tokenizer: Any) -> TrainingRows:
 
     directory, training = Path(arguments.script.dataset_name), arguments.training
     made_with = json.loads((directory / MANIFEST).read_text())
-    _check(directory, made_with, training, tokenizer_hash(tokenizer_for_rows(tokenizer, training)))
+    _check(directory, made_with, arguments, tokenizer_hash(tokenizer_for_rows(tokenizer, training)))
     splits = load_from_disk(directory)
     check_rows(splits["train"], str(directory), training.world_size)
     if training.eval_strategy == "no":
@@ -109,10 +116,10 @@ def read(arguments: Any, tokenizer: Any) -> TrainingRows:
     return TrainingRows(splits["train"], splits["test"])
 
 
-def _check(directory: Path, made_with: dict[str, Any], training: Any, found_hash: str) -> None:
+def _check(directory: Path, made_with: dict[str, Any], arguments: Any, found_hash: str) -> None:
     faults = [
         f"{name} {made_with.get(name)} (this run: {wanted})"
-        for name, wanted in _decisive(training).items()
+        for name, wanted in _decisive(arguments).items()
         if made_with.get(name) != wanted
     ]
     if made_with["tokenizer"]["sha256"] != found_hash:

@@ -32,6 +32,7 @@ class Fate(IntEnum):
     REFUSED = 6
     SPECIAL = 7
     UNLEARNABLE = 8
+    UNMARKED = 9
 
 
 KEPT = (Fate.KEPT, Fate.CUT, Fate.GIANT)
@@ -40,6 +41,7 @@ WORDS = {
     Fate.NOT_UTF8: "not UTF-8",
     Fate.UNANSWERED: "without an answer",
     Fate.REFUSED: "refused by the chat template",
+    Fate.UNMARKED: "whose answers the chat template does not mark",
     Fate.SPECIAL: "of special tokens only",
     Fate.UNLEARNABLE: "without anything to learn",
 }
@@ -118,8 +120,12 @@ def judge_row(
     answers = _answers(row)
     if answers is not None and (answers or needs_answer) and not _says_something(answers):
         return {"fate": Fate.UNANSWERED}
-    if not _is_rendered(row, tokenizer, chat_template):
+    try:
+        marks = _render(row, tokenizer, chat_template)
+    except Exception:  # whatever a template raises: jinja's own errors, and what its expressions run into
         return {"fate": Fate.REFUSED}
+    if needs_answer and not marks:
+        return {"fate": Fate.UNMARKED}
     is_giant = max_characters is not None and any(len(text) > max_characters for text in texts if text)
     return {"fate": Fate.GIANT if is_giant else Fate.KEPT}
 
@@ -162,26 +168,34 @@ def _message_text(message: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _is_rendered(row: dict[str, Any], tokenizer: Any, chat_template: str | None) -> bool:
-    """Tell whether the chat template takes the row's conversation; true where there is none."""
+def _render(row: dict[str, Any], tokenizer: Any, chat_template: str | None) -> list[tuple[int, int]]:
+    """Render the row's conversation, where there is one; return where the template marks what the assistant says."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     conversation = row.get("messages") or row.get("prompt")
     if not isinstance(conversation, list):
-        return True
+        return []
     if "prompt" in row:
         conversation = conversation + row["completion"]
-    try:
-        tokenizer.apply_chat_template(
-            conversation, tokenize=False, chat_template=chat_template, **(row.get("chat_template_kwargs") or {})
-        )
-    except Exception:  # whatever a template raises: jinja's own errors, and what its expressions run into
-        return False
-    return True
+    _, marks = render_jinja_template(
+        [conversation],
+        chat_template=chat_template or tokenizer.get_chat_template(),
+        return_assistant_tokens_mask=True,
+        **{**tokenizer.special_tokens_map, **(row.get("chat_template_kwargs") or {})},
+    )
+    return list(marks[0])
 
 
 def cut_giant(row: dict[str, Any], *, text_field: str, max_characters: int) -> dict[str, Any]:
-    """Cut a row's plain texts at so many characters; what is beyond them would be tokenized only to be thrown away."""
-    plain = [name for name in (text_field, "prompt", "completion") if isinstance(row.get(name), str)]
-    return {name: row[name][:max_characters] for name in plain}
+    """Cut a row's texts at so many characters each; what is beyond them would be tokenized only to be thrown away."""
+    names = [name for name in (text_field, "messages", "prompt", "completion") if row.get(name)]
+    return {name: _cut(row[name], max_characters) for name in names}
+
+
+def _cut(value: Any, max_characters: int) -> Any:
+    if isinstance(value, list):
+        return [message | {"content": _cut(message["content"], max_characters)} for message in value]
+    return value[:max_characters] if isinstance(value, str) else value
 
 
 def judge_tokens(

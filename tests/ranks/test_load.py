@@ -1,6 +1,7 @@
 """The loader against stock loading, on real gloo ranks: the same losses, digit for digit."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -162,12 +163,31 @@ def test_copies_of_a_hybrid_mesh_are_fed_through_small_buckets(tiny_model, text_
 def test_memory_that_is_not_rank_0s_is_not_taken_for_it(tmp_path):
     from hf_fsdp_recipes.load import slots
 
+    descriptor, mapped, (path, token) = slots._make(8192)
     file = tmp_path / "other"
-    file.write_bytes(b"x" * 8192)
-    assert slots._attach(str(file), b"y" * slots.TOKEN_BYTES, 8192) is None
-    assert slots._attach(str(file), b"x" * slots.TOKEN_BYTES, 4096) is None
-    assert slots._attach(str(tmp_path / "nothing"), b"x" * slots.TOKEN_BYTES, 8192) is None
-    assert slots._attach(str(file), b"x" * slots.TOKEN_BYTES, 8192) is not None
+    file.write_bytes(mapped)
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    assert slots._attach(path, token, 8192) is not None
+    assert slots._attach(path, b"y" * slots.TOKEN_BYTES, 8192) is None
+    assert slots._attach(path, token, 4096) is None
+    assert slots._attach(str(link), token, 8192) is None
+    os.close(descriptor)
+    assert slots._attach(path, token, 8192) is None
+
+
+def test_slots_are_private_where_nothing_can_be_shared(monkeypatch):
+    import torch
+
+    from hf_fsdp_recipes.load import slots
+
+    def refuse(name):
+        raise OSError("forbidden")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    made = slots.prepare([0, 1], 100, torch.device("cpu"))
+    assert not made.shared_with
+    assert made.of(0, 1, 100).numel() == 100
 
 
 def test_populating_leaves_values_as_they_are():
@@ -261,18 +281,96 @@ def test_tensor_that_the_checkpoint_lacks_is_initialised_alike_on_all_ranks(tiny
     assert 0.01 < (sum(value * value for value in spread) / len(spread)) ** 0.5 < 0.04  # initializer_range is 0.02
 
 
-def _dora(model_dir, data, output):
-    trainer = build(str(model_dir), str(data), str(output), lora=LORA | {"use_dora": True}, steps=1)
-    trainer.train()
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_dora_losses_equal_stock_loading(tiny_model, text_file, tmp_path, world_size):
+    # B is random here, so that the norms are those of the sum.
+    dora = LORA | {"use_dora": True, "init_lora_weights": False}
+    model, environment = tiny_model("llama"), fsdp_environment(FSDP2)
+    stock, ours = both(model, text_file, tmp_path, environment, world_size, lora=dora)
+    assert ours == stock
+    plain = run_ranks(
+        _train, world_size, model, text_file, tmp_path / "lora", {"lora": dora | {"use_dora": False}},
+        environment=environment,
+    )  # fmt: skip
+    assert plain != ours
 
 
-def test_adapter_that_needs_base_weights_is_refused_by_name(tiny_model, text_file, tmp_path):
+def _add_adapter(model_dir, data, output, kind, changes):
+    build(str(model_dir), str(data), str(output), lora=LORA | changes, steps=1).train()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fsdp", "changes", "word"),
+    [
+        ("llama", FSDP2, {"init_lora_weights": "pissa"}, "pissa"),
+        ("gpt2", FSDP2, {"use_dora": True}, "Conv1D"),
+        ("llama", FSDP1, {"use_dora": True}, "under FSDP1"),
+    ],
+)
+def test_adapter_that_cannot_be_made_on_arrival_is_refused_by_name(
+    tiny_model, text_file, tmp_path, kind, fsdp, changes, word
+):
     errors = run_ranks(
-        _dora, 2, tiny_model("llama"), text_file, tmp_path, environment=fsdp_environment(FSDP2), expect_failure=True
-    )
+        _add_adapter, 2, tiny_model(kind), text_file, tmp_path, kind, changes,
+        environment=fsdp_environment(fsdp), expect_failure=True,
+    )  # fmt: skip
     assert errors[0] == errors[1]
     assert errors[0][0] == "LoadError"
-    assert "use_dora" in errors[0][1]
+    assert word in errors[0][1]
+
+
+def _lose_a_file_while_loading(model_dir, data, output):
+    """Truncate the weights when their headers have been checked; rank 2 takes its bytes from messages."""
+    from hf_fsdp_recipes import ranks
+    from hf_fsdp_recipes.load import arrival, slots, transfer
+
+    transfer.BUCKET_BYTES = 4096
+    if ranks.rank() == 2:
+        slots._attach = lambda *_: None
+    send = arrival.scatter
+
+    def lose_then_send(*arguments):
+        if ranks.is_main():
+            file = model_dir / "model.safetensors"
+            with file.open("r+b") as stream:
+                stream.truncate(file.stat().st_size // 2)
+        send(*arguments)
+
+    arrival.scatter = lose_then_send
+    build(str(model_dir), str(data), str(output), steps=1).train()
+
+
+def test_file_that_ends_while_it_is_sent_ends_all_ranks(tiny_model, text_file, tmp_path):
+    model = shutil.copytree(tiny_model("llama", "bfloat16"), tmp_path / "model")
+    errors = run_ranks(
+        _lose_a_file_while_loading, 3, model, text_file, tmp_path / "out",
+        environment=fsdp_environment(FSDP2), expect_failure=True, timeout_seconds=60,
+    )  # fmt: skip
+    assert errors[0][0] == "LoadError"
+    assert "inside tensor" in errors[0][1]
+    assert len(errors) == 3
+
+
+@pytest.mark.parametrize("num_members", [1, 2, 3, 8])
+def test_no_bucket_is_larger_than_its_slot(num_members, monkeypatch):
+    import torch
+
+    from hf_fsdp_recipes.load import transfer
+
+    monkeypatch.setattr(transfer, "BUCKET_BYTES", 1024)
+    budget = transfer._member_bytes(num_members)
+    dtypes = [torch.bfloat16, torch.float32, torch.uint8, torch.float64, torch.bfloat16]
+    items = []
+    for count, dtype in zip([budget // 2 - 1, 77, 1001, 513, 3], dtypes, strict=True):
+        runs = [(number * count, count) for number in range(num_members)]
+        items.append(transfer.Destination("w", [], dtype, dtype, runs, torch.empty(0)))
+    taken = dict.fromkeys(range(len(items)), 0)
+    for bucket in transfer._buckets(items, num_members):
+        for position in range(num_members):
+            assert sum(entry.num_bytes(position) for entry in bucket) <= budget
+        for entry in bucket:
+            taken[items.index(entry.destination)] += entry.length
+    assert list(taken.values()) == [item.runs[0][1] for item in items]
 
 
 def _resized(model_dir, data, output, loader, num_tokens):
