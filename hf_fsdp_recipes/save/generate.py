@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.save.reading_back import load_export
 
 
 def generate(
@@ -15,7 +16,7 @@ def generate(
     Raises:
         ExportError: no such export or prompt, or no chat template for `chat`.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     try:
         prompt = prompt_file.read_text(encoding="utf-8").strip()
@@ -23,7 +24,7 @@ def generate(
         raise ExportError(f"{prompt_file} cannot be read as text: {error}") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
-        network = AutoModelForCausalLM.from_pretrained(model).eval()
+        network = load_export(model)
     except (OSError, ValueError) as error:
         raise ExportError(f"{model} cannot be loaded: {str(error).splitlines()[0]}") from error
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -13,6 +13,7 @@ import torch
 
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.save.reading_back import load_export
 
 PROMPT = "The quick brown fox"
 # Differences in the order of sums; a wrong or missing row moves logits by far more.
@@ -73,10 +74,8 @@ def _quantized_alike(config: Any) -> dict[str, Any]:
 
 
 def _compare(expected: torch.Tensor, export: Path, input_ids: torch.Tensor, quantization: Any) -> float:
-    from transformers import AutoModelForCausalLM
-
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(export, **_quantized_alike(quantization)).eval()
+        loaded = load_export(export, **_quantized_alike(quantization))
     except (OSError, ValueError) as error:
         raise ExportError(f"{export} does not load: {str(error).splitlines()[0]}") from error
     for module in loaded.modules():
