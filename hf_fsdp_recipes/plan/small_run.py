@@ -21,7 +21,6 @@ UNIT_PARAMETERS = 5000  # of size-wrapped units: the small model is smaller than
 STAND_INS = {
     "attention": "auto",
     "attn_implementation": None,
-    "optim": "adamw_torch",
     "torch_compile": False,
     "torch_compile_backend": None,
     "use_liger_kernel": False,

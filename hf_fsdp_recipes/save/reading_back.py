@@ -1,6 +1,5 @@
 """Loads an export as its user will, in one process: a model, or an adapter on its base."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 def load_export(directory: Path, **from_pretrained_kwargs: Any) -> Any:
     """Return the model of an export, in evaluation mode. One process; no collective.
 
-    Adapters of DoRA go through PEFT: transformers 5.23 leaves their magnitudes at the base's norms, without a word.
+    Adapters go through PEFT's own class, which gives their base the rows of added tokens; transformers 5.23 alone does
+    not, and leaves DoRA's magnitudes at the base's norms without a word.
 
     Args:
         directory: what `export_model` or `export_checkpoint` wrote.
@@ -19,13 +19,9 @@ def load_export(directory: Path, **from_pretrained_kwargs: Any) -> Any:
     Raises:
         OSError, ValueError: as `from_pretrained`.
     """
+    from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
-    file = directory / ADAPTER_CONFIG
-    config = json.loads(file.read_text()) if file.is_file() else {}
-    if not config.get("use_dora"):
-        return AutoModelForCausalLM.from_pretrained(directory, **from_pretrained_kwargs).eval()
-    from peft import PeftModel
-
-    base = AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"], **from_pretrained_kwargs)
-    return PeftModel.from_pretrained(base, directory).eval()
+    is_adapter = (directory / ADAPTER_CONFIG).is_file()
+    loader: Any = AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
+    return loader.from_pretrained(str(directory), **from_pretrained_kwargs).eval()

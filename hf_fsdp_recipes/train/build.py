@@ -82,6 +82,7 @@ def _trainer_class(arguments: Arguments, rows: TrainingRows) -> tuple[Any, list[
     arguments.training.push_to_hub = False
     is_asynchronous = arguments.recipe.asynchronous_save
     callbacks.append(ShardedCheckpointCallback(asynchronous=is_asynchronous, hub=hub, rank_files=checkpoint_files))
+    callbacks.append(dtypes.MastersCallback(arguments.recipe.adapter_dtype))
     if arguments.recipe.report:
         callbacks.append(MetricsCallback(throughput_warmup_steps=arguments.recipe.throughput_warmup_steps))
     return trainer_class, callbacks

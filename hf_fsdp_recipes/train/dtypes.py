@@ -13,6 +13,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import TemplateError
@@ -66,6 +67,48 @@ def describe(model: torch.nn.Module) -> str:
         kind = "training" if parameter.requires_grad else "frozen 4-bit in" if is_packed else "frozen"
         census[kind, str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
     return ", ".join(f"{count:,} {kind} {dtype}" for (kind, dtype), count in sorted(census.items()))
+
+
+class MastersCallback(TrainerCallback):
+    """Sees, when training begins, that what trains in mixed precision has float32 masters, and says so once.
+
+    Args:
+        wish: as in `settle`; a dtype that was asked for is not looked at.
+    """
+
+    def __init__(self, wish: str = "auto") -> None:
+        self.wish = wish
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Check the sharded model. Every rank; no collective: all have the same dtypes."""
+        in_mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") in PRECISIONS
+        if in_mixed_precision and self.wish == "auto" and not _is_flat_4bit(model):
+            check_masters(model)
+
+
+def check_masters(model: torch.nn.Module) -> None:
+    """Refuse to train in less than float32 between the steps.
+
+    Raises:
+        TemplateError: names some of the parameters that are not float32.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    lower = [f"{name} ({parameter.dtype})" for name, parameter in trained.items() if parameter.dtype != torch.float32]
+    if lower:
+        raise TemplateError(
+            f"{len(lower)} parameters would train without float32 masters: {', '.join(lower[:3])}. Rule: in mixed precision "
+            f"what trains is float32 and cast where it is used. Remedy: mixed_precision: 'no' in the template, or "
+            f"adapter_dtype, if that is what you want."
+        )
+    ranks.print_main(f"masters: {sum(parameter.numel() for parameter in trained.values()):,} elements train in float32")
+
+
+def _is_flat_4bit(model: torch.nn.Module) -> bool:
+    """Tell whether FSDP1 holds 4-bit weights: adapters share their units, and so their dtype."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    is_4bit = any(getattr(module, "is_loaded_in_4bit", False) for module in model.modules())
+    return is_4bit and bool(FSDP.fsdp_modules(model))
 
 
 def _check_uniform(model: torch.nn.Module) -> None:

@@ -27,8 +27,20 @@ def build_model(arguments: Arguments, tokenizer: Any) -> Any:
             attention.check_packing(model.config, model.config._attn_implementation)
     attention.announce(model.config._attn_implementation, arguments.training)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
+        # PEFT gives an adapter's base as many rows as the tokenizer has tokens; a whole model's may be more, for speed.
+        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=None if arguments.model.use_peft else 64)
+        _warn_of_untrained_rows(arguments.model)
     return model
+
+
+def _warn_of_untrained_rows(model_arguments: Any) -> None:
+    """Say that an adapter leaves the rows of added tokens as they were made, unless the embeddings train too."""
+    saved = model_arguments.lora_modules_to_save or []
+    if model_arguments.use_peft and not any("embed" in name for name in saved):
+        ranks.print_main(
+            "special_tokens: the adapter leaves their new rows at the mean of the others; to train them: "
+            "lora_modules_to_save: [embed_tokens, lm_head]"
+        )
 
 
 def is_packed(training: Any) -> bool:

@@ -13,7 +13,6 @@ from tests.recipes.launching import cpu_variant, run_recipe
 # What differs on two CPU ranks with a tiny model: length, steps, and what needs an accelerator.
 ON_CPU = {
     "attention": "auto",
-    "optim": "adamw_torch",
     "bf16": False,
     "torch_compile": False,
     "push_to_hub": False,
@@ -40,7 +39,7 @@ def small_variant(recipe, tmp_path):
     changes = {
         key: value for key, value in ON_CPU.items() if key in settings or key.startswith(("max_", "use_", "report"))
     }
-    for key in ("bf16", "optim", "torch_compile", "attention", "disable_tqdm", "logging_steps"):
+    for key in ("bf16", "torch_compile", "attention", "disable_tqdm", "logging_steps"):
         changes[key] = ON_CPU[key]
     settings |= changes | CHANGES.get(recipe.stem, {})
     settings.pop("torch_compile_backend", None)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from tests.recipes.launching import ROOT, cpu_variant, environment, kill_tree, run, start
 
@@ -184,6 +185,41 @@ def test_bad_rows_are_one_clear_message_from_every_rank(rows, words, tiny_model,
     )
     assert_clear_failure(result, "DataError", num_ranks=2)
     assert words in result.stdout
+
+
+@pytest.mark.slow
+def test_dora_run_is_exported_and_resumed(tiny_model, chat_file, tmp_path):
+    config = recipe(
+        tmp_path, model_name_or_path=tiny_model("llama"), dataset_name=chat_file, use_peft=True, use_dora=True,
+        lora_target_modules="all-linear",
+    )  # fmt: skip
+    whole = run(CPU, ["--config", config, "--output_dir", tmp_path / "whole", "--verify_export", "logits"])
+    assert whole.returncode == 0, whole.stdout
+    assert "verified: the export's logits differ" in whole.stdout
+    kill_after_first_checkpoint(config, tmp_path / "run")
+    resumed = run(CPU, ["--config", config, "--resume_from_checkpoint", "auto"])
+    assert resumed.returncode == 0, resumed.stdout
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    refused = run(CPU, ["--config", config, "--merge_adapter", "true", "--output_dir", tmp_path / "other"])
+    assert_clear_failure(refused, "RecipeError", num_ranks=2)
+
+
+@pytest.mark.slow
+def test_embeddings_train_beside_an_adapter_where_they_are_named(tiny_model, text_file, tmp_path):
+    common = {
+        "model_name_or_path": tiny_model("llama"), "dataset_name": text_file, "use_peft": True, "max_steps": 2,
+        "lora_target_modules": "all-linear", "special_tokens": [f"<|new{number}|>" for number in range(40)],
+    }  # fmt: skip
+    frozen = run(CPU, ["--config", recipe(tmp_path, **common), "--output_dir", tmp_path / "frozen"])
+    assert frozen.returncode == 0, frozen.stdout
+    assert "leaves their new rows at the mean" in frozen.stdout
+    config = recipe(tmp_path, **common, lora_modules_to_save=["embed_tokens", "lm_head"])
+    trained = run(CPU, ["--config", config, "--output_dir", tmp_path / "trained", "--verify_export", "logits"])
+    assert trained.returncode == 0, trained.stdout
+    assert "leaves their new rows" not in trained.stdout
+    assert "verified: the export's logits differ" in trained.stdout
+    stored = load_file(tmp_path / "trained" / "export" / "adapter_model.safetensors")
+    assert any("embed_tokens" in name for name in stored)
 
 
 @pytest.mark.slow
