@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner
 
 from hf_fsdp_recipes.cli import app
@@ -19,11 +20,12 @@ from hf_fsdp_recipes.plan.advice import compare_shardings, smallest_changes, sug
 from hf_fsdp_recipes.plan.communication import step_flops, traffic
 from hf_fsdp_recipes.plan.host import host_needs
 from hf_fsdp_recipes.plan.job import Job, Machine, parse_bandwidth, parse_bytes
-from hf_fsdp_recipes.plan.memory import Planner, change
+from hf_fsdp_recipes.plan.memory import SCALES, Planner, change
 from hf_fsdp_recipes.plan.strategy import Strategy, find_strategy, from_template
 from tests.conftest import tiny_config
 from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
 from tests.ranks.sharded_units import units_of
+from tests.recipes.launching import ROOT
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
 LLAMA2_7B = LLAMA | {
@@ -301,6 +303,32 @@ def test_host_load_here_does_not_grow_with_the_model(planners):
     loads = [next(need for need in host_needs(plan) if need.stage == "load") for plan in (small, large)]
     assert loads[0].ours_bytes == loads[1].ours_bytes
     assert loads[1].stock_bytes > 8 * 4 * large.num_parameters
+
+
+def test_host_load_of_4bit_weights_holds_one_whole_weight_a_rank(planners):
+    job = Job(Strategy(), machine=Machine(8, 8), lora_rank=16, is_4bit=True, dtype=torch.bfloat16)
+    plan = planners("70B", LLAMA2_70B).plan(job)
+    load = next(need for need in host_needs(plan) if need.stage == "load")
+    assert 8 * 930_000_000 < load.ours_bytes < 8 * 1_800_000_000
+    assert load.stock_bytes > 8 * 34_000_000_000
+
+
+def test_nested_scales_take_a_quarter(planners):
+    job = Job(Strategy(), machine=Machine(8, 8), lora_rank=16, is_4bit=True, dtype=torch.bfloat16)
+    planner = planners("70B", LLAMA2_70B)
+    flat, nested = (planner.plan(change(job, has_nested_scales=wish)).peak[SCALES] for wish in (False, True))
+    assert flat == pytest.approx(4.28e9, rel=0.02)
+    assert nested == pytest.approx(flat / 4 + flat / 256, rel=0.01)
+
+
+def test_recipe_that_trains_from_scratch_is_planned_from_its_config():
+    from hf_fsdp_recipes.plan.request import read_recipe
+
+    options = read_recipe(ROOT / "recipes" / "c4_150m_pretrain.yaml")
+    keys = yaml.safe_load((ROOT / "recipes" / "c4_150m_pretrain.yaml").read_text())
+    assert (options["model"], options["config_overrides"]) == (keys["config_name"], keys.get("config_overrides"))
+    nested = read_recipe(ROOT / "recipes" / "llama3_70b_qlora.yaml")
+    assert nested["nested_scales"] is True
 
 
 def test_host_of_cpu_ranks_holds_the_ranks_themselves():

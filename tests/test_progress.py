@@ -137,4 +137,6 @@ def test_run_shows_loading_saving_and_exporting(template, tiny_model, text_file,
     whole = r"100%\|[^|]*\| (\d+\.?\d*k)/\1 \["  # it ends where it should
     assert re.search(f"load weights: {whole}", seen), seen
     assert re.search(f"export weights: {whole}", seen), seen
+    assert re.search(r"save model: +\d+%\|[^|]*\| +\S+k?/\S+k \[\d\d:\d\d<", seen), seen
+    assert "save optimizer: " in seen
     assert re.search(r"checkpoint-1: \d+\.\d MB written in \d+\.\d s", seen), seen

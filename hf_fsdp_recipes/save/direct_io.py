@@ -11,6 +11,7 @@ import errno
 import io
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +95,16 @@ class DirectFile:
 
 
 class ChecksummedStream(io.RawIOBase):
-    """A new file, written from front to back, and the XXH3 of its bytes taken on the way."""
+    """A new file, written from front to back, and the XXH3 of its bytes taken on the way.
 
-    def __init__(self, file: Path) -> None:
+    Args:
+        file: its path.
+        notify: is told of bytes as they are taken.
+    """
+
+    def __init__(self, file: Path, notify: Callable[[int], Any] = lambda num_bytes: None) -> None:
         super().__init__()
+        self._notify = notify
         file.touch()
         self._file = DirectFile(file)
         self._buffer = new_buffer()
@@ -124,6 +131,7 @@ class ChecksummedStream(io.RawIOBase):
             if self._held == len(self._buffer):
                 self._file.write_blocks(self._buffer, self._held, self._start)
                 self._start, self._held = self.tell(), 0
+        self._notify(taken)
         return taken
 
     def described(self) -> dict[str, int | str]:

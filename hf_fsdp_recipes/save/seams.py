@@ -23,7 +23,7 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -100,10 +100,13 @@ def _patch_optimizer_loading() -> None:
     trainer.load_fsdp_optimizer = load_into_made_state
 
 
-def storage_writer(directory: Path) -> tuple[Any, dict[str, dict[str, Any]]]:
+def storage_writer(
+    directory: Path, notify: Callable[[int], Any] = lambda num_bytes: None
+) -> tuple[Any, dict[str, dict[str, Any]]]:
     """Return a DCP writer that goes past the page cache, and what it will have written: bytes and checksum by file.
 
-    Its `.distcp` files are durable when they are written; `.metadata` is left to the caller.
+    Its `.distcp` files are durable when they are written; `.metadata` is left to the caller. `notify` is told of bytes as
+    they are given to be written.
 
     Raises:
         CheckpointError: the place has moved.
@@ -120,7 +123,7 @@ def storage_writer(directory: Path) -> tuple[Any, dict[str, dict[str, Any]]]:
                 with super().create_stream(path, mode) as stream:
                     yield stream
                 return
-            with ChecksummedStream(Path(path)) as stream:
+            with ChecksummedStream(Path(path), notify) as stream:
                 yield stream
             described[Path(path).name] = stream.described()
 

@@ -225,8 +225,9 @@ class Writer:
         with self._agreed():
             if ranks.is_main():
                 directory.mkdir()
-        writer, described = seams.storage_writer(directory)
-        dcp.save({key: dict(state)}, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+        with progress.bar(_local_bytes(state), f"save {key}", leave=False) as shown:
+            writer, described = seams.storage_writer(directory, shown.update)
+            dcp.save({key: dict(state)}, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         mine = {f"{directory.name}/{name}": facts for name, facts in described.items()}
         with self._agreed():
             if ranks.is_main():
@@ -264,6 +265,18 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+
+
+def _local_bytes(value: Any) -> int:
+    """Return the bytes that this rank holds of a state: those of whole tensors, of DTensors' and ShardedTensors' shards."""
+    if isinstance(value, Mapping):
+        return sum(_local_bytes(inner) for inner in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_local_bytes(inner) for inner in value)
+    if hasattr(value, "local_shards"):
+        return sum(shard.tensor.nbytes for shard in value.local_shards())
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return local.nbytes if isinstance(local, torch.Tensor) else 0
 
 
 def _sync(file: Path) -> None:
