@@ -361,3 +361,14 @@ def test_compiled_blocks_train_save_resume_and_export_alike(backend, lora, tiny_
     resumed = recipe(model, text_file, output, **compiled, resume_from_checkpoint=str(output / "checkpoint-2"))
     run(resumed | {"output_dir": str(tmp_path / "resumed")})
     assert recipe_losses(tmp_path / "resumed")[-2:] == pytest.approx(expected[2:], rel=BOUNDS["compiled"])
+
+
+@pytest.mark.slow
+def test_whole_model_compiled_trains_alike(tiny_model, text_file, tmp_path):
+    environment, file, model = fsdp_environment(FSDP2), tmp_path / "recipe.yaml", tiny_model("llama")
+    for name, changes in (("plain", {}), ("compiled", {"torch_compile": True, "torch_compile_backend": "eager"})):
+        settings = recipe(model, text_file, tmp_path / name, **changes)
+        num_graphs = run_ranks(run_recipe, 2, settings, file, environment=environment, timeout_seconds=280)
+        assert (min(num_graphs) > 0) == bool(changes)
+    plain, compiled = recipe_losses(tmp_path / "plain"), recipe_losses(tmp_path / "compiled")
+    assert compiled == pytest.approx(plain, rel=BOUNDS["compiled"])
