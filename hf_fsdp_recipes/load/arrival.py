@@ -13,15 +13,8 @@ import torch.distributed as dist
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.load import dora, names, proof, quantized, resized
-from hf_fsdp_recipes.load.transfer import (
-    LOAD_TITLE,
-    Checksums,
-    Destination,
-    ShardGroup,
-    broadcast_whole,
-    read_direct,
-    scatter,
-)
+from hf_fsdp_recipes.load.destinations import LOAD_TITLE, Checksums, Destination, ShardGroup, read_direct
+from hf_fsdp_recipes.load.transfer import broadcast_whole, scatter
 from hf_fsdp_recipes.measure import progress
 
 

@@ -11,8 +11,8 @@ import torch
 
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.load.destinations import SAMPLE_ELEMENTS, Checksums, Destination, as_bytes
 from hf_fsdp_recipes.load.missing import warn_main
-from hf_fsdp_recipes.load.transfer import SAMPLE_ELEMENTS, Checksums, Destination, as_bytes
 
 
 def check(

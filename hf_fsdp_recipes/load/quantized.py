@@ -22,7 +22,7 @@ import torch.distributed as dist
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.load.conversions import Piece
-from hf_fsdp_recipes.load.transfer import SAMPLE_ELEMENTS, Checksums, Destination, ShardGroup, as_bytes, read_run
+from hf_fsdp_recipes.load.destinations import SAMPLE_ELEMENTS, Checksums, Destination, ShardGroup, as_bytes, read_run
 from hf_fsdp_recipes.load.weights import Checkpoint
 from hf_fsdp_recipes.measure import progress
 

@@ -15,7 +15,7 @@ import torch
 
 from hf_fsdp_recipes.errors import ExportError, LoadError
 from hf_fsdp_recipes.load import names
-from hf_fsdp_recipes.load.transfer import as_bytes
+from hf_fsdp_recipes.load.destinations import as_bytes
 from hf_fsdp_recipes.load.weights import Checkpoint, read_header
 from hf_fsdp_recipes.save.slices import Slice, gather_whole, local_slices
 

@@ -220,7 +220,7 @@ def _describe_merged(
     dtype: torch.dtype | None,
     tokenizer_directory: Path | None = None,
 ) -> Contents:
-    from hf_fsdp_recipes.load.transfer import as_bytes, read_run
+    from hf_fsdp_recipes.load.destinations import as_bytes, read_run
     from hf_fsdp_recipes.save.export import MODEL_PATTERN, written_dtype
 
     checkpoint, pieces = base
