@@ -283,7 +283,9 @@ def _until_stopped(rehearsal: Rehearsal) -> str:
         word = f"the run ended with {process.returncode}, not {EXIT_PREEMPTED}"
         raise RecipeError(launches.error_line(rehearsal.directory) or word)
     new = sorted({file.parent.name for file in _checkpoints(rehearsal)} - known)
-    return f"from {max(known)}; told to stop, it wrote {new[-1] if new else 'nothing new'}"
+    if not new:
+        raise RecipeError(f"told to stop, it wrote no checkpoint; the newest is {max(known)}")
+    return f"from {max(known)}; told to stop, it wrote {new[-1]}"
 
 
 def _to_the_end(rehearsal: Rehearsal) -> str:
