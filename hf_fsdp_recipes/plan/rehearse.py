@@ -128,10 +128,12 @@ def rehearse(recipe: Path, template: str, overrides: Sequence[str] = (), keep: b
 def _quieten() -> None:
     """Keep upstream's bars and notes out of the table."""
     import logging
+    import warnings
 
     from datasets import disable_progress_bars
     from transformers.utils import logging as transformers_logging
 
+    warnings.simplefilter("ignore", FutureWarning)
     disable_progress_bars()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
