@@ -309,7 +309,7 @@ def test_host_load_of_4bit_weights_holds_one_whole_weight_a_rank(planners):
     job = Job(Strategy(), machine=Machine(8, 8), lora_rank=16, is_4bit=True, dtype=torch.bfloat16)
     plan = planners("70B", LLAMA2_70B).plan(job)
     load = next(need for need in host_needs(plan) if need.stage == "load")
-    assert 8 * 930_000_000 < load.ours_bytes < 8 * 1_800_000_000
+    assert 8 * 930_000_000 < load.ours_bytes < 8 * 2_000_000_000
     assert load.stock_bytes > 8 * 34_000_000_000
 
 

@@ -50,10 +50,8 @@ class Weight:
         return -(-rows // num_ranks) * num_ranks * (self.num_elements // max(rows, 1))
 
 
-def read_config(name_or_path: str, overrides: str | None = None) -> Any:
+def read_config(name_or_path: str) -> Any:
     """Read a config: a config.json, a directory that holds one, or a Hub id (config.json alone is fetched).
-
-    `overrides` are changes to it, as a recipe's `config_overrides`.
 
     Raises:
         PlanError: there is none, or it is of no known architecture.
@@ -61,10 +59,7 @@ def read_config(name_or_path: str, overrides: str | None = None) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(name_or_path)
-        if overrides:
-            config.update_from_string(overrides)
-        return config
+        return AutoConfig.from_pretrained(name_or_path)
     except (OSError, ValueError, KeyError) as error:
         hint = "" if Path(name_or_path).exists() else " There is no such file or directory here."
         raise PlanError(f"the config of {name_or_path} cannot be read: {str(error).splitlines()[0]}{hint}") from error

@@ -23,17 +23,20 @@ def run(
         PlanError: nothing to plan, or it cannot be planned as described.
     """
     with _quietly():
+        from hf_fsdp_recipes.load import meta_loader
         from hf_fsdp_recipes.plan import advice, blueprint, table
         from hf_fsdp_recipes.plan.communication import traffic
         from hf_fsdp_recipes.plan.memory import Planner
         from hf_fsdp_recipes.plan.request import make_job, read_recipe
 
         options = {**(read_recipe(recipe) if recipe else {}), **_renamed(options)}
-        model = model or options.get("model")
-        if model is None:
+        name = model or options.get("model")
+        if name is None:
             raise PlanError("no model. Rule: --model takes a config.json, a directory with one or a Hub id.")
+        overrides = None if model else options.get("config_overrides")  # they belong to the recipe's own config
+        config = meta_loader.read_config(name, overrides) if overrides else blueprint.read_config(name)
         job = make_job(template, options)
-        planner = Planner(blueprint.read_config(model, options.get("config_overrides")))
+        planner = Planner(config)
         if is_suggesting:
             found = advice.suggest(planner, job)
             if found is None:

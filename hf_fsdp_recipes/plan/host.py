@@ -11,8 +11,7 @@ from hf_fsdp_recipes.save.writing import CHUNK_BYTES
 
 PROCESS_BYTES = 930_000_000  # a rank before it loads anything: document 004 printed 926 and 933 MB
 LOADING_BYTES = 60_000_000  # beside shard and buckets, per rank, with either source: docs/measured.md
-QUANTIZING_BYTES = 300_000_000  # the same while 4-bit weights are made, over the largest weight: docs/measured.md
-STAGING_RATIO = 1.0  # host bytes for each byte of state while a checkpoint is written beside training: one copy
+QUANTIZING_BYTES = 500_000_000  # the same while 4-bit weights are made, over the largest weight: docs/measured.md
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def host_needs(plan: Plan) -> list[HostNeed]:
             "stock: every rank loads the whole" + (", packed" if job.is_4bit else ""),
         ),
         HostNeed("train", base, base, "processes, and what is offloaded or paged"),
-        HostNeed("save", base + round(ranks * saved * STAGING_RATIO), base + state, "stock: FULL_STATE_DICT on rank 0"),
+        HostNeed("save", base + round(ranks * saved), base + state, "stock: FULL_STATE_DICT on rank 0"),
         HostNeed("export", base + ranks * CHUNK_BYTES, base + (trained if job.lora_rank else whole), "stock: the same"),
     ]
 

@@ -183,7 +183,7 @@ def _render(row: dict[str, Any], tokenizer: Any, chat_template: str | None) -> l
         return_assistant_tokens_mask=True,
         **{**tokenizer.special_tokens_map, **(row.get("chat_template_kwargs") or {})},
     )
-    return list(marks[0])
+    return [(start, end) for start, end in marks[0] if end > start]
 
 
 def cut_giant(row: dict[str, Any], *, text_field: str, max_characters: int) -> dict[str, Any]:
