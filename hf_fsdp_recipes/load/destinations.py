@@ -4,6 +4,7 @@ Works on flat runs of elements. A `Destination` is one parameter's local shard t
 must know to take part: whose elements are whose. Does not know models or wrappers, nor other ranks.
 """
 
+import os
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -109,9 +110,18 @@ def read_direct(destinations: Sequence[Destination], checkpoint: Checkpoint, pos
         first, count = destination.runs[position]
         fill_from_file(destination, checkpoint, first, 0, count)
 
-    with ThreadPoolExecutor(max_workers=2) as pool, progress.bar(sum(sizes), LOAD_TITLE) as shown:
+    with ThreadPoolExecutor(max_workers=_num_readers()) as pool, progress.bar(sum(sizes), LOAD_TITLE) as shown:
         for num_bytes, _ in zip(sizes, pool.map(fill, destinations), strict=True):
             shown.update(num_bytes)
+
+
+def _num_readers() -> int:
+    """Return how many threads of this rank read at once: two, where the machine has two cores for each rank.
+
+    Reading warm files is work for a core, and threads that take turns on one only get in each other's way.
+    """
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(2, max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def fill_from_file(destination: Destination, checkpoint: Checkpoint, first: int, start: int, length: int) -> None:

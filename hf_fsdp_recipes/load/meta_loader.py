@@ -282,18 +282,27 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
     """Build the causal language model of a config with meta parameters and real buffers. No collective."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     try:
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except (ValueError, ImportError) as error:
         raise LoadError(f"a {config.model_type!r} model cannot be built: {error}") from error
+    _initialise_buffers(model)
     model.tie_weights()  # moving each parameter to meta as it is registered has undone the ties
     for pattern, kept_dtype in model._get_dtype_plan(dtype).items():
         for name, parameter in model.named_parameters():
             if pattern in name:
                 parameter.data = parameter.data.to(kept_dtype)
     return model.eval()
+
+
+def _initialise_buffers(model: Any) -> None:
+    """Run the model's own init where it can matter: weights on meta have no values, buffers do."""
+    for module in model.modules():
+        module._is_hf_initialized = next(module.buffers(recurse=False), None) is None
+    model.initialize_weights()
 
 
 def _map_pieces(model: Any, stored: dict[str, StoredTensor], name_or_path: str) -> dict[str, list[Piece]]:

@@ -42,8 +42,7 @@ def check(
         check_ties(model)
         if not covers_direct:
             _check_bytes(destinations, expected, position)
-    _warn_of_nan(destinations)
-    check_buffers(model)
+    check_buffers(model, destinations)
 
 
 def check_ties(model: torch.nn.Module) -> None:
@@ -58,14 +57,21 @@ def check_ties(model: torch.nn.Module) -> None:
                 raise LoadError(f"{target} and {origin} are tied by the config and are two tensors after loading")
 
 
-def check_buffers(model: torch.nn.Module) -> None:
-    """Check that all buffers are the same on all ranks. Collective: every rank must call this."""
+def check_buffers(model: torch.nn.Module, destinations: Sequence[Destination] = ()) -> None:
+    """Check that all buffers are the same on all ranks, and warn of NaN in what arrived anywhere.
+
+    Collective: every rank must call this. One exchange for both, however many ranks there are.
+    """
     mine = {name: _crc(buffer) for name, buffer in model.named_buffers()}
-    for rank, theirs in enumerate(ranks.gather_objects(mine)):
-        different = [name for name in mine if theirs.get(name) != mine[name]]
-        with ranks.agreed():
+    gathered = ranks.gather_objects((mine, _with_nan(destinations)))
+    with ranks.agreed():
+        for rank, (theirs, _) in enumerate(gathered):
+            different = [name for name in mine if theirs.get(name) != mine[name]]
             if different:
                 raise LoadError(f"buffer {different[0]!r} differs between rank {ranks.rank()} and rank {rank}")
+    found = sorted({name for _, names in gathered for name in names})
+    if found:
+        warn_main(f"{len(found)} parameters hold NaN in the checkpoint itself: {found[:3]}")
 
 
 def _check_bytes(destinations: Sequence[Destination], expected: Checksums, position: int) -> None:
@@ -85,11 +91,8 @@ def _check_bytes(destinations: Sequence[Destination], expected: Checksums, posit
             )
 
 
-def _warn_of_nan(destinations: Sequence[Destination]) -> None:
-    mine = [d.name for d in destinations if not d.is_packed and torch.isnan(d.local[:SAMPLE_ELEMENTS]).any()]
-    found = sorted({name for theirs in ranks.gather_objects(mine) for name in theirs})
-    if found:
-        warn_main(f"{len(found)} parameters hold NaN in the checkpoint itself: {found[:3]}")
+def _with_nan(destinations: Sequence[Destination]) -> list[str]:
+    return [d.name for d in destinations if not d.is_packed and torch.isnan(d.local[:SAMPLE_ELEMENTS]).any()]
 
 
 def _crc(tensor: Any) -> int:
