@@ -95,18 +95,44 @@ def raise_together(error: Exception | None) -> None:
         RecipeError: the first failing rank's own error, of the same class and text everywhere; an error
             that is not of this package is raised as itself where it happened and as RecipeError elsewhere.
     """
-    report = None if error is None else (type(error), str(error), isinstance(error, RecipeError))
-    failures = [(r, report) for r, report in enumerate(gather_objects(report)) if report is not None]
-    if not failures:
-        return
-    first_rank, (kind, message, is_ours) = failures[0]
+    failures = [(r, report) for r, report in enumerate(gather_objects(_report(error))) if report is not None]
+    if failures:
+        _raise_as_reported(*failures[0], error)
+
+
+def _report(error: Exception | None) -> Any:
+    return None if error is None else (type(error), str(error), isinstance(error, RecipeError))
+
+
+def _raise_as_reported(failed_rank: int, report: Any, own_error: Exception | None) -> None:
+    kind, message, is_ours = report
     if is_ours:
         ours = kind(message)
         ours.is_agreed = True
-        raise ours from error
-    if error is not None:
-        raise error
-    raise RecipeError(f"rank {first_rank} failed with {kind.__name__}: {message}")
+        raise ours from own_error
+    if own_error is not None:
+        raise own_error
+    raise RecipeError(f"rank {failed_rank} failed with {kind.__name__}: {message}")
+
+
+def from_main(work: Callable[[], Any]) -> Any:
+    """Return on every rank what `work` returns on rank 0.
+
+    Collective: every rank must call this, and the work itself must hold no collective.
+
+    Raises:
+        Exception: rank 0's error on every rank, as `raise_together`.
+    """
+    value, error = None, None
+    if is_main():
+        try:
+            value = work()
+        except Exception as caught:
+            error = caught
+    report, value = broadcast_object((_report(error), value))
+    if report is not None:
+        _raise_as_reported(0, report, error)
+    return value
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ must know to take part: whose elements are whose. Does not know models or wrappe
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from hf_fsdp_recipes.load.conversions import Piece
 from hf_fsdp_recipes.load.first_touch import populate
-from hf_fsdp_recipes.load.weights import Checkpoint
+from hf_fsdp_recipes.load.weights import Checkpoint, Run
 from hf_fsdp_recipes.measure import progress
 
 LOAD_TITLE = "load weights"
-READ_BYTES = 2 * 1024 * 1024  # what a rank asks for at once for itself; in a core's cache while it is cast
+READ_BYTES = 2 * 1024 * 1024  # what a rank takes at once; in a core's cache while it is cast
 SAMPLE_ELEMENTS = 1024  # how much of each slice the always-on checksum covers
 
 
@@ -86,20 +86,28 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def read_run(checkpoint: Checkpoint, pieces: Sequence[Piece], item_bytes: int, first: int, out: torch.Tensor) -> None:
-    """Read the bytes of a parameter's elements from `first` on into `out` (uint8, CPU); its size says how many."""
-    skip, filled = first, 0
+def runs_in_files(
+    checkpoint: Checkpoint, pieces: Sequence[Piece], item_bytes: int, first: int, num_bytes: int
+) -> Iterator[Run]:
+    """Yield where `num_bytes` of a parameter lie, in order, from element `first` on."""
+    skip = first
     for piece in pieces:
         if skip >= piece.num_elements:
             skip -= piece.num_elements
             continue
-        num_bytes = min((piece.num_elements - skip) * item_bytes, out.numel() - filled)
-        checkpoint.read_into(
-            out[filled : filled + num_bytes], checkpoint.tensors[piece.tensor], (piece.start + skip) * item_bytes
-        )
-        filled, skip = filled + num_bytes, 0
-        if filled == out.numel():
+        length = min((piece.num_elements - skip) * item_bytes, num_bytes)
+        yield checkpoint.tensors[piece.tensor], (piece.start + skip) * item_bytes, length
+        num_bytes, skip = num_bytes - length, 0
+        if not num_bytes:
             return
+
+
+def read_run(checkpoint: Checkpoint, pieces: Sequence[Piece], item_bytes: int, first: int, out: torch.Tensor) -> None:
+    """Read the bytes of a parameter's elements from `first` on into `out` (uint8, CPU); its size says how many."""
+    filled = 0
+    for tensor, start, num_bytes in runs_in_files(checkpoint, pieces, item_bytes, first, out.numel()):
+        checkpoint.read_into(out[filled : filled + num_bytes], tensor, start)
+        filled += num_bytes
 
 
 def read_direct(destinations: Sequence[Destination], checkpoint: Checkpoint, position: int) -> None:
@@ -126,6 +134,22 @@ def _num_readers() -> int:
 
 def fill_from_file(destination: Destination, checkpoint: Checkpoint, first: int, start: int, length: int) -> None:
     """Read `length` elements, in the parameter from `first` on and in this rank's slice from `start` on."""
+
+    def read(offset: int, out: torch.Tensor) -> None:
+        read_run(checkpoint, destination.pieces, destination.wire_dtype.itemsize, first + offset, out)
+
+    fill(destination, start, length, read)
+
+
+def fill(destination: Destination, start: int, length: int, read: Callable[[int, torch.Tensor], None]) -> None:
+    """Fill `length` elements of this rank's slice from `start` on, some at a time.
+
+    Args:
+        destination: the parameter.
+        start: in the slice, elements.
+        length: elements.
+        read: puts the bytes that come `offset` elements after the first into a uint8 tensor on the CPU.
+    """
     wire_dtype = destination.wire_dtype
     step = READ_BYTES // wire_dtype.itemsize
     for offset in range(0, length, step):
@@ -133,6 +157,6 @@ def fill_from_file(destination: Destination, checkpoint: Checkpoint, first: int,
         populate(local)
         straight = local.device.type == "cpu" and local.dtype == wire_dtype
         staging = local if straight else torch.empty(local.numel(), dtype=wire_dtype)
-        read_run(checkpoint, destination.pieces, wire_dtype.itemsize, first + offset, as_bytes(staging))
+        read(offset, as_bytes(staging))
         if not straight:
             local.copy_(staging)

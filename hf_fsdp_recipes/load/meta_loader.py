@@ -180,14 +180,15 @@ def _load_on_meta(name_or_path: str, source: Any, verify: Any, kwargs: dict[str,
     kwargs = dict(kwargs)
     dtype = kwargs.pop("dtype", "auto")
     quantization = kwargs.pop("quantization_config", None)
-    box: Any = None
-    with ranks.agreed():
-        if ranks.is_main():
-            box = _describe(name_or_path, kwargs)
-    config, generation_config, checkpoint = box or (None, None, None)
-    stored = {} if checkpoint is None else checkpoint.tensors
-    config, generation_config, stored = ranks.broadcast_object((config, generation_config, stored))
-    model = pieces = None
+    checkpoint: Checkpoint | None = None
+
+    def describe() -> tuple[Any, Any, dict[str, StoredTensor]]:
+        nonlocal checkpoint
+        config, generation_config, checkpoint = _describe(name_or_path, kwargs)
+        return config, generation_config, checkpoint.tensors
+
+    config, generation_config, stored = ranks.from_main(describe)
+    model = found = None
     with ranks.agreed():
         dtype = resolve_dtype(dtype, config, stored)
         model = build_on_meta(config, dtype, kwargs.get("trust_remote_code", False))
@@ -200,8 +201,7 @@ def _load_on_meta(name_or_path: str, source: Any, verify: Any, kwargs: dict[str,
         pieces = _map_pieces(model, stored, name_or_path)
         if source == "direct" and checkpoint is None:
             checkpoint = open_checkpoint(resolve_directory(name_or_path, kwargs))
-    found = CheckpointSource(name_or_path, checkpoint, stored, pieces or {}, source, verify)
-    with ranks.agreed():
+        found = CheckpointSource(name_or_path, checkpoint, stored, pieces, source, verify)
         missing.prepare(model, found)
         if quantizer is not None:
             found.quantized = quantized.pack(model, quantizer, dtype)

@@ -34,7 +34,8 @@ def check(
     Raises:
         LoadError: the same on every rank; names the first parameter or buffer that is not as it should be.
     """
-    expected.values = ranks.broadcast_object(expected.values)
+    if not covers_direct:
+        expected.values = ranks.broadcast_object(expected.values)
     with ranks.agreed():
         left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
         if left:

@@ -1,10 +1,11 @@
 """Moves a checkpoint's bytes from global rank 0 into the shards of all ranks.
 
-Bytes travel in the checkpoint's dtype and are cast on arrival; nothing larger than two buckets is held beside the
-shards. What each rank gets, and how one reads for itself, is in `destinations.py`.
+Bytes travel in the checkpoint's dtype and are cast on arrival: through pipes to the ranks of rank 0's own machine
+(`lanes.py`), in buckets of messages to others and to copies; nothing larger than two buckets is held beside the shards.
+What each rank gets, and how one reads for itself, is in `destinations.py`.
 """
 
-from collections import deque
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.load.destinations import (
     LOAD_TITLE,
     SAMPLE_ELEMENTS,
@@ -19,12 +21,14 @@ from hf_fsdp_recipes.load.destinations import (
     Destination,
     ShardGroup,
     as_bytes,
+    fill,
     fill_from_file,
     read_run,
+    runs_in_files,
 )
 from hf_fsdp_recipes.load.first_touch import populate
-from hf_fsdp_recipes.load.slots import NUM_SLOTS, Slots, prepare
-from hf_fsdp_recipes.load.weights import Checkpoint
+from hf_fsdp_recipes.load.lanes import Lanes, lay, pour, take
+from hf_fsdp_recipes.load.weights import Checkpoint, Run
 from hf_fsdp_recipes.measure import progress
 
 BUCKET_BYTES = 32 * 1024 * 1024  # what rank 0 stages at once, over all receivers; two buckets are in flight
@@ -63,14 +67,18 @@ def scatter(
         group: how the parameters are cut and copied.
         checksums: what rank 0 read, for every member; filled on rank 0 only.
     """
-    with torch.no_grad():
-        if not destinations:
-            return
-        slots = prepare(group.ranks, _member_bytes(len(group.ranks)), destinations[0].local.device)
+    if not destinations:
+        return
+    lanes = lay(group.ranks, destinations[0].local.device)
+    # Where nothing but lanes leads to the others, an error of one rank can be told to all of them.
+    needs_messages = group.copies is not None or len(lanes.reached) < len(group.ranks) - 1
+    with contextlib.nullcontext() if needs_messages else ranks.agreed(), contextlib.closing(lanes), torch.no_grad():
         if checkpoint is not None:
-            _send_all(destinations, checkpoint, group, slots, checksums)
+            _send_all(destinations, checkpoint, group, lanes, checksums)
+        elif needs_messages:
+            _receive_all(destinations, group, lanes)
         else:
-            _receive_all(destinations, group, slots)
+            _fill_from_lane(destinations, group.position, lanes)
 
 
 def _member_bytes(num_members: int) -> int:
@@ -101,70 +109,85 @@ def _send_all(
     destinations: Sequence[Destination],
     checkpoint: Checkpoint,
     group: ShardGroup,
-    slots: Slots,
+    lanes: Lanes,
     checksums: Checksums,
 ) -> None:
-    staging = _stage(destinations, checkpoint, group, slots, checksums)
-    unread: deque[list[dist.Work]] = deque()  # who has not said yet that a slot may be written again
+    streams = {place: _stream(destinations, place, checkpoint, checksums) for place in lanes.outgoing}
+    staging = _stage(destinations, checkpoint, group, lanes, checksums)
     whole_bytes = sum(count * item.wire_dtype.itemsize for item in destinations for _, count in item.runs)
-    with ThreadPoolExecutor(max_workers=1) as reader, progress.bar(whole_bytes, LOAD_TITLE) as shown:
-        upcoming = reader.submit(next, staging, None)
+    with ThreadPoolExecutor(max_workers=2) as helpers, progress.bar(whole_bytes, LOAD_TITLE) as shown:
+        poured = helpers.submit(pour, lanes, streams, checkpoint)
+        upcoming = helpers.submit(next, staging, None)
         while (staged := upcoming.result()) is not None:
             bucket, buffers = staged
             device = bucket[0].destination.local.device
-            outgoing = {
-                group.ranks[position]: _token() if position in slots.shared_with else buffer.to(device)
-                for position, buffer in buffers.items()
-            }
+            outgoing = {group.ranks[place]: buffer.to(device) for place, buffer in buffers.items()}
             requests = _exchange(dist.isend, outgoing, group)
-            replies = {group.ranks[position]: _token() for position in buffers if position in slots.shared_with}
-            unread.append(_exchange(dist.irecv, replies, group))
-            if len(unread) == NUM_SLOTS:
-                _wait(unread.popleft())
-            upcoming = reader.submit(next, staging, None)
-            own = _fill_own(bucket, checkpoint, group, checksums)
+            upcoming = helpers.submit(next, staging, None)
+            own = _fill_own(bucket, checkpoint, group)
             _pass_to_copies(own, bucket, group)
             _wait(requests)
-            shown.update(sum(entry.num_bytes(position) for entry in bucket for position in range(len(group.ranks))))
-        while unread:
-            _wait(unread.popleft())
+            shown.update(sum(entry.num_bytes(place) for entry in bucket for place in range(len(group.ranks))))
+        poured.result()
+
+
+def _stream(
+    destinations: Sequence[Destination], place: int, checkpoint: Checkpoint, checksums: Checksums
+) -> Iterator[Run]:
+    """Yield where the bytes of one member's slices lie, in the order in which it takes them."""
+    for destination in destinations:
+        _add_checksum(checksums, destination, place, checkpoint)
+        first, count = destination.runs[place]
+        item_bytes = destination.wire_dtype.itemsize
+        yield from runs_in_files(checkpoint, destination.pieces, item_bytes, first, count * item_bytes)
+
+
+def _fill_from_lane(destinations: Sequence[Destination], place: int, lanes: Lanes) -> None:
+    """Take this rank's slices one after the other."""
+    assert lanes.incoming is not None
+    lane = lanes.incoming
+    for destination in destinations:
+        fill(destination, 0, destination.runs[place][1], lambda _, out: take(lane, out))
 
 
 def _stage(
     destinations: Sequence[Destination],
     checkpoint: Checkpoint,
     group: ShardGroup,
-    slots: Slots,
+    lanes: Lanes,
     checksums: Checksums,
 ) -> Iterator[tuple[list[_Entry], dict[int, torch.Tensor]]]:
-    """Read bucket after bucket of what the other members get: one byte buffer for each that gets any."""
-    others = [position for position in range(len(group.ranks)) if position != group.position]
-    for number, bucket in enumerate(_buckets(destinations, len(group.ranks))):
+    """Read bucket after bucket of what members without a lane get: one byte buffer for each that gets any."""
+    others = [place for place in range(len(group.ranks)) if place != group.position and place not in lanes.reached]
+    for bucket in _buckets(destinations, len(group.ranks)):
         buffers = {}
-        for position in others:
-            num_bytes = sum(entry.num_bytes(position) for entry in bucket)
+        for place in others:
+            num_bytes = sum(entry.num_bytes(place) for entry in bucket)
             if num_bytes:
-                buffers[position] = slots.of(number, position, num_bytes)
-                _read_bucket(bucket, buffers[position], checkpoint, position, checksums)
+                buffers[place] = torch.empty(num_bytes, dtype=torch.uint8)
+                _read_bucket(bucket, buffers[place], checkpoint, place)
+            for entry in bucket:
+                if entry.start == 0:
+                    _add_checksum(checksums, entry.destination, place, checkpoint)
         yield bucket, buffers
 
 
-def _read_bucket(
-    bucket: Sequence[_Entry], buffer: torch.Tensor, checkpoint: Checkpoint, position: int, checksums: Checksums
-) -> None:
+def _read_bucket(bucket: Sequence[_Entry], buffer: torch.Tensor, checkpoint: Checkpoint, position: int) -> None:
     for entry, part in _parts(bucket, buffer, position):
         first, _ = entry.run(position)
         destination = entry.destination
         read_run(checkpoint, destination.pieces, destination.wire_dtype.itemsize, first, part)
-        _add_checksum(checksums, entry, position, part)
 
 
-def _add_checksum(checksums: Checksums, entry: _Entry, position: int, part: torch.Tensor) -> None:
-    if checksums.covers_all or entry.start < SAMPLE_ELEMENTS:
-        limit = part.numel() if checksums.covers_all else SAMPLE_ELEMENTS * entry.destination.wire_dtype.itemsize
-        # A fresh tensor, because a view at an odd byte offset cannot change its dtype.
-        elements = part[:limit].clone().view(entry.destination.wire_dtype).to(entry.destination.dtype)
-        checksums.add(entry.destination.name, position, entry.start, elements)
+def _add_checksum(checksums: Checksums, destination: Destination, place: int, checkpoint: Checkpoint) -> None:
+    """Read once more what one member gets of a parameter, or its beginning, for the proof of what arrives."""
+    first, count = destination.runs[place]
+    count = count if checksums.covers_all else min(count, SAMPLE_ELEMENTS)
+    step = BUCKET_BYTES // destination.wire_dtype.itemsize
+    for start in range(0, count, step):
+        elements = torch.empty(min(step, count - start), dtype=destination.wire_dtype)
+        read_run(checkpoint, destination.pieces, elements.dtype.itemsize, first + start, as_bytes(elements))
+        checksums.add(destination.name, place, start, elements.to(destination.dtype))
 
 
 def _parts(bucket: Sequence[_Entry], buffer: torch.Tensor, position: int) -> Iterator[tuple[_Entry, torch.Tensor]]:
@@ -177,9 +200,7 @@ def _parts(bucket: Sequence[_Entry], buffer: torch.Tensor, position: int) -> Ite
         offset += num_bytes
 
 
-def _fill_own(
-    bucket: Sequence[_Entry], checkpoint: Checkpoint, group: ShardGroup, checksums: Checksums
-) -> torch.Tensor | None:
+def _fill_own(bucket: Sequence[_Entry], checkpoint: Checkpoint, group: ShardGroup) -> torch.Tensor | None:
     """Fill rank 0's slices; return their bytes as sent to copies, where there are copies."""
     if group.copies is None:
         for entry in bucket:
@@ -188,33 +209,33 @@ def _fill_own(
                 fill_from_file(entry.destination, checkpoint, first, entry.start, count)
         return None
     own = torch.empty(sum(entry.num_bytes(group.position) for entry in bucket), dtype=torch.uint8)
-    _read_bucket(bucket, own, checkpoint, group.position, checksums)
+    _read_bucket(bucket, own, checkpoint, group.position)
     _unpack(own, bucket, group.position)
     return own.to(bucket[0].destination.local.device)
 
 
-def _receive_all(destinations: Sequence[Destination], group: ShardGroup, slots: Slots) -> None:
+def _receive_all(destinations: Sequence[Destination], group: ShardGroup, lanes: Lanes) -> None:
+    """Take bucket after bucket, from messages, the lane or another copy, and hand them on to further copies."""
     pending = None
-    for number, bucket in enumerate(_buckets(destinations, len(group.ranks))):
+    for bucket in _buckets(destinations, len(group.ranks)):
         num_bytes = sum(entry.num_bytes(group.position) for entry in bucket)
-        buffer = slots.of(number, group.position, num_bytes)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=bucket[0].destination.local.device)
         requests = []
-        if group.holds_first_copy and num_bytes:
-            message = _token() if group.position in slots.shared_with else buffer
-            requests = _exchange(dist.irecv, {group.ranks[0]: message}, group)
+        if lanes.incoming is not None:
+            take(lanes.incoming, buffer)
+        elif group.holds_first_copy and num_bytes:
+            requests = _exchange(dist.irecv, {group.ranks[0]: buffer}, group)
         if pending:
-            _land(*pending, group, slots)
+            _land(*pending, group)
         pending = (bucket, buffer, requests)
     if pending:
-        _land(*pending, group, slots)
+        _land(*pending, group)
 
 
-def _land(bucket, buffer, requests, group: ShardGroup, slots: Slots) -> None:  # type: ignore[no-untyped-def]
+def _land(bucket, buffer, requests, group: ShardGroup) -> None:  # type: ignore[no-untyped-def]
     _wait(requests)
     _pass_to_copies(buffer, bucket, group)
     _unpack(buffer, bucket, group.position)
-    if group.position in slots.shared_with and requests:
-        _wait(_exchange(dist.isend, {group.ranks[0]: _token()}, group))  # rank 0 may write there again
 
 
 def _pass_to_copies(buffer: torch.Tensor | None, bucket: Sequence[_Entry], group: ShardGroup) -> None:
@@ -241,11 +262,6 @@ def _exchange(operation, buffers: Mapping[int, torch.Tensor], group: ShardGroup)
 def _wait(requests: Sequence[dist.Work]) -> None:
     for request in requests:
         request.wait()
-
-
-def _token() -> torch.Tensor:
-    """Return a message that says no more than that it was sent."""
-    return torch.zeros(1, dtype=torch.uint8)
 
 
 def broadcast_whole(destination: Destination, checkpoint: Checkpoint | None, device: torch.device) -> None:

@@ -6,6 +6,7 @@ make a later read return the wrong bytes, so that a broken checkpoint is named b
 Source: the safetensors format, https://github.com/huggingface/safetensors#format
 """
 
+import errno
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from hf_fsdp_recipes.errors import LoadError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+COPIED_BYTES = 64 * 1024  # at once into a pipe, where the file system cannot splice
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference reader
 
 DTYPES = {
@@ -51,6 +53,9 @@ class StoredTensor:
     num_bytes: int
 
 
+Run = tuple[StoredTensor, int, int]  # (tensor, first byte of it, number of bytes)
+
+
 class Checkpoint:
     """The tensors of a safetensors checkpoint by name. Files are opened on the first read and kept open."""
 
@@ -79,11 +84,31 @@ class Checkpoint:
         while view:
             num_read = os.preadv(self._descriptor(tensor.file), [view], offset)
             if num_read == 0:
-                raise LoadError(
-                    f"{tensor.file} ends at byte {offset}, inside tensor {tensor.name!r}. Rule: a checkpoint must not "
-                    f"change while it is read. Remedy: restore the file and start again."
-                )
+                raise _ended(tensor, offset)
             view, offset = view[num_read:], offset + num_read
+
+    def splice_into(self, pipe: int, tensor: StoredTensor, start_bytes: int, num_bytes: int) -> int:
+        """Put bytes of `tensor` from `start_bytes` on into a pipe; return how many of `num_bytes` it took.
+
+        They stay the kernel's: this process neither copies nor holds them.
+
+        Raises:
+            BlockingIOError: the pipe is full.
+            BrokenPipeError: nobody is at its other end.
+            LoadError: as `read_into`.
+        """
+        if tensor.name in self._kept:
+            return os.write(pipe, self._kept[tensor.name][start_bytes : start_bytes + num_bytes].numpy())
+        descriptor, offset = self._descriptor(tensor.file), tensor.start + start_bytes
+        try:
+            num_moved = os.splice(descriptor, pipe, num_bytes, offset_src=offset)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS):
+                raise
+            num_moved = os.write(pipe, os.pread(descriptor, min(num_bytes, COPIED_BYTES), offset))
+        if num_moved == 0:
+            raise _ended(tensor, offset)
+        return num_moved
 
     def close(self) -> None:
         """Close all files; a later read opens them again."""
@@ -192,6 +217,13 @@ def _read_index(directory: Path) -> tuple[list[Path], dict[str, Path]]:
         if not (directory / file).is_file():
             raise _broken(index, f"it names {file!r}, which is not there")
     return sorted({directory / file for file in places.values()}), {n: directory / f for n, f in places.items()}
+
+
+def _ended(tensor: StoredTensor, offset: int) -> LoadError:
+    return LoadError(
+        f"{tensor.file} ends at byte {offset}, inside tensor {tensor.name!r}. Rule: a checkpoint must not change while it "
+        f"is read. Remedy: restore the file and start again."
+    )
 
 
 def _broken(file: Path, fault: str) -> LoadError:

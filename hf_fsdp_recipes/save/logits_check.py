@@ -46,12 +46,8 @@ def check_logits(model: torch.nn.Module, export: Path, tokenizer: Any, prompt: s
     with torch.no_grad():
         expected = model(**inputs).logits.float().cpu()
     model.train(was_training)
-    difference = 0.0
-    with ranks.agreed():
-        if ranks.is_main():
-            config = getattr(_transformers_config(model), "quantization_config", None)
-            difference = _compare(expected, export, inputs["input_ids"].cpu(), config)
-    return ranks.broadcast_object(difference)
+    config = getattr(_transformers_config(model), "quantization_config", None)
+    return ranks.from_main(lambda: _compare(expected, export, inputs["input_ids"].cpu(), config))
 
 
 def _transformers_config(model: torch.nn.Module) -> Any:

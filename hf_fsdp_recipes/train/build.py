@@ -99,11 +99,7 @@ def find_resume(arguments: Arguments) -> str | None:
     wish = arguments.training.resume_from_checkpoint
     if wish in (None, False, "", "no"):
         return None
-    found = None
-    with ranks.agreed():
-        if ranks.is_main():
-            found = _find_checkpoint(str(wish), arguments.training.output_dir)
-    found = ranks.broadcast_object(found)
+    found = ranks.from_main(lambda: _find_checkpoint(str(wish), arguments.training.output_dir))
     if found is None:
         ranks.print_main(f"resume: no complete checkpoint in {arguments.training.output_dir}; starting from step 0")
         return None

@@ -17,22 +17,23 @@ def load_tokenizer(arguments: Any) -> Any:
     """Load the model's tokenizer on rank 0 and hand it to all. Collective: every rank must call this."""
     from transformers import AutoTokenizer
 
-    tokenizer = None
     name = arguments.recipe.tokenizer_name or arguments.model.model_name_or_path
     revision = None if arguments.recipe.tokenizer_name else arguments.model.model_revision
-    with ranks.agreed():
-        if ranks.is_main():
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(
-                    name, revision=revision, trust_remote_code=getattr(arguments.training, "trust_remote_code", False)
-                )
-                tokenizer.add_tokens(arguments.recipe.special_tokens or [], special_tokens=True)
-            except Exception as error:
-                raise LoadError(
-                    f"no tokenizer at {name}: {str(error).splitlines()[0]} Remedy: check the "
-                    f"name; a directory needs config.json, safetensors and tokenizer.json."
-                ) from error
-    return ranks.broadcast_object(tokenizer)
+
+    def read() -> Any:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, revision=revision, trust_remote_code=getattr(arguments.training, "trust_remote_code", False)
+            )
+            tokenizer.add_tokens(arguments.recipe.special_tokens or [], special_tokens=True)
+        except Exception as error:
+            raise LoadError(
+                f"no tokenizer at {name}: {str(error).splitlines()[0]} Remedy: check the "
+                f"name; a directory needs config.json, safetensors and tokenizer.json."
+            ) from error
+        return tokenizer
+
+    return ranks.from_main(read)
 
 
 def tokenizer_for_rows(tokenizer: Any, training: Any) -> Any:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -111,22 +112,35 @@ def test_every_value_arrives_on_four_ranks(tiny_model, text_file, tmp_path, load
 
 
 def _shards_through_small_buckets(model_dir, data, output, keywords, apart):
-    """As `_shards`, in many buckets; the ranks `apart` are made to see nothing of rank 0's memory."""
+    """As `_shards`, in many buckets; the ranks `apart` are made to see nothing of rank 0's process."""
     from hf_fsdp_recipes import ranks
-    from hf_fsdp_recipes.load import slots, transfer
+    from hf_fsdp_recipes.load import arrival, lanes, transfer
 
     transfer.BUCKET_BYTES = 4096
-    made = []
-    prepare = slots.prepare
-    transfer.prepare = lambda *arguments: made.append(prepare(*arguments)) or made[-1]
+    lanes.LANE_BYTES = 4096
+    laid = []
+    lay = lanes.lay
+    transfer.lay = lambda *arguments: laid.append(lay(*arguments)) or laid[-1]
     if ranks.rank() in apart:
-        slots._attach = lambda *_: None
-    seen = _shards(model_dir, data, output, keywords)
-    return seen, sorted(made[0].shared_with)
+        lanes._open = lambda *_: None
+    scatter = arrival.scatter
+
+    def scatter_and_count(*arguments):
+        num_open = _num_open_pipes()
+        scatter(*arguments)
+        assert _num_open_pipes() == num_open
+
+    arrival.scatter = scatter_and_count
+    return _shards(model_dir, data, output, keywords), sorted(laid[0].reached)
 
 
-@pytest.mark.parametrize(("apart", "shared_with"), [((), [1, 2, 3]), ((2,), [1, 3]), ((1, 2, 3), [])])
-def test_neighbours_read_rank_0s_memory_and_others_its_messages(tiny_model, text_file, tmp_path, apart, shared_with):
+def _num_open_pipes():
+    descriptors = Path("/proc/self/fd").iterdir()
+    return sum(path.is_symlink() and str(path.readlink()).startswith("pipe:") for path in descriptors)
+
+
+@pytest.mark.parametrize(("apart", "reached"), [((), [1, 2, 3]), ((2,), [1, 3]), ((1, 2, 3), [])])
+def test_neighbours_are_fed_through_lanes_and_others_by_messages(tiny_model, text_file, tmp_path, apart, reached):
     from safetensors.torch import load_file
 
     model = tiny_model("llama", "bfloat16")
@@ -141,7 +155,7 @@ def test_neighbours_read_rank_0s_memory_and_others_its_messages(tiny_model, text
         apart,
         environment=fsdp_environment(FSDP2),
     )
-    assert [shared for _, shared in found] == [[] if rank in apart else shared_with for rank in range(4)]
+    assert [lanes for _, lanes in found] == [reached] * 4
     for name, tensor in load_file(model / "model.safetensors").items():
         assert found[3][0][name] == tensor.float().tolist(), name
 
@@ -155,39 +169,125 @@ def test_copies_of_a_hybrid_mesh_are_fed_through_small_buckets(tiny_model, text_
     found = run_ranks(
         _shards_through_small_buckets, 4, model, text_file, tmp_path, keywords, (), environment=environment
     )
-    assert [shared for _, shared in found] == [[1], [1], [], []]
+    assert [lanes for _, lanes in found] == [[1]] * 4
     for name, tensor in load_file(model / "model.safetensors").items():
         assert found[3][0][name] == tensor.float().tolist(), name
 
 
-def test_memory_that_is_not_rank_0s_is_not_taken_for_it(tmp_path):
-    from hf_fsdp_recipes.load import slots
+def test_pipe_of_another_process_is_not_taken_for_rank_0s(tmp_path):
+    from hf_fsdp_recipes.load import lanes
 
-    descriptor, mapped, (path, token) = slots._make(8192)
+    ours, outgoing, (proof, token, far_ends) = lanes._make([1])
     file = tmp_path / "other"
-    file.write_bytes(mapped)
+    file.write_bytes(token)
     link = tmp_path / "link"
     link.symlink_to(file)
-    assert slots._attach(path, token, 8192) is not None
-    assert slots._attach(path, b"y" * slots.TOKEN_BYTES, 8192) is None
-    assert slots._attach(path, token, 4096) is None
-    assert slots._attach(str(link), token, 8192) is None
-    os.close(descriptor)
-    assert slots._attach(path, token, 8192) is None
+    opened = lanes._open(proof, token, far_ends[1])
+    assert opened is not None
+    assert lanes._open(proof, b"y" * lanes.TOKEN_BYTES, far_ends[1]) is None
+    assert lanes._open(str(link), token, far_ends[1]) is None
+    for descriptor in (opened, *ours, *outgoing.values()):
+        os.close(descriptor)
+    assert lanes._open(proof, token, far_ends[1]) is None
 
 
-def test_slots_are_private_where_nothing_can_be_shared(monkeypatch):
+def test_no_lanes_are_laid_where_nothing_can_be_shared(monkeypatch):
+    from hf_fsdp_recipes.load import lanes
+
+    def refuse(*_):
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(os, "pipe2", refuse)
+    num_open = len(os.listdir("/proc/self/fd"))
+    assert lanes._make([1, 2]) == ([], {}, None)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def _stored(tmp_path, num_bytes):
+    import torch
+    from safetensors.torch import save_file
+
+    from hf_fsdp_recipes.load.weights import open_checkpoint
+
+    values = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
+    save_file({"w": values}, tmp_path / "model.safetensors")
+    return values, open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("fault", [None, "cannot splice", "in memory"])
+def test_lane_carries_more_than_it_holds_in_order(tmp_path, monkeypatch, fault):
+    import errno
+    import threading
+
     import torch
 
-    from hf_fsdp_recipes.load import slots
+    from hf_fsdp_recipes.load import lanes
 
-    def refuse(name):
-        raise OSError("forbidden")
+    values, checkpoint = _stored(tmp_path, 300_001)
+    if fault == "cannot splice":
 
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    made = slots.prepare([0, 1], 100, torch.device("cpu"))
-    assert not made.shared_with
-    assert made.of(0, 1, 100).numel() == 100
+        def refuse(*_, **__):
+            raise OSError(errno.EINVAL, "no such operation here")
+
+        monkeypatch.setattr(os, "splice", refuse)
+    if fault == "in memory":
+        checkpoint.keep(checkpoint.tensors["w"], values)
+    monkeypatch.setattr(lanes, "LANE_BYTES", 8192)
+    ours, outgoing, (proof, token, far_ends) = lanes._make([1, 2])
+    incoming = {place: lanes._open(proof, token, far_ends[place]) for place in outgoing}
+    for descriptor in ours:
+        os.close(descriptor)
+    tensor = checkpoint.tensors["w"]
+    streams = {1: [(tensor, 0, 100_000), (tensor, 99_999, 2)], 2: [(tensor, 7, 299_994)]}
+    found = {1: torch.empty(100_002, dtype=torch.uint8), 2: torch.empty(299_994, dtype=torch.uint8)}
+    takers = [threading.Thread(target=lanes.take, args=(incoming[place], found[place])) for place in found]
+    for taker in takers:
+        taker.start()
+    lanes.pour(lanes.Lanes(outgoing), streams, checkpoint)
+    for taker in takers:
+        taker.join(timeout=10)
+    assert torch.equal(found[1], torch.cat([values[:100_000], values[99_999:100_001]]))
+    assert torch.equal(found[2], values[7:300_001])
+    for descriptor in incoming.values():
+        os.close(descriptor)
+
+
+def test_lane_whose_other_end_has_gone_ends_at_once(tmp_path):
+    import torch
+
+    from hf_fsdp_recipes.errors import LoadError
+    from hf_fsdp_recipes.load import lanes
+
+    _, checkpoint = _stored(tmp_path, 3_000_000)
+    ours, outgoing, (proof, token, far_ends) = lanes._make([1, 2])
+    incoming = lanes._open(proof, token, far_ends[2])
+    for descriptor in ours:
+        os.close(descriptor)  # nobody is at the end of 1's lane now
+    laid = lanes.Lanes(outgoing)
+    tensor = checkpoint.tensors["w"]
+    lanes.pour(laid, {1: [(tensor, 0, 3_000_000)], 2: [(tensor, 0, 10)]}, checkpoint)
+    assert laid.outgoing == {}
+    with pytest.raises(LoadError, match="rank 0 ended"):
+        lanes.take(incoming, torch.empty(11, dtype=torch.uint8))
+    os.close(incoming)
+
+
+def test_lane_that_stands_still_is_given_up(tmp_path, monkeypatch):
+    import torch
+
+    from hf_fsdp_recipes.errors import LoadError
+    from hf_fsdp_recipes.load import lanes
+
+    monkeypatch.setattr(lanes, "PATIENCE_SECONDS", 0.2)
+    _, checkpoint = _stored(tmp_path, 3_000_000)
+    ours, outgoing, _ = lanes._make([1])
+    with pytest.raises(LoadError, match="taken"):
+        lanes.pour(lanes.Lanes(outgoing), {1: [(checkpoint.tensors["w"], 0, 3_000_000)]}, checkpoint)
+    far, near = os.pipe()
+    with pytest.raises(LoadError, match="sent no weights"):
+        lanes.take(far, torch.empty(1, dtype=torch.uint8))
+    for descriptor in (*ours, far, near):
+        os.close(descriptor)
 
 
 def test_populating_leaves_values_as_they_are():
@@ -319,14 +419,14 @@ def test_adapter_that_cannot_be_made_on_arrival_is_refused_by_name(
     assert word in errors[0][1]
 
 
-def _lose_a_file_while_loading(model_dir, data, output):
-    """Truncate the weights when their headers have been checked; rank 2 takes its bytes from messages."""
+def _lose_a_file_while_loading(model_dir, data, output, apart):
+    """Truncate the weights when their headers have been checked; the ranks `apart` take theirs from messages."""
     from hf_fsdp_recipes import ranks
-    from hf_fsdp_recipes.load import arrival, slots, transfer
+    from hf_fsdp_recipes.load import arrival, lanes, transfer
 
     transfer.BUCKET_BYTES = 4096
-    if ranks.rank() == 2:
-        slots._attach = lambda *_: None
+    if ranks.rank() in apart:
+        lanes._open = lambda *_: None
     send = arrival.scatter
 
     def lose_then_send(*arguments):
@@ -340,15 +440,18 @@ def _lose_a_file_while_loading(model_dir, data, output):
     build(str(model_dir), str(data), str(output), steps=1).train()
 
 
-def test_file_that_ends_while_it_is_sent_ends_all_ranks(tiny_model, text_file, tmp_path):
+@pytest.mark.parametrize("apart", [(), (2,)])
+def test_file_that_ends_while_it_is_sent_ends_all_ranks(tiny_model, text_file, tmp_path, apart):
     model = shutil.copytree(tiny_model("llama", "bfloat16"), tmp_path / "model")
     errors = run_ranks(
-        _lose_a_file_while_loading, 3, model, text_file, tmp_path / "out",
+        _lose_a_file_while_loading, 3, model, text_file, tmp_path / "out", apart,
         environment=fsdp_environment(FSDP2), expect_failure=True, timeout_seconds=60,
     )  # fmt: skip
     assert errors[0][0] == "LoadError"
     assert "inside tensor" in errors[0][1]
     assert len(errors) == 3
+    if not apart:
+        assert errors[1] == errors[2] == errors[0]
 
 
 @pytest.mark.parametrize("num_members", [1, 2, 3, 8])
