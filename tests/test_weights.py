@@ -114,3 +114,50 @@ def test_index_that_lists_a_tensor_its_file_lacks_is_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(LoadError, match="ghost"):
         open_checkpoint(tmp_path)
+
+
+def test_disk_is_asked_for_no_more_than_some_way_ahead(tmp_path, monkeypatch):
+    from hf_fsdp_recipes.load import weights
+
+    save_file(
+        {"a": torch.zeros(5000, dtype=torch.uint8), "b": torch.zeros(300, dtype=torch.uint8)},
+        tmp_path / "model.safetensors",
+    )
+    checkpoint = weights.open_checkpoint(tmp_path)
+    tensors = checkpoint.tensors
+    monkeypatch.setattr(weights, "AHEAD_BYTES", 2500)
+    monkeypatch.setattr(weights, "ASKED_BYTES", 1000)
+    asked = []
+    monkeypatch.setattr(checkpoint, "ask_for", lambda *part: asked.append((part[0].name, *part[1:])))
+    ahead = weights.ReadAhead(checkpoint, [(tensors["a"], 10, 4500), (tensors["b"], 0, 300)])
+    assert asked == [("a", 10, 1000), ("a", 1010, 1000), ("a", 2010, 1000)]
+    ahead.advance(400)
+    assert len(asked) == 3
+    ahead.advance(200)
+    assert asked[3:] == [("a", 3010, 1000)]
+    ahead.advance(5000)
+    assert asked[4:] == [("a", 4010, 500), ("b", 0, 300)]
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_only_what_is_not_in_memory_is_asked_for(tmp_path, monkeypatch, is_cached):
+    import os
+
+    from hf_fsdp_recipes.load import weights
+
+    save_file({"a": torch.arange(5000, dtype=torch.float32)}, tmp_path / "model.safetensors")
+    checkpoint = weights.open_checkpoint(tmp_path)
+    tensor = checkpoint.tensors["a"]
+    read = os.preadv
+
+    def preadv(descriptor, buffers, offset, flags=0):
+        if flags & os.RWF_NOWAIT and not is_cached:
+            raise BlockingIOError
+        return read(descriptor, buffers, offset, flags)
+
+    asked = []
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, *arguments: asked.append(arguments))
+    checkpoint.read_into(torch.empty(tensor.num_bytes, dtype=torch.uint8), tensor, 0)  # now it is in memory
+    checkpoint.ask_for(tensor, 40, 400)
+    assert asked == ([] if is_cached else [(tensor.start + 40, 400, os.POSIX_FADV_WILLNEED)])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hf_fsdp_recipes.load.conversions import Piece
 from hf_fsdp_recipes.load.first_touch import populate
-from hf_fsdp_recipes.load.weights import Checkpoint, Run
+from hf_fsdp_recipes.load.weights import Checkpoint, ReadAhead, Run
 from hf_fsdp_recipes.measure import progress
 
 LOAD_TITLE = "load weights"
@@ -102,6 +102,21 @@ def runs_in_files(
             return
 
 
+def whole_in_files(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> Iterator[Run]:
+    """Yield where the bytes of a whole parameter lie, in order."""
+    for piece in pieces:
+        tensor = checkpoint.tensors[piece.tensor]
+        item_bytes = tensor.dtype.itemsize
+        yield tensor, piece.start * item_bytes, piece.num_elements * item_bytes
+
+
+def slice_in_files(checkpoint: Checkpoint, destination: Destination, place: int) -> Iterator[Run]:
+    """Yield where the bytes of one member's slice of a parameter lie, in order."""
+    first, count = destination.runs[place]
+    item_bytes = destination.wire_dtype.itemsize
+    return runs_in_files(checkpoint, destination.pieces, item_bytes, first, count * item_bytes)
+
+
 def read_run(checkpoint: Checkpoint, pieces: Sequence[Piece], item_bytes: int, first: int, out: torch.Tensor) -> None:
     """Read the bytes of a parameter's elements from `first` on into `out` (uint8, CPU); its size says how many."""
     filled = 0
@@ -114,12 +129,14 @@ def read_direct(destinations: Sequence[Destination], checkpoint: Checkpoint, pos
     """Fill this rank's slices from the checkpoint. Every rank may call this on its own; no collective."""
     sizes = [destination.runs[position][1] * destination.wire_dtype.itemsize for destination in destinations]
 
-    def fill(destination: Destination) -> None:
+    def read(destination: Destination) -> None:
         first, count = destination.runs[position]
         fill_from_file(destination, checkpoint, first, 0, count)
 
+    ahead = ReadAhead(checkpoint, (run for item in destinations for run in slice_in_files(checkpoint, item, position)))
     with ThreadPoolExecutor(max_workers=_num_readers()) as pool, progress.bar(sum(sizes), LOAD_TITLE) as shown:
-        for num_bytes, _ in zip(sizes, pool.map(fill, destinations), strict=True):
+        for num_bytes, _ in zip(sizes, pool.map(read, destinations), strict=True):
+            ahead.advance(num_bytes)
             shown.update(num_bytes)
 
 

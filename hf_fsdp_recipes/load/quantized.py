@@ -22,8 +22,16 @@ import torch.distributed as dist
 from hf_fsdp_recipes import ranks
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.load.conversions import Piece
-from hf_fsdp_recipes.load.destinations import SAMPLE_ELEMENTS, Checksums, Destination, ShardGroup, as_bytes, read_run
-from hf_fsdp_recipes.load.weights import Checkpoint
+from hf_fsdp_recipes.load.destinations import (
+    SAMPLE_ELEMENTS,
+    Checksums,
+    Destination,
+    ShardGroup,
+    as_bytes,
+    read_run,
+    whole_in_files,
+)
+from hf_fsdp_recipes.load.weights import Checkpoint, ReadAhead
 from hf_fsdp_recipes.measure import progress
 
 PART_ELEMENTS = 512 * 1024  # a multiple of a block of 64; what fits into a core's cache with its temporaries
@@ -195,13 +203,15 @@ def scatter(
     """
     owners = group.ranks if takes_turns else group.ranks[:1]
     sizes = [sum(count for _, count in item.runs) * item.dtype.itemsize for item, _, _ in work]
+    mine: Iterator[Any] = iter(())
     made: Any = None
+    if checkpoint is not None and ranks.rank() in owners:
+        mine = _quantize_each(work[list(owners).index(ranks.rank()) :: len(owners)], checkpoint, device)
     for number, (destination, _, layer) in enumerate(progress.each(work, "load 4-bit weights", sizes=sizes)):
         turn = number % len(owners)
         if turn == 0:
             with ranks.agreed():
-                if ranks.rank() in owners:
-                    made = _quantize_own(work[number : number + len(owners)], checkpoint, owners, device)
+                made = next(mine, None)  # all owners are at it at the same time
         packed = state = None
         if ranks.rank() == owners[turn]:
             packed, state = made
@@ -211,19 +221,15 @@ def scatter(
         layer.quant_state = broadcast_state(state, owners[turn], device)
 
 
-def _quantize_own(
-    round_: Sequence[tuple[Destination, Recipe, torch.nn.Module]],
-    checkpoint: Checkpoint | None,
-    owners: Sequence[int],
-    device: torch.device,
-) -> Any:
-    """Quantise this rank's weight of a round in which each owner has one; all owners are at it at the same time."""
-    place = list(owners).index(ranks.rank())
-    if place >= len(round_):
-        return None
-    assert checkpoint is not None
-    destination, recipe, _ = round_[place]
-    return quantize(checkpoint, destination.pieces, recipe, device)
+def _quantize_each(
+    own: Sequence[tuple[Destination, Recipe, torch.nn.Module]], checkpoint: Checkpoint, device: torch.device
+) -> Iterator[Any]:
+    """Quantise this rank's weights, each when it is asked for."""
+    wanted = (run for destination, _, _ in own for run in whole_in_files(checkpoint, destination.pieces))
+    ahead = ReadAhead(checkpoint, wanted)
+    for destination, recipe, _ in own:
+        yield quantize(checkpoint, destination.pieces, recipe, device)
+        ahead.advance(sum(num_bytes for _, _, num_bytes in whole_in_files(checkpoint, destination.pieces)))
 
 
 def _send_slices(destination: Destination, packed: torch.Tensor | None, group: ShardGroup, owner: int) -> None:

@@ -24,11 +24,12 @@ from hf_fsdp_recipes.load.destinations import (
     fill,
     fill_from_file,
     read_run,
-    runs_in_files,
+    slice_in_files,
+    whole_in_files,
 )
 from hf_fsdp_recipes.load.first_touch import populate
 from hf_fsdp_recipes.load.lanes import Lanes, lay, pour, take
-from hf_fsdp_recipes.load.weights import Checkpoint, Run
+from hf_fsdp_recipes.load.weights import Checkpoint, ReadAhead, Run
 from hf_fsdp_recipes.measure import progress
 
 BUCKET_BYTES = 32 * 1024 * 1024  # what rank 0 stages at once, over all receivers; two buckets are in flight
@@ -115,6 +116,8 @@ def _send_all(
     streams = {place: _stream(destinations, place, checkpoint, checksums) for place in lanes.outgoing}
     staging = _stage(destinations, checkpoint, group, lanes, checksums)
     whole_bytes = sum(count * item.wire_dtype.itemsize for item in destinations for _, count in item.runs)
+    wanted = (run for item in destinations for run in whole_in_files(checkpoint, item.pieces))
+    ahead = ReadAhead(checkpoint, wanted)
     with ThreadPoolExecutor(max_workers=2) as helpers, progress.bar(whole_bytes, LOAD_TITLE) as shown:
         poured = helpers.submit(pour, lanes, streams, checkpoint)
         upcoming = helpers.submit(next, staging, None)
@@ -127,7 +130,9 @@ def _send_all(
             own = _fill_own(bucket, checkpoint, group)
             _pass_to_copies(own, bucket, group)
             _wait(requests)
-            shown.update(sum(entry.num_bytes(place) for entry in bucket for place in range(len(group.ranks))))
+            num_bytes = sum(entry.num_bytes(place) for entry in bucket for place in range(len(group.ranks)))
+            ahead.advance(num_bytes)
+            shown.update(num_bytes)
         poured.result()
 
 
@@ -137,9 +142,7 @@ def _stream(
     """Yield where the bytes of one member's slices lie, in the order in which it takes them."""
     for destination in destinations:
         _add_checksum(checksums, destination, place, checkpoint)
-        first, count = destination.runs[place]
-        item_bytes = destination.wire_dtype.itemsize
-        yield from runs_in_files(checkpoint, destination.pieces, item_bytes, first, count * item_bytes)
+        yield from slice_in_files(checkpoint, destination, place)
 
 
 def _fill_from_lane(destinations: Sequence[Destination], place: int, lanes: Lanes) -> None:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 COPIED_BYTES = 64 * 1024  # at once into a pipe, where the file system cannot splice
+AHEAD_BYTES = 64 * 1024 * 1024  # how much a disk is asked for before it is read; what it takes to keep one busy
+ASKED_BYTES = 4 * 1024 * 1024  # of that, at once
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference reader
 
 DTYPES = {
@@ -110,6 +112,14 @@ class Checkpoint:
             raise _ended(tensor, offset)
         return num_moved
 
+    def ask_for(self, tensor: StoredTensor, start_bytes: int, num_bytes: int) -> None:
+        """Have the kernel begin to read bytes that will be read soon, unless it has them; return at once."""
+        if tensor.name in self._kept or not hasattr(os, "posix_fadvise"):
+            return
+        descriptor, first = self._descriptor(tensor.file), tensor.start + start_bytes
+        if num_bytes and not _is_cached(descriptor, first + num_bytes - 1):
+            os.posix_fadvise(descriptor, first, num_bytes, os.POSIX_FADV_WILLNEED)
+
     def close(self) -> None:
         """Close all files; a later read opens them again."""
         for descriptor in self._descriptors.values():
@@ -122,6 +132,37 @@ class Checkpoint:
             if file not in self._descriptors:
                 self._descriptors[file] = os.open(file, os.O_RDONLY)
             return self._descriptors[file]
+
+
+class ReadAhead:
+    """Asks for runs of bytes some way ahead of the one that is read. Not for two threads."""
+
+    def __init__(self, checkpoint: Checkpoint, runs: Iterable[Run]) -> None:
+        self._checkpoint = checkpoint
+        self._parts = _in_parts(runs)
+        self._num_bytes = 0  # asked for and not read yet
+        self.advance(0)
+
+    def advance(self, num_bytes: int) -> None:
+        """Learn that so many bytes have been read, and ask for more."""
+        self._num_bytes -= num_bytes
+        while self._num_bytes < AHEAD_BYTES and (part := next(self._parts, None)):
+            self._checkpoint.ask_for(*part)
+            self._num_bytes += part[2]
+
+
+def _in_parts(runs: Iterable[Run]) -> Iterator[Run]:
+    for tensor, start, num_bytes in runs:
+        for offset in range(0, num_bytes, ASKED_BYTES):
+            yield tensor, start + offset, min(ASKED_BYTES, num_bytes - offset)
+
+
+def _is_cached(descriptor: int, offset: int) -> bool:
+    """Tell whether a byte of a file is in memory, as far as the kernel says so."""
+    try:
+        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except OSError:  # not in memory, or a file system that cannot tell
+        return False
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
