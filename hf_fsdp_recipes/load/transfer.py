@@ -162,12 +162,14 @@ def _stage(
 ) -> Iterator[tuple[list[_Entry], dict[int, torch.Tensor]]]:
     """Read bucket after bucket of what members without a lane get: one byte buffer for each that gets any."""
     others = [place for place in range(len(group.ranks)) if place != group.position and place not in lanes.reached]
-    for bucket in _buckets(destinations, len(group.ranks)):
+    # Two buckets' memory, used in turn: fresh memory costs more than reading into it.
+    memory = torch.empty((2, len(others), _member_bytes(len(group.ranks))), dtype=torch.uint8)
+    for number, bucket in enumerate(_buckets(destinations, len(group.ranks))):
         buffers = {}
-        for place in others:
+        for row, place in zip(memory[number % 2], others, strict=True):
             num_bytes = sum(entry.num_bytes(place) for entry in bucket)
             if num_bytes:
-                buffers[place] = torch.empty(num_bytes, dtype=torch.uint8)
+                buffers[place] = row[:num_bytes]
                 _read_bucket(bucket, buffers[place], checkpoint, place)
             for entry in bucket:
                 if entry.start == 0:
@@ -220,13 +222,14 @@ def _fill_own(bucket: Sequence[_Entry], checkpoint: Checkpoint, group: ShardGrou
 def _receive_all(destinations: Sequence[Destination], group: ShardGroup, lanes: Lanes) -> None:
     """Take bucket after bucket, from messages, the lane or another copy, and hand them on to further copies."""
     pending = None
-    for bucket in _buckets(destinations, len(group.ranks)):
-        num_bytes = sum(entry.num_bytes(group.position) for entry in bucket)
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=bucket[0].destination.local.device)
+    num_members = len(group.ranks)
+    memory = torch.empty((2, _member_bytes(num_members)), dtype=torch.uint8, device=destinations[0].local.device)
+    for number, bucket in enumerate(_buckets(destinations, num_members)):
+        buffer = memory[number % 2, : sum(entry.num_bytes(group.position) for entry in bucket)]
         requests = []
         if lanes.incoming is not None:
             take(lanes.incoming, buffer)
-        elif group.holds_first_copy and num_bytes:
+        elif group.holds_first_copy and buffer.numel():
             requests = _exchange(dist.irecv, {group.ranks[0]: buffer}, group)
         if pending:
             _land(*pending, group)
