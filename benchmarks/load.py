@@ -40,9 +40,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-load-") as scratch:
         for size in options.parameters or [0.3e9, 1.1e9]:
             lines += measure_size(size, Path(options.directory or scratch), options.repeats)
-    lines.append(
-        f"`python benchmarks/load.py`, median of {options.repeats} ({QUICK * options.repeats} for bf16 parameters from memory); {machine()}"
-    )
+    rounds = f"median of {options.repeats} ({QUICK * options.repeats} of bf16 parameters from memory)"
+    lines.append(f"`python benchmarks/load.py`, {rounds}; {machine()}")
     print("\n".join(lines))
     write_section("Loading", lines)
 

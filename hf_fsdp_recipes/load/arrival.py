@@ -45,7 +45,9 @@ def fill_sharded(model: torch.nn.Module, source: Any, device: torch.device, is_o
         for name, parameter, owners in _unique_parameters(model):
             if not parameter.is_meta:
                 continue
-            replacement = torch.nn.Parameter(_empty(parameter, home), requires_grad=parameter.requires_grad)
+            replacement = torch.nn.Parameter(
+                torch.empty_like(parameter, device=home), requires_grad=parameter.requires_grad
+            )
             for module, leaf in owners:
                 module._parameters[leaf] = replacement
             if dora.is_magnitude(name):
@@ -80,25 +82,6 @@ def fill_sharded(model: torch.nn.Module, source: Any, device: torch.device, is_o
     proof.check(model, arrived, checksums, position, covers_direct=source.source == "direct")
     if source.checkpoint is not None:
         source.checkpoint.close()
-
-
-def _empty(parameter: torch.Tensor, home: torch.device) -> torch.Tensor:
-    """Return memory for a meta parameter, as `empty_like` would, which takes four times as long for a DTensor on meta."""
-    from torch.distributed.tensor import DTensor
-
-    is_cut = isinstance(parameter, DTensor)
-    local = parameter.to_local() if is_cut else parameter
-    empty = torch.empty(local.shape, dtype=local.dtype, device=home)
-    if not is_cut:
-        return empty
-    return DTensor.from_local(
-        empty,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def fill_buffers(model: torch.nn.Module, source: Any, device: torch.device) -> None:
