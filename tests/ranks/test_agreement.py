@@ -1,0 +1,46 @@
+"""What one rank decides or fails at, all ranks learn."""
+
+from tests.ranks.harness import run_ranks
+
+VALUE = ["made on rank 0"] * 3
+OURS = [("LoadError", "no such thing")] * 3
+FOREIGN = ("KeyError", "'no such thing'")
+CASES = [  # how, which rank fails, with what kind of error, what each rank gets
+    ("from_main", None, "ours", VALUE),
+    ("from_main", 1, "ours", VALUE),  # only rank 0 does the work
+    ("from_main", 0, "ours", OURS),
+    ("from_main", 0, "foreign", [FOREIGN, *[("RecipeError", "rank 0 failed with KeyError: 'no such thing'")] * 2]),
+    ("agreed", 2, "ours", OURS),
+    ("agreed", 2, "foreign", [*[("RecipeError", "rank 2 failed with KeyError: 'no such thing'")] * 2, FOREIGN]),
+]
+
+
+def _outcomes():
+    """Return what this rank got back or saw raised, case by case."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return [_outcome(how, failing_rank, kind) for how, failing_rank, kind, _ in CASES]
+
+
+def _outcome(how, failing_rank, kind):
+    from hf_fsdp_recipes import errors, ranks
+
+    def work():
+        if ranks.rank() == failing_rank:
+            raise {"ours": errors.LoadError, "foreign": KeyError}[kind]("no such thing")
+        return f"made on rank {ranks.rank()}"
+
+    try:
+        if how == "from_main":
+            return ranks.from_main(work)
+        with ranks.agreed():
+            return work()
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def test_ranks_agree_on_what_happened():
+    found = run_ranks(_outcomes, 3)
+    for number, (how, failing_rank, kind, expected) in enumerate(CASES):
+        assert [outcomes[number] for outcomes in found] == expected, (how, failing_rank, kind)
