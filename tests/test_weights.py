@@ -139,8 +139,8 @@ def test_disk_is_asked_for_no_more_than_some_way_ahead(tmp_path, monkeypatch):
     assert asked[4:] == [("a", 4010, 500), ("b", 0, 300)]
 
 
-@pytest.mark.parametrize("is_cached", [True, False])
-def test_only_what_is_not_in_memory_is_asked_for(tmp_path, monkeypatch, is_cached):
+@pytest.mark.parametrize("known", ["in memory", "not in memory", "nobody can ask"])
+def test_only_what_is_not_in_memory_is_asked_for(tmp_path, monkeypatch, known):
     import os
 
     from hf_fsdp_recipes.load import weights
@@ -148,16 +148,17 @@ def test_only_what_is_not_in_memory_is_asked_for(tmp_path, monkeypatch, is_cache
     save_file({"a": torch.arange(5000, dtype=torch.float32)}, tmp_path / "model.safetensors")
     checkpoint = weights.open_checkpoint(tmp_path)
     tensor = checkpoint.tensors["a"]
-    read = os.preadv
 
-    def preadv(descriptor, buffers, offset, flags=0):
-        if flags & os.RWF_NOWAIT and not is_cached:
-            raise BlockingIOError
-        return read(descriptor, buffers, offset, flags)
+    def preadv(descriptor, buffers, offset, flags):
+        assert flags == os.RWF_NOWAIT
+        if known == "in memory":
+            return 1
+        raise BlockingIOError
 
     asked = []
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(os, "posix_fadvise", lambda _, *arguments: asked.append(arguments))
-    checkpoint.read_into(torch.empty(tensor.num_bytes, dtype=torch.uint8), tensor, 0)  # now it is in memory
+    if known == "nobody can ask":
+        monkeypatch.delattr(os, "RWF_NOWAIT")
     checkpoint.ask_for(tensor, 40, 400)
-    assert asked == ([] if is_cached else [(tensor.start + 40, 400, os.POSIX_FADV_WILLNEED)])
+    assert asked == ([] if known == "in memory" else [(tensor.start + 40, 400, os.POSIX_FADV_WILLNEED)])

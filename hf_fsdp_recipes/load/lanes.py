@@ -1,4 +1,4 @@
-"""Pipes through which rank 0 hands the ranks of its own machine the bytes that it reads.
+"""Pipes through which rank 0 hands the ranks of its own machine the bytes that it reads, into shards in host memory.
 
 Rank 0 puts pages of the kernel's file cache into a pipe (splice) without taking them into its own memory, and the rank
 at the other end copies them to where they belong: each byte is copied once, as if that rank had read the file itself.
@@ -67,7 +67,7 @@ def lay(members: Sequence[int], device: torch.device) -> Lanes:
     offer = ranks.broadcast_object(offer)
     if offer is not None and not ranks.is_main() and ranks.rank() in members:
         proof, token, far_ends = offer
-        lanes.incoming = _open(proof, token, far_ends[list(members).index(ranks.rank())])
+        lanes.incoming = _open(proof, token, far_ends.get(list(members).index(ranks.rank())))
     has_lane = ranks.gather_objects(lanes.incoming is not None)
     for descriptor in ours:
         os.close(descriptor)
@@ -146,22 +146,21 @@ def _make(places: Sequence[int]) -> tuple[list[int], dict[int, int], Any]:
     """
     ours: list[int] = []
     outgoing: dict[int, int] = {}
+    far_ends: dict[int, str] = {}
     try:
         # Under its number somebody else's process on another machine may have a pipe too. Reading would steal from it;
         # a token in an anonymous file of this process can be looked at without harm.
         proof, token = os.memfd_create(NAME), secrets.token_bytes(TOKEN_BYTES)
-        ours.append(proof)
-        os.write(proof, token)
-        far_ends = {}
+    except (OSError, AttributeError):  # not Linux, or a Python that was built on an old one
+        return ours, outgoing, None
+    ours.append(proof)
+    os.write(proof, token)
+    with contextlib.suppress(OSError):  # too many open files: those of the first ranks are the ones that are needed
         for place in places:
             far, near = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             ours.append(far)
             outgoing[place], far_ends[place] = near, _path(far)
             _widen(near)
-    except (OSError, AttributeError):  # too many open files, or not Linux
-        for descriptor in [*ours, *outgoing.values()]:
-            os.close(descriptor)
-        return [], {}, None
     return ours, outgoing, (_path(proof), token, far_ends)
 
 
@@ -176,8 +175,10 @@ def _widen(lane: int) -> None:
         fcntl.fcntl(lane, fcntl.F_SETPIPE_SZ, LANE_BYTES)
 
 
-def _open(proof: str, token: bytes, far_end: str) -> int | None:
-    """Open the far end of this rank's lane; None where the paths do not lead to rank 0's process."""
+def _open(proof: str, token: bytes, far_end: str | None) -> int | None:
+    """Open the far end of this rank's lane; None where there is none or the paths do not lead to rank 0's process."""
+    if far_end is None:
+        return None
     try:
         if not str(Path(proof).readlink()).startswith(
             f"/memfd:{NAME}"

@@ -1,8 +1,8 @@
 """Moves a checkpoint's bytes from global rank 0 into the shards of all ranks.
 
-Bytes travel in the checkpoint's dtype and are cast on arrival: through pipes to the ranks of rank 0's own machine
-(`lanes.py`), in buckets of messages to others and to copies; nothing larger than two buckets is held beside the shards.
-What each rank gets, and how one reads for itself, is in `destinations.py`.
+Bytes travel in the checkpoint's dtype and are cast on arrival: through pipes to the ranks of rank 0's own machine whose
+shards are in host memory (`lanes.py`), in buckets of messages to others and to copies; nothing larger than two buckets is
+held beside the shards. What each rank gets, and how one reads for itself, is in `destinations.py`.
 """
 
 import contextlib
@@ -122,12 +122,14 @@ def _send_all(
         poured = helpers.submit(pour, lanes, streams, checkpoint)
         upcoming = helpers.submit(next, staging, None)
         while (staged := upcoming.result()) is not None:
+            if poured.done():
+                poured.result()  # its error is told now, not when the network has been served
             bucket, buffers = staged
             device = bucket[0].destination.local.device
             outgoing = {group.ranks[place]: buffer.to(device) for place, buffer in buffers.items()}
             requests = _exchange(dist.isend, outgoing, group)
             upcoming = helpers.submit(next, staging, None)
-            own = _fill_own(bucket, checkpoint, group)
+            own = _fill_own(bucket, checkpoint, group, checksums)
             _pass_to_copies(own, bucket, group)
             _wait(requests)
             num_bytes = sum(entry.num_bytes(place) for entry in bucket for place in range(len(group.ranks)))
@@ -171,9 +173,7 @@ def _stage(
             if num_bytes:
                 buffers[place] = row[:num_bytes]
                 _read_bucket(bucket, buffers[place], checkpoint, place)
-            for entry in bucket:
-                if entry.start == 0:
-                    _add_checksum(checksums, entry.destination, place, checkpoint)
+            _add_checksums(checksums, bucket, place, checkpoint)
         yield bucket, buffers
 
 
@@ -182,6 +182,12 @@ def _read_bucket(bucket: Sequence[_Entry], buffer: torch.Tensor, checkpoint: Che
         first, _ = entry.run(position)
         destination = entry.destination
         read_run(checkpoint, destination.pieces, destination.wire_dtype.itemsize, first, part)
+
+
+def _add_checksums(checksums: Checksums, bucket: Sequence[_Entry], place: int, checkpoint: Checkpoint) -> None:
+    for entry in bucket:
+        if entry.start == 0:
+            _add_checksum(checksums, entry.destination, place, checkpoint)
 
 
 def _add_checksum(checksums: Checksums, destination: Destination, place: int, checkpoint: Checkpoint) -> None:
@@ -205,7 +211,9 @@ def _parts(bucket: Sequence[_Entry], buffer: torch.Tensor, position: int) -> Ite
         offset += num_bytes
 
 
-def _fill_own(bucket: Sequence[_Entry], checkpoint: Checkpoint, group: ShardGroup) -> torch.Tensor | None:
+def _fill_own(
+    bucket: Sequence[_Entry], checkpoint: Checkpoint, group: ShardGroup, checksums: Checksums
+) -> torch.Tensor | None:
     """Fill rank 0's slices; return their bytes as sent to copies, where there are copies."""
     if group.copies is None:
         for entry in bucket:
@@ -215,6 +223,7 @@ def _fill_own(bucket: Sequence[_Entry], checkpoint: Checkpoint, group: ShardGrou
         return None
     own = torch.empty(sum(entry.num_bytes(group.position) for entry in bucket), dtype=torch.uint8)
     _read_bucket(bucket, own, checkpoint, group.position)
+    _add_checksums(checksums, bucket, group.position, checkpoint)
     _unpack(own, bucket, group.position)
     return own.to(bucket[0].destination.local.device)
 

@@ -6,7 +6,6 @@ make a later read return the wrong bytes, so that a broken checkpoint is named b
 Source: the safetensors format, https://github.com/huggingface/safetensors#format
 """
 
-import errno
 import json
 import math
 import os
@@ -64,7 +63,7 @@ class Checkpoint:
     def __init__(self, tensors: Iterable[StoredTensor]) -> None:
         self.tensors = {tensor.name: tensor for tensor in tensors}
         self._descriptors: dict[Path, int] = {}
-        self._lock = threading.Lock()  # two threads read
+        self._lock = threading.Lock()  # several threads read
         self._kept: dict[str, torch.Tensor] = {}
 
     def keep(self, tensor: StoredTensor, values: torch.Tensor) -> None:
@@ -104,9 +103,9 @@ class Checkpoint:
         descriptor, offset = self._descriptor(tensor.file), tensor.start + start_bytes
         try:
             num_moved = os.splice(descriptor, pipe, num_bytes, offset_src=offset)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOSYS):
-                raise
+        except (BlockingIOError, BrokenPipeError):
+            raise
+        except OSError:  # a file system that cannot, or a sandbox that forbids it; a sick disk says so once more
             num_moved = os.write(pipe, os.pread(descriptor, min(num_bytes, COPIED_BYTES), offset))
         if num_moved == 0:
             raise _ended(tensor, offset)
@@ -161,7 +160,8 @@ def _is_cached(descriptor: int, offset: int) -> bool:
     """Tell whether a byte of a file is in memory, as far as the kernel says so."""
     try:
         return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except OSError:  # not in memory, or a file system that cannot tell
+    # Not in memory; a file system that cannot tell; a Python that was built where nobody could ask.
+    except (OSError, AttributeError, NotImplementedError):
         return False
 
 

@@ -125,18 +125,22 @@ def _shards_through_small_buckets(model_dir, data, output, keywords, apart):
         lanes._open = lambda *_: None
     scatter = arrival.scatter
 
-    def scatter_and_count(*arguments):
-        num_open = _num_open_pipes()
-        scatter(*arguments)
-        assert _num_open_pipes() == num_open
+    def scatter_and_count(destinations, checkpoint, group, checksums):
+        num_open = _num_open_descriptors()
+        scatter(destinations, checkpoint, group, checksums)
+        assert _num_open_descriptors() == num_open
+        if checkpoint is not None:  # every slice that was sent is proved, also rank 0's where it has copies
+            sent = range(0 if group.copies is not None else 1, len(group.ranks))
+            wanted = {(item.name, place) for item in destinations for place in sent if item.runs[place][1]}
+            assert checksums.values.keys() == wanted
 
     arrival.scatter = scatter_and_count
     return _shards(model_dir, data, output, keywords), sorted(laid[0].reached)
 
 
-def _num_open_pipes():
-    descriptors = Path("/proc/self/fd").iterdir()
-    return sum(path.is_symlink() and str(path.readlink()).startswith("pipe:") for path in descriptors)
+def _num_open_descriptors():
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum(link.startswith(("pipe:", "/memfd:")) for link in links)
 
 
 @pytest.mark.parametrize(("apart", "reached"), [((), [1, 2, 3]), ((2,), [1, 3]), ((1, 2, 3), [])])
@@ -197,10 +201,13 @@ def test_no_lanes_are_laid_where_nothing_can_be_shared(monkeypatch):
     def refuse(*_):
         raise OSError("too many open files")
 
-    monkeypatch.setattr(os, "pipe2", refuse)
-    num_open = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pipe2", refuse)
+        (proof,), outgoing, (_, _, far_ends) = lanes._make([1, 2])
+    assert outgoing == far_ends == {}
+    os.close(proof)
+    monkeypatch.delattr(os, "memfd_create")
     assert lanes._make([1, 2]) == ([], {}, None)
-    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 def _stored(tmp_path, num_bytes):
@@ -455,7 +462,7 @@ def test_file_that_ends_while_it_is_sent_ends_all_ranks(tiny_model, text_file, t
 
 
 @pytest.mark.parametrize("num_members", [1, 2, 3, 8])
-def test_no_bucket_is_larger_than_its_slot(num_members, monkeypatch):
+def test_no_bucket_is_larger_than_its_memory(num_members, monkeypatch):
     import torch
 
     from hf_fsdp_recipes.load import transfer
