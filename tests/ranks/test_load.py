@@ -1,5 +1,6 @@
 """The loader against stock loading, on real gloo ranks: the same losses, digit for digit."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -100,12 +101,11 @@ def _shards(model_dir, data, output, keywords):
     return seen
 
 
-@pytest.mark.parametrize("loader", ["rank0", "direct"])
-def test_every_value_arrives_on_four_ranks(tiny_model, text_file, tmp_path, loader):
+def test_every_value_arrives_on_four_ranks_that_read_for_themselves(tiny_model, text_file, tmp_path):
     from safetensors.torch import load_file
 
     model = tiny_model("llama", "bfloat16")
-    keywords = {"loader": loader, "dtype": "bfloat16", "load_arguments": {"verify": "full"}}
+    keywords = {"loader": "direct", "dtype": "bfloat16", "load_arguments": {"verify": "full"}}
     seen = run_ranks(_shards, 4, model, text_file, tmp_path, keywords, environment=fsdp_environment(FSDP2))
     for name, tensor in load_file(model / "model.safetensors").items():
         assert seen[3][name] == tensor.float().tolist(), name
@@ -139,7 +139,10 @@ def _shards_through_small_buckets(model_dir, data, output, keywords, apart):
 
 
 def _num_open_descriptors():
-    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another thread has closed it
+            links.append(os.readlink(path))
     return sum(link.startswith(("pipe:", "/memfd:")) for link in links)
 
 

@@ -44,6 +44,7 @@ def test_every_save_and_the_export_are_pushed_to_a_private_repository(hub, tiny_
     assert not (tmp_path / "run" / ".hub").exists()
 
 
+@pytest.mark.slow
 def test_a_hub_that_fails_costs_a_warning_and_nothing_else(hub, tiny_model, text_file, tmp_path):
     hub.refuse_commits = 10**6
     config = pushing_recipe(tmp_path, tiny_model("llama_tied"), text_file, hub_strategy="every_save", max_steps=3)
