@@ -44,6 +44,7 @@ def test_losses_from_prepared_data_equal_those_from_raw_data(argv, text_file, tm
     assert prepared == raw
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_tokenizing_longer_than_the_collective_timeout(argv, text_file, tmp_path):
     notes = tmp_path / "notes"
     notes.mkdir()
