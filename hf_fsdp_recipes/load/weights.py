@@ -6,6 +6,7 @@ make a later read return the wrong bytes, so that a broken checkpoint is named b
 Source: the safetensors format, https://github.com/huggingface/safetensors#format
 """
 
+import contextlib
 import json
 import math
 import os
@@ -117,7 +118,8 @@ class Checkpoint:
             return
         descriptor, first = self._descriptor(tensor.file), tensor.start + start_bytes
         if num_bytes and not _is_cached(descriptor, first + num_bytes - 1):
-            os.posix_fadvise(descriptor, first, num_bytes, os.POSIX_FADV_WILLNEED)
+            with contextlib.suppress(OSError):  # advice only
+                os.posix_fadvise(descriptor, first, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Close all files; a later read opens them again."""
