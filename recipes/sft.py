@@ -16,7 +16,7 @@ export/ exits non-zero.
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hf_fsdp_recipes.ranks import exit_clearly
+from hf_fsdp_recipes.ranks import exit_clearly, leave
 
 
 def main() -> None:
@@ -40,6 +40,7 @@ def main() -> None:
 def start() -> None:
     with exit_clearly():
         main()
+    leave()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """What one rank decides or fails at, all ranks learn."""
 
+import subprocess
+import sys
+
 from tests.ranks.harness import run_ranks
 
 VALUE = ["made on rank 0"] * 3
@@ -44,3 +47,19 @@ def test_ranks_agree_on_what_happened():
     found = run_ranks(_outcomes, 3)
     for number, (how, failing_rank, kind, expected) in enumerate(CASES):
         assert [outcomes[number] for outcomes in found] == expected, (how, failing_rank, kind)
+
+
+def test_process_that_leaves_says_its_last_words_and_meets_no_destructor():
+    script = """
+import atexit, sys
+from hf_fsdp_recipes import ranks
+class Aborts:
+    def __del__(self):
+        print("taken down")
+kept = Aborts()
+atexit.register(lambda: print("reporter"))
+sys.stdout.write("last words, ")
+ranks.leave()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "last words, reporter\n"), done.stderr
