@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -193,13 +193,18 @@ def exit_clearly() -> Iterator[None]:
         sys.exit(1)
 
 
-def leave() -> NoReturn:
-    """End this process, whose work is done, without taking its C++ libraries down one after the other.
+def skip_destructors_at_exit() -> None:
+    """Have this process, whose work is done, end without taking its C++ libraries down one after the other.
 
     A thread that one of them still has aborts the process then (seen on rank 0, in one of some hundred runs: SIGABRT after
     the export, "terminate called without an active exception"), and the launcher calls a finished run failed.
     """
-    atexit._run_exitfuncs()  # reporters send what they have left
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+
+    def leave() -> None:
+        atexit.unregister(leave)
+        atexit._run_exitfuncs()  # reporters send what they have left
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    atexit.register(leave)

@@ -16,7 +16,7 @@ export/ exits non-zero.
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hf_fsdp_recipes.ranks import exit_clearly, leave
+from hf_fsdp_recipes.ranks import exit_clearly, skip_destructors_at_exit
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
 def start() -> None:
     with exit_clearly():
         main()
-    leave()
+    skip_destructors_at_exit()
 
 
 if __name__ == "__main__":
