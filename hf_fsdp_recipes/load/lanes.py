@@ -180,9 +180,8 @@ def _open(proof: str, token: bytes, far_end: str | None) -> int | None:
     if far_end is None:
         return None
     try:
-        if not str(Path(proof).readlink()).startswith(
-            f"/memfd:{NAME}"
-        ):  # else it may be anything, and opening may wait
+        # Anything else may lie under this path on another machine, and opening it may wait.
+        if not str(Path(proof).readlink()).startswith(f"/memfd:{NAME}"):
             return None
         if Path(proof).read_bytes() != token:
             return None

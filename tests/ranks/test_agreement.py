@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.ranks.harness import run_ranks
 
 VALUE = ["made on rank 0"] * 3
@@ -49,8 +51,9 @@ def test_ranks_agree_on_what_happened():
         assert [outcomes[number] for outcomes in found] == expected, (how, failing_rank, kind)
 
 
-def test_finished_process_says_its_last_words_and_meets_no_destructor():
-    script = """
+@pytest.mark.parametrize(("after", "code"), [("", 0), ("raise KeyError('afterwards')", 1)])
+def test_finished_process_says_its_last_words_and_meets_no_destructor(after, code):
+    script = f"""
 import atexit, sys
 from hf_fsdp_recipes import ranks
 class Aborts:
@@ -60,6 +63,7 @@ kept = Aborts()
 atexit.register(lambda: print("reporter"))
 ranks.skip_destructors_at_exit()
 sys.stdout.write("last words, ")
+{after}
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "last words, reporter\n"), done.stderr
+    assert (done.returncode, done.stdout) == (code, "last words, reporter\n"), done.stderr
