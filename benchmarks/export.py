@@ -70,8 +70,8 @@ def measure(num_parameters: float, scratch: Path, repeats: int) -> dict:
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
-    from hf_fsdp_recipes.measure.probes import HostPeak
-    from hf_fsdp_recipes.save import export
+    from hf_fsdp_recipes.export import from_model
+    from hf_fsdp_recipes.metrics.memory import HostPeak
 
     dist.init_process_group("gloo")
     config = llama_config(num_parameters)
@@ -102,7 +102,7 @@ def measure(num_parameters: float, scratch: Path, repeats: int) -> dict:
                 elif kind == "native":
                     save_then_consolidate(model, target)
                 else:
-                    export.export_model(model, target, method=kind)
+                    from_model.export_model(model, target, method=kind)
                 dist.barrier()
             times[kind].append(memory.seconds)
             extra[kind].append(memory.peak_bytes - memory.before_bytes)
@@ -197,7 +197,7 @@ def measure_offline(scratch: Path, config: str, repeats: int) -> list[str]:
     ours = "from hf_fsdp_recipes import export_checkpoint; export_checkpoint(sys.argv[1], sys.argv[2], base_model=sys.argv[3])"
     imports = {
         "merge": "import accelerate.utils",
-        "ours": "import hf_fsdp_recipes.save.offline, hf_fsdp_recipes.save.export",
+        "ours": "import hf_fsdp_recipes.export.from_checkpoint, hf_fsdp_recipes.export.from_model",
     }
     results: dict[str, list[tuple[float, float]]] = {"merge": [], "ours": []}
     for _ in range(repeats):

@@ -126,11 +126,11 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
 
-    from hf_fsdp_recipes.launch import cpu
-    from hf_fsdp_recipes.load import arrival, meta_loader  # noqa: F401 - imports are not what is measured
-    from hf_fsdp_recipes.measure.probes import HostPeak
+    from hf_fsdp_recipes.loading import load_model, materialize  # noqa: F401 - imports are not what is measured
+    from hf_fsdp_recipes.metrics.memory import HostPeak
+    from hf_fsdp_recipes.patches import cpu_ranks
 
-    cpu.enable()
+    cpu_ranks.enable()
     accelerator = None
     if kind in ("stock", "rank0", "direct"):
         from accelerate import Accelerator
@@ -147,7 +147,7 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
             model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, **quantized)
             model = prepare(accelerator, model)
         elif kind in ("rank0", "direct"):
-            model = meta_loader.load_model(checkpoint, dtype="bfloat16", source=kind, **quantized)
+            model = load_model.load_model(checkpoint, dtype="bfloat16", source=kind, **quantized)
             model = prepare(accelerator, model)
         elif kind == "dcp":
             model = load_with_dcp(checkpoint)

@@ -114,15 +114,15 @@ def make_config(case: Case) -> Any:
 def make_job(case: Case) -> Any:
     import torch
 
-    from hf_fsdp_recipes.plan.job import Job, Machine
-    from hf_fsdp_recipes.plan.strategy import Strategy
+    from hf_fsdp_recipes.tools.planner.job import Job, Machine
+    from hf_fsdp_recipes.tools.planner.strategy import Strategy
 
     strategy = Strategy(on_cpu=True, precision="no", **case.strategy)
     return Job(strategy, machine=Machine(case.ranks, case.ranks), dtype=torch.float32, mixed_precision=None, **case.job)
 
 
 def predict(case: Case) -> Any:
-    from hf_fsdp_recipes.plan.memory import Planner
+    from hf_fsdp_recipes.tools.planner.rank_memory import Planner
 
     return Planner(make_config(case)).plan(make_job(case))
 
@@ -154,11 +154,11 @@ def train(case: Case, directory: str) -> int:
     from trl import SFTConfig, SFTTrainer
 
     from hf_fsdp_recipes import load_model
-    from hf_fsdp_recipes.launch import cpu
-    from hf_fsdp_recipes.load import arrival, meta_loader  # noqa: F401 - imports are not what is measured
-    from hf_fsdp_recipes.measure.probes import HostPeak
+    from hf_fsdp_recipes.loading import materialize  # noqa: F401 - imports are not what is measured
+    from hf_fsdp_recipes.metrics.memory import HostPeak
+    from hf_fsdp_recipes.patches import cpu_ranks
 
-    cpu.enable()
+    cpu_ranks.enable()
     job = make_job(case)
     rows = torch.randint(2, case.config["vocab_size"], (job.batch * job.accumulation * case.ranks * 2, job.length))
     dataset = Dataset.from_dict({"input_ids": rows.tolist(), "labels": rows.tolist()})

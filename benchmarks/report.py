@@ -40,9 +40,9 @@ def measure(num_parameters: float, num_steps: int, directory: str) -> dict[str, 
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
         "FSDP_RESHARD_AFTER_FORWARD": "true",
     }  # fmt: skip
-    from hf_fsdp_recipes.launch import cpu
+    from hf_fsdp_recipes.patches import cpu_ranks
 
-    cpu.enable()
+    cpu_ranks.enable()
     import torch
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -91,7 +91,7 @@ def now() -> tuple[float, float]:
 
 def alternating() -> Any:
     """Return a MetricsCallback that can be switched off and knows how long it took in each step."""
-    from hf_fsdp_recipes.measure.callback import MetricsCallback
+    from hf_fsdp_recipes.metrics.metrics_callback import MetricsCallback
 
     def timed(name: str) -> Any:
         def event(self: Any, *arguments: Any, **keywords: Any) -> None:
@@ -112,10 +112,10 @@ def alternating() -> Any:
 
 def time_gathers() -> list[float]:
     """Record from now on how long each gather of the figures takes, the wait for the slower rank included."""
-    from hf_fsdp_recipes import ranks
+    from hf_fsdp_recipes import distributed
 
     seconds: list[float] = []
-    gather = ranks.gather_integers
+    gather = distributed.gather_integers
 
     def timed(values: Any) -> Any:
         started = time.perf_counter()
@@ -123,7 +123,7 @@ def time_gathers() -> list[float]:
         seconds.append(time.perf_counter() - started)
         return rows
 
-    ranks.gather_integers = timed
+    distributed.gather_integers = timed
     return seconds
 
 

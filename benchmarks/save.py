@@ -42,8 +42,8 @@ def measure(num_parameters: float, directory: Path) -> dict:
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
-    from hf_fsdp_recipes.measure.probes import HostPeak
-    from hf_fsdp_recipes.save.sharded import Snapshot, Writer
+    from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer
+    from hf_fsdp_recipes.metrics.memory import HostPeak
 
     PartialState(cpu=True)
     with torch.device("meta"):
@@ -62,10 +62,10 @@ def measure(num_parameters: float, directory: Path) -> dict:
     optimizer.zero_grad()
     plugin = fsdp2_plugin()
 
-    from hf_fsdp_recipes.save import seams
-    from hf_fsdp_recipes.save.sharded import capture
+    from hf_fsdp_recipes.checkpointing.writer import capture
+    from hf_fsdp_recipes.patches import saving
 
-    seams.install()
+    saving.install()
     state_bytes = 3 * sum(p.to_local().numel() * 2 for p in model.parameters())
     writer = Writer(directory / "ours", asynchronous=True)
     signals = time_signals()
@@ -105,7 +105,7 @@ def measure(num_parameters: float, directory: Path) -> dict:
 
 def time_signals() -> float:
     """Return the seconds that the ranks need to ask each other whether one was signalled."""
-    from hf_fsdp_recipes.save.preemption import SignalWatch
+    from hf_fsdp_recipes.checkpointing.preemption import SignalWatch
 
     watch = SignalWatch()
     watch.start()

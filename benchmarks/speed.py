@@ -92,7 +92,7 @@ def measure(name: str, options: Any, directory: Path) -> str:
 
 def a_token(run: Path) -> dict[str, float]:
     """Return what a token took after the warm-up: the seconds of all steps by the tokens of all steps."""
-    from hf_fsdp_recipes.measure.metrics_file import read_metrics
+    from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 
     rank = slower_rank(run)
     steps = [entry for entry in read_metrics(run / "out" / "metrics.jsonl") if "loss" in entry]

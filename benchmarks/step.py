@@ -169,7 +169,7 @@ def report_tax(options: Any, results: dict[str, list[dict[str, Any]]]) -> None:
 
 def measure_case(case: Case, directory: Path, recipe: Sequence[str] = (), on_cpu: bool = False) -> dict[str, Any]:
     """Write a random model, train it with the recipe on one device, return the figures of its metrics.jsonl."""
-    from hf_fsdp_recipes.measure.metrics_file import read_metrics
+    from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 
     write_random_model(case.config, directory / "model")
     write_rows(directory / "rows", num_rows=64, num_words=case.length)

@@ -22,10 +22,10 @@ WARMUP_STEPS = 4
 def main() -> None:
     from transformers import trainer
 
-    from hf_fsdp_recipes.launch import cpu
+    from hf_fsdp_recipes.patches import cpu_ranks
 
     directory, script, *arguments = sys.argv[1:]
-    cpu.enable()
+    cpu_ranks.enable()
     trainer.DEFAULT_CALLBACKS.append(stopwatch_class(Path(directory)))
     sys.argv = [script, *arguments]
     if script.endswith(".py"):
@@ -38,7 +38,7 @@ def stopwatch_class(directory: Path) -> type:
     """Return a TrainerCallback that writes down what steps took, and the peak of memory from the warm-up's end on."""
     from transformers import TrainerCallback
 
-    from hf_fsdp_recipes.measure.probes import HostPeak, device_bytes
+    from hf_fsdp_recipes.metrics.memory import HostPeak, device_bytes
 
     class Stopwatch(TrainerCallback):
         def __init__(self) -> None:
@@ -80,7 +80,7 @@ def stopwatch_class(directory: Path) -> type:
 
 
 if __name__ == "__main__":
-    from hf_fsdp_recipes.ranks import exit_clearly
+    from hf_fsdp_recipes.distributed import exit_clearly
 
     with exit_clearly():
         main()

@@ -10,12 +10,12 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PLACES = {
-    "load_model": "hf_fsdp_recipes.load.meta_loader",
-    "build_trainer": "hf_fsdp_recipes.train.build",
-    "ShardedCheckpointCallback": "hf_fsdp_recipes.save.callback",
-    "latest_checkpoint": "hf_fsdp_recipes.save.layout",
-    "export_model": "hf_fsdp_recipes.save.export",
-    "export_checkpoint": "hf_fsdp_recipes.save.export",
+    "load_model": "hf_fsdp_recipes.loading.load_model",
+    "build_trainer": "hf_fsdp_recipes.training.build",
+    "ShardedCheckpointCallback": "hf_fsdp_recipes.callback",
+    "latest_checkpoint": "hf_fsdp_recipes.checkpointing.layout",
+    "export_model": "hf_fsdp_recipes.export.from_model",
+    "export_checkpoint": "hf_fsdp_recipes.export.from_model",
 }
 __all__ = sorted(_PLACES)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from hf_fsdp_recipes.errors import CheckpointError, RecipeError, TemplateError
-from hf_fsdp_recipes.launch import preflight
+from hf_fsdp_recipes.tools.preflight import preflight
 
 app = typer.Typer(help="FSDP recipes for Accelerate, Trainer and TRL.", no_args_is_help=True, add_completion=False)
 config_app = typer.Typer(help="Accelerate FSDP configs: find, render, check.", no_args_is_help=True)
@@ -30,7 +30,7 @@ def checkpoints(
     verify: Annotated[bool, typer.Option("--verify", help="Read every checksum.")] = False,
 ) -> None:
     """List a run's checkpoints: step, complete or why not, size, ranks, loss; status 1 if none can be resumed."""
-    from hf_fsdp_recipes.save import layout
+    from hf_fsdp_recipes.checkpointing import layout
 
     found = layout.list_checkpoints(directory, verify)
     print(layout.format_table(found))
@@ -72,7 +72,7 @@ def report(
     directory: Annotated[Path, typer.Argument(help="A run's output directory; the run may be under way.")],
 ) -> None:
     """Write a run's report.md and plots anew from its metrics.jsonl."""
-    from hf_fsdp_recipes.measure.report import render
+    from hf_fsdp_recipes.metrics.report import render
 
     print(f"report: {render(directory)}")
 
@@ -86,7 +86,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="How much to generate.")] = 200,
 ) -> None:
     """Generate from an export, greedily: the check that the weights are what they should be."""
-    from hf_fsdp_recipes.save.generate import generate as run
+    from hf_fsdp_recipes.export.generate import generate as run
 
     print(run(model, prompt_file, chat, system, max_new_tokens))
 
@@ -98,7 +98,7 @@ def prepare_data(
     config: Annotated[Optional[Path], typer.Option(help="The recipe; any of its fields can follow.")] = None,
 ) -> None:
     """Tokenize and pack a recipe's dataset once, on a CPU; any field of the recipe as --field value."""
-    from hf_fsdp_recipes.train.prepared import prepare_directory
+    from hf_fsdp_recipes.training.data.cache import prepare_directory
 
     recipe = [] if config is None else ["--config", str(config)]
     for line in prepare_directory([*recipe, *context.args], output):
@@ -136,7 +136,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print values for machines.")] = False,
 ) -> None:
     """Say what a run will need, from the model's config alone; status 1 if it does not fit."""
-    from hf_fsdp_recipes.plan import command
+    from hf_fsdp_recipes.tools.planner import command
 
     given = {name: value for name, value in locals().items() if value is not None and name not in command.NOT_OPTIONS}
     text, fits = command.run(model, template, config, given, suggest, as_json)
@@ -159,7 +159,7 @@ def sweep(
     collect: Annotated[Optional[Path], typer.Option(help="Make table and plots of this sweep's runs.")] = None,
 ) -> None:
     """Run a recipe over numbers of ranks and templates; write one table and plots, out of memory included."""
-    from hf_fsdp_recipes.plan import sweep as sweeping
+    from hf_fsdp_recipes.tools.sweep import sweep as sweeping
 
     limits = (script, time_limit_minutes, gpus_per_node)
     print(sweeping.command(recipe, ranks, templates, output, steps, context.args, *limits, submit, collect))
@@ -173,7 +173,7 @@ def rehearse(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the rehearsal's directory.")] = False,
 ) -> None:
     """Run the very recipe with its model shrunk on CPU ranks: load, kill, resume, stop, export, reload, generate."""
-    from hf_fsdp_recipes.plan.rehearse import rehearse as run
+    from hf_fsdp_recipes.tools.rehearsal.rehearse import rehearse as run
 
     if not run(recipe, template, context.args, keep):
         raise RecipeError(f"{recipe} did not pass its rehearsal.")
@@ -182,7 +182,7 @@ def rehearse(
 @config_app.command("list")
 def config_list() -> None:
     """List the templates, one line each."""
-    from hf_fsdp_recipes.launch import templates
+    from hf_fsdp_recipes.configs import templates
 
     for template in templates.all_templates():
         print(f"{template.name:<34} {templates.first_sentence(template)}")
@@ -191,7 +191,7 @@ def config_list() -> None:
 @config_app.command("show")
 def config_show(name: Annotated[str, typer.Argument(help="A template's name, as `config list` prints it.")]) -> None:
     """Print a template as it is shipped."""
-    from hf_fsdp_recipes.launch import templates
+    from hf_fsdp_recipes.configs import templates
 
     print(templates.render(templates.find_template(name)), end="")
 
@@ -208,7 +208,7 @@ def config_render(
     """Write a template for your own machine."""
     from dataclasses import replace
 
-    from hf_fsdp_recipes.launch import templates
+    from hf_fsdp_recipes.configs import templates
 
     wishes: dict[str, Any] = {
         "num_machines": num_machines,
@@ -227,7 +227,7 @@ def config_render(
 @config_app.command("render-all", hidden=True)
 def config_render_all() -> None:
     """Write the committed files of accelerate_configs/ anew from their source."""
-    from hf_fsdp_recipes.launch import templates
+    from hf_fsdp_recipes.configs import templates
 
     for template in templates.all_templates():
         (templates.template_directory() / f"{template.name}.yaml").write_text(
@@ -243,7 +243,7 @@ def config_check(
     ] = None,
 ) -> None:
     """Report all faults of a config at once; status 1 if there are any."""
-    from hf_fsdp_recipes.launch import config_check as check
+    from hf_fsdp_recipes.configs import validate as check
 
     config = check.read_config(file)
     faults = check.find_faults(config, check.module_classes(model) if model else None)

@@ -116,7 +116,7 @@ def train(options: argparse.Namespace, model: str, kill_after: int | None = None
 
 def watch(process: subprocess.Popen, options: argparse.Namespace, kill_after: int | None) -> bool:
     """Print progress from metrics.jsonl until the run ends; kill it where asked. Return whether it was killed."""
-    from hf_fsdp_recipes.save.layout import list_checkpoints
+    from hf_fsdp_recipes.checkpointing.layout import list_checkpoints
 
     output = Path(options.output_dir)
     shown = 0
@@ -143,7 +143,7 @@ def watch(process: subprocess.Popen, options: argparse.Namespace, kill_after: in
 
 def logged_steps(output: Path) -> list[dict]:
     """Return the metrics of the steps so far; the file also holds what loading took."""
-    from hf_fsdp_recipes.measure.report import read_metrics
+    from hf_fsdp_recipes.metrics.report import read_metrics
 
     return [entry for entry in read_metrics(output / "metrics.jsonl") if "loss" in entry]
 
@@ -191,7 +191,7 @@ def compare(before: list[str], after: list[str]) -> None:
 
 
 def write_report(output: Path, before: list[str], after: list[str]) -> Path:
-    from hf_fsdp_recipes.measure.report import write_report as write
+    from hf_fsdp_recipes.metrics.report import write_report as write
 
     notes = ["## Before and after", ""]
     for question, old, new in zip(QUESTIONS, before, after, strict=True):

@@ -16,16 +16,16 @@ export/ exits non-zero.
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hf_fsdp_recipes.ranks import exit_clearly, skip_destructors_at_exit
+from hf_fsdp_recipes.distributed import exit_clearly, skip_destructors_at_exit
 
 
 def main() -> None:
-    from hf_fsdp_recipes.train.arguments import parse_arguments
-    from hf_fsdp_recipes.train.build import build_trainer, find_resume, finish
+    from hf_fsdp_recipes.training.arguments import parse_arguments
+    from hf_fsdp_recipes.training.build import build_trainer, find_resume, finish
 
     arguments = parse_arguments()  # the same on every rank, or an error before anything is loaded
     if arguments.recipe.dry_run:
-        from hf_fsdp_recipes.plan import dry_run
+        from hf_fsdp_recipes.tools.planner import dry_run
 
         dry_run.run(arguments)  # the recipe at its full size, without weights
         return

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from hf_fsdp_recipes.errors import DataError, RecipeError
-from hf_fsdp_recipes.train.arguments import parse_arguments
+from hf_fsdp_recipes.training.arguments import parse_arguments
 
 NEEDED = ["--model_name_or_path", "m", "--dataset_name", "d"]
 

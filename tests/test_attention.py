@@ -3,7 +3,7 @@
 import pytest
 
 from hf_fsdp_recipes.errors import RecipeError
-from hf_fsdp_recipes.train import attention
+from hf_fsdp_recipes.training import attention
 from tests.conftest import tiny_config
 
 

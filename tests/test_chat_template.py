@@ -5,9 +5,9 @@ import json
 import pytest
 import yaml
 
-from hf_fsdp_recipes.train.arguments import parse_arguments
-from hf_fsdp_recipes.train.preparation import prepare
-from hf_fsdp_recipes.train.tokens import load_tokenizer, tokenizer_for_rows
+from hf_fsdp_recipes.training.arguments import parse_arguments
+from hf_fsdp_recipes.training.data.tokenize import prepare
+from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows
 from tests.recipes.launching import ROOT
 
 RECIPE = yaml.safe_load((ROOT / "recipes" / "llama2_70b_chat_full.yaml").read_text())

@@ -5,9 +5,9 @@ import sys
 
 from typer.testing import CliRunner
 
+from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.cli import app
 from hf_fsdp_recipes.errors import CheckpointError
-from hf_fsdp_recipes.save import layout
 from tests.test_layout import make, tear_flipped, tear_truncated
 
 run = CliRunner().invoke

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.load.conversions import Conversions, rows_of_parts
-from hf_fsdp_recipes.load.meta_loader import build_on_meta
+from hf_fsdp_recipes.loading.load_model import build_on_meta
+from hf_fsdp_recipes.loading.weight_mapping import Conversions, rows_of_parts
 from tests.conftest import tiny_config
 
 KINDS = ["llama", "llama_tied", "gpt2", "qwen3_moe", "mixtral"]

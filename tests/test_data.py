@@ -7,7 +7,7 @@ import pytest
 from trl import DatasetMixtureConfig
 
 from hf_fsdp_recipes.errors import DataError
-from hf_fsdp_recipes.train import data
+from hf_fsdp_recipes.training.data import read_files
 
 
 def write(path, rows):
@@ -27,9 +27,9 @@ def arguments(name, **changes):
 
 def load(arguments):
     """Return the rows as a run would have them before tokenizing."""
-    [part] = data.load_parts(arguments)
+    [part] = read_files.load_parts(arguments)
     one = arguments.training
-    return data.to_sft_format(part.train, part.name, one.dataset_text_field, one.prompt_template), part.evaluation
+    return read_files.to_sft_format(part.train, part.name, one.dataset_text_field, one.prompt_template), part.evaluation
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_formats_are_recognised_from_the_columns(tmp_path, row, columns):
 
 
 def test_alpaca_prompt_with_and_without_input():
-    with_input = data.alpaca_prompt({"instruction": "Add", "input": "1 and 2"})
+    with_input = read_files.alpaca_prompt({"instruction": "Add", "input": "1 and 2"})
     assert "### Instruction:\nAdd\n\n### Input:\n1 and 2\n\n### Response:\n" in with_input
-    assert "Input" not in data.alpaca_prompt({"instruction": "Add", "input": ""})
+    assert "Input" not in read_files.alpaca_prompt({"instruction": "Add", "input": ""})
 
 
 def test_alpaca_rows_can_become_conversations(tmp_path):

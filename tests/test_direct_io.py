@@ -8,8 +8,14 @@ import random
 import pytest
 import xxhash
 
-from hf_fsdp_recipes.save import direct_io
-from hf_fsdp_recipes.save.direct_io import BLOCK_BYTES, BUFFER_BYTES, MIN_DIRECT_BYTES, ChecksummedStream, DirectFile
+from hf_fsdp_recipes.checkpointing import direct_io
+from hf_fsdp_recipes.checkpointing.direct_io import (
+    BLOCK_BYTES,
+    BUFFER_BYTES,
+    MIN_DIRECT_BYTES,
+    ChecksummedStream,
+    DirectFile,
+)
 
 
 @pytest.fixture(params=["direct", "cannot be opened", "cannot be written"])

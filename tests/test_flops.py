@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hf_fsdp_recipes.measure import peaks
-from hf_fsdp_recipes.measure.flops import ModelFlops, Work, count_flops
+from hf_fsdp_recipes.metrics import peak_flops
+from hf_fsdp_recipes.metrics.flops import ModelFlops, Work, count_flops
 from tests.conftest import tiny_config
 
 LENGTHS = [48, 48]
@@ -131,7 +131,7 @@ def test_model_that_cannot_be_counted_says_why():
     ],
 )
 def test_peak_is_found_by_the_name_that_torch_gives(name, dtype, tflops):
-    assert peaks.find_peak_flops(name, dtype) == pytest.approx(tflops * 1e12)
+    assert peak_flops.find_peak_flops(name, dtype) == pytest.approx(tflops * 1e12)
 
 
 @pytest.mark.parametrize(
@@ -146,15 +146,15 @@ def test_peak_is_found_by_the_name_that_torch_gives(name, dtype, tflops):
     ],
 )
 def test_device_that_is_not_known_whole_has_no_peak(name, dtype):
-    assert peaks.find_peak_flops(name, dtype) is None
+    assert peak_flops.find_peak_flops(name, dtype) is None
 
 
 def test_every_peak_names_its_source_and_one_row_fits_a_name():
-    for peak in peaks.PEAKS:
+    for peak in peak_flops.PEAKS:
         assert peak.source.split()[0] in ("NVIDIA", "AMD", "Intel")
         assert any((peak.bfloat16, peak.float16))
     for name in ("h100 nvl", "h200 nvl", "l40s", "a10g", "rtx 3090 ti", "gb200"):
-        assert sum(bool(re.fullmatch(peak.names, name)) for peak in peaks.PEAKS) == 1
+        assert sum(bool(re.fullmatch(peak.names, name)) for peak in peak_flops.PEAKS) == 1
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,6 @@ def test_dtype_of_the_products_is_what_they_compute_in(mixed, dtype, precision, 
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        assert peaks.matmul_dtype(mixed, torch.nn.Linear(2, 2, dtype=dtype)) == found
+        assert peak_flops.matmul_dtype(mixed, torch.nn.Linear(2, 2, dtype=dtype)) == found
     finally:
         torch.set_float32_matmul_precision(before)

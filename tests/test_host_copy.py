@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_fsdp_recipes.save.host_copy import HostCopy
+from hf_fsdp_recipes.checkpointing.staging import HostCopy
 
 
 def state():

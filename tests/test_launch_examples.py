@@ -20,7 +20,7 @@ def check_launch(command, num_nodes, monkeypatch, tmp_path):
     """Give an `accelerate launch` line to Accelerate's and to the recipe's own parsers."""
     from accelerate.commands.launch import launch_command_parser
 
-    from hf_fsdp_recipes.train.arguments import parse_arguments
+    from hf_fsdp_recipes.training.arguments import parse_arguments
 
     words = shlex.split(command)
     assert words[:2] == ["accelerate", "launch"]

@@ -5,8 +5,8 @@ import multiprocessing
 
 import pytest
 
+from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.errors import CheckpointError
-from hf_fsdp_recipes.save import layout
 
 
 def make(run, step, files=("a.bin", "part/b.bin")):

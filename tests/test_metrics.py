@@ -6,17 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_fsdp_recipes.measure import metrics_file, window
-from hf_fsdp_recipes.measure.clock import MAX_MARKS, PARTS, Clock
-from hf_fsdp_recipes.measure.flops import ModelFlops, Work
-from hf_fsdp_recipes.measure.probes import DeviceMemory
-from hf_fsdp_recipes.measure.run_name import default_run_name, run_name
-from hf_fsdp_recipes.measure.tokens import count_work
+from hf_fsdp_recipes.metrics import aggregate, metrics_file
+from hf_fsdp_recipes.metrics.clock import MAX_MARKS, PARTS, Clock
+from hf_fsdp_recipes.metrics.flops import ModelFlops, Work
+from hf_fsdp_recipes.metrics.memory import DeviceMemory
+from hf_fsdp_recipes.metrics.run_name import default_run_name, run_name
+from hf_fsdp_recipes.metrics.token_count import count_work
 
 
 def counted(window=None, **inputs):
     tensors = {key: torch.tensor(value) for key, value in inputs.items()}
-    return Work(*count_work(tensors, window).tolist())
+    return Work(*count_work(tensors, aggregate).tolist())
 
 
 IDS = [[5, 6, 7, 8, 0, 0], [5, 6, 7, 8, 9, 5]]
@@ -174,13 +174,13 @@ def test_figures_of_a_window_are_those_by_hand():
     seconds = dict.fromkeys(PARTS, 0.0) | {"forward_backward": 3.0, "data": 1.0, "save": 5.0, "evaluation": 7.0}
     works = (Work.of([10, 5]), Work.of([9]))
     rows = [
-        window.pack(
+        aggregate.pack(
             torch.tensor([work.tokens, work.pairs, work.window_pairs]),
-            window.RankWindow(host, 1, 2, 3, 4, seconds),
+            aggregate.RankWindow(host, 1, 2, 3, 4, seconds),
         ).tolist()
         for host, work in zip((70, 80), works, strict=True)
     ]
-    entry = window.summarize(rows, 2, window.Speed(flops, peak_flops=1e4, is_recomputed=True))
+    entry = aggregate.summarize(rows, 2, aggregate.Speed(flops, peak_flops=1e4, is_recomputed=True))
     assert entry["tokens"] == 24 and entry["host_bytes"] == [70, 80] and entry["device_reserved_peak_bytes"] == [4, 4]
     assert entry["step_seconds"] == 2.0  # 4 s of training; saving and evaluation are told, not mixed in
     assert entry["seconds"]["save"] == 5.0
@@ -193,11 +193,11 @@ def test_figures_of_a_window_are_those_by_hand():
 
 def test_unknown_peak_means_no_utilisation():
     seconds = dict.fromkeys(PARTS, 1.0)
-    row = window.pack(torch.tensor([5, 25, 25]), window.RankWindow(seconds=seconds)).tolist()
+    row = aggregate.pack(torch.tensor([5, 25, 25]), aggregate.RankWindow(seconds=seconds)).tolist()
     flops = ModelFlops(100, 100, 20, 6, 0, None)
-    without_peak = window.summarize([row], 1, window.Speed(flops, None))
+    without_peak = aggregate.summarize([row], 1, aggregate.Speed(flops, None))
     assert "mfu" not in without_peak and without_peak["model_flops_per_second_per_device"] > 0
-    assert "model_flops_per_second_per_device" not in window.summarize([row], 1, window.Speed(None, 1e12))
+    assert "model_flops_per_second_per_device" not in aggregate.summarize([row], 1, aggregate.Speed(None, 1e12))
 
 
 def test_averages_leave_the_warm_up_out_and_weigh_by_time():
@@ -207,8 +207,8 @@ def test_averages_leave_the_warm_up_out_and_weigh_by_time():
         {"tokens_per_second": 100.0, "step_seconds": 1.0, "num_steps": 1, "mfu": 0.5},
         {"tokens_per_second": 40.0, "step_seconds": 1.0, "num_steps": 2, "mfu": 0.2},
     ]
-    assert window.average(entries) == pytest.approx({"tokens_per_second": 60.0, "mfu": 0.3})
-    assert window.average([slow]) == {}
+    assert aggregate.average(entries) == pytest.approx({"tokens_per_second": 60.0, "mfu": 0.3})
+    assert aggregate.average([slow]) == {}
 
 
 def test_resumed_file_keeps_what_came_before_and_loses_no_line_to_a_torn_one(tmp_path):

@@ -49,7 +49,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_launches_name_files_and_arguments_that_exist(page, monkeypatch):
-    from hf_fsdp_recipes.train.arguments import parse_arguments
+    from hf_fsdp_recipes.training.arguments import parse_arguments
 
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)

@@ -13,15 +13,15 @@ import yaml
 from typer.testing import CliRunner
 
 from hf_fsdp_recipes.cli import app
+from hf_fsdp_recipes.configs.templates import all_templates
 from hf_fsdp_recipes.errors import PlanError
-from hf_fsdp_recipes.launch.templates import all_templates
-from hf_fsdp_recipes.plan import blueprint, trace, units
-from hf_fsdp_recipes.plan.advice import compare_shardings, smallest_changes, suggest
-from hf_fsdp_recipes.plan.communication import step_flops, traffic
-from hf_fsdp_recipes.plan.host import host_needs
-from hf_fsdp_recipes.plan.job import Job, Machine, parse_bandwidth, parse_bytes
-from hf_fsdp_recipes.plan.memory import SCALES, Planner, change
-from hf_fsdp_recipes.plan.strategy import Strategy, find_strategy, from_template
+from hf_fsdp_recipes.tools.planner import meta_model, trace, units
+from hf_fsdp_recipes.tools.planner.communication import step_flops, traffic
+from hf_fsdp_recipes.tools.planner.host_memory import host_needs
+from hf_fsdp_recipes.tools.planner.job import Job, Machine, parse_bandwidth, parse_bytes
+from hf_fsdp_recipes.tools.planner.rank_memory import SCALES, Planner, change
+from hf_fsdp_recipes.tools.planner.strategy import Strategy, find_strategy, from_template
+from hf_fsdp_recipes.tools.planner.suggest import compare_shardings, smallest_changes, suggest
 from tests.conftest import tiny_config
 from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
 from tests.ranks.sharded_units import units_of
@@ -166,7 +166,7 @@ def test_units_are_those_that_accelerate_shards(fsdp, strategy, kind, lora_rank)
     job = Job(
         strategy, machine=Machine(2, 2), mixed_precision=None, loss="model", checkpointing=False, lora_rank=lora_rank
     )
-    cut = units.find_units(blueprint.build(tiny_config(kind), job), job)
+    cut = units.find_units(meta_model.build(tiny_config(kind), job), job)
     sizes = sorted(sum(weight.num_elements for weight in unit.weights) for unit in cut)
     assert [size for size in sizes if size] == found[0][0]
     shard = sum(unit.stored_bytes(2, strategy.version) for unit in cut) / 4
@@ -180,7 +180,7 @@ def test_checkpointed_layers_keep_their_input_alone():
     for layers in (2, 4):
         config = tiny_config("llama")
         config.num_hidden_layers = layers
-        model = blueprint.build(config, job)
+        model = meta_model.build(config, job)
         moments = trace.trace_step(model, job, [f"model.layers.{n}" for n in range(layers)], units.last_layer(model))
         kept.append(next(sum(moment.live_bytes.values()) for moment in moments if moment.kind == "loss"))
     assert (kept[1] - kept[0]) / 2 == pytest.approx(2 * 64 * 32 * 2, rel=0.05)  # (B, L, hidden) in bf16, a layer
@@ -191,7 +191,7 @@ def test_meta_counts_what_a_real_step_allocates():
     job = Job(Strategy(on_cpu=True), machine=ONE_RANK, batch=2, length=48, mixed_precision=None, attention="eager")
     peaks = []
     for device in ("meta", "cpu"):
-        model = blueprint.build(tiny_config("llama"), job)
+        model = meta_model.build(tiny_config("llama"), job)
         if device == "cpu":
             model = model.to_empty(device="cpu")
         moments = trace.trace_step(model, job, [], units.last_layer(model), device=device)
@@ -249,7 +249,7 @@ def test_tied_embeddings_are_counted_once():
 
 
 def test_rows_that_do_not_divide_are_padded():
-    weight = blueprint.Weight("w", (307, 32), True, 4, 2)
+    weight = meta_model.Weight("w", (307, 32), True, 4, 2)
     assert weight.padded_elements(8) == 312 * 32
 
 
@@ -322,7 +322,7 @@ def test_nested_scales_take_a_quarter(planners):
 
 
 def test_recipe_that_trains_from_scratch_is_planned_from_its_config():
-    from hf_fsdp_recipes.plan.request import read_recipe
+    from hf_fsdp_recipes.tools.planner.request import read_recipe
 
     options = read_recipe(ROOT / "recipes" / "c4_150m_pretrain.yaml")
     keys = yaml.safe_load((ROOT / "recipes" / "c4_150m_pretrain.yaml").read_text())

@@ -14,9 +14,11 @@ import pytest
 import yaml
 from torch.distributed import TCPStore
 
+from hf_fsdp_recipes.checkpointing import disk_estimate
+from hf_fsdp_recipes.configs import templates
+from hf_fsdp_recipes.configs.validate import find_faults, read_config
 from hf_fsdp_recipes.errors import PreflightError
-from hf_fsdp_recipes.launch import advice, devices, nodes, space, templates
-from hf_fsdp_recipes.launch.config_check import find_faults, read_config
+from hf_fsdp_recipes.tools.preflight import bandwidth_advice, devices, node_info
 from tests.conftest import tiny_config
 from tests.nodes import Node, finish, job, one_message, run, start
 from tests.ranks.harness import free_port
@@ -67,7 +69,7 @@ def launch(command, *, count=1, module_arguments=()):
     started = time.monotonic()
     processes = [
         subprocess.Popen(
-            [*command(number), "-m", "hf_fsdp_recipes.launch.preflight", *map(str, module_arguments)],
+            [*command(number), "-m", "hf_fsdp_recipes.tools.preflight.preflight", *map(str, module_arguments)],
             env=environment(PYTHONPATH=str(ROOT)),
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -299,7 +301,7 @@ def test_run_that_does_not_fit_is_refused(tmp_path):
 )
 def test_checkpoints_that_lie_there_at_once_are_counted(tiny_model, recipe, checkpoints):
     directory = tiny_model()
-    need = space.estimate({"model_name_or_path": str(directory)} | recipe)
+    need = disk_estimate.estimate({"model_name_or_path": str(directory)} | recipe)
     weights_bytes = (directory / "model.safetensors").stat().st_size
     assert need.num_checkpoints == checkpoints and not need.is_open_ended
     assert need.export_bytes == pytest.approx(weights_bytes, rel=0.1)
@@ -315,7 +317,7 @@ def test_lora_writes_adapters_alone(tiny_model):
         AutoModelForCausalLM.from_pretrained(directory), LoraConfig(r=4, target_modules="all-linear")
     )
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    need = space.estimate({"model_name_or_path": str(directory), "use_peft": True, "lora_r": 4})
+    need = disk_estimate.estimate({"model_name_or_path": str(directory), "use_peft": True, "lora_r": 4})
     assert need.export_bytes == 4 * trained and need.checkpoint_bytes == 12 * trained
 
 
@@ -363,39 +365,41 @@ def test_low_limits_are_warnings():
     }
     low = good | {"shm_bytes": 64 << 20, "open_files": 256, "is_memlock_limited": True}
     names = ["node 0", "node 1"]
-    assert nodes.find_warnings([good, good], names, 16) == []
-    warnings = nodes.find_warnings([good, low], names, 16)
+    assert node_info.find_warnings([good, good], names, 16) == []
+    warnings = node_info.find_warnings([good, low], names, 16)
     assert len(warnings) == 3 and all(warning.startswith("node 1: ") for warning in warnings)
 
 
 @pytest.mark.parametrize("template", templates.all_templates(), ids=lambda template: template.name)
 def test_strategy_is_read_from_every_template(template):
     config = yaml.safe_load(templates.render(template))
-    assert advice.read_strategy(config) == template.strategy
+    assert bandwidth_advice.read_strategy(config) == template.strategy
 
 
-H100 = advice.Load(tokens=8192, tokens_source="the recipe", flops_per_second=600e12, item_bytes=2)
+H100 = bandwidth_advice.Load(tokens=8192, tokens_source="the recipe", flops_per_second=600e12, item_bytes=2)
 
 
 def test_slow_wire_between_nodes_advises_hybrid():
-    text = advice.advise("full_shard", H100, within=300e9, between=10e9, num_nodes=2, ranks_per_node=8)
+    text = bandwidth_advice.advise("full_shard", H100, within=300e9, between=10e9, num_nodes=2, ranks_per_node=8)
     assert "needs 73.24 GB/s between nodes" in text and "7.3 times too slow. Take hybrid_shard" in text
 
 
 def test_fast_wire_is_enough_and_hybrid_is_judged_by_what_stays_inside():
-    assert advice.advise("full_shard", H100, 300e9, 200e9, 2, 8).endswith(": enough")
-    assert "within nodes" in (text := advice.advise("hybrid_shard", H100, 300e9, 10e9, 2, 8)) and text.endswith(
-        "enough"
-    )
+    assert bandwidth_advice.advise("full_shard", H100, 300e9, 200e9, 2, 8).endswith(": enough")
+    assert "within nodes" in (
+        text := bandwidth_advice.advise("hybrid_shard", H100, 300e9, 10e9, 2, 8)
+    ) and text.endswith("enough")
 
 
 def test_hybrid_is_not_advised_where_a_node_is_no_faster_inside():
-    assert "hybrid" not in advice.advise("full_shard", H100, within=9e9, between=10e9, num_nodes=2, ranks_per_node=8)
+    assert "hybrid" not in bandwidth_advice.advise(
+        "full_shard", H100, within=9e9, between=10e9, num_nodes=2, ranks_per_node=8
+    )
 
 
 def test_counts_are_those_of_the_launch_and_not_the_templates():
     template = templates.find_template("fsdp2_hybrid_shard")
-    launched = advice.as_launched(yaml.safe_load(templates.render(template)), num_nodes=3, ranks_per_node=4)
+    launched = bandwidth_advice.as_launched(yaml.safe_load(templates.render(template)), num_nodes=3, ranks_per_node=4)
     assert find_faults(launched) == []
 
 

@@ -6,10 +6,10 @@ import pytest
 import yaml
 
 from hf_fsdp_recipes.errors import DataError
-from hf_fsdp_recipes.train.arguments import parse_arguments
-from hf_fsdp_recipes.train.preparation import Preparation, prepare
-from hf_fsdp_recipes.train.sifting import cut_giant
-from hf_fsdp_recipes.train.tokens import load_tokenizer, tokenizer_for_rows, tokenizer_hash
+from hf_fsdp_recipes.training.arguments import parse_arguments
+from hf_fsdp_recipes.training.data.filtering import cut_giant
+from hf_fsdp_recipes.training.data.tokenize import Preparation, prepare
+from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows, tokenizer_hash
 from tests.conftest import SENTENCES
 
 MARKED_TEMPLATE = (

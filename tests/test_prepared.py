@@ -7,10 +7,10 @@ from typer.testing import CliRunner
 
 from hf_fsdp_recipes.cli import app
 from hf_fsdp_recipes.errors import DataError
-from hf_fsdp_recipes.train import prepared
-from hf_fsdp_recipes.train.arguments import parse_arguments
-from hf_fsdp_recipes.train.rows import load_rows
-from hf_fsdp_recipes.train.tokens import load_tokenizer
+from hf_fsdp_recipes.training.arguments import parse_arguments
+from hf_fsdp_recipes.training.data import cache
+from hf_fsdp_recipes.training.data.dataset import load_rows
+from hf_fsdp_recipes.training.tokenizer import load_tokenizer
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def argv(tiny_model, text_file, tmp_path, monkeypatch):
 
 @pytest.fixture
 def directory(argv, tmp_path):
-    prepared.prepare_directory(argv(), tmp_path / "prepared")
+    cache.prepare_directory(argv(), tmp_path / "prepared")
     return tmp_path / "prepared"
 
 
@@ -50,7 +50,7 @@ def test_directory_is_what_datasets_reads_with_a_record_of_what_it_was_made_with
     from datasets import load_from_disk
 
     splits = load_from_disk(directory)
-    facts = json.loads((directory / prepared.MANIFEST).read_text())
+    facts = json.loads((directory / cache.MANIFEST).read_text())
     assert facts["num_sequences"] == {"train": len(splits["train"]), "test": 0}
     assert (facts["max_length"], facts["packing"], facts["packing_strategy"]) == (48, True, "bfd")
     assert facts["tokenizer"]["name"] == str(tiny_model("llama"))
@@ -83,29 +83,29 @@ def test_evaluation_needs_rows_that_were_prepared(argv, directory):
 
 def test_evaluation_rows_are_prepared_too(argv, tmp_path):
     wish = ["--eval_strategy", "epoch", "--validation_split_percentage", "25"]
-    prepared.prepare_directory(argv(*wish), tmp_path / "both")
+    cache.prepare_directory(argv(*wish), tmp_path / "both")
     raw = load(parse_arguments(argv(*wish)))
     rows = load(parse_arguments(argv(*wish, dataset=tmp_path / "both")))
     assert rows.evaluation.to_list() == raw.evaluation.to_list()
 
 
 def test_interrupted_preparation_leaves_nothing(argv, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepared, "_facts", lambda *_: 1 / 0)
+    monkeypatch.setattr(cache, "_facts", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        prepared.prepare_directory(argv(), tmp_path / "out" / "prepared")
+        cache.prepare_directory(argv(), tmp_path / "out" / "prepared")
     assert not list((tmp_path / "out").iterdir())
 
 
 def test_nothing_is_overwritten(argv, directory):
-    before = (directory / prepared.MANIFEST).read_text()
+    before = (directory / cache.MANIFEST).read_text()
     with pytest.raises(DataError, match="is there already"):
-        prepared.prepare_directory(argv("--max_length", "64"), directory)
-    assert (directory / prepared.MANIFEST).read_text() == before
+        cache.prepare_directory(argv("--max_length", "64"), directory)
+    assert (directory / cache.MANIFEST).read_text() == before
 
 
 def test_stream_is_not_prepared(argv, tmp_path):
     with pytest.raises(DataError, match="dataset_streaming false"):
-        prepared.prepare_directory(argv("--dataset_streaming", "true", "--max_steps", "3"), tmp_path / "out")
+        cache.prepare_directory(argv("--dataset_streaming", "true", "--max_steps", "3"), tmp_path / "out")
 
 
 def test_command_takes_a_recipe_and_any_field(argv, tmp_path):
@@ -120,4 +120,4 @@ def test_command_takes_a_recipe_and_any_field(argv, tmp_path):
     assert done.exit_code == 0, done.output
     assert "kept 72 of 72 rows" in done.output
     assert f"prepared: {output} (" in done.output
-    assert json.loads((output / prepared.MANIFEST).read_text())["max_length"] == 32
+    assert json.loads((output / cache.MANIFEST).read_text())["max_length"] == 32

@@ -13,7 +13,7 @@ from tests.recipes.launching import LAUNCH, ROOT, environment
 
 BAR = """
 import time
-from hf_fsdp_recipes.measure import progress
+from hf_fsdp_recipes.metrics import progress
 with progress.bar(4_000_000, "load weights") as shown:
     for _ in range(4):
         shown.update(1_000_000)
@@ -84,8 +84,8 @@ def test_file_gets_nothing():
 
 ACTS = """
 import time, pathlib, tempfile
-from hf_fsdp_recipes.measure import progress
-from hf_fsdp_recipes.plan.act_progress import ActProgress
+from hf_fsdp_recipes.metrics import progress
+from hf_fsdp_recipes.tools.rehearsal.act_progress import ActProgress
 directory = pathlib.Path(tempfile.mkdtemp())
 (directory / "weights").write_bytes(bytes(3_000_000))
 with ActProgress("rehearse", {"load": 1.0, "train": 3.0}, directory, lambda: "step 2 of 9") as shown:
@@ -109,7 +109,7 @@ def test_terminal_sees_the_act_its_steps_the_bytes_and_the_time_left():
 
 
 def test_acts_are_read_by_nobody_without_a_terminal(tmp_path, monkeypatch):
-    from hf_fsdp_recipes.plan import act_progress
+    from hf_fsdp_recipes.tools.rehearsal import act_progress
 
     monkeypatch.setattr(act_progress.progress, "is_shown", lambda: False)
     with act_progress.ActProgress("rehearse", {"load": 1.0}, tmp_path, lambda: pytest.fail("asked")) as shown:

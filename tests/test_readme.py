@@ -52,7 +52,7 @@ def test_make_targets_exist():
 
 
 def test_launches_that_need_gpus_name_files_and_arguments_that_exist(monkeypatch, tmp_path):
-    from hf_fsdp_recipes.train.arguments import parse_arguments
+    from hf_fsdp_recipes.training.arguments import parse_arguments
 
     monkeypatch.chdir(tmp_path)
     launches = [command for command in commands("text") + commands("bash") if command.startswith("accelerate launch")]

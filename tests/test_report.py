@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from hf_fsdp_recipes.cli import app
 from hf_fsdp_recipes.errors import DataError
-from hf_fsdp_recipes.measure import plots, report
-from hf_fsdp_recipes.measure.clock import PARTS
+from hf_fsdp_recipes.metrics import plots, report
+from hf_fsdp_recipes.metrics.clock import PARTS
 
 START = {
     "run": "fsdp_training_20250209-1430_tiny_1_2_1_4", "model": "org/tiny", "from_step": 0, "max_steps": 40, "num_ranks": 2,

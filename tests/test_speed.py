@@ -3,8 +3,8 @@
 import pytest
 
 from hf_fsdp_recipes.errors import RecipeError
-from hf_fsdp_recipes.train import speed
-from hf_fsdp_recipes.train.arguments import parse_arguments
+from hf_fsdp_recipes.training import feature_checks
+from hf_fsdp_recipes.training.arguments import parse_arguments
 from tests.test_arguments import NEEDED, no_launch  # noqa: F401
 
 
@@ -41,7 +41,7 @@ def test_optimizers_of_bitsandbytes_are_refused_under_fsdp1_alone(optimizer, fsd
         parse_arguments([*NEEDED, "--optim", optimizer])
     fsdp(2)
     training = parse_arguments([*NEEDED, "--optim", optimizer]).training
-    optimizer_class, settings = speed.sharded_optimizer(training)
+    optimizer_class, settings = feature_checks.sharded_optimizer(training)
     assert "bitsandbytes" in str(optimizer_class)  # where Trainer looks, to keep embeddings in 32 bits
     assert settings["is_paged"] == optimizer.startswith("paged_")
 
@@ -54,11 +54,11 @@ def test_an_optimizer_whose_states_are_not_cut_like_parameters_is_refused(fsdp):
 
 def test_other_optimizers_stay_trainers_own(fsdp):
     fsdp(2)
-    assert speed.sharded_optimizer(parse_arguments([*NEEDED]).training) is None
+    assert feature_checks.sharded_optimizer(parse_arguments([*NEEDED]).training) is None
 
 
 def test_optimizers_that_are_not_installed_are_refused(monkeypatch):
-    monkeypatch.setattr(speed, "find_spec", lambda name: None)
+    monkeypatch.setattr(feature_checks, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match="bitsandbytes is not installed"):
         parse_arguments([*NEEDED, "--optim", "adamw_8bit"])
     with pytest.raises(RecipeError, match="torchao is not installed"):
@@ -70,14 +70,14 @@ def test_the_names_of_bitsandbytes_optimizers_are_upstreams():
     from transformers.training_args import OptimizerNames
 
     upstream = {name.value for name in trainer_optimizer._BITSANDBYTES_OPTIMIZERS}
-    assert {name.value for name in OptimizerNames if speed.is_of_bitsandbytes(name.value)} == upstream
+    assert {name.value for name in OptimizerNames if feature_checks.is_of_bitsandbytes(name.value)} == upstream
 
 
 def test_blocks_are_compiled_under_fsdp2_only(fsdp, monkeypatch):
     fsdp(1)
     with pytest.raises(RecipeError, match="compile_blocks: true without FSDP2"):
         parse_arguments([*NEEDED, "--compile_blocks", "true"])
-    monkeypatch.setenv(speed.REGIONAL_COMPILATION, "true")
+    monkeypatch.setenv(feature_checks.REGIONAL_COMPILATION, "true")
     with pytest.raises(RecipeError, match="cannot wrap the blocks of an FSDP1 model"):
         parse_arguments([*NEEDED, "--torch_compile", "true"])
     fsdp(2)

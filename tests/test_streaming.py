@@ -6,12 +6,12 @@ import pytest
 import yaml
 
 from hf_fsdp_recipes.errors import DataError
-from hf_fsdp_recipes.train.arguments import parse_arguments
-from hf_fsdp_recipes.train.data import load_parts
-from hf_fsdp_recipes.train.preparation import Preparation
-from hf_fsdp_recipes.train.stream_trainer import restore_position
-from hf_fsdp_recipes.train.streaming import RowStream, Source, open_streams
-from hf_fsdp_recipes.train.tokens import load_tokenizer
+from hf_fsdp_recipes.training.arguments import parse_arguments
+from hf_fsdp_recipes.training.data.read_files import load_parts
+from hf_fsdp_recipes.training.data.stream_trainer import restore_position
+from hf_fsdp_recipes.training.data.streaming import RowStream, Source, open_streams
+from hf_fsdp_recipes.training.data.tokenize import Preparation
+from hf_fsdp_recipes.training.tokenizer import load_tokenizer
 
 
 def write(path, texts):

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from hf_fsdp_recipes.cli import app
 from hf_fsdp_recipes.errors import PlanError, TemplateError
-from hf_fsdp_recipes.plan import cases, figures, outcome, sweep, sweep_plots, trial
+from hf_fsdp_recipes.tools.sweep import cases, results, run_status, scaling_plots, sweep, trial
 from tests.recipes.launching import ROOT, environment
 
 FULL, GRAD = "fsdp2_full_shard", "fsdp2_shard_grad_op"
@@ -97,7 +97,7 @@ def test_table_has_every_case_and_says_what_was_extrapolated(swept):
 def test_host_memory_stands_in_where_there_is_no_device(swept):
     for file in swept.glob("*/metrics.jsonl"):
         write_metrics(file.parent, 2, device_peak_bytes=[0, 0], device_reserved_peak_bytes=[0, 0])
-    found = [result for result in figures.collect(swept) if result["outcome"] == cases.FINISHED]
+    found = [result for result in results.collect(swept) if result["outcome"] == cases.FINISHED]
     assert {(result["peak_memory_bytes"], result["memory_kind"]) for result in found} == {(10**9, "host")}
 
 
@@ -119,7 +119,7 @@ def series(axes):
 
 
 def test_three_plots_show_a_line_a_template_and_where_memory_ran_out(swept):
-    memory, epoch, step = sweep_plots.draw_scaling(figures.collect(swept)).axes
+    memory, epoch, step = scaling_plots.draw_scaling(results.collect(swept)).axes
     titles = [axes.get_title(loc="left") for axes in (memory, epoch, step)]
     assert titles == ["Peak memory", "Epoch time, extrapolated", "Step time"]
     assert memory.get_ylabel() == "reserved device memory of the largest rank, GB"
@@ -135,16 +135,16 @@ def test_three_plots_show_a_line_a_template_and_where_memory_ran_out(swept):
 
 
 def test_strategies_are_compared_by_mfu_or_else_by_tokens(swept):
-    results = figures.collect(swept)
-    (axes,) = sweep_plots.draw_strategies(results).axes
+    found = results.collect(swept)
+    (axes,) = scaling_plots.draw_strategies(found).axes
     assert axes.get_ylabel() == "MFU, % of the dense peak" and "4 ranks" in axes.get_title(loc="left")
     assert series(axes) == {FULL: [(2.0, 50.0)], GRAD: [(2.0, 50.0)]}
-    for result in results:
+    for result in found:
         result.pop("mfu", None)
         if result["template"] == GRAD and result["num_ranks"] == 4:
             result.update(outcome="OOM")
             result.pop("peak_memory_bytes")
-    (axes,) = sweep_plots.draw_strategies(results).axes
+    (axes,) = scaling_plots.draw_strategies(found).axes
     assert axes.get_ylabel() == "tokens a second, all ranks"
     assert series(axes) == {FULL: [(2.0, 400.0)], f"{GRAD}: OOM": []}
 
@@ -161,14 +161,14 @@ def test_plot_is_a_png_with_its_lines_in_it(name, width, swept):
 @pytest.mark.parametrize(
     ("log", "ending", "found"),
     [
-        ("[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", outcome.Ending(1), "OOM"),
-        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried", outcome.Ending(1), "OOM"),
+        ("[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", run_status.Ending(1), "OOM"),
+        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried", run_status.Ending(1), "OOM"),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.", None, "OOM"),
-        ("  exitcode  : -9 (pid: 7)", outcome.Ending(1, was_short_of_memory=True), "OOM"),
-        ("  exitcode  : -9 (pid: 7)", outcome.Ending(1), "failed: a rank was killed (SIGKILL)"),
-        ("", outcome.Ending(1, was_short_of_memory=True), "failed: status 1"),  # somebody else's process
-        ("", outcome.Ending(-9, is_late=True), "failed: did not end within its time"),
-        ("[rank0]: ValueError: no\nx.ChildFailedError: recipes/sft.py", outcome.Ending(1), "failed: ValueError: no"),
+        ("  exitcode  : -9 (pid: 7)", run_status.Ending(1, was_short_of_memory=True), "OOM"),
+        ("  exitcode  : -9 (pid: 7)", run_status.Ending(1), "failed: a rank was killed (SIGKILL)"),
+        ("", run_status.Ending(1, was_short_of_memory=True), "failed: status 1"),  # somebody else's process
+        ("", run_status.Ending(-9, is_late=True), "failed: did not end within its time"),
+        ("[rank0]: ValueError: no\nx.ChildFailedError: recipes/sft.py", run_status.Ending(1), "failed: ValueError: no"),
         ("DataError: rows\nhas no column", None, "failed: DataError: rows"),
         ("step 3", None, "failed: after 0 of 5 steps"),
         ("", None, "not run"),
@@ -176,22 +176,22 @@ def test_plot_is_a_png_with_its_lines_in_it(name, width, swept):
 )  # fmt: skip
 def test_outcome_is_read_from_status_and_log(log, ending, found, tmp_path):
     if log:
-        (tmp_path / outcome.RANK_LOGS / "node0").mkdir(parents=True)
-        name = outcome.LOG_FILE if ending else f"{outcome.RANK_LOGS}/node0/stderr.log"
+        (tmp_path / run_status.RANK_LOGS / "node0").mkdir(parents=True)
+        name = run_status.LOG_FILE if ending else f"{run_status.RANK_LOGS}/node0/stderr.log"
         (tmp_path / name).write_text(log + "\n")
-    assert outcome.find_outcome(tmp_path, 5, ending).startswith(found)
+    assert run_status.find_outcome(tmp_path, 5, ending).startswith(found)
 
 
 def test_run_that_took_all_its_steps_has_finished(tmp_path):
     write_metrics(tmp_path, 2)
-    assert outcome.find_outcome(tmp_path, 5) == "finished"
-    assert outcome.find_outcome(tmp_path, 6) != "finished"
+    assert run_status.find_outcome(tmp_path, 5) == "finished"
+    assert run_status.find_outcome(tmp_path, 6) != "finished"
     write_metrics(tmp_path, 2, steps=3, end=False)
-    assert outcome.find_outcome(tmp_path, 5) == "failed: after 3 of 5 steps, or under way; no error in its log"
+    assert run_status.find_outcome(tmp_path, 5) == "failed: after 3 of 5 steps, or under way; no error in its log"
 
 
 def watch(code, tmp_path, limit_seconds=30.0):
-    log = tmp_path / outcome.LOG_FILE
+    log = tmp_path / run_status.LOG_FILE
     ending, peak = trial.watch([sys.executable, "-c", code], dict(os.environ), log, limit_seconds, lambda: None)
     return ending, peak, log.read_text()
 
@@ -199,7 +199,7 @@ def watch(code, tmp_path, limit_seconds=30.0):
 def test_memory_that_runs_out_for_real_is_recognised(tmp_path):
     code = "import torch; torch.empty(10**16)"
     ending, _, _ = watch(code, tmp_path)
-    assert ending.status == 1 and outcome.find_outcome(tmp_path, 5, ending) == "OOM"
+    assert ending.status == 1 and run_status.find_outcome(tmp_path, 5, ending) == "OOM"
 
 
 def test_peak_of_the_largest_process_is_sampled(tmp_path):

@@ -7,9 +7,9 @@ import yaml
 from typer.testing import CliRunner
 
 from hf_fsdp_recipes.cli import app
+from hf_fsdp_recipes.configs import templates
+from hf_fsdp_recipes.configs import validate as check
 from hf_fsdp_recipes.errors import TemplateError
-from hf_fsdp_recipes.launch import config_check as check
-from hf_fsdp_recipes.launch import templates
 
 ALL = templates.all_templates()
 run = CliRunner().invoke
@@ -171,7 +171,7 @@ def test_templates_module_needs_neither_torch_nor_accelerate():
     import sys
 
     code = (
-        "import sys; import hf_fsdp_recipes.cli, hf_fsdp_recipes.launch.templates;"
+        "import sys; import hf_fsdp_recipes.cli, hf_fsdp_recipes.configs.templates;"
         "print([m for m in ('torch', 'accelerate') if m in sys.modules])"
     )
     assert (
@@ -189,7 +189,7 @@ def test_templates_module_needs_neither_torch_nor_accelerate():
     ],
 )
 def test_template_for_cpu_ranks_shards_as_inside_a_node(name, strategy, num_ranks):
-    from hf_fsdp_recipes.launch.cpu_variant import to_cpu_ranks
+    from hf_fsdp_recipes.tools.rehearsal.cpu_variant import to_cpu_ranks
 
     config = to_cpu_ranks(config_of(name))
     assert config["fsdp_config"].get("fsdp_sharding_strategy") == strategy

@@ -59,16 +59,16 @@ def test_trainer_asks_for_saves_through_the_flag_that_the_callback_clears():
 @pytest.mark.parametrize(
     ("module", "owner", "name", "install", "error"),
     [
-        ("hf_fsdp_recipes.load.seams", "accelerate.accelerator", "fsdp2_prepare_model", "install", LoadError),
+        ("hf_fsdp_recipes.patches.loading", "accelerate.accelerator", "fsdp2_prepare_model", "install", LoadError),
         (
-            "hf_fsdp_recipes.save.seams",
+            "hf_fsdp_recipes.patches.saving",
             "accelerate.utils.fsdp_utils",
             "_get_model_state_dict",
             "install",
             CheckpointError,
         ),
         (
-            "hf_fsdp_recipes.launch.wrapping",
+            "hf_fsdp_recipes.patches.wrapping",
             "accelerate.utils.fsdp_utils",
             "fsdp2_prepare_auto_wrap_policy",
             "install",
@@ -89,38 +89,38 @@ def test_seam_that_has_moved_is_one_clear_error(monkeypatch, module, owner, name
 def test_moved_cpu_seam_is_one_clear_error(monkeypatch):
     from accelerate.state import AcceleratorState
 
-    from hf_fsdp_recipes.launch import cpu
+    from hf_fsdp_recipes.patches import cpu_ranks
 
-    monkeypatch.setattr(cpu, "_is_enabled", False)
+    monkeypatch.setattr(cpu_ranks, "_is_enabled", False)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setattr(AcceleratorState, "__init__", lambda self, **kwargs: None)
     with pytest.raises(TemplateError, match=r"fsdp_plugin.*Remedy"):
-        cpu.enable()
+        cpu_ranks.enable()
 
 
 def test_checkpoint_files_go_through_the_writers_own_file_system(tmp_path, monkeypatch):
     from torch.distributed.checkpoint import FileSystemWriter, filesystem
 
-    from hf_fsdp_recipes.save import seams
+    from hf_fsdp_recipes.patches import saving
 
     assert "self.fs.create_stream" in inspect.getsource(filesystem._FileSystemWriter)
     assert "stream.close()" in inspect.getsource(filesystem._write_files_from_queue)
-    seams.storage_writer(tmp_path)
+    saving.storage_writer(tmp_path)
     monkeypatch.setattr(FileSystemWriter, "__init__", lambda self, *arguments, **keywords: None)
     with pytest.raises(CheckpointError, match=r"file system of FileSystemWriter elsewhere.*Remedy"):
-        seams.storage_writer(tmp_path)
+        saving.storage_writer(tmp_path)
 
 
 def test_a_dtensor_keeps_its_part_where_it_did():
     import torch
     from torch.distributed.tensor import DTensor
 
-    from hf_fsdp_recipes.save import seams
+    from hf_fsdp_recipes.patches import saving
 
     assert "_local_tensor" in DTensor.__slots__
     with pytest.raises(CheckpointError, match=r"local tensor elsewhere.*Remedy"):
-        seams.put_local(torch.ones(2), torch.ones(2))
+        saving.put_local(torch.ones(2), torch.ones(2))
 
 
 def test_optimizers_of_bitsandbytes_take_one_parameter_at_a_time():
@@ -138,7 +138,7 @@ def test_optimizers_of_bitsandbytes_that_step_otherwise_are_one_clear_error(monk
     from transformers import TrainingArguments
 
     from hf_fsdp_recipes.errors import RecipeError
-    from hf_fsdp_recipes.train.bitsandbytes_shards import sharded_optimizer
+    from hf_fsdp_recipes.training.sharded_optimizer import sharded_optimizer
 
     monkeypatch.setattr(optimizer.Optimizer2State, "update_step", lambda self, groups: None)
     with pytest.raises(RecipeError, match=r"update_step takes \['self', 'groups'\].*Remedy"):

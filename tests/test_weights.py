@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.load.weights import open_checkpoint, read_header
+from hf_fsdp_recipes.loading.safetensors_index import open_checkpoint, read_header
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -117,19 +117,19 @@ def test_index_that_lists_a_tensor_its_file_lacks_is_refused(tmp_path):
 
 
 def test_disk_is_asked_for_no_more_than_some_way_ahead(tmp_path, monkeypatch):
-    from hf_fsdp_recipes.load import weights
+    from hf_fsdp_recipes.loading import safetensors_index
 
     save_file(
         {"a": torch.zeros(5000, dtype=torch.uint8), "b": torch.zeros(300, dtype=torch.uint8)},
         tmp_path / "model.safetensors",
     )
-    checkpoint = weights.open_checkpoint(tmp_path)
+    checkpoint = safetensors_index.open_checkpoint(tmp_path)
     tensors = checkpoint.tensors
-    monkeypatch.setattr(weights, "AHEAD_BYTES", 2500)
-    monkeypatch.setattr(weights, "ASKED_BYTES", 1000)
+    monkeypatch.setattr(safetensors_index, "AHEAD_BYTES", 2500)
+    monkeypatch.setattr(safetensors_index, "ASKED_BYTES", 1000)
     asked = []
     monkeypatch.setattr(checkpoint, "ask_for", lambda *part: asked.append((part[0].name, *part[1:])))
-    ahead = weights.ReadAhead(checkpoint, [(tensors["a"], 10, 4500), (tensors["b"], 0, 300)])
+    ahead = safetensors_index.ReadAhead(checkpoint, [(tensors["a"], 10, 4500), (tensors["b"], 0, 300)])
     assert asked == [("a", 10, 1000), ("a", 1010, 1000), ("a", 2010, 1000)]
     ahead.advance(400)
     assert len(asked) == 3
@@ -143,10 +143,10 @@ def test_disk_is_asked_for_no_more_than_some_way_ahead(tmp_path, monkeypatch):
 def test_only_what_is_not_in_memory_is_asked_for(tmp_path, monkeypatch, known):
     import os
 
-    from hf_fsdp_recipes.load import weights
+    from hf_fsdp_recipes.loading import safetensors_index
 
     save_file({"a": torch.arange(5000, dtype=torch.float32)}, tmp_path / "model.safetensors")
-    checkpoint = weights.open_checkpoint(tmp_path)
+    checkpoint = safetensors_index.open_checkpoint(tmp_path)
     tensor = checkpoint.tensors["a"]
 
     def preadv(descriptor, buffers, offset, flags):

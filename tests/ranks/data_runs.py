@@ -10,11 +10,11 @@ from typing import Any
 
 def train(argv: Sequence[str], *, record: str | None = None) -> dict[str, Any]:
     """Run a recipe; return its losses, and with `record` the `input_ids` of every batch of this rank."""
-    from hf_fsdp_recipes.launch import cpu
+    from hf_fsdp_recipes.patches import cpu_ranks
 
-    cpu.enable()
-    from hf_fsdp_recipes.train.arguments import parse_arguments
-    from hf_fsdp_recipes.train.build import build_trainer, find_resume
+    cpu_ranks.enable()
+    from hf_fsdp_recipes.training.arguments import parse_arguments
+    from hf_fsdp_recipes.training.build import build_trainer, find_resume
 
     arguments = parse_arguments(argv)
     checkpoint = find_resume(arguments)

@@ -152,6 +152,6 @@ def _run(function: Callable[..., Any], arguments: Any, rank: int, variables: dic
 
 
 def read_losses(output_dir: Path) -> list[float]:
-    from hf_fsdp_recipes.measure.report import read_metrics
+    from hf_fsdp_recipes.metrics.report import read_metrics
 
     return [entry["loss"] for entry in read_metrics(Path(output_dir) / "metrics.jsonl") if "loss" in entry]

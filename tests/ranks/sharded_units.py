@@ -5,9 +5,9 @@ from typing import Any
 
 def units_of(kind: str, lora_rank: int) -> tuple[list[int], int]:
     """Return the sizes of the units in elements, and this rank's own elements. Every rank runs this."""
-    from hf_fsdp_recipes.launch import cpu, wrapping
+    from hf_fsdp_recipes.patches import cpu_ranks, wrapping
 
-    cpu.enable()
+    cpu_ranks.enable()
     wrapping.install()
     import torch
     from accelerate import Accelerator

@@ -29,17 +29,17 @@ def _outcomes():
 
 
 def _outcome(how, failing_rank, kind):
-    from hf_fsdp_recipes import errors, ranks
+    from hf_fsdp_recipes import distributed, errors
 
     def work():
-        if ranks.rank() == failing_rank:
+        if distributed.rank() == failing_rank:
             raise {"ours": errors.LoadError, "foreign": KeyError}[kind]("no such thing")
-        return f"made on rank {ranks.rank()}"
+        return f"made on rank {distributed.rank()}"
 
     try:
         if how == "from_main":
-            return ranks.from_main(work)
-        with ranks.agreed():
+            return distributed.from_main(work)
+        with distributed.agreed():
             return work()
     except Exception as error:
         return type(error).__name__, str(error)
@@ -55,13 +55,13 @@ def test_ranks_agree_on_what_happened():
 def test_finished_process_says_its_last_words_and_meets_no_destructor(after, code):
     script = f"""
 import atexit, sys
-from hf_fsdp_recipes import ranks
+from hf_fsdp_recipes import distributed
 class Aborts:
     def __del__(self):
         print("taken down")
 kept = Aborts()
 atexit.register(lambda: print("reporter"))
-ranks.skip_destructors_at_exit()
+distributed.skip_destructors_at_exit()
 sys.stdout.write("last words, ")
 {after}
 """

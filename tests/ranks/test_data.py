@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_fsdp_recipes.train.prepared import prepare_directory
+from hf_fsdp_recipes.training.data.cache import prepare_directory
 from tests.conftest import SENTENCES
 from tests.ranks.data_runs import train, train_with_slow_tokenizing, write_rows
 from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
@@ -116,7 +116,7 @@ def test_resumed_stream_goes_on_at_the_row_where_it_stopped(argv, tmp_path):
 
 def train_until(argv, stop):
     """Train up to a step and its checkpoint, and leave as a killed run would."""
-    from hf_fsdp_recipes.train import build
+    from hf_fsdp_recipes.training import build
 
     upstream = build.build_trainer
 

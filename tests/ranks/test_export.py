@@ -219,13 +219,13 @@ def _die_while_exporting(model, data, output):
     import signal
 
     from hf_fsdp_recipes import ShardedCheckpointCallback, export_model
-    from hf_fsdp_recipes.save import writing
+    from hf_fsdp_recipes.export import write_export
 
     callback = ShardedCheckpointCallback()
     saving = {"save_strategy": "steps", "save_steps": 2}
     trainer = build(str(model), str(data), str(output), steps=2, callbacks=[callback], **saving)
     trainer.train()
-    write, written = writing.FileWriter.write, []
+    write, written = write_export.FileWriter.write, []
 
     def write_some_then_die(self, *arguments):
         write(self, *arguments)
@@ -233,13 +233,13 @@ def _die_while_exporting(model, data, output):
         if len(written) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    writing.FileWriter.write = write_some_then_die
+    write_export.FileWriter.write = write_some_then_die
     export_model(trainer.model, output / "export")
 
 
 def test_kill_in_mid_export_leaves_the_checkpoint_and_no_export(tiny_model, text_file, tmp_path):
     from hf_fsdp_recipes import export_checkpoint
-    from hf_fsdp_recipes.save import layout
+    from hf_fsdp_recipes.checkpointing import layout
 
     with pytest.raises(pytest.fail.Exception, match=r"killed at the time-out|exit code -9"):
         run_ranks(

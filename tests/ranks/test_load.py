@@ -113,17 +113,17 @@ def test_every_value_arrives_on_four_ranks_that_read_for_themselves(tiny_model, 
 
 def _shards_through_small_buckets(model_dir, data, output, keywords, apart):
     """As `_shards`, in many buckets; the ranks `apart` are made to see nothing of rank 0's process."""
-    from hf_fsdp_recipes import ranks
-    from hf_fsdp_recipes.load import arrival, lanes, transfer
+    from hf_fsdp_recipes import distributed
+    from hf_fsdp_recipes.loading import distribute, lanes, materialize
 
-    transfer.BUCKET_BYTES = 4096
+    distribute.BUCKET_BYTES = 4096
     lanes.LANE_BYTES = 4096
     laid = []
     lay = lanes.lay
-    transfer.lay = lambda *arguments: laid.append(lay(*arguments)) or laid[-1]
-    if ranks.rank() in apart:
+    distribute.lay = lambda *arguments: laid.append(lay(*arguments)) or laid[-1]
+    if distributed.rank() in apart:
         lanes._open = lambda *_: None
-    scatter = arrival.scatter
+    scatter = materialize.scatter
 
     def scatter_and_count(destinations, checkpoint, group, checksums):
         num_open = _num_open_descriptors()
@@ -134,7 +134,7 @@ def _shards_through_small_buckets(model_dir, data, output, keywords, apart):
             wanted = {(item.name, place) for item in destinations for place in sent if item.runs[place][1]}
             assert checksums.values.keys() == wanted
 
-    arrival.scatter = scatter_and_count
+    materialize.scatter = scatter_and_count
     return _shards(model_dir, data, output, keywords), sorted(laid[0].reached)
 
 
@@ -182,7 +182,7 @@ def test_copies_of_a_hybrid_mesh_are_fed_through_small_buckets(tiny_model, text_
 
 
 def test_pipe_of_another_process_is_not_taken_for_rank_0s(tmp_path):
-    from hf_fsdp_recipes.load import lanes
+    from hf_fsdp_recipes.loading import lanes
 
     ours, outgoing, (proof, token, far_ends) = lanes._make([1])
     file = tmp_path / "other"
@@ -199,7 +199,7 @@ def test_pipe_of_another_process_is_not_taken_for_rank_0s(tmp_path):
 
 
 def test_no_lanes_are_laid_where_nothing_can_be_shared(monkeypatch):
-    from hf_fsdp_recipes.load import lanes
+    from hf_fsdp_recipes.loading import lanes
 
     def refuse(*_):
         raise OSError("too many open files")
@@ -217,7 +217,7 @@ def _stored(tmp_path, num_bytes):
     import torch
     from safetensors.torch import save_file
 
-    from hf_fsdp_recipes.load.weights import open_checkpoint
+    from hf_fsdp_recipes.loading.safetensors_index import open_checkpoint
 
     values = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
     save_file({"w": values}, tmp_path / "model.safetensors")
@@ -231,7 +231,7 @@ def test_lane_carries_more_than_it_holds_in_order(tmp_path, monkeypatch, fault):
 
     import torch
 
-    from hf_fsdp_recipes.load import lanes
+    from hf_fsdp_recipes.loading import lanes
 
     values, checkpoint = _stored(tmp_path, 300_001)
     if fault == "cannot splice":
@@ -266,7 +266,7 @@ def test_lane_whose_other_end_has_gone_ends_at_once(tmp_path):
     import torch
 
     from hf_fsdp_recipes.errors import LoadError
-    from hf_fsdp_recipes.load import lanes
+    from hf_fsdp_recipes.loading import lanes
 
     _, checkpoint = _stored(tmp_path, 3_000_000)
     ours, outgoing, (proof, token, far_ends) = lanes._make([1, 2])
@@ -286,7 +286,7 @@ def test_lane_that_stands_still_is_given_up(tmp_path, monkeypatch):
     import torch
 
     from hf_fsdp_recipes.errors import LoadError
-    from hf_fsdp_recipes.load import lanes
+    from hf_fsdp_recipes.loading import lanes
 
     monkeypatch.setattr(lanes, "PATIENCE_SECONDS", 0.2)
     _, checkpoint = _stored(tmp_path, 3_000_000)
@@ -303,7 +303,7 @@ def test_lane_that_stands_still_is_given_up(tmp_path, monkeypatch):
 def test_populating_leaves_values_as_they_are():
     import torch
 
-    from hf_fsdp_recipes.load.first_touch import populate
+    from hf_fsdp_recipes.loading.first_touch import populate
 
     values = torch.arange(5000, dtype=torch.float64)
     populate(values[3:4999])
@@ -431,22 +431,22 @@ def test_adapter_that_cannot_be_made_on_arrival_is_refused_by_name(
 
 def _lose_a_file_while_loading(model_dir, data, output, apart):
     """Truncate the weights when their headers have been checked; the ranks `apart` take theirs from messages."""
-    from hf_fsdp_recipes import ranks
-    from hf_fsdp_recipes.load import arrival, lanes, transfer
+    from hf_fsdp_recipes import distributed
+    from hf_fsdp_recipes.loading import distribute, lanes, materialize
 
-    transfer.BUCKET_BYTES = 4096
-    if ranks.rank() in apart:
+    distribute.BUCKET_BYTES = 4096
+    if distributed.rank() in apart:
         lanes._open = lambda *_: None
-    send = arrival.scatter
+    send = materialize.scatter
 
     def lose_then_send(*arguments):
-        if ranks.is_main():
+        if distributed.is_main():
             file = model_dir / "model.safetensors"
             with file.open("r+b") as stream:
                 stream.truncate(file.stat().st_size // 2)
         send(*arguments)
 
-    arrival.scatter = lose_then_send
+    materialize.scatter = lose_then_send
     build(str(model_dir), str(data), str(output), steps=1).train()
 
 
@@ -468,17 +468,17 @@ def test_file_that_ends_while_it_is_sent_ends_all_ranks(tiny_model, text_file, t
 def test_no_bucket_is_larger_than_its_memory(num_members, monkeypatch):
     import torch
 
-    from hf_fsdp_recipes.load import transfer
+    from hf_fsdp_recipes.loading import distribute
 
-    monkeypatch.setattr(transfer, "BUCKET_BYTES", 1024)
-    budget = transfer._member_bytes(num_members)
+    monkeypatch.setattr(distribute, "BUCKET_BYTES", 1024)
+    budget = distribute._member_bytes(num_members)
     dtypes = [torch.bfloat16, torch.float32, torch.uint8, torch.float64, torch.bfloat16]
     items = []
     for count, dtype in zip([budget // 2 - 1, 77, 1001, 513, 3], dtypes, strict=True):
         runs = [(number * count, count) for number in range(num_members)]
-        items.append(transfer.Destination("w", [], dtype, dtype, runs, torch.empty(0)))
+        items.append(distribute.Destination("w", [], dtype, dtype, runs, torch.empty(0)))
     taken = dict.fromkeys(range(len(items)), 0)
-    for bucket in transfer._buckets(items, num_members):
+    for bucket in distribute._buckets(items, num_members):
         for position in range(num_members):
             assert sum(entry.num_bytes(position) for entry in bucket) <= budget
         for entry in bucket:
@@ -523,7 +523,7 @@ def test_resized_embeddings_get_the_mean_of_the_rows(tiny_model, text_file, tmp_
 
 
 def test_memory_of_each_stage_is_printed_and_recorded(tiny_model, text_file, tmp_path):
-    from hf_fsdp_recipes.measure.stages import Stage, format_table
+    from hf_fsdp_recipes.metrics.stages import Stage, format_table
 
     shown = format_table([Stage("read into shards", 1, 1.5, 10**8, 2 * 10**8, 3 * 10**8, 0, 0, 0)])
     assert shown.splitlines()[1].split() == ["read", "into", "shards", "1", "1.50", "100", "200", "300"]
@@ -534,6 +534,6 @@ def test_memory_of_each_stage_is_printed_and_recorded(tiny_model, text_file, tmp
 
 
 def _train_with_metrics(model, data, output):
-    from hf_fsdp_recipes.measure.callback import MetricsCallback
+    from hf_fsdp_recipes.metrics.metrics_callback import MetricsCallback
 
     build(str(model), str(data), str(output), callbacks=[MetricsCallback()], steps=2).train()

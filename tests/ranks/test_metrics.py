@@ -3,7 +3,7 @@
 import pytest
 from transformers import TrainerCallback
 
-from hf_fsdp_recipes.measure.metrics_file import read_metrics
+from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
 from tests.ranks.training import LORA, build
 
@@ -20,7 +20,7 @@ class Reporter(TrainerCallback):
 
 def train(model, data, output, settings):
     """Train with the callback; return the logs that reporters get and the lengths of each batch as collated."""
-    from hf_fsdp_recipes.measure.callback import MetricsCallback, place_before_reporters
+    from hf_fsdp_recipes.metrics.metrics_callback import MetricsCallback, place_before_reporters
 
     reporter = Reporter()
     callbacks = [reporter, MetricsCallback(throughput_warmup_steps=2)]
@@ -103,11 +103,11 @@ def test_window_that_begins_in_the_warm_up_measures_the_steps_after_it(tiny_mode
 def print_model(model, data, output, capture, max_lines):
     import contextlib
 
-    from hf_fsdp_recipes.measure import callback
+    from hf_fsdp_recipes.metrics import metrics_callback
 
-    callback.MAX_LINES_PRINTED = max_lines
+    metrics_callback.MAX_LINES_PRINTED = max_lines
     with open(capture, "a") as stream, contextlib.redirect_stdout(stream):
-        build(str(model), str(data), str(output), callbacks=[callback.MetricsCallback()], steps=1).train()
+        build(str(model), str(data), str(output), callbacks=[metrics_callback.MetricsCallback()], steps=1).train()
 
 
 @pytest.mark.parametrize("is_long", [False, True], ids=["short", "long"])
@@ -125,13 +125,13 @@ def test_wrapped_model_is_shown_once_with_its_layers_folded(is_long, tiny_model,
 
 
 def train_with_a_count_that_fails(model, data, output):
-    from hf_fsdp_recipes.measure import callback
+    from hf_fsdp_recipes.metrics import metrics_callback
 
     def fail(inputs, window):
         raise KeyError("input_ids")
 
-    callback.count_work = fail
-    trainer = build(str(model), str(data), str(output), callbacks=[callback.MetricsCallback()], steps=3)
+    metrics_callback.count_work = fail
+    trainer = build(str(model), str(data), str(output), callbacks=[metrics_callback.MetricsCallback()], steps=3)
     trainer.train()
     return trainer.state.global_step
 

@@ -37,7 +37,7 @@ def _export_live(model, data, output, keywords):
 
 def _export_offline(checkpoint, output, keywords):
     from hf_fsdp_recipes import export_checkpoint
-    from hf_fsdp_recipes.load.meta_loader import _start_process_group
+    from hf_fsdp_recipes.loading.load_model import _start_process_group
 
     _start_process_group()
     export_checkpoint(checkpoint, output, **keywords)

@@ -15,11 +15,11 @@ def test_quantising_in_parts_gives_the_bytes_of_quantising_whole(monkeypatch, qu
     import torch
     from bitsandbytes.functional import quantize_4bit
 
-    from hf_fsdp_recipes.load import quantized
+    from hf_fsdp_recipes.loading import bnb_4bit
 
-    monkeypatch.setattr(quantized, "PART_ELEMENTS", 1024)
+    monkeypatch.setattr(bnb_4bit, "PART_ELEMENTS", 1024)
     weight = torch.randn(96, 52, dtype=torch.bfloat16)  # neither whole parts nor whole blocks
-    recipe = quantized.Recipe((96, 52), torch.bfloat16, False, quant_type, nested, torch.bfloat16)
+    recipe = bnb_4bit.Recipe((96, 52), torch.bfloat16, False, quant_type, nested, torch.bfloat16)
     packed, state = recipe.quantize(weight.clone().view(-1))
     expected, expected_state = quantize_4bit(
         weight, compress_statistics=nested, quant_type=quant_type, quant_storage=torch.bfloat16
@@ -68,7 +68,7 @@ def test_hybrid_losses_equal_stock_qlora(tiny_model, text_file, tmp_path):
 
 
 def _packed_parameters(model_dir, data, output, keywords):
-    from hf_fsdp_recipes.load import names
+    from hf_fsdp_recipes.loading import names
 
     trainer = build(str(model_dir), str(data), str(output), steps=1, **keywords)
     trainer.train()

@@ -19,7 +19,7 @@ HYBRID = {"dp_replicate_size": 2, "dp_shard_size": 2}
 def _train(model, data, output, resume, keywords, callback_keywords):
     """Train with the callback; return losses and a digest of the final parameters and optimizer state."""
     from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint
-    from hf_fsdp_recipes.save import resume as resuming
+    from hf_fsdp_recipes.checkpointing import resume as resuming
 
     callback = ShardedCheckpointCallback(**callback_keywords)
     defaults = {"save_strategy": "steps", "save_steps": 3, "steps": 8}
@@ -186,7 +186,7 @@ def test_eight_bit_states_are_not_resumed_on_another_number_of_ranks(tiny_model,
 
 def _resume_with_other_batch(model, data, output):
     from hf_fsdp_recipes import latest_checkpoint
-    from hf_fsdp_recipes.save import resume
+    from hf_fsdp_recipes.checkpointing import resume
 
     trainer = build(str(model), str(data), str(output), per_device_train_batch_size=3)
     resume.keep_global_batch(trainer.args, latest_checkpoint(output))
@@ -206,7 +206,7 @@ def _signalled(model, data, output, number, at_step, only_rank):
     from transformers import TrainerCallback
 
     from hf_fsdp_recipes import ShardedCheckpointCallback
-    from hf_fsdp_recipes.save.preemption import EXIT_PREEMPTED
+    from hf_fsdp_recipes.checkpointing.preemption import EXIT_PREEMPTED
 
     class Signal(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):

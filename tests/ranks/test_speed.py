@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import yaml
 
-from hf_fsdp_recipes.measure.metrics_file import read_metrics
+from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 from tests.conftest import SENTENCES
 from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
 from tests.ranks.training import LORA, build, losses_of, train_losses
@@ -92,7 +92,7 @@ def test_optimizers_of_bitsandbytes_train_alike_under_fsdp2(tiny_model, text_fil
 
 
 def train_adapters_in_mixed_precision(model, data, output):
-    from hf_fsdp_recipes.train import dtypes
+    from hf_fsdp_recipes.training import dtypes
 
     settings = {"dtype": "bfloat16", "bf16": True, "lora": LORA | {"lora_dropout": 0.1}, "steps": 2}
     trainer = build(str(model), str(data), str(output), gradient_checkpointing=True, **settings)
@@ -119,7 +119,7 @@ def difference_to_unsharded(name, num_rows):
     from torch.distributed.tensor import distribute_tensor
     from transformers import Trainer, TrainingArguments
 
-    from hf_fsdp_recipes.train.bitsandbytes_shards import sharded_optimizer
+    from hf_fsdp_recipes.training.sharded_optimizer import sharded_optimizer
 
     PartialState(cpu=True)
 
@@ -161,7 +161,7 @@ def step_with_pages(num_rows):
     from torch.distributed.fsdp import fully_shard
     from transformers import TrainingArguments
 
-    from hf_fsdp_recipes.train.bitsandbytes_shards import sharded_optimizer
+    from hf_fsdp_recipes.training.sharded_optimizer import sharded_optimizer
 
     def page(self, p, dtype=torch.float32):
         buffer = torch.zeros_like(p, dtype=dtype)

@@ -24,16 +24,16 @@ def build(
     **sft_arguments: Any,
 ) -> Any:
     """Build an SFTTrainer; `loader` is stock (from_pretrained), rank0 or direct."""
-    from hf_fsdp_recipes.launch import cpu
+    from hf_fsdp_recipes.patches import cpu_ranks
 
-    cpu.enable()
+    cpu_ranks.enable()
     from datasets import load_dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
     from hf_fsdp_recipes import load_model
-    from hf_fsdp_recipes.train.speed import sharded_optimizer
+    from hf_fsdp_recipes.training.feature_checks import sharded_optimizer
 
     defaults: dict[str, Any] = {
         "max_steps": steps,

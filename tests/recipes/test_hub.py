@@ -56,7 +56,7 @@ def test_a_hub_that_fails_costs_a_warning_and_nothing_else(hub, tiny_model, text
 
 
 def test_a_push_that_broke_off_goes_on_where_it_was(hub, tiny_model, tmp_path):
-    from hf_fsdp_recipes.save.hub import Pusher, Target
+    from hf_fsdp_recipes.export.hub import Pusher, Target
 
     pusher = Pusher(Target("someone/again", "end", False, None), tmp_path)
     hub.refuse_commits = 10**6

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from hf_fsdp_recipes.plan.rehearse import rehearse
+from hf_fsdp_recipes.tools.rehearsal.rehearse import rehearse
 from tests.conftest import make_tokenizer
 from tests.recipes import small
 
@@ -63,7 +63,7 @@ def failing(overrides, capsys, template="fsdp2_full_shard"):
 
 
 def test_a_runs_own_error_is_told_not_the_line_of_code_that_raised_it(tmp_path):
-    from hf_fsdp_recipes.plan import launches
+    from hf_fsdp_recipes.tools.rehearsal import launches
 
     log = tmp_path / launches.LOG_FILE
     log.write_text(

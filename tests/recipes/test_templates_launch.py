@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hf_fsdp_recipes.launch import templates
+from hf_fsdp_recipes.configs import templates
 from tests.ranks.harness import run_ranks, template_environment
 from tests.recipes.launching import cpu_variant, run, run_recipe
 

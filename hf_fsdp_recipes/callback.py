@@ -1,0 +1,343 @@
+"""ShardedCheckpointCallback: takes a stock Trainer's intermediate saves over. Wiring only, no file logic.
+
+Trainer decides when a save is due, as always; the callback clears the flag and saves once that step's
+logging and evaluation are done, so that the state it writes is the one Trainer would have written.
+"""
+
+import copy
+import logging
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import yaml
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
+
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.checkpointing import layout, resume
+from hf_fsdp_recipes.checkpointing.preemption import SignalWatch
+from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer, capture, save_bytes, save_tensors, save_text
+from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.export import model_assets
+from hf_fsdp_recipes.export.hub import Pusher, Target, read_target
+from hf_fsdp_recipes.metrics.clock import clock
+from hf_fsdp_recipes.patches import cpu_ranks, saving
+
+logger = logging.getLogger(__name__)
+
+
+class ShardedCheckpointCallback(TrainerCallback):
+    """Write complete-or-absent sharded checkpoints in place of Trainer's own saves, under FSDP.
+
+    Add it to a stock `Trainer` or `SFTTrainer` on every rank; `save_strategy`, `save_steps`,
+    `save_total_limit` and `load_best_model_at_end` keep their meaning. Without FSDP it steps aside.
+
+    Args:
+        asynchronous: keep training while a checkpoint is written (needs host memory for one copy of this
+            rank's state); False blocks until it is complete.
+        export_dir: export the full model there when training ends.
+        signals: whether SIGTERM and SIGUSR1 end the run after a checkpoint, at a step that all ranks agree on.
+        check_signals_every_steps: how often the ranks ask each other whether one was signalled.
+        hub: where to push checkpoints and the export; None takes Trainer's own `push_to_hub` arguments.
+        rank_files: returns further small files of this rank's (name, text), as they were at the end of the last step.
+
+    Raises:
+        CheckpointError: at the step after a save that failed, once, as a warning, or as an error when it was
+            the last one of the run.
+    """
+
+    def __init__(
+        self,
+        *,
+        asynchronous: bool = True,
+        export_dir: str | os.PathLike[str] | None = None,
+        signals: bool = True,
+        check_signals_every_steps: int = 1,
+        hub: Target | None = None,
+        rank_files: Callable[[], dict[str, str]] | None = None,
+    ) -> None:
+        cpu_ranks.enable()
+        saving.install()
+        self._asynchronous = asynchronous
+        self._export_dir = export_dir
+        self._rank_files = rank_files
+        self._signals = SignalWatch(check_signals_every_steps) if signals else None
+        self._strategy: Any = SaveStrategy.NO
+        self._writer: Writer | None = None
+        self._lock: IO[str] | None = None
+        self._plugin: Any = None
+        self._failure: Exception | None = None  # of the last save that ended
+        self._pending_step: int | None = None
+        self._last_saved_step = -1
+        self._random_state: dict[str, Any] = {}
+        self._hub = hub
+        self._pusher: Pusher | None = None
+        self._pushed: Path | None = None
+        self._companions: dict[str, bytes] = {}
+
+    # Trainer's events, in the order of a run.
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take over from Trainer, if this is an FSDP run. Collective, like all events below."""
+        from accelerate.state import AcceleratorState
+
+        self._plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
+        if self._plugin is None:
+            return
+        self._check(args, state)
+        self._strategy = args.save_strategy
+        if self._strategy == SaveStrategy.BEST:
+            # Trainer saves the best model from inside its evaluation, where no callback can step in; told
+            # "steps", it still keeps track of the best one, and the flag is cleared like any other.
+            args.save_strategy = SaveStrategy.STEPS
+        self._writer = Writer(args.output_dir, self._asynchronous)
+        with distributed.agreed():
+            if distributed.is_main():
+                self._lock = layout.lock(args.output_dir)
+        if self._signals is not None:
+            self._signals.start()
+        if distributed.is_main():
+            self._companions = model_assets.collect(kwargs["model"], kwargs.get("processing_class"))
+        target = self._hub or read_target(args)
+        if target is not None and distributed.is_main():
+            self._pusher = Pusher(target, args.output_dir)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Wait for the copy of the state, which nothing before this changes. No collective."""
+        if self._writer is not None:
+            with clock.spending("save", after="forward_backward"):
+                self._writer.wait_until_staged()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Note a due save, ask for signals, and report a save that failed meanwhile."""
+        if self._writer is None:
+            return control
+        self._report_failure()
+        self._push()
+        if control.should_save and self._strategy == SaveStrategy.STEPS:
+            self._note(state)
+        control.should_save = False
+        if self._signals is not None and self._signals.is_agreed(state.global_step):
+            self._note(state)
+            control.should_training_stop = True
+        self._random_state = _random_state()
+        return control
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keep the random state current; save before Trainer loads its best model, after the last step."""
+        self._random_state = _random_state()
+        if "train_runtime" in (kwargs.get("logs") or {}):
+            self._save_if_due(args, state, kwargs)
+            self._wait(state)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keep the random state current."""
+        self._random_state = _random_state()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Save what the last step left to save."""
+        self._save_if_due(args, state, kwargs)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Save what the last epoch left to save."""
+        self._save_if_due(args, state, kwargs)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Save what the last step left to save; note a save that is due by epochs."""
+        if self._writer is None:
+            return control
+        self._save_if_due(args, state, kwargs)
+        if control.should_save and self._strategy == SaveStrategy.EPOCH:
+            self._note(state)
+        control.should_save = False
+        return control
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Finish the last save, end as signalled, and export where asked for.
+
+        Raises:
+            CheckpointError: the last checkpoint was not written.
+            SystemExit: the run was signalled; the exit status is documented in `preemption`.
+        """
+        if self._writer is None:
+            return
+        self._save_if_due(args, state, kwargs)
+        completed = self._finish()
+        self._push()
+        self._prune(args, state)
+        args.save_strategy = self._strategy
+        if self._lock is not None:
+            self._lock.close()
+        if self._signals is not None:
+            self._signals.stop()
+        distributed.raise_together(self._failure)
+        if self._signals is not None:
+            self._signals.exit_if_signalled(completed)
+        if self._export_dir is not None:
+            from hf_fsdp_recipes.export.from_model import export_model
+
+            exported = export_model(kwargs["model"], self._export_dir, tokenizer=kwargs.get("processing_class"))
+            self.push_export(exported)
+
+    def push_export(self, export: Path) -> None:
+        """Push the final export where pushing is on, and wait for it; a failure is a warning.
+
+        Does something on the main rank only; no collective, because an upload may outlast any time-out of one.
+        """
+        if self._pusher is not None:
+            self._pusher.push_export(export)
+
+    # What the events have in common.
+
+    def _check(self, args: TrainingArguments, state: TrainerState) -> None:
+        from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
+
+        with distributed.agreed():
+            if self._plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT:
+                raise CheckpointError(
+                    f"fsdp_state_dict_type is {self._plugin.state_dict_type.name}. Rule: ShardedCheckpointCallback writes "
+                    f"SHARDED_STATE_DICT. Remedy: set it in the template (hf-fsdp config check FILE)."
+                )
+            if args.save_only_model:
+                raise CheckpointError(
+                    "save_only_model: a checkpoint without optimizer cannot be resumed. Remedy: drop it."
+                )
+            if state.global_step > 0:
+                resume.check_data_position(args, state)
+
+    def _note(self, state: TrainerState) -> None:
+        if state.global_step != self._last_saved_step:
+            self._pending_step = state.global_step
+
+    def _save_if_due(self, args: TrainingArguments, state: TrainerState, kwargs: dict[str, Any]) -> None:
+        if self._writer is None:
+            return
+        if self._strategy == SaveStrategy.BEST and state.best_global_step == state.global_step:
+            self._note(state)
+        if self._pending_step is not None:
+            self._save(args, state, kwargs)
+
+    @clock.spending("save", after="data")
+    def _save(self, args: TrainingArguments, state: TrainerState, kwargs: dict[str, Any]) -> None:
+        self._finish()
+        assert self._writer is not None and self._pending_step is not None
+        step = self._last_saved_step = self._pending_step
+        self._pending_step = None
+        if state.best_global_step is not None and state.best_global_step == step:
+            state.best_model_checkpoint = str(layout.directory_for(args.output_dir, step))
+        self._prune(args, state)
+        snapshot = Snapshot(
+            step,
+            capture(kwargs["model"], kwargs["optimizer"], self._plugin),
+            self._small_files(args, state, kwargs),
+            resume.manifest_facts(args, state),
+        )
+        try:
+            self._writer.save(snapshot)
+        except CheckpointError as error:
+            self._note_failure(error)
+
+    def _small_files(self, args: TrainingArguments, state: TrainerState, kwargs: dict[str, Any]) -> dict[str, Any]:
+        name = f"rng_state_{distributed.rank()}.pth" if distributed.world_size() > 1 else "rng_state.pth"
+        files: dict[str, Any] = {name: save_tensors(self._random_state or _random_state())}
+        files |= {name: save_text(text) for name, text in (self._rank_files or dict)().items()}
+        if distributed.is_main():
+            scheduler = copy.deepcopy(kwargs["lr_scheduler"].state_dict())
+            files |= {name: save_bytes(content) for name, content in self._companions.items()}
+            files["scheduler.pt"] = save_tensors(scheduler)
+            files[layout.STATE_FILE] = save_text(_state_as_json(state))
+            files["train_params.yaml"] = save_text(
+                yaml.safe_dump(resume.train_params(args, kwargs["model"]), sort_keys=True)
+            )
+        return files
+
+    def _report_failure(self) -> None:
+        assert self._writer is not None
+        failure = self._writer.collect_failure()
+        if failure is not None:
+            self._note_failure(failure)
+
+    def _note_failure(self, error: Exception) -> None:
+        # Training goes on: the earlier checkpoint is untouched and the next save may succeed.
+        self._failure = error
+        if distributed.is_main():
+            logger.warning("%s Training goes on.", error)
+
+    def _finish(self) -> Path | None:
+        """Let the save in flight finish; return it, or None if it failed or there was none."""
+        assert self._writer is not None
+        was_writing = self._writer.has_started
+        try:
+            completed = self._writer.wait()
+        except CheckpointError as error:
+            self._note_failure(error)
+            return None
+        if was_writing:
+            self._failure = None
+        return completed
+
+    def _push(self) -> None:
+        """Start pushing the last complete checkpoint, once. Main rank only does anything; no collective."""
+        completed = self._writer.completed if self._writer is not None and self._pusher is not None else None
+        if completed is not None and completed != self._pushed and self._pusher is not None:
+            self._pushed = completed
+            self._pusher.push_checkpoint(completed)
+
+    def _wait(self, state: TrainerState) -> None:
+        """Let the save in flight finish; forget a best checkpoint that is not there."""
+        if self._writer is None:
+            return
+        self._finish()
+        best = state.best_model_checkpoint
+        if best is not None and not Path(best).is_dir():
+            state.best_model_checkpoint = None
+
+    def _prune(self, args: TrainingArguments, state: TrainerState) -> None:
+        # Checkpoints that are complete by now; one in flight is not counted, so there is always one to fall back on.
+        if args.save_total_limit and args.save_total_limit > 0 and distributed.is_main():
+            protected = [state.best_model_checkpoint] if state.best_model_checkpoint else []
+            if self._pusher is not None and self._pusher.source is not None:
+                protected.append(str(self._pusher.source))
+            layout.remove_old(args.output_dir, args.save_total_limit, protect=protected)
+
+
+def _random_state() -> dict[str, Any]:
+    """Return this rank's random state in the form that Trainer restores."""
+    import numpy
+
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+    }
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        module = getattr(torch, accelerator.type)
+        has_several_ranks = distributed.world_size() > 1
+        states[accelerator.type] = module.get_rng_state_all() if has_several_ranks else module.get_rng_state()
+    return states
+
+
+def _state_as_json(state: TrainerState) -> str:
+    import dataclasses
+    import json
+
+    return json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"

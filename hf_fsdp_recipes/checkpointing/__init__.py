@@ -1,0 +1,1 @@
+"""Sharded checkpoints: staging, asynchronous writing, manifests, resume and preemption."""

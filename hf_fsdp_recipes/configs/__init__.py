@@ -1,0 +1,1 @@
+"""Accelerate configs: the shipped templates, rendering and validation."""

@@ -1,0 +1,1 @@
+"""Safetensors exports from a live model or a sharded checkpoint, LoRA merge and verification."""

@@ -1,0 +1,46 @@
+"""Generates from an export with plain transformers: the inference check after a run."""
+
+from pathlib import Path
+
+import torch
+
+from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.export.load_export import load_export
+
+
+def generate(
+    model: Path, prompt_file: Path, chat: bool = False, system: str | None = None, max_new_tokens: int = 200
+) -> str:
+    """Return what an export says to a prompt, greedily; adapters load onto their base.
+
+    Raises:
+        ExportError: no such export or prompt, or no chat template for `chat`.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        prompt = prompt_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExportError(f"{prompt_file} cannot be read as text: {error}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        network = load_export(model)
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{model} cannot be loaded: {str(error).splitlines()[0]}") from error
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    network = network.to(device) if device is not None else network
+    if chat:
+        if tokenizer.chat_template is None:
+            raise ExportError(f"{model} has no chat template. Remedy: leave out --chat.")
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    inputs = {key: value.to(network.device) for key, value in inputs.items() if key != "token_type_ids"}
+    with torch.no_grad():
+        output = network.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+    new_tokens = output[0, inputs["input_ids"].shape[1] :]
+    return tokenizer.decode(new_tokens if chat else output[0], skip_special_tokens=True)

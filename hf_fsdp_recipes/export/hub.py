@@ -1,0 +1,177 @@
+"""Pushes checkpoints and exports to the Hub, in a process of its own, while training goes on.
+
+Uploading is huggingface_hub's: it skips what is there already, so a push that broke off goes on where it was.
+A repository is private unless told otherwise, and no failure here ends a run: what failed is a warning with
+the command that repeats it. Writes nothing but its own folder, `<output_dir>/.hub`.
+"""
+
+import argparse
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_recipes.errors import RecipeError
+
+logger = logging.getLogger(__name__)
+# What the launcher tells a rank, and a process beside the ranks must not hear.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+RANK_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_CONFIG_")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where to push, as Trainer's own arguments say it.
+
+    Attributes:
+        repo_id: `hub_model_id`, or the output directory's name.
+        strategy: `hub_strategy`: end (the export, when the run ends), every_save (also each checkpoint, as a
+            model), checkpoint (also the checkpoint itself, as `last-checkpoint`), all_checkpoints.
+        is_private: True unless `hub_private_repo` is false.
+        token: `hub_token`; None takes the one that is logged in.
+    """
+
+    repo_id: str
+    strategy: str
+    is_private: bool
+    token: str | None
+
+
+def read_target(training: Any) -> Target | None:
+    """Return what `push_to_hub` and its companions ask for, or None. Any rank; no collective.
+
+    Raises:
+        RecipeError: pushing is on and there is no token, or the Hub is switched off.
+    """
+    if not training.push_to_hub:
+        return None
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        raise RecipeError("push_to_hub is on and HF_HUB_OFFLINE is set. Remedy: unset one of them.")
+    if not (training.hub_token or get_token()):
+        raise RecipeError(
+            "push_to_hub is on and there is no Hub token. Rule: pushing needs one with write access. Remedy: hf auth login, "
+            "HF_TOKEN in the environment, or push_to_hub: false."
+        )
+    return Target(
+        training.hub_model_id or Path(training.output_dir).name,
+        str(getattr(training.hub_strategy, "value", training.hub_strategy)),
+        training.hub_private_repo is not False,
+        training.hub_token,
+    )
+
+
+class Pusher:
+    """Pushes one thing after another of one run. For the main rank only; nothing in it is collective."""
+
+    def __init__(self, target: Target, output_dir: str | os.PathLike[str]) -> None:
+        self.target = target
+        self._folder = Path(output_dir).resolve() / ".hub"
+        self._process: subprocess.Popen[str] | None = None
+        self._source: Path | None = None
+
+    @property
+    def source(self) -> Path | None:
+        """The checkpoint or export that is being pushed; it must stay while it is."""
+        return self._source if self._process is not None and self._process.poll() is None else None
+
+    def push_checkpoint(self, checkpoint: Path) -> None:
+        """Start pushing a complete checkpoint, unless the strategy is `end` or a push is still on its way."""
+        if self.target.strategy == "end" or self.source is not None:
+            return
+        self._report()
+        self._start(checkpoint)
+
+    def push_export(self, export: Path) -> bool:
+        """Push the final export and wait for it. Returns whether it is on the Hub."""
+        if self._process is not None:
+            self._process.wait()
+            self._report()
+        self._start(export)
+        assert self._process is not None
+        self._process.wait()
+        is_pushed = self._report()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return is_pushed
+
+    def _start(self, source: Path) -> None:
+        command = [sys.executable, "-m", "hf_fsdp_recipes.export.hub", str(source), "--repo", self.target.repo_id]
+        command += ["--strategy", self.target.strategy, "--folder", str(self._folder)]
+        command += ["--private"] if self.target.is_private else []
+        environment = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in RANK_VARIABLES and not key.startswith(RANK_PREFIXES)
+        }
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs' memory is the training's
+        if self.target.token:
+            environment["HF_TOKEN"] = self.target.token
+        self._source = source
+        self._process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def _report(self) -> bool:
+        if self._process is None:
+            return True
+        said = self._process.stdout.read() if self._process.stdout is not None else ""
+        lines = [line for line in said.splitlines() if line.strip()] or ["it said nothing"]
+        is_pushed = self._process.returncode == 0
+        if is_pushed:
+            print(lines[-1], flush=True)
+        else:
+            logger.warning(
+                "push to %s failed: %s The files are intact; to repeat it: hf upload %s %s",
+                self.target.repo_id,
+                lines[-1],
+                self.target.repo_id,
+                self._source,
+            )
+        self._process = None
+        return is_pushed
+
+
+def upload(source: Path, repo: str, strategy: str, is_private: bool, folder: Path) -> str:
+    """Upload an export, or a checkpoint as a model (and as itself, as the strategy says). Returns the address."""
+    from huggingface_hub import HfApi
+
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.checkpointing.layout import is_checkpoint_name
+
+    api = HfApi()
+    repo = api.create_repo(repo, private=is_private, exist_ok=True).repo_id
+    if not is_checkpoint_name(source.name):
+        return str(api.upload_folder(repo_id=repo, folder_path=source, commit_message="End of training"))
+    message = f"Training in progress, {source.name.replace('-', ' ')}"
+    if strategy in ("checkpoint", "all_checkpoints"):
+        name = "last-checkpoint" if strategy == "checkpoint" else source.name
+        api.upload_folder(repo_id=repo, folder_path=source, path_in_repo=name, commit_message=message)
+    model = export_checkpoint(source, folder / "model")
+    return str(api.upload_folder(repo_id=repo, folder_path=model, commit_message=message))
+
+
+def main() -> None:
+    """Push one thing; the last line on stdout says where it is, or why not."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("source", type=Path)
+    parser.add_argument("--repo", required=True)
+    parser.add_argument("--strategy", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--private", action="store_true")
+    arguments = parser.parse_args()
+    os.nice(10)  # training comes first
+    try:
+        address = upload(arguments.source, arguments.repo, arguments.strategy, arguments.private, arguments.folder)
+    except Exception as error:  # huggingface_hub raises many kinds; all of them mean: not pushed
+        print(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+        sys.exit(1)
+    print(f"pushed: {arguments.source.name} to {address}")
+
+
+if __name__ == "__main__":
+    main()

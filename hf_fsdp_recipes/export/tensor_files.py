@@ -1,0 +1,147 @@
+"""Safetensors files whose headers are written first and whose bytes anybody may fill in, in any order.
+
+Plans which tensor goes into which file at which byte, lays the files out at their final size (so that a
+full disk is noticed before any work), and writes runs of elements. Knows no models and no ranks.
+
+Source: the safetensors format, https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hf_fsdp_recipes.checkpointing.direct_io import DirectFile, new_buffer
+from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.loading.safetensors_index import DTYPES
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor of the files to come: `start` is its first byte in its file."""
+
+    name: str
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """All files of one export, by name: their headers, their sizes in bytes, and where each tensor lies."""
+
+    headers: Mapping[str, bytes]
+    num_bytes: Mapping[str, int]
+    tensors: Mapping[str, PlannedTensor]
+    total_bytes: int
+
+    def index(self) -> str | None:
+        """Return the text of `*.safetensors.index.json`, or None where one file is enough."""
+        if len(self.headers) == 1:
+            return None
+        content = {
+            "metadata": {
+                "total_parameters": sum(math.prod(tensor.shape) for tensor in self.tensors.values()),
+                "total_size": self.total_bytes,
+            },
+            "weight_map": {name: tensor.file for name, tensor in self.tensors.items()},
+        }
+        return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def plan_files(
+    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], max_shard_size: int | str, pattern: str
+) -> FilePlan:
+    """Split tensors over files as `save_pretrained` does and lay each file out. Any rank; no collective.
+
+    One difference: experts that transformers holds fused may fall into different files here; it keeps those
+    together because they share memory while it writes.
+
+    Args:
+        tensors: name, shape and dtype, in the order of the state dict.
+        max_shard_size: bytes, or "5GB"; a larger tensor gets a file of its own.
+        pattern: the file name, with `{suffix}` where `-00001-of-00002` goes.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in tensors}
+    split = split_torch_state_dict_into_shards(meta, filename_pattern=pattern, max_shard_size=max_shard_size)
+    headers, num_bytes, planned = {}, {}, {}
+    for file, names in split.filename_to_tensors.items():
+        # The reference writer sorts the same way, so that wider items stay aligned.
+        ordered = sorted(names, key=lambda name: (-meta[name].dtype.itemsize, name))
+        entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name in ordered:
+            size = meta[name].numel() * meta[name].dtype.itemsize
+            entries[name] = {
+                "dtype": DTYPE_NAMES[meta[name].dtype],
+                "shape": list(meta[name].shape),
+                "data_offsets": [offset, offset + size],
+            }
+            offset += size
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        headers[file] = len(text).to_bytes(8, "little") + text
+        num_bytes[file] = len(headers[file]) + offset
+        for name in ordered:
+            start = len(headers[file]) + entries[name]["data_offsets"][0]
+            planned[name] = PlannedTensor(name, file, meta[name].dtype, tuple(meta[name].shape), start)
+    total = sum(tensor.numel() * tensor.dtype.itemsize for tensor in meta.values())
+    return FilePlan(headers, num_bytes, planned, total)
+
+
+def create_files(plan: FilePlan, directory: Path) -> None:
+    """Write the headers and give every file its full size, if there is room for all. One rank calls this.
+
+    The size is only promised, not allocated: writing into blocks that `fallocate` has set aside took ten times
+    as long on a fresh ext4 disk. A disk that fills meanwhile is an error of the write or its fsync.
+
+    Raises:
+        ExportError: the disk has no room for all of it; nothing was written.
+    """
+    needed, free = sum(plan.num_bytes.values()), shutil.disk_usage(directory).free
+    if needed > free:
+        raise ExportError(
+            f"{directory.parent} has no room for the export: {needed:,} bytes are needed and {free:,} are free. Remedy: free "
+            f"some space or choose another output directory; checkpoints are untouched."
+        )
+    for file, header in plan.headers.items():
+        descriptor = os.open(directory / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            os.ftruncate(descriptor, plan.num_bytes[file])
+            os.pwrite(descriptor, header, 0)
+        finally:
+            os.close(descriptor)
+
+
+class FileWriter:
+    """Writes runs of elements into planned files; each rank has its own. Close it to make the bytes durable."""
+
+    def __init__(self, plan: FilePlan, directory: Path) -> None:
+        self._plan = plan
+        self._directory = directory
+        self._files: dict[str, DirectFile] = {}
+        self._buffer = new_buffer()
+
+    def write(self, name: str, first: int, values: torch.Tensor) -> None:
+        """Write elements (1-D, contiguous, CPU, in the planned dtype) from element `first` of a tensor on."""
+        tensor = self._plan.tensors[name]
+        if tensor.file not in self._files:
+            self._files[tensor.file] = DirectFile(self._directory / tensor.file)
+        offset = tensor.start + first * tensor.dtype.itemsize
+        self._files[tensor.file].write(values.view(torch.uint8).numpy(), offset, self._buffer)
+
+    def close(self) -> None:
+        """Flush what was written to the disk itself."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}

@@ -1,1 +1,0 @@
-"""Starting ranks: templates, their check, FSDP on CPU ranks."""

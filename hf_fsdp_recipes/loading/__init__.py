@@ -1,0 +1,1 @@
+"""Model loading without host-memory blow-ups: build on meta, then fill the shards."""

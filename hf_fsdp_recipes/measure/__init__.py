@@ -1,1 +1,0 @@
-"""Measuring: probes, metrics.jsonl, the report."""

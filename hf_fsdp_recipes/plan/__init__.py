@@ -1,1 +1,0 @@
-"""Planning: what a run will need, from the model's config alone."""

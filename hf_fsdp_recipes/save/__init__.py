@@ -1,1 +1,0 @@
-"""Saving: checkpoints that survive, and the final export."""

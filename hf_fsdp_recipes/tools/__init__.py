@@ -1,0 +1,1 @@
+"""Command-line tools built on the core; the core never imports them."""

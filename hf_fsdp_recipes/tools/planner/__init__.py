@@ -1,0 +1,1 @@
+"""Memory and traffic estimates for a run, from its config alone."""

@@ -1,0 +1,1 @@
+"""A recipe run end to end on CPU ranks with a tiny model."""

@@ -1,1 +1,0 @@
-"""Training: arguments, data and the trainer that joins everything."""

@@ -1,0 +1,1 @@
+"""Recipe arguments, data preparation, and model and trainer construction."""

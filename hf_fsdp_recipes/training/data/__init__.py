@@ -1,0 +1,1 @@
+"""Datasets: reading, filtering, tokenizing, caching and streaming."""
