@@ -80,7 +80,7 @@ def stopwatch_class(directory: Path) -> type:
 
 
 if __name__ == "__main__":
-    from hf_fsdp_recipes.distributed import exit_clearly
+    from hf_fsdp_recipes.distributed import exit_with_message
 
-    with exit_clearly():
+    with exit_with_message():
         main()

@@ -97,7 +97,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             # "steps", it still keeps track of the best one, and the flag is cleared like any other.
             args.save_strategy = SaveStrategy.STEPS
         self._writer = Writer(args.output_dir, self._asynchronous)
-        with distributed.agreed():
+        with distributed.sync_errors():
             if distributed.is_main():
                 self._lock = layout.lock(args.output_dir)
         if self._signals is not None:
@@ -210,7 +210,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     def _check(self, args: TrainingArguments, state: TrainerState) -> None:
         from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
 
-        with distributed.agreed():
+        with distributed.sync_errors():
             if self._plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT:
                 raise CheckpointError(
                     f"fsdp_state_dict_type is {self._plugin.state_dict_type.name}. Rule: ShardedCheckpointCallback writes "

@@ -116,7 +116,7 @@ def _raise_as_reported(failed_rank: int, report: Any, own_error: Exception | Non
     raise RecipeError(f"rank {failed_rank} failed with {kind.__name__}: {message}")
 
 
-def from_main(work: Callable[[], Any]) -> Any:
+def run_on_main(work: Callable[[], Any]) -> Any:
     """Return on every rank what `work` returns on rank 0.
 
     Collective: every rank must call this, and the work itself must hold no collective.
@@ -137,7 +137,7 @@ def from_main(work: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def agreed() -> Iterator[None]:
+def sync_errors() -> Iterator[None]:
     """Run a block that may fail on some ranks, then fail on all of them or on none.
 
     Collective: every rank must enter this, and the block itself must hold no collective.
@@ -150,7 +150,7 @@ def agreed() -> Iterator[None]:
     raise_together(error)
 
 
-def in_turns(work: Callable[[], Any]) -> Any:
+def main_first(work: Callable[[], Any]) -> Any:
     """Return what `work` returns, run on rank 0, then on one rank of each other node, then on all the others.
 
     Collective: every rank must call this, and the work itself must hold no collective. Rank 0 fills a shared cache for
@@ -178,7 +178,7 @@ def in_turns(work: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def exit_clearly() -> Iterator[None]:
+def exit_with_message() -> Iterator[None]:
     """Turn an error of this package into one line on stderr and exit status 1, without a traceback."""
     try:
         yield

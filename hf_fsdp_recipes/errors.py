@@ -1,6 +1,6 @@
 """The errors of this package: one class a room, each message gives the value, the rule and the remedy.
 
-Does not format tracebacks or decide exit codes; `ranks.exit_clearly` does that for the recipes.
+Does not format tracebacks or decide exit codes; `ranks.exit_with_message` does that for the recipes.
 """
 
 

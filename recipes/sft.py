@@ -16,7 +16,7 @@ export/ exits non-zero.
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hf_fsdp_recipes.distributed import exit_clearly, skip_destructors_at_exit
+from hf_fsdp_recipes.distributed import exit_with_message, skip_destructors_at_exit
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
 
 @record  # the traceback of what nobody expected goes to torchrun's table and error files
 def start() -> None:
-    with exit_clearly():
+    with exit_with_message():
         main()
     skip_destructors_at_exit()
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.load_model import build_on_meta
-from hf_fsdp_recipes.loading.weight_mapping import Conversions, rows_of_parts
+from hf_fsdp_recipes.loading.weight_mapping import WeightMapping, rows_of_parts
 from tests.conftest import tiny_config
 
 KINDS = ["llama", "llama_tied", "gpt2", "qwen3_moe", "mixtral"]
@@ -30,7 +30,7 @@ def test_pieces_hold_what_from_pretrained_loads(tiny_model, kind):
     reference = AutoModelForCausalLM.from_pretrained(tiny_model(kind)).state_dict()
     model = on_meta(kind)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    pieces, unexpected = Conversions(model).to_parameters({n: tuple(t.shape) for n, t in stored.items()}, shapes)
+    pieces, unexpected = WeightMapping(model).to_parameters({n: tuple(t.shape) for n, t in stored.items()}, shapes)
     assert unexpected == []
     assert set(shapes) - set(pieces) <= set(model.all_tied_weights_keys)
     for name, parts in pieces.items():
@@ -64,12 +64,12 @@ def test_expert_that_is_missing_is_named():
     lost = next(name for name in stored if ".experts.3." in name)
     del stored[lost]
     with pytest.raises(LoadError, match=r"experts\.3"):
-        Conversions(on_meta("qwen3_moe")).to_parameters(stored, shapes)
+        WeightMapping(on_meta("qwen3_moe")).to_parameters(stored, shapes)
 
 
 def test_unknown_tensors_are_reported_not_loaded():
     model = on_meta("llama")
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    pieces, unexpected = Conversions(model).to_parameters(shapes | {"visual.patch": (3, 3)}, shapes)
+    pieces, unexpected = WeightMapping(model).to_parameters(shapes | {"visual.patch": (3, 3)}, shapes)
     assert unexpected == ["visual.patch"]
     assert all(sum(p.num_elements for p in parts) == math.prod(shapes[name]) for name, parts in pieces.items())

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_fsdp_recipes.checkpointing.staging import HostCopy
+from hf_fsdp_recipes.checkpointing.staging import HostStaging
 
 
 def state():
@@ -16,7 +16,7 @@ def state():
 
 def test_copy_equals_the_state_and_stays_when_it_changes():
     original = state()
-    copy = HostCopy().take(original)
+    copy = HostStaging().take(original)
     original["weight"].data.zero_()
     original["inner"]["moments"][0].zero_()
     assert torch.equal(copy["weight"], torch.arange(6.0).reshape(2, 3))
@@ -27,7 +27,7 @@ def test_copy_equals_the_state_and_stays_when_it_changes():
 
 
 def test_next_copy_takes_the_same_memory():
-    taker, original = HostCopy(), state()
+    taker, original = HostStaging(), state()
     first = taker.take(original)["weight"].data_ptr()
     original["weight"].data.add_(1)
     again = taker.take(original)["weight"]
@@ -36,7 +36,7 @@ def test_next_copy_takes_the_same_memory():
 
 
 def test_state_that_has_grown_is_copied_whole():
-    taker, original = HostCopy(), state()
+    taker, original = HostStaging(), state()
     taker.take(original)
     original["weight"] = torch.ones(5, 3)
     original["new"] = torch.ones(2)

@@ -89,7 +89,7 @@ def test_torn_checkpoint_is_named_and_passed_over(tmp_path, caplog, tear, named)
 def test_torn_checkpoints_are_set_aside_not_deleted(tmp_path):
     torn = make(tmp_path, 10)
     tear_truncated(torn)
-    (moved,) = layout.set_aside_torn(tmp_path)
+    (moved,) = layout.quarantine_incomplete(tmp_path)
     assert (moved / "a.bin").read_bytes() == b"x"
     assert not torn.exists()
     assert layout.list_checkpoints(tmp_path) == []
@@ -176,4 +176,4 @@ def test_checkpoint_of_a_stock_trainer_is_taken_at_its_owners_word(tmp_path, cap
     (tmp_path / "checkpoint-5").mkdir()
     layout.check_named(tmp_path / "checkpoint-5")
     assert "no manifest" in caplog.text
-    assert layout.set_aside_torn(tmp_path) == []
+    assert layout.quarantine_incomplete(tmp_path) == []

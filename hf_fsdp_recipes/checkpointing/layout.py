@@ -129,7 +129,7 @@ def _set_aside(path: Path) -> Path:
     return target
 
 
-def find_fault(directory: Path, verify: bool = False) -> str | None:
+def validate(directory: Path, verify: bool = False) -> str | None:
     """Return why a checkpoint cannot be resumed from, or None. Looks at names and sizes; reads bytes with `verify`."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
@@ -159,7 +159,7 @@ def list_checkpoints(output_dir: str | os.PathLike[str], verify: bool = False) -
     for path in directory.iterdir() if directory.is_dir() else ():
         match = _NAME.fullmatch(path.name)
         if match and path.is_dir():
-            found.append(Checkpoint(path, int(match.group(1)), find_fault(path, verify)))
+            found.append(Checkpoint(path, int(match.group(1)), validate(path, verify)))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
@@ -208,7 +208,7 @@ def check_named(directory: Path) -> None:
     if not (directory / MANIFEST).is_file():
         logger.warning("%s has no %s, so nobody can tell whether it is whole; going on as asked", directory, MANIFEST)
         return
-    fault = find_fault(directory, verify=True)
+    fault = validate(directory, verify=True)
     if fault is not None:
         raise CheckpointError(f"{directory} cannot be resumed from: {fault}. Remedy: an earlier one; auto finds it.")
 
@@ -220,14 +220,14 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
     files are checked, and the newest one's checksums.
     """
     for checkpoint in reversed(list_checkpoints(output_dir)):
-        fault = checkpoint.fault or find_fault(checkpoint.path, verify=True)
+        fault = checkpoint.fault or validate(checkpoint.path, verify=True)
         if fault is None:
             return checkpoint.path
         logger.warning("%s is not resumed from: %s", checkpoint.path, fault)
     return None
 
 
-def set_aside_torn(output_dir: str | os.PathLike[str]) -> list[Path]:
+def quarantine_incomplete(output_dir: str | os.PathLike[str]) -> list[Path]:
     """Rename what cannot be resumed from, so that nothing takes it for a checkpoint. Main rank only.
 
     Returns:

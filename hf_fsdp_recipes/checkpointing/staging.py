@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_recipes.patches import saving
 
 
-class HostCopy:
+class HostStaging:
     """The copy of one state dict, whose structure and shapes stay the same from save to save. No collectives."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import layout
-from hf_fsdp_recipes.checkpointing.staging import HostCopy
+from hf_fsdp_recipes.checkpointing.staging import HostStaging
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.metrics import progress
 from hf_fsdp_recipes.patches import saving
@@ -77,7 +77,7 @@ class Writer:
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._copies: dict[str, HostCopy] = {}
+        self._copies: dict[str, HostStaging] = {}
         self._is_staged = threading.Event()
         self._completed: Path | None = None
 
@@ -102,7 +102,7 @@ class Writer:
         """
         self.wait()
         self._start_group()
-        with distributed.agreed():
+        with distributed.sync_errors():
             if distributed.is_main():
                 layout.start(self.output_dir, snapshot.step)
         if self._asynchronous:
@@ -162,7 +162,7 @@ class Writer:
         """Copy part after part, so that the first is written while the second is copied."""
         try:
             for part, future in staged.items():
-                future.set_result(self._copies.setdefault(part, HostCopy()).take(state[part]))
+                future.set_result(self._copies.setdefault(part, HostStaging()).take(state[part]))
             self._is_staged.set()
         except (MemoryError, RuntimeError) as error:
             # The state itself is written then: training waits for the write, and nothing is lost.

@@ -17,11 +17,11 @@ from hf_fsdp_recipes.checkpointing.dcp_reader import DcpTensor
 from hf_fsdp_recipes.errors import ExportError, LoadError
 from hf_fsdp_recipes.export import lora_merge, model_assets
 from hf_fsdp_recipes.export.tensor_files import FilePlan
-from hf_fsdp_recipes.export.write_export import Contents, Outgoing, parts_of, whole_part
+from hf_fsdp_recipes.export.write_export import ExportPlan, ShardExport, parts_of, whole_part
 from hf_fsdp_recipes.loading import names
 
 
-def describe(checkpoint: Path, base_model: Any, dtype: torch.dtype | None, merge_adapter: bool) -> Contents:
+def describe(checkpoint: Path, base_model: Any, dtype: torch.dtype | None, merge_adapter: bool) -> ExportPlan:
     """Return what this process writes of a checkpoint. No collective.
 
     Raises:
@@ -54,7 +54,7 @@ def describe(checkpoint: Path, base_model: Any, dtype: torch.dtype | None, merge
 
 def _describe_adapter_directory(
     directory: Path, base_model: Any, dtype: torch.dtype | None, merge_adapter: bool
-) -> Contents:
+) -> ExportPlan:
     """Describe the merge of an exported adapter into its base model."""
     if not merge_adapter:
         raise ExportError(
@@ -95,7 +95,7 @@ def _build(name: str, read_weights: bool) -> tuple[Any, Any]:
 
     from hf_fsdp_recipes.loading import load_model
     from hf_fsdp_recipes.loading.safetensors_index import open_checkpoint
-    from hf_fsdp_recipes.loading.weight_mapping import Conversions, remember
+    from hf_fsdp_recipes.loading.weight_mapping import WeightMapping, remember
 
     try:
         directory = load_model.resolve_directory(name, {})
@@ -108,7 +108,7 @@ def _build(name: str, read_weights: bool) -> tuple[Any, Any]:
             return model, None
         base = open_checkpoint(directory)
         shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-        pieces, _ = Conversions(model).to_parameters({k: t.shape for k, t in base.tensors.items()}, shapes)
+        pieces, _ = WeightMapping(model).to_parameters({k: t.shape for k, t in base.tensors.items()}, shapes)
         return model, (base, pieces)
     except (LoadError, OSError, ValueError) as error:
         raise ExportError(f"the base model {name} cannot be used: {str(error).splitlines()[0]}") from error
@@ -121,7 +121,7 @@ def _share(number: int, count: int) -> int:
 
 def _describe_model(
     tensors: dict[str, DcpTensor], model: Any, name: str, dtype: torch.dtype | None, tokenizer_directory: Path | None
-) -> Contents:
+) -> ExportPlan:
     from hf_fsdp_recipes.export.from_model import MODEL_PATTERN, written_dtype
 
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
@@ -140,8 +140,8 @@ def _describe_model(
         count = _share(number, math.prod(tensor.shape))
         written = written_dtype(tensor.dtype, dtype)
         parts = parts_of(model, key, tensor.shape)
-        outgoing.append(Outgoing(key, tensor.shape, tensor.dtype, 0, count, parts, written, tensor.read))
-    return Contents(outgoing, model, MODEL_PATTERN, _model_companions(model, tokenizer_directory or name))
+        outgoing.append(ShardExport(key, tensor.shape, tensor.dtype, 0, count, parts, written, tensor.read))
+    return ExportPlan(outgoing, model, MODEL_PATTERN, _model_companions(model, tokenizer_directory or name))
 
 
 def _model_companions(model: Any, name: str | Path) -> Any:
@@ -169,7 +169,7 @@ def _describe_adapter(
     name: str,
     dtype: torch.dtype | None,
     tokenizer_directory: Path | None,
-) -> Contents:
+) -> ExportPlan:
     from hf_fsdp_recipes.export.from_model import written_dtype
 
     config = _adapter_config(params, name)
@@ -179,14 +179,14 @@ def _describe_adapter(
         count = _share(number, math.prod(tensor.shape))
         written = written_dtype(tensor.dtype, dtype)
         parts = [whole_part(stored, tensor.shape)]
-        outgoing.append(Outgoing(key, tensor.shape, tensor.dtype, 0, count, parts, written, tensor.read))
+        outgoing.append(ShardExport(key, tensor.shape, tensor.dtype, 0, count, parts, written, tensor.read))
 
     def write(directory: Path, plan: FilePlan) -> None:
         config.save_pretrained(str(directory))
         if tokenizer_directory or name:
             _copy_tokenizer(tokenizer_directory or name, directory)
 
-    return Contents(outgoing, None, lora_merge.ADAPTER_PATTERN, write, is_adapter_only=True)
+    return ExportPlan(outgoing, None, lora_merge.ADAPTER_PATTERN, write, is_adapter_only=True)
 
 
 def _adapter_config(params: dict[str, Any], name: str) -> Any:
@@ -220,7 +220,7 @@ def _describe_merged(
     name: str,
     dtype: torch.dtype | None,
     tokenizer_directory: Path | None = None,
-) -> Contents:
+) -> ExportPlan:
     from hf_fsdp_recipes.export.from_model import MODEL_PATTERN, written_dtype
     from hf_fsdp_recipes.loading.shard_layout import as_bytes, read_run
 
@@ -240,5 +240,5 @@ def _describe_merged(
 
         count = _share(number, math.prod(shape))
         parts, written = parts_of(model, key, shape), written_dtype(held, dtype)
-        outgoing.append(Outgoing(key, shape, held, 0, count, parts, written, chunk))
-    return Contents(outgoing, model, MODEL_PATTERN, _model_companions(model, tokenizer_directory or name))
+        outgoing.append(ShardExport(key, shape, held, 0, count, parts, written, chunk))
+    return ExportPlan(outgoing, model, MODEL_PATTERN, _model_companions(model, tokenizer_directory or name))

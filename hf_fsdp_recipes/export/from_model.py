@@ -17,7 +17,15 @@ from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export import lora_merge, model_assets
 from hf_fsdp_recipes.export.slices import Slice, local_slices
 from hf_fsdp_recipes.export.tensor_files import FilePlan
-from hf_fsdp_recipes.export.write_export import Contents, Method, Outgoing, as_dtype, parts_of, whole_part, write_export
+from hf_fsdp_recipes.export.write_export import (
+    ExportPlan,
+    Method,
+    ShardExport,
+    as_dtype,
+    parts_of,
+    whole_part,
+    write_export,
+)
 from hf_fsdp_recipes.loading import weight_mapping
 
 MODEL_PATTERN = "model{suffix}.safetensors"
@@ -56,10 +64,10 @@ def export_model(
     """
     target = as_dtype(dtype)
     merger: lora_merge.Merger | None = None
-    with distributed.agreed():
+    with distributed.sync_errors():
         merger = lora_merge.Merger(model) if merge_adapter else None
 
-    def describe() -> Contents:
+    def describe() -> ExportPlan:
         return _describe_model(model, target, tokenizer, merger)
 
     prepare = merger.gather if merger is not None else lambda: None
@@ -68,7 +76,7 @@ def export_model(
 
 def _describe_model(
     model: torch.nn.Module, dtype: torch.dtype | None, tokenizer: Any, merger: "lora_merge.Merger | None"
-) -> Contents:
+) -> ExportPlan:
     transformers_model = _transformers_model(model)
     weight_mapping.remember(transformers_model)
     slices = local_slices(model)
@@ -83,7 +91,7 @@ def _describe_model(
             lora_merge.save_config(model, directory)
             _save_tokenizer(tokenizer, directory)
 
-        return Contents(outgoing, transformers_model, lora_merge.ADAPTER_PATTERN, write_adapter_companions, True)
+        return ExportPlan(outgoing, transformers_model, lora_merge.ADAPTER_PATTERN, write_adapter_companions, True)
     outgoing = [
         _outgoing(piece, parts_of(transformers_model, piece.name, piece.shape), dtype, merger)
         for piece in slices.values()
@@ -94,7 +102,7 @@ def _describe_model(
         save_config(transformers_model, directory, plan)
         _save_tokenizer(tokenizer, directory)
 
-    return Contents(outgoing, transformers_model, MODEL_PATTERN, write_companions)
+    return ExportPlan(outgoing, transformers_model, MODEL_PATTERN, write_companions)
 
 
 def _transformers_model(model: torch.nn.Module) -> Any:
@@ -111,13 +119,13 @@ def _transformers_model(model: torch.nn.Module) -> Any:
 
 def _outgoing(
     piece: Slice, parts: list[Any], dtype: torch.dtype | None, merger: "lora_merge.Merger | None" = None
-) -> Outgoing:
+) -> ShardExport:
     def chunk(start: int, count: int) -> torch.Tensor:
         values = piece.values[start : start + count]
         return merger.merged(piece, start, values) if merger is not None else values
 
     written = written_dtype(piece.dtype, dtype)
-    return Outgoing(piece.name, piece.shape, piece.dtype, piece.first, piece.values.numel(), parts, written, chunk)
+    return ShardExport(piece.name, piece.shape, piece.dtype, piece.first, piece.values.numel(), parts, written, chunk)
 
 
 def written_dtype(held: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -177,7 +185,7 @@ def export_checkpoint(
 
     target = as_dtype(dtype)
 
-    def describe() -> Contents:
+    def describe() -> ExportPlan:
         return from_checkpoint.describe(Path(checkpoint_dir), base_model, target, merge_adapter)
 
     try:

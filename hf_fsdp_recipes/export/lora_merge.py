@@ -16,7 +16,7 @@ import torch
 from hf_fsdp_recipes.errors import ExportError, LoadError
 from hf_fsdp_recipes.export.slices import Slice, gather_whole, local_slices
 from hf_fsdp_recipes.loading import names
-from hf_fsdp_recipes.loading.safetensors_index import Checkpoint, read_header
+from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, read_header
 from hf_fsdp_recipes.loading.shard_layout import as_bytes
 
 ADAPTER_PATTERN = "adapter_model{suffix}.safetensors"
@@ -189,7 +189,7 @@ class FileTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    checkpoint: Checkpoint
+    checkpoint: SafetensorsIndex
     name: str
 
     def read(self, start: int, count: int) -> torch.Tensor:
@@ -209,7 +209,7 @@ def read_adapter(directory: Path) -> tuple[Any, dict[str, FileTensor]]:
 
     try:
         config = PeftConfig.from_pretrained(str(directory))
-        checkpoint = Checkpoint(read_header(directory / ADAPTER_FILE))
+        checkpoint = SafetensorsIndex(read_header(directory / ADAPTER_FILE))
     except (LoadError, OSError, ValueError) as error:
         raise ExportError(f"{directory} holds no adapter that can be read: {str(error).splitlines()[0]}") from error
     return config, {name: FileTensor(t.shape, t.dtype, checkpoint, name) for name, t in checkpoint.tensors.items()}

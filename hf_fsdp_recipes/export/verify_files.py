@@ -11,7 +11,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import ExportError, LoadError
 from hf_fsdp_recipes.export.tensor_files import FilePlan
 from hf_fsdp_recipes.loading.safetensors_index import read_header
-from hf_fsdp_recipes.loading.weight_mapping import Conversions
+from hf_fsdp_recipes.loading.weight_mapping import WeightMapping
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def _check_against_config(directory: Path, shapes: dict[str, tuple[int, ...]]) -
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    pieces, unexpected = Conversions(model).to_parameters(shapes, state)
+    pieces, unexpected = WeightMapping(model).to_parameters(shapes, state)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     lacking = sorted(set(state) - set(pieces) - tied)
     wrong = [n for n, p in pieces.items() if sum(x.num_elements for x in p) != _numel(state[n])]

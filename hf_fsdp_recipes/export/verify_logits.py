@@ -47,7 +47,7 @@ def check_logits(model: torch.nn.Module, export: Path, tokenizer: Any, prompt: s
         expected = model(**inputs).logits.float().cpu()
     model.train(was_training)
     config = getattr(_transformers_config(model), "quantization_config", None)
-    return distributed.from_main(lambda: _compare(expected, export, inputs["input_ids"].cpu(), config))
+    return distributed.run_on_main(lambda: _compare(expected, export, inputs["input_ids"].cpu(), config))
 
 
 def _transformers_config(model: torch.nn.Module) -> Any:

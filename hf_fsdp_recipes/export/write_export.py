@@ -1,6 +1,6 @@
 """Writes what is going out into a directory that appears only when it is complete: the export's mechanics.
 
-An `Outgoing` is a run of one parameter's elements that this rank can produce, chunk by chunk, from wherever
+An `ShardExport` is a run of one parameter's elements that this rank can produce, chunk by chunk, from wherever
 it has them: a shard in memory, a checkpoint's files, a base model with an adapter added. Knows no wrappers.
 """
 
@@ -20,7 +20,7 @@ from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export import verify_files
 from hf_fsdp_recipes.export.tensor_files import FilePlan, FileWriter, create_files, plan_files
 from hf_fsdp_recipes.loading import names
-from hf_fsdp_recipes.loading.weight_mapping import Piece, rows_of_parts
+from hf_fsdp_recipes.loading.weight_mapping import TensorRange, rows_of_parts
 from hf_fsdp_recipes.metrics import progress
 
 CHUNK_BYTES = 8 * 1024 * 1024  # what a rank holds beside its shard while it writes
@@ -29,7 +29,7 @@ Method = Literal["auto", "direct", "gather"]
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class ShardExport:
     """One parameter on its way into the files.
 
     Attributes:
@@ -47,13 +47,13 @@ class Outgoing:
     held_dtype: torch.dtype
     first: int
     count: int
-    parts: list[Piece]
+    parts: list[TensorRange]
     dtype: torch.dtype
     chunk: Callable[[int, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Contents:
+class ExportPlan:
     """All of an export: what goes out, into files of which name, and what stands beside them.
 
     Attributes:
@@ -64,7 +64,7 @@ class Contents:
         is_adapter_only: whether the files hold an adapter instead of a model.
     """
 
-    outgoing: list[Outgoing]
+    outgoing: list[ShardExport]
     model: Any
     pattern: str
     write_companions: Callable[[Path, FilePlan], None]
@@ -73,7 +73,7 @@ class Contents:
 
 def write_export(
     final: Path,
-    describe: Callable[[], Contents],
+    describe: Callable[[], ExportPlan],
     max_shard_size: int | str,
     method: Method,
     prepare: Callable[[], None],
@@ -93,14 +93,14 @@ def write_export(
         ExportError: the same on every rank; nothing is left under the final name.
     """
     temporary = final.with_name(f".{final.name}.incomplete")
-    with distributed.agreed():
+    with distributed.sync_errors():
         if distributed.is_main():
             _make_room(final, temporary)
     try:
         method = _choose_method(temporary) if method == "auto" else method
         contents: Any = None
         plan: Any = None
-        with distributed.agreed():
+        with distributed.sync_errors():
             contents = describe()
             plan = plan_files(_in_saved_order(contents), max_shard_size, contents.pattern)
             if distributed.is_main():
@@ -109,14 +109,14 @@ def write_export(
         with ThreadPoolExecutor(max_workers=1) as beside:  # waits for nothing that the weights wait for
             companions = beside.submit(_write_companions, contents, plan, temporary) if distributed.is_main() else None
             non_finite = _write(contents.outgoing, plan, temporary, method)
-            with distributed.agreed():
+            with distributed.sync_errors():
                 if companions is not None:
                     companions.result()
                     if contents.is_adapter_only:
                         verify_files.check_adapter_rows(temporary, plan)
                     _sync_all(temporary)
         verify_files.warn_non_finite(non_finite)
-        with distributed.agreed():
+        with distributed.sync_errors():
             if distributed.is_main():
                 _put_in_place(temporary, final)
     except BaseException:
@@ -140,7 +140,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return dtype
 
 
-def parts_of(model: Any, name: str, shape: tuple[int, ...]) -> list[Piece]:
+def parts_of(model: Any, name: str, shape: tuple[int, ...]) -> list[TensorRange]:
     """Cut a parameter into the tensors that `save_pretrained` writes.
 
     Raises:
@@ -155,9 +155,9 @@ def parts_of(model: Any, name: str, shape: tuple[int, ...]) -> list[Piece]:
         ) from error
 
 
-def whole_part(stored_name: str, shape: tuple[int, ...]) -> Piece:
+def whole_part(stored_name: str, shape: tuple[int, ...]) -> TensorRange:
     """Return a parameter as one tensor of its own shape."""
-    return Piece(stored_name, shape, 0, torch.Size(shape).numel())
+    return TensorRange(stored_name, shape, 0, torch.Size(shape).numel())
 
 
 def _make_room(final: Path, temporary: Path) -> None:
@@ -180,7 +180,7 @@ def _choose_method(directory: Path) -> Literal["direct", "gather"]:
     """Try whether a file of rank 0's is seen by all ranks. Collective: every rank must call this."""
     probe = directory / ".probe"
     token = distributed.broadcast_object(os.urandom(16).hex() if distributed.is_main() else None)
-    with distributed.agreed():
+    with distributed.sync_errors():
         if distributed.is_main():
             probe.write_text(token)
     try:
@@ -193,7 +193,7 @@ def _choose_method(directory: Path) -> Literal["direct", "gather"]:
     return "direct" if everybody else "gather"
 
 
-def _in_saved_order(contents: Contents) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+def _in_saved_order(contents: ExportPlan) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     """List what is written in the order of `save_pretrained`, which decides which file a tensor falls into."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -205,12 +205,12 @@ def _in_saved_order(contents: Contents) -> list[tuple[str, tuple[int, ...], torc
     return [entries.pop(name) for name in order] + list(entries.values())
 
 
-def _write(outgoing: list[Outgoing], plan: FilePlan, directory: Path, method: str) -> dict[str, int]:
+def _write(outgoing: list[ShardExport], plan: FilePlan, directory: Path, method: str) -> dict[str, int]:
     """Write all slices; return how many values of which tensors were not finite. Collective."""
     non_finite: dict[str, int] = {}
     writer = FileWriter(plan, directory)
     if method == "direct" or distributed.world_size() == 1:
-        with distributed.agreed():
+        with distributed.sync_errors():
             try:
                 _write_own(outgoing, writer, non_finite)
             except OSError as error:
@@ -222,7 +222,7 @@ def _write(outgoing: list[Outgoing], plan: FilePlan, directory: Path, method: st
     return non_finite
 
 
-def _write_own(outgoing: list[Outgoing], writer: FileWriter, non_finite: dict[str, int]) -> None:
+def _write_own(outgoing: list[ShardExport], writer: FileWriter, non_finite: dict[str, int]) -> None:
     """Write what this rank brings, and show how far it is: the others have as much. No collective."""
     with progress.bar(sum(item.count * item.dtype.itemsize for item in outgoing), EXPORT_TITLE) as shown:
         for name, first, values in _one_ahead(run for item in outgoing for run in _runs(item, non_finite)):
@@ -245,7 +245,7 @@ def _one_ahead(runs: Iterator[Any]) -> Iterator[Any]:
             yield run
 
 
-def _runs(item: Outgoing, non_finite: dict[str, int]) -> Iterator[tuple[str, int, torch.Tensor]]:
+def _runs(item: ShardExport, non_finite: dict[str, int]) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Yield (stored tensor, first element there, values to write), a chunk at a time."""
     step = max(1, CHUNK_BYTES // max(item.dtype.itemsize, item.held_dtype.itemsize))
     begin, end = item.first, item.first + item.count
@@ -268,7 +268,7 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 
 def _write_through_main(
-    outgoing: list[Outgoing], writer: FileWriter, directory: Path, non_finite: dict[str, int]
+    outgoing: list[ShardExport], writer: FileWriter, directory: Path, non_finite: dict[str, int]
 ) -> None:
     """Let rank 0 write what the others send, one chunk at a time. Collective."""
     error: Exception | None = None
@@ -288,7 +288,7 @@ def _write_through_main(
                     except OSError as caught:
                         error = caught
     shown.close()
-    with distributed.agreed():
+    with distributed.sync_errors():
         try:
             if error is not None:
                 raise error
@@ -323,7 +323,7 @@ def _wire_device() -> torch.device:
     return torch.device("cpu") if "gloo" in backend else torch.device(torch.accelerator.current_accelerator() or "cpu")
 
 
-def _write_companions(contents: Contents, plan: FilePlan, directory: Path) -> None:
+def _write_companions(contents: ExportPlan, plan: FilePlan, directory: Path) -> None:
     """Write what stands beside the weights, and check names and shapes against it. Main rank only."""
     index = plan.index()
     if index is not None:

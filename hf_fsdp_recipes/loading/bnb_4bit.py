@@ -21,17 +21,17 @@ import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading.safetensors_index import Checkpoint, ReadAhead
+from hf_fsdp_recipes.loading.safetensors_index import ReadAhead, SafetensorsIndex
 from hf_fsdp_recipes.loading.shard_layout import (
     SAMPLE_ELEMENTS,
     Checksums,
-    Destination,
     ShardGroup,
+    ShardTarget,
     as_bytes,
     read_run,
     whole_in_files,
 )
-from hf_fsdp_recipes.loading.weight_mapping import Piece
+from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 from hf_fsdp_recipes.metrics import progress
 
 PART_ELEMENTS = 512 * 1024  # a multiple of a block of 64; what fits into a core's cache with its temporaries
@@ -39,7 +39,7 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Quant4bitSpec:
     """How one weight becomes 4-bit.
 
     Attributes:
@@ -143,7 +143,7 @@ def replace_linears(model: Any, config: Any, dtype: torch.dtype) -> Any:
     return quantizer
 
 
-def pack(model: Any, quantizer: Any, dtype: torch.dtype) -> dict[str, Recipe]:
+def pack(model: Any, quantizer: Any, dtype: torch.dtype) -> dict[str, Quant4bitSpec]:
     """Give the 4-bit layers' meta weights the shape of the packed bytes; return how each is made. No collective."""
     from bitsandbytes.nn import Linear4bit, Params4bit
     from transformers.pytorch_utils import Conv1D
@@ -157,7 +157,7 @@ def pack(model: Any, quantizer: Any, dtype: torch.dtype) -> dict[str, Recipe]:
         old = module.weight
         is_transposed = issubclass(module.source_cls, Conv1D)
         shape = (module.in_features, module.out_features) if is_transposed else tuple(old.shape)
-        recipe = Recipe(shape, dtype, is_transposed, old.quant_type, old.compress_statistics, old.quant_storage)
+        recipe = Quant4bitSpec(shape, dtype, is_transposed, old.quant_type, old.compress_statistics, old.quant_storage)
         num_items = -(-old.numel() // 2) // recipe.storage.itemsize
         module.weight = Params4bit(
             torch.empty((num_items, 1), dtype=recipe.storage, device="meta"),
@@ -173,7 +173,9 @@ def pack(model: Any, quantizer: Any, dtype: torch.dtype) -> dict[str, Recipe]:
     return recipes
 
 
-def quantize(checkpoint: Checkpoint, pieces: Sequence[Piece], recipe: Recipe, device: torch.device) -> Any:
+def quantize(
+    checkpoint: SafetensorsIndex, pieces: Sequence[TensorRange], recipe: Quant4bitSpec, device: torch.device
+) -> Any:
     """Read one weight whole and quantise it. On the rank that reads."""
     wire_dtype = checkpoint.tensors[pieces[0].tensor].dtype
     values = torch.empty(torch.Size(recipe.shape).numel(), dtype=wire_dtype)
@@ -182,8 +184,8 @@ def quantize(checkpoint: Checkpoint, pieces: Sequence[Piece], recipe: Recipe, de
 
 
 def scatter(
-    work: Sequence[tuple[Destination, Recipe, torch.nn.Module]],
-    checkpoint: Checkpoint | None,
+    work: Sequence[tuple[ShardTarget, Quant4bitSpec, torch.nn.Module]],
+    checkpoint: SafetensorsIndex | None,
     group: ShardGroup,
     checksums: Checksums,
     device: torch.device,
@@ -210,7 +212,7 @@ def scatter(
     for number, (destination, _, layer) in enumerate(progress.each(work, "load 4-bit weights", sizes=sizes)):
         turn = number % len(owners)
         if turn == 0:
-            with distributed.agreed():
+            with distributed.sync_errors():
                 made = next(mine, None)  # all owners are at it at the same time
         packed = state = None
         if distributed.rank() == owners[turn]:
@@ -222,7 +224,9 @@ def scatter(
 
 
 def _quantize_each(
-    own: Sequence[tuple[Destination, Recipe, torch.nn.Module]], checkpoint: Checkpoint, device: torch.device
+    own: Sequence[tuple[ShardTarget, Quant4bitSpec, torch.nn.Module]],
+    checkpoint: SafetensorsIndex,
+    device: torch.device,
 ) -> Iterator[Any]:
     """Quantise this rank's weights, each when it is asked for."""
     wanted = (run for destination, _, _ in own for run in whole_in_files(checkpoint, destination.pieces))
@@ -232,7 +236,7 @@ def _quantize_each(
         ahead.advance(sum(num_bytes for _, _, num_bytes in whole_in_files(checkpoint, destination.pieces)))
 
 
-def _send_slices(destination: Destination, packed: torch.Tensor | None, group: ShardGroup, owner: int) -> None:
+def _send_slices(destination: ShardTarget, packed: torch.Tensor | None, group: ShardGroup, owner: int) -> None:
     local = destination.local
     if group.holds_first_copy:
         slices = None
@@ -258,7 +262,7 @@ def _padded(run: torch.Tensor, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(run, (0, length - run.numel())) if run.numel() < length else run.contiguous()
 
 
-def _add_checksums(checksums: Checksums, destination: Destination, packed: torch.Tensor) -> None:
+def _add_checksums(checksums: Checksums, destination: ShardTarget, packed: torch.Tensor) -> None:
     for position, (first, count) in enumerate(destination.runs):
         checksums.add(destination.name, position, 0, packed.view(-1)[first : first + count].cpu())
 

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.loading.first_touch import populate
 from hf_fsdp_recipes.loading.lanes import Lanes, lay, pour, take
-from hf_fsdp_recipes.loading.safetensors_index import Checkpoint, ReadAhead, Run
+from hf_fsdp_recipes.loading.safetensors_index import ReadAhead, Run, SafetensorsIndex
 from hf_fsdp_recipes.loading.shard_layout import (
     LOAD_TITLE,
     SAMPLE_ELEMENTS,
     Checksums,
-    Destination,
     ShardGroup,
+    ShardTarget,
     as_bytes,
     fill,
     fill_from_file,
@@ -39,7 +39,7 @@ BUCKET_BYTES = 32 * 1024 * 1024  # what rank 0 stages at once, over all receiver
 class _Entry:
     """Elements [start, start + length) of every member's slice of one destination."""
 
-    destination: Destination
+    destination: ShardTarget
     start: int
     length: int
 
@@ -53,8 +53,8 @@ class _Entry:
 
 
 def scatter(
-    destinations: Sequence[Destination],
-    checkpoint: Checkpoint | None,
+    destinations: Sequence[ShardTarget],
+    checkpoint: SafetensorsIndex | None,
     group: ShardGroup,
     checksums: Checksums,
 ) -> None:
@@ -74,7 +74,7 @@ def scatter(
     # Where nothing but lanes leads to the others, an error of one rank can be told to all of them.
     needs_messages = group.copies is not None or len(lanes.reached) < len(group.ranks) - 1
     with (
-        contextlib.nullcontext() if needs_messages else distributed.agreed(),
+        contextlib.nullcontext() if needs_messages else distributed.sync_errors(),
         contextlib.closing(lanes),
         torch.no_grad(),
     ):
@@ -91,7 +91,7 @@ def _member_bytes(num_members: int) -> int:
     return max(BUCKET_BYTES // num_members, 64)
 
 
-def _buckets(destinations: Sequence[Destination], num_members: int) -> Iterator[list[_Entry]]:
+def _buckets(destinations: Sequence[ShardTarget], num_members: int) -> Iterator[list[_Entry]]:
     """Cut the destinations into buckets of at most BUCKET_BYTES over all members; the same on every rank."""
     bucket: list[_Entry] = []
     room = budget = _member_bytes(num_members)
@@ -111,8 +111,8 @@ def _buckets(destinations: Sequence[Destination], num_members: int) -> Iterator[
 
 
 def _send_all(
-    destinations: Sequence[Destination],
-    checkpoint: Checkpoint,
+    destinations: Sequence[ShardTarget],
+    checkpoint: SafetensorsIndex,
     group: ShardGroup,
     lanes: Lanes,
     checksums: Checksums,
@@ -143,7 +143,7 @@ def _send_all(
 
 
 def _stream(
-    destinations: Sequence[Destination], place: int, checkpoint: Checkpoint, checksums: Checksums
+    destinations: Sequence[ShardTarget], place: int, checkpoint: SafetensorsIndex, checksums: Checksums
 ) -> Iterator[Run]:
     """Yield where the bytes of one member's slices lie, in the order in which it takes them."""
     for destination in destinations:
@@ -151,7 +151,7 @@ def _stream(
         yield from slice_in_files(checkpoint, destination, place)
 
 
-def _fill_from_lane(destinations: Sequence[Destination], place: int, lanes: Lanes) -> None:
+def _fill_from_lane(destinations: Sequence[ShardTarget], place: int, lanes: Lanes) -> None:
     """Take this rank's slices one after the other."""
     assert lanes.incoming is not None
     lane = lanes.incoming
@@ -160,8 +160,8 @@ def _fill_from_lane(destinations: Sequence[Destination], place: int, lanes: Lane
 
 
 def _stage(
-    destinations: Sequence[Destination],
-    checkpoint: Checkpoint,
+    destinations: Sequence[ShardTarget],
+    checkpoint: SafetensorsIndex,
     group: ShardGroup,
     lanes: Lanes,
     checksums: Checksums,
@@ -181,20 +181,20 @@ def _stage(
         yield bucket, buffers
 
 
-def _read_bucket(bucket: Sequence[_Entry], buffer: torch.Tensor, checkpoint: Checkpoint, position: int) -> None:
+def _read_bucket(bucket: Sequence[_Entry], buffer: torch.Tensor, checkpoint: SafetensorsIndex, position: int) -> None:
     for entry, part in _parts(bucket, buffer, position):
         first, _ = entry.run(position)
         destination = entry.destination
         read_run(checkpoint, destination.pieces, destination.wire_dtype.itemsize, first, part)
 
 
-def _add_checksums(checksums: Checksums, bucket: Sequence[_Entry], place: int, checkpoint: Checkpoint) -> None:
+def _add_checksums(checksums: Checksums, bucket: Sequence[_Entry], place: int, checkpoint: SafetensorsIndex) -> None:
     for entry in bucket:
         if entry.start == 0:
             _add_checksum(checksums, entry.destination, place, checkpoint)
 
 
-def _add_checksum(checksums: Checksums, destination: Destination, place: int, checkpoint: Checkpoint) -> None:
+def _add_checksum(checksums: Checksums, destination: ShardTarget, place: int, checkpoint: SafetensorsIndex) -> None:
     """Read once more what one member gets of a parameter, or its beginning, for the proof of what arrives."""
     first, count = destination.runs[place]
     count = count if checksums.covers_all else min(count, SAMPLE_ELEMENTS)
@@ -216,7 +216,7 @@ def _parts(bucket: Sequence[_Entry], buffer: torch.Tensor, position: int) -> Ite
 
 
 def _fill_own(
-    bucket: Sequence[_Entry], checkpoint: Checkpoint, group: ShardGroup, checksums: Checksums
+    bucket: Sequence[_Entry], checkpoint: SafetensorsIndex, group: ShardGroup, checksums: Checksums
 ) -> torch.Tensor | None:
     """Fill rank 0's slices; return their bytes as sent to copies, where there are copies."""
     if group.copies is None:
@@ -232,7 +232,7 @@ def _fill_own(
     return own.to(bucket[0].destination.local.device)
 
 
-def _receive_all(destinations: Sequence[Destination], group: ShardGroup, lanes: Lanes) -> None:
+def _receive_all(destinations: Sequence[ShardTarget], group: ShardGroup, lanes: Lanes) -> None:
     """Take bucket after bucket, from messages, the lane or another copy, and hand them on to further copies."""
     pending = None
     num_members = len(group.ranks)
@@ -283,7 +283,7 @@ def _wait(requests: Sequence[dist.Work]) -> None:
         request.wait()
 
 
-def broadcast_whole(destination: Destination, checkpoint: Checkpoint | None, device: torch.device) -> None:
+def broadcast_whole(destination: ShardTarget, checkpoint: SafetensorsIndex | None, device: torch.device) -> None:
     """Give every rank all of a parameter or buffer that only global rank 0 can read.
 
     Collective: every rank must call this, with `local` holding the whole tensor.

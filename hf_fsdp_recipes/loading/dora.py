@@ -13,7 +13,7 @@ import torch
 from hf_fsdp_recipes.errors import LoadError
 
 
-def promise(dora_layer: Any, base_layer: torch.nn.Module, lora_a: torch.Tensor, lora_b: torch.Tensor) -> None:
+def defer_magnitude(dora_layer: Any, base_layer: torch.nn.Module, lora_a: torch.Tensor, lora_b: torch.Tensor) -> None:
     """Give a DoRA layer of a base layer on meta a magnitude on meta, (out_features,). No collective.
 
     Raises:

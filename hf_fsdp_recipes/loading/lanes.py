@@ -21,7 +21,7 @@ import torch
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading.safetensors_index import Checkpoint, Run
+from hf_fsdp_recipes.loading.safetensors_index import Run, SafetensorsIndex
 
 NAME = "hf_fsdp_recipes"
 TOKEN_BYTES = 16
@@ -77,7 +77,7 @@ def lay(members: Sequence[int], device: torch.device) -> Lanes:
     return lanes
 
 
-def pour(lanes: Lanes, streams: Mapping[int, Iterable[Run]], checkpoint: Checkpoint) -> None:
+def pour(lanes: Lanes, streams: Mapping[int, Iterable[Run]], checkpoint: SafetensorsIndex) -> None:
     """Send each member its runs of bytes, whoever has room next. Rank 0 only; closes the lanes.
 
     A member that leaves is left alone: it says itself why.
@@ -105,7 +105,7 @@ def pour(lanes: Lanes, streams: Mapping[int, Iterable[Run]], checkpoint: Checkpo
         lanes.close()
 
 
-def _flow(lane: int, runs: Iterable[Run], checkpoint: Checkpoint) -> Iterator[bool]:
+def _flow(lane: int, runs: Iterable[Run], checkpoint: SafetensorsIndex) -> Iterator[bool]:
     """Put runs of bytes into a lane; stop, to be asked again, whenever it is full."""
     for tensor, start, num_bytes in runs:
         end = start + num_bytes

@@ -15,9 +15,9 @@ import torch
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading import bnb_4bit, missing, resize
-from hf_fsdp_recipes.loading.bnb_4bit import Recipe
-from hf_fsdp_recipes.loading.safetensors_index import Checkpoint, StoredTensor, open_checkpoint
-from hf_fsdp_recipes.loading.weight_mapping import Conversions, Piece
+from hf_fsdp_recipes.loading.bnb_4bit import Quant4bitSpec
+from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, StoredTensor, open_checkpoint
+from hf_fsdp_recipes.loading.weight_mapping import TensorRange, WeightMapping
 from hf_fsdp_recipes.metrics import stages
 from hf_fsdp_recipes.patches import cpu_ranks, loading, wrapping
 
@@ -40,13 +40,13 @@ class CheckpointSource:
     """
 
     name_or_path: str
-    checkpoint: Checkpoint | None
+    checkpoint: SafetensorsIndex | None
     stored: dict[str, StoredTensor]
-    pieces: dict[str, list[Piece]]
+    pieces: dict[str, list[TensorRange]]
     source: Literal["rank0", "direct"] = "rank0"
     verify: Literal["sample", "full"] = "sample"
     resized: str | None = None
-    quantized: dict[str, Recipe] = field(default_factory=dict)
+    quantized: dict[str, Quant4bitSpec] = field(default_factory=dict)
 
 
 def load_model(
@@ -109,7 +109,7 @@ def initialise_model(
     cpu_ranks.enable()
     _start_process_group()
     config = None
-    with distributed.agreed():
+    with distributed.sync_errors():
         config = read_config(config_name, overrides)
     given = {key: value for key, value in from_config_kwargs.items() if value is not None}
     if "attn_implementation" in given:
@@ -121,12 +121,12 @@ def initialise_model(
     wrapping.install()
     loading.install()
     model = None
-    with distributed.agreed():
+    with distributed.sync_errors():
         model = build_on_meta(config, resolve_dtype(dtype, config, {}))
-        source = CheckpointSource("the new model", Checkpoint(()) if distributed.is_main() else None, {}, {})
+        source = CheckpointSource("the new model", SafetensorsIndex(()) if distributed.is_main() else None, {}, {})
         missing.prepare(model, source, is_new=True)
     setattr(model, SOURCE_ATTRIBUTE, source)
-    resize.watch(model, source)
+    resize.track_resize(model, source)
     return model
 
 
@@ -167,7 +167,7 @@ def _load_plainly(name_or_path: str, kwargs: dict[str, Any]) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = None
-    with distributed.agreed():
+    with distributed.sync_errors():
         resolve_directory(name_or_path, kwargs)
         try:
             model = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
@@ -180,16 +180,16 @@ def _load_on_meta(name_or_path: str, source: Any, verify: Any, kwargs: dict[str,
     kwargs = dict(kwargs)
     dtype = kwargs.pop("dtype", "auto")
     quantization = kwargs.pop("quantization_config", None)
-    checkpoint: Checkpoint | None = None
+    checkpoint: SafetensorsIndex | None = None
 
     def describe() -> tuple[Any, Any, dict[str, StoredTensor]]:
         nonlocal checkpoint
         config, generation_config, checkpoint = _describe(name_or_path, kwargs)
         return config, generation_config, checkpoint.tensors
 
-    config, generation_config, stored = distributed.from_main(describe)
+    config, generation_config, stored = distributed.run_on_main(describe)
     model = found = None
-    with distributed.agreed():
+    with distributed.sync_errors():
         dtype = resolve_dtype(dtype, config, stored)
         model = build_on_meta(config, dtype, kwargs.get("trust_remote_code", False))
         quantizer = None
@@ -206,11 +206,11 @@ def _load_on_meta(name_or_path: str, source: Any, verify: Any, kwargs: dict[str,
         if quantizer is not None:
             found.quantized = bnb_4bit.pack(model, quantizer, dtype)
     setattr(model, SOURCE_ATTRIBUTE, found)
-    resize.watch(model, found)
+    resize.track_resize(model, found)
     return model
 
 
-def _describe(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Any, Any, Checkpoint]:
+def _describe(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Any, Any, SafetensorsIndex]:
     """Read config, generation config and weight headers. Main rank only."""
     from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
@@ -305,10 +305,10 @@ def _initialise_buffers(model: Any) -> None:
     model.initialize_weights()
 
 
-def _map_pieces(model: Any, stored: dict[str, StoredTensor], name_or_path: str) -> dict[str, list[Piece]]:
+def _map_pieces(model: Any, stored: dict[str, StoredTensor], name_or_path: str) -> dict[str, list[TensorRange]]:
     state = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    pieces, unexpected = Conversions(model).to_parameters({n: t.shape for n, t in stored.items()}, shapes)
+    pieces, unexpected = WeightMapping(model).to_parameters({n: t.shape for n, t in stored.items()}, shapes)
     wrong = [
         f"{name}: {list(stored[p[0].tensor].shape)} in the checkpoint, {list(shapes[name])} by the config"
         for name, p in pieces.items()

@@ -14,7 +14,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading import bnb_4bit, dora, names, resize, verify
 from hf_fsdp_recipes.loading.distribute import broadcast_whole, scatter
-from hf_fsdp_recipes.loading.shard_layout import LOAD_TITLE, Checksums, Destination, ShardGroup, read_direct
+from hf_fsdp_recipes.loading.shard_layout import LOAD_TITLE, Checksums, ShardGroup, ShardTarget, read_direct
 from hf_fsdp_recipes.metrics import progress
 
 
@@ -34,12 +34,12 @@ def fill_sharded(model: torch.nn.Module, source: Any, device: torch.device, is_o
             placement that is not supported) or after (a checksum that differs).
     """
     home = torch.device("cpu") if is_offloaded else device
-    sharded: list[Destination] = []
-    whole: list[Destination] = []
+    sharded: list[ShardTarget] = []
+    whole: list[ShardTarget] = []
     packed: list[Any] = []
     group: ShardGroup | None = None
-    with distributed.agreed():
-        resize.fit(model, source)
+    with distributed.sync_errors():
+        resize.apply_resize(model, source)
         check_sources(model, source)
         find_layer = bnb_4bit.layer_finder(model)
         for name, parameter, owners in _unique_parameters(model):
@@ -66,7 +66,7 @@ def fill_sharded(model: torch.nn.Module, source: Any, device: torch.device, is_o
     sharded.sort(key=lambda destination: _place_in_files(destination, source))
     packed.sort(key=lambda item: _place_in_files(item[0], source))
     if group is not None and source.source == "direct":
-        with distributed.agreed():
+        with distributed.sync_errors():
             read_direct(sharded, source.checkpoint, group.position)
     elif group is not None:
         scatter(sharded, source.checkpoint, group, checksums)
@@ -100,8 +100,8 @@ def unit_filler(model: torch.nn.Module, source: Any, device: torch.device) -> Ca
     Collective: FSDP1 calls it module by module, in the same order on every rank. Buffers are left alone:
     `to_empty`, the usual way, would also empty real ones (rotary frequencies), and nothing would tell.
     """
-    with distributed.agreed():
-        resize.fit(model, source)
+    with distributed.sync_errors():
+        resize.apply_resize(model, source)
         dora.check_absent(model)
         check_sources(model, source)
     full_names = {id(module): name for name, module in model.named_modules()}
@@ -164,15 +164,15 @@ def check_sources(model: torch.nn.Module, source: Any) -> None:
         )
 
 
-def whole_destination(name: str, tensor: torch.Tensor, source: Any) -> Destination:
+def whole_destination(name: str, tensor: torch.Tensor, source: Any) -> ShardTarget:
     """Describe a tensor that every rank holds whole."""
     pieces = source.pieces[names.in_base_model(name)]
     wire_dtype = source.stored[pieces[0].tensor].dtype
     local = tensor.detach().view(-1)
-    return Destination(name, pieces, wire_dtype, tensor.dtype, [(0, tensor.numel())], local)
+    return ShardTarget(name, pieces, wire_dtype, tensor.dtype, [(0, tensor.numel())], local)
 
 
-def _sharded_destination(name: str, parameter: Any, source: Any, num_members: int, position: int) -> Destination:
+def _sharded_destination(name: str, parameter: Any, source: Any, num_members: int, position: int) -> ShardTarget:
     base_name = names.in_base_model(name)
     pieces = source.pieces[base_name]
     is_packed = base_name in source.quantized
@@ -183,7 +183,7 @@ def _sharded_destination(name: str, parameter: Any, source: Any, num_members: in
         raise LoadError(
             f"{name}: this rank holds {local.numel()} elements and dimension 0 gives it {runs[position][1]}"
         )
-    return Destination(name, pieces, wire_dtype, parameter.dtype, runs, local, is_packed)
+    return ShardTarget(name, pieces, wire_dtype, parameter.dtype, runs, local, is_packed)
 
 
 def _row_runs(shape: tuple[int, ...], num_members: int) -> Iterator[tuple[int, int]]:
@@ -231,7 +231,7 @@ def _unique_parameters(
     yield from found.values()
 
 
-def _place_in_files(destination: Destination, source: Any) -> tuple[str, int]:
+def _place_in_files(destination: ShardTarget, source: Any) -> tuple[str, int]:
     stored = source.stored[destination.pieces[0].tensor]
     return str(stored.file), stored.start
 

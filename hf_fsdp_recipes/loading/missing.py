@@ -13,7 +13,7 @@ import torch
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.safetensors_index import StoredTensor
-from hf_fsdp_recipes.loading.weight_mapping import Piece
+from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 
 logger = logging.getLogger(__name__)
 IN_MEMORY = Path("<initialised>")
@@ -117,7 +117,7 @@ def _initialise(model: Any, source: Any, names: list[str]) -> None:
 
 def _store(source: Any, name: str, meta: torch.Tensor, value: torch.Tensor | None) -> None:
     key = f"<initialised>{name}"
-    source.pieces[name] = [Piece(key, tuple(meta.shape), 0, meta.numel())]
+    source.pieces[name] = [TensorRange(key, tuple(meta.shape), 0, meta.numel())]
     num_bytes = meta.numel() * meta.dtype.itemsize
     source.stored[key] = StoredTensor(key, IN_MEMORY, meta.dtype, tuple(meta.shape), 0, num_bytes)
     if source.checkpoint is not None and value is not None:

@@ -16,12 +16,12 @@ import torch
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading import names
 from hf_fsdp_recipes.loading.safetensors_index import StoredTensor
-from hf_fsdp_recipes.loading.weight_mapping import Piece
+from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 
 _ROWS_AT_ONCE = 4096
 
 
-def watch(model: Any, source: Any) -> None:
+def track_resize(model: Any, source: Any) -> None:
     """Let `model.resize_token_embeddings` work on meta, and remember that it was called. No collective."""
     original = model.resize_token_embeddings
 
@@ -35,12 +35,12 @@ def watch(model: Any, source: Any) -> None:
     model.resize_token_embeddings = resize
 
 
-def unwatch(model: Any) -> None:
+def untrack_resize(model: Any) -> None:
     """Give the model its own method back."""
     model.__dict__.pop("resize_token_embeddings", None)
 
 
-def fit(model: torch.nn.Module, source: Any) -> None:
+def apply_resize(model: torch.nn.Module, source: Any) -> None:
     """Change the pieces of resized embeddings to their new number of rows. Every rank; no collective.
 
     Raises:
@@ -68,10 +68,10 @@ def fit(model: torch.nn.Module, source: Any) -> None:
         source.pieces[name] = _fitted(name, pieces[0], tuple(parameter.shape), source)
 
 
-def _fitted(name: str, stored: Piece, shape: tuple[int, ...], source: Any) -> list[Piece]:
+def _fitted(name: str, stored: TensorRange, shape: tuple[int, ...], source: Any) -> list[TensorRange]:
     width = math.prod(shape[1:])
     if math.prod(shape) < stored.num_elements:
-        return [Piece(stored.tensor, stored.shape, 0, math.prod(shape))]
+        return [TensorRange(stored.tensor, stored.shape, 0, math.prod(shape))]
     num_added = shape[0] - stored.num_elements // width
     key = f"<resized>{name}"
     origin = source.stored[stored.tensor]
@@ -86,7 +86,7 @@ def _fitted(name: str, stored: Piece, shape: tuple[int, ...], source: Any) -> li
             else row.expand(num_added, -1).reshape(added_shape)
         )
         source.checkpoint.keep(added, values.to(origin.dtype))
-    return [stored, Piece(key, added_shape, 0, num_added * width)]
+    return [stored, TensorRange(key, added_shape, 0, num_added * width)]
 
 
 def _mean_row(checkpoint: Any, stored: StoredTensor) -> torch.Tensor:

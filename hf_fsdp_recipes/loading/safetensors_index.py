@@ -58,7 +58,7 @@ class StoredTensor:
 Run = tuple[StoredTensor, int, int]  # (tensor, first byte of it, number of bytes)
 
 
-class Checkpoint:
+class SafetensorsIndex:
     """The tensors of a safetensors checkpoint by name. Files are opened on the first read and kept open."""
 
     def __init__(self, tensors: Iterable[StoredTensor]) -> None:
@@ -138,7 +138,7 @@ class Checkpoint:
 class ReadAhead:
     """Asks for runs of bytes some way ahead of the one that is read. Not for two threads."""
 
-    def __init__(self, checkpoint: Checkpoint, runs: Iterable[Run]) -> None:
+    def __init__(self, checkpoint: SafetensorsIndex, runs: Iterable[Run]) -> None:
         self._checkpoint = checkpoint
         self._parts = _in_parts(runs)
         self._num_bytes = 0  # asked for and not read yet
@@ -167,7 +167,7 @@ def _is_cached(descriptor: int, offset: int) -> bool:
         return False
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
+def open_checkpoint(directory: Path) -> SafetensorsIndex:
     """Read the headers of the safetensors checkpoint in a local directory. Any rank, no collective.
 
     Raises:
@@ -186,7 +186,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
             f"{directory / INDEX_FILE} lists {missing[0]!r} in {expected[missing[0]].name}, which does not hold it "  # type: ignore[index]
             f"({len(missing)} such tensors). Rule: the index must match its files. Remedy: download the checkpoint again."
         )
-    return Checkpoint(tensors.values())
+    return SafetensorsIndex(tensors.values())
 
 
 def read_header(file: Path) -> list[StoredTensor]:

@@ -1,6 +1,6 @@
 """Where a parameter's bytes go, and how a rank reads them for itself.
 
-Works on flat runs of elements. A `Destination` is one parameter's local shard together with what every rank
+Works on flat runs of elements. A `ShardTarget` is one parameter's local shard together with what every rank
 must know to take part: whose elements are whose. Does not know models or wrappers, nor other ranks.
 """
 
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_recipes.loading.first_touch import populate
-from hf_fsdp_recipes.loading.safetensors_index import Checkpoint, ReadAhead, Run
-from hf_fsdp_recipes.loading.weight_mapping import Piece
+from hf_fsdp_recipes.loading.safetensors_index import ReadAhead, Run, SafetensorsIndex
+from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 from hf_fsdp_recipes.metrics import progress
 
 LOAD_TITLE = "load weights"
@@ -24,7 +24,7 @@ SAMPLE_ELEMENTS = 1024  # how much of each slice the always-on checksum covers
 
 
 @dataclass(frozen=True)
-class Destination:
+class ShardTarget:
     """One parameter's place on this rank.
 
     Attributes:
@@ -38,7 +38,7 @@ class Destination:
     """
 
     name: str
-    pieces: Sequence[Piece]
+    pieces: Sequence[TensorRange]
     wire_dtype: torch.dtype
     dtype: torch.dtype
     runs: Sequence[tuple[int, int]]
@@ -87,7 +87,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def runs_in_files(
-    checkpoint: Checkpoint, pieces: Sequence[Piece], item_bytes: int, first: int, num_bytes: int
+    checkpoint: SafetensorsIndex, pieces: Sequence[TensorRange], item_bytes: int, first: int, num_bytes: int
 ) -> Iterator[Run]:
     """Yield where `num_bytes` of a parameter lie, in order, from element `first` on."""
     skip = first
@@ -102,7 +102,7 @@ def runs_in_files(
             return
 
 
-def whole_in_files(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> Iterator[Run]:
+def whole_in_files(checkpoint: SafetensorsIndex, pieces: Sequence[TensorRange]) -> Iterator[Run]:
     """Yield where the bytes of a whole parameter lie, in order."""
     for piece in pieces:
         tensor = checkpoint.tensors[piece.tensor]
@@ -110,14 +110,16 @@ def whole_in_files(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> Iterator[
         yield tensor, piece.start * item_bytes, piece.num_elements * item_bytes
 
 
-def slice_in_files(checkpoint: Checkpoint, destination: Destination, place: int) -> Iterator[Run]:
+def slice_in_files(checkpoint: SafetensorsIndex, destination: ShardTarget, place: int) -> Iterator[Run]:
     """Yield where the bytes of one member's slice of a parameter lie, in order."""
     first, count = destination.runs[place]
     item_bytes = destination.wire_dtype.itemsize
     return runs_in_files(checkpoint, destination.pieces, item_bytes, first, count * item_bytes)
 
 
-def read_run(checkpoint: Checkpoint, pieces: Sequence[Piece], item_bytes: int, first: int, out: torch.Tensor) -> None:
+def read_run(
+    checkpoint: SafetensorsIndex, pieces: Sequence[TensorRange], item_bytes: int, first: int, out: torch.Tensor
+) -> None:
     """Read the bytes of a parameter's elements from `first` on into `out` (uint8, CPU); its size says how many."""
     filled = 0
     for tensor, start, num_bytes in runs_in_files(checkpoint, pieces, item_bytes, first, out.numel()):
@@ -125,11 +127,11 @@ def read_run(checkpoint: Checkpoint, pieces: Sequence[Piece], item_bytes: int, f
         filled += num_bytes
 
 
-def read_direct(destinations: Sequence[Destination], checkpoint: Checkpoint, position: int) -> None:
+def read_direct(destinations: Sequence[ShardTarget], checkpoint: SafetensorsIndex, position: int) -> None:
     """Fill this rank's slices from the checkpoint. Every rank may call this on its own; no collective."""
     sizes = [destination.runs[position][1] * destination.wire_dtype.itemsize for destination in destinations]
 
-    def read(destination: Destination) -> None:
+    def read(destination: ShardTarget) -> None:
         first, count = destination.runs[position]
         fill_from_file(destination, checkpoint, first, 0, count)
 
@@ -149,7 +151,7 @@ def _num_readers() -> int:
     return min(2, max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def fill_from_file(destination: Destination, checkpoint: Checkpoint, first: int, start: int, length: int) -> None:
+def fill_from_file(destination: ShardTarget, checkpoint: SafetensorsIndex, first: int, start: int, length: int) -> None:
     """Read `length` elements, in the parameter from `first` on and in this rank's slice from `start` on."""
 
     def read(offset: int, out: torch.Tensor) -> None:
@@ -158,7 +160,7 @@ def fill_from_file(destination: Destination, checkpoint: Checkpoint, first: int,
     fill(destination, start, length, read)
 
 
-def fill(destination: Destination, start: int, length: int, read: Callable[[int, torch.Tensor], None]) -> None:
+def fill(destination: ShardTarget, start: int, length: int, read: Callable[[int, torch.Tensor], None]) -> None:
     """Fill `length` elements of this rank's slice from `start` on, some at a time.
 
     Args:

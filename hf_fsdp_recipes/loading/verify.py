@@ -12,12 +12,12 @@ import torch
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.missing import warn_main
-from hf_fsdp_recipes.loading.shard_layout import SAMPLE_ELEMENTS, Checksums, Destination, as_bytes
+from hf_fsdp_recipes.loading.shard_layout import SAMPLE_ELEMENTS, Checksums, ShardTarget, as_bytes
 
 
 def check(
     model: torch.nn.Module,
-    destinations: Sequence[Destination],
+    destinations: Sequence[ShardTarget],
     expected: Checksums,
     position: int,
     covers_direct: bool = False,
@@ -36,7 +36,7 @@ def check(
     """
     if not covers_direct:
         expected.values = distributed.broadcast_object(expected.values)
-    with distributed.agreed():
+    with distributed.sync_errors():
         left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
         if left:
             raise LoadError(f"{len(left)} tensors are still on meta after loading: {left[:3]}")
@@ -58,14 +58,14 @@ def check_ties(model: torch.nn.Module) -> None:
                 raise LoadError(f"{target} and {origin} are tied by the config and are two tensors after loading")
 
 
-def check_buffers(model: torch.nn.Module, destinations: Sequence[Destination] = ()) -> None:
+def check_buffers(model: torch.nn.Module, destinations: Sequence[ShardTarget] = ()) -> None:
     """Check that all buffers are the same on all ranks, and warn of NaN in what arrived anywhere.
 
     Collective: every rank must call this. One exchange for both, however many ranks there are.
     """
     mine = {name: _crc(buffer) for name, buffer in model.named_buffers()}
     gathered = distributed.gather_objects((mine, _with_nan(destinations)))
-    with distributed.agreed():
+    with distributed.sync_errors():
         for rank, (theirs, _) in enumerate(gathered):
             different = [name for name in mine if theirs.get(name) != mine[name]]
             if different:
@@ -75,7 +75,7 @@ def check_buffers(model: torch.nn.Module, destinations: Sequence[Destination] = 
         warn_main(f"{len(found)} parameters hold NaN in the checkpoint itself: {found[:3]}")
 
 
-def _check_bytes(destinations: Sequence[Destination], expected: Checksums, position: int) -> None:
+def _check_bytes(destinations: Sequence[ShardTarget], expected: Checksums, position: int) -> None:
     arrived = Checksums(expected.covers_all)
     for destination in destinations:
         if (destination.name, position) not in expected.values:
@@ -92,7 +92,7 @@ def _check_bytes(destinations: Sequence[Destination], expected: Checksums, posit
             )
 
 
-def _with_nan(destinations: Sequence[Destination]) -> list[str]:
+def _with_nan(destinations: Sequence[ShardTarget]) -> list[str]:
     return [d.name for d in destinations if not d.is_packed and torch.isnan(d.local[:SAMPLE_ELEMENTS]).any()]
 
 

@@ -1,7 +1,7 @@
 """Which checkpoint tensors make up which parameter, as ordered runs of whole bytes.
 
 transformers renames, fuses and splits some checkpoints while loading (`core_model_loading.py`), MoE experts
-above all. Seen as bytes, fusing experts is concatenation: a parameter is a list of `Piece`s, each a run of
+above all. Seen as bytes, fusing experts is concatenation: a parameter is a list of `TensorRange`s, each a run of
 elements of one stored tensor. The pieces are found by sending row numbers instead of weights through
 transformers' own conversion, so nothing of it is copied here, and whatever is not a pure rearrangement of
 whole rows is refused by name. Moves no weights.
@@ -21,7 +21,7 @@ from hf_fsdp_recipes.errors import LoadError
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorRange:
     """`num_elements` of a stored tensor, from `start`, that come next in a parameter's row-major order."""
 
     tensor: str
@@ -30,7 +30,7 @@ class Piece:
     num_elements: int
 
 
-class Conversions:
+class WeightMapping:
     """The conversions of one transformers model. Every rank may hold one; no collectives."""
 
     def __init__(self, model: Any) -> None:
@@ -46,7 +46,7 @@ class Conversions:
 
     def to_parameters(
         self, stored_shapes: Mapping[str, tuple[int, ...]], parameter_shapes: Mapping[str, tuple[int, ...]]
-    ) -> tuple[dict[str, list[Piece]], list[str]]:
+    ) -> tuple[dict[str, list[TensorRange]], list[str]]:
         """Map a checkpoint onto the parameters and buffers of the model.
 
         Args:
@@ -60,7 +60,7 @@ class Conversions:
             LoadError: a conversion that is more than a rearrangement of whole rows.
         """
         names = dict.fromkeys(parameter_shapes, True)
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[TensorRange]] = {}
         converted: dict[str, tuple[str, list[str]]] = {}
         unexpected = []
         for stored in sorted(stored_shapes, key=self._upstream.dot_natural_key):
@@ -69,7 +69,7 @@ class Conversions:
                 unexpected.append(stored)
             elif pattern is None:
                 shape = tuple(stored_shapes[stored])
-                pieces[target] = [Piece(stored, shape, 0, math.prod(shape))]
+                pieces[target] = [TensorRange(stored, shape, 0, math.prod(shape))]
             else:
                 converted.setdefault(target, (pattern, []))[1].append(stored)
         # What save_pretrained, the exporter and `rows_of_parts` undo is what was used now.
@@ -93,7 +93,7 @@ class Conversions:
         sources: list[str],
         stored_shapes: Mapping[str, tuple[int, ...]],
         parameter_shapes: Mapping[str, tuple[int, ...]],
-    ) -> dict[str, list[Piece]]:
+    ) -> dict[str, list[TensorRange]]:
         if len(sources) == 1:
             return self._split_one(target, pattern, sources[0], stored_shapes[sources[0]])
         try:
@@ -109,9 +109,11 @@ class Conversions:
                     f"tensor {part.tensor!r} has shape {list(stored_shapes[part.tensor])} and the model's {target!r} "
                     f"needs {list(part.shape)}. Remedy: check that the config belongs to the checkpoint."
                 )
-        return {target: [Piece(part.tensor, part.shape, 0, part.num_elements) for part in parts]}
+        return {target: [TensorRange(part.tensor, part.shape, 0, part.num_elements) for part in parts]}
 
-    def _split_one(self, target: str, pattern: str, source: str, shape: tuple[int, ...]) -> dict[str, list[Piece]]:
+    def _split_one(
+        self, target: str, pattern: str, source: str, shape: tuple[int, ...]
+    ) -> dict[str, list[TensorRange]]:
         """Find which rows of one stored tensor go to which parameters (a fused qkv, say)."""
         converter = copy.deepcopy(next(c for c in self._converters if pattern in c.source_patterns))
         converter.add_tensor(target, source, pattern, _row_numbers(shape))
@@ -121,7 +123,7 @@ class Conversions:
             result = {}
             for name, rows in outputs.items():
                 rows = rows[0] if isinstance(rows, list) else rows
-                result[name] = [Piece(source, tuple(shape), _first_row(rows) * width, rows.numel() * width)]
+                result[name] = [TensorRange(source, tuple(shape), _first_row(rows) * width, rows.numel() * width)]
             return result
         except Exception as error:
             raise _unsupported(target, [source], str(error)) from error
@@ -140,7 +142,7 @@ def remember(model: Any) -> None:
         model._weight_conversions = [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
 
 
-def rows_of_parts(model: Any, name: str, shape: tuple[int, ...]) -> list[Piece]:
+def rows_of_parts(model: Any, name: str, shape: tuple[int, ...]) -> list[TensorRange]:
     """Cut a parameter into the tensors that `save_pretrained` writes for it, in row-major order.
 
     Args:
@@ -162,7 +164,7 @@ def rows_of_parts(model: Any, name: str, shape: tuple[int, ...]) -> list[Piece]:
     parts = []
     for stored, rows in revert_weight_conversion(model, {name: surrogate}).items():
         stored_shape = (*rows.shape[:-1], width) if len(shape) > 1 else tuple(rows.shape)
-        parts.append(Piece(stored, tuple(stored_shape), _first_row(rows) * width, rows.numel() * width))
+        parts.append(TensorRange(stored, tuple(stored_shape), _first_row(rows) * width, rows.numel() * width))
     parts.sort(key=lambda part: part.start)
     end = 0
     for part in parts:

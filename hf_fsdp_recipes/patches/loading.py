@@ -50,7 +50,7 @@ def _forget_source(marked: torch.nn.Module) -> None:
     from hf_fsdp_recipes.loading import resize
 
     del marked.__dict__["_checkpoint_source"]
-    resize.unwatch(marked)
+    resize.untrack_resize(marked)
 
 
 def _patch_accelerate() -> None:
@@ -208,7 +208,7 @@ def _patch_dora() -> None:
     @functools.wraps(update)
     def update_unless_on_meta(self: Any, *, base_layer: Any, lora_A: Any, lora_B: Any, **rest: Any) -> None:
         if base_layer.weight.is_meta:
-            dora.promise(self, base_layer, lora_A, lora_B)
+            dora.defer_magnitude(self, base_layer, lora_A, lora_B)
         else:
             update(self, base_layer=base_layer, lora_A=lora_A, lora_B=lora_B, **rest)
 

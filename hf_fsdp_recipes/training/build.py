@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.callback import ShardedCheckpointCallback
-from hf_fsdp_recipes.checkpointing.layout import check_named, latest_checkpoint, set_aside_torn
+from hf_fsdp_recipes.checkpointing.layout import check_named, latest_checkpoint, quarantine_incomplete
 from hf_fsdp_recipes.checkpointing.resume import keep_global_batch
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export.from_model import export_checkpoint, export_model
@@ -99,14 +99,14 @@ def find_resume(arguments: Arguments) -> str | None:
     wish = arguments.training.resume_from_checkpoint
     if wish in (None, False, "", "no"):
         return None
-    found = distributed.from_main(lambda: _find_checkpoint(str(wish), arguments.training.output_dir))
+    found = distributed.run_on_main(lambda: _find_checkpoint(str(wish), arguments.training.output_dir))
     if found is None:
         distributed.print_main(
             f"resume: no complete checkpoint in {arguments.training.output_dir}; starting from step 0"
         )
         return None
     distributed.print_main(f"resume: from {found}")
-    with distributed.agreed():
+    with distributed.sync_errors():
         keep_global_batch(arguments.training, found)
     return str(found)
 
@@ -117,7 +117,7 @@ def _find_checkpoint(wish: str, output_dir: str) -> Path | None:
         check_named(Path(wish))
         return Path(wish)
     found = latest_checkpoint(output_dir)
-    set_aside_torn(output_dir)
+    quarantine_incomplete(output_dir)
     return found
 
 
@@ -163,7 +163,7 @@ def finish(trainer: Any, arguments: Arguments) -> Path | None:
         distributed.print_main(
             f"verified: the export's logits differ from the trained model's by {difference:.1e} at most"
         )
-    with distributed.agreed():
+    with distributed.sync_errors():
         if not has_weights(exported):
             raise ExportError(f"{exported} holds no weights after the export. The checkpoints in {output} are intact.")
     distributed.print_main(f"exported: {exported}")

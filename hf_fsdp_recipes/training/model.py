@@ -19,10 +19,10 @@ def build_model(arguments: Arguments, tokenizer: Any) -> Any:
     dtypes.follow_precision(arguments.model)
     _choose_checkpointing(arguments)
     implementation = None
-    with distributed.agreed():
+    with distributed.sync_errors():
         implementation = _attention(arguments)
     model = _new_model(arguments, implementation) if arguments.recipe.config_name else _load(arguments, implementation)
-    with distributed.agreed():
+    with distributed.sync_errors():
         if is_packed(arguments.training):
             attention.check_packing(model.config, model.config._attn_implementation)
     attention.announce(model.config._attn_implementation, arguments.training)

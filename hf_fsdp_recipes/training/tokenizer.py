@@ -33,7 +33,7 @@ def load_tokenizer(arguments: Any) -> Any:
             ) from error
         return tokenizer
 
-    return distributed.from_main(read)
+    return distributed.run_on_main(read)
 
 
 def tokenizer_for_rows(tokenizer: Any, training: Any) -> Any:

@@ -11,12 +11,12 @@ VALUE = ["made on rank 0"] * 3
 OURS = [("LoadError", "no such thing")] * 3
 FOREIGN = ("KeyError", "'no such thing'")
 CASES = [  # how, which rank fails, with what kind of error, what each rank gets
-    ("from_main", None, "ours", VALUE),
-    ("from_main", 1, "ours", VALUE),  # only rank 0 does the work
-    ("from_main", 0, "ours", OURS),
-    ("from_main", 0, "foreign", [FOREIGN, *[("RecipeError", "rank 0 failed with KeyError: 'no such thing'")] * 2]),
-    ("agreed", 2, "ours", OURS),
-    ("agreed", 2, "foreign", [*[("RecipeError", "rank 2 failed with KeyError: 'no such thing'")] * 2, FOREIGN]),
+    ("run_on_main", None, "ours", VALUE),
+    ("run_on_main", 1, "ours", VALUE),  # only rank 0 does the work
+    ("run_on_main", 0, "ours", OURS),
+    ("run_on_main", 0, "foreign", [FOREIGN, *[("RecipeError", "rank 0 failed with KeyError: 'no such thing'")] * 2]),
+    ("sync_errors", 2, "ours", OURS),
+    ("sync_errors", 2, "foreign", [*[("RecipeError", "rank 2 failed with KeyError: 'no such thing'")] * 2, FOREIGN]),
 ]
 
 
@@ -37,9 +37,9 @@ def _outcome(how, failing_rank, kind):
         return f"made on rank {distributed.rank()}"
 
     try:
-        if how == "from_main":
-            return distributed.from_main(work)
-        with distributed.agreed():
+        if how == "run_on_main":
+            return distributed.run_on_main(work)
+        with distributed.sync_errors():
             return work()
     except Exception as error:
         return type(error).__name__, str(error)

@@ -476,7 +476,7 @@ def test_no_bucket_is_larger_than_its_memory(num_members, monkeypatch):
     items = []
     for count, dtype in zip([budget // 2 - 1, 77, 1001, 513, 3], dtypes, strict=True):
         runs = [(number * count, count) for number in range(num_members)]
-        items.append(distribute.Destination("w", [], dtype, dtype, runs, torch.empty(0)))
+        items.append(distribute.ShardTarget("w", [], dtype, dtype, runs, torch.empty(0)))
     taken = dict.fromkeys(range(len(items)), 0)
     for bucket in distribute._buckets(items, num_members):
         for position in range(num_members):

@@ -23,7 +23,7 @@ def run(arguments: Any) -> None:
             template and of pushing together.
     """
     lines: list[str] = []
-    with distributed.agreed():
+    with distributed.sync_errors():
         if distributed.is_main():
             lines = describe(arguments, int(os.environ.get("WORLD_SIZE", "1")))
     for line in lines:

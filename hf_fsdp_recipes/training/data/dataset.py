@@ -20,13 +20,13 @@ def load_rows(arguments: Any, tokenizer: Any) -> TrainingRows:
     """
     training = arguments.training
     if not arguments.mixture.datasets and cache.is_prepared(arguments.script.dataset_name):
-        rows = distributed.in_turns(lambda: cache.read(arguments, tokenizer))
+        rows = distributed.main_first(lambda: cache.read(arguments, tokenizer))
     elif is_streaming(arguments):
         from hf_fsdp_recipes.training.data.streaming import open_streams
 
-        rows = distributed.in_turns(lambda: open_streams(arguments, tokenizer_for_rows(tokenizer, training)))
+        rows = distributed.main_first(lambda: open_streams(arguments, tokenizer_for_rows(tokenizer, training)))
     else:
-        rows = distributed.in_turns(lambda: prepare(arguments, tokenizer_for_rows(tokenizer, training)))
+        rows = distributed.main_first(lambda: prepare(arguments, tokenizer_for_rows(tokenizer, training)))
     print_tallies(rows.tallies, training.max_length)
     training.dataset_kwargs = (training.dataset_kwargs or {}) | {"skip_prepare_dataset": True}
     training.assistant_only_loss = False  # the labels say it; SFTTrainer would ask for messages

@@ -54,7 +54,7 @@ class StreamTrainer(SFTTrainer):
         from transformers.trainer_utils import get_last_checkpoint
 
         path = get_last_checkpoint(self.args.output_dir) if checkpoint is True else checkpoint
-        with distributed.agreed():
+        with distributed.sync_errors():
             # Trainer would skip batches by reading them.
             self.args.ignore_data_skip = path is not None and restore_position(self.train_dataset, Path(str(path)))
 
