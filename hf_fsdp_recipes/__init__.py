@@ -13,6 +13,7 @@ _PLACES = {
     "load_model": "hf_fsdp_recipes.loading.load_model",
     "build_trainer": "hf_fsdp_recipes.training.build",
     "ShardedCheckpointCallback": "hf_fsdp_recipes.callback",
+    "MetricsCallback": "hf_fsdp_recipes.metrics.metrics_callback",
     "latest_checkpoint": "hf_fsdp_recipes.checkpointing.layout",
     "export_model": "hf_fsdp_recipes.export.from_model",
     "export_checkpoint": "hf_fsdp_recipes.export.from_model",
