@@ -106,12 +106,6 @@ def test_a_dtensor_keeps_its_part_where_it_did():
         set_local_tensor(torch.ones(2), torch.ones(2))
 
 
-def test_table_of_patches_in_the_docs_is_up_to_date():
-    from hf_fsdp_recipes.patches.registry import format_table
-
-    assert (ROOT / "docs" / "patches.md").read_text() == format_table()
-
-
 def test_optimizers_of_bitsandbytes_take_one_parameter_at_a_time():
     from bitsandbytes.optim import optimizer
 
