@@ -10,6 +10,7 @@ from hf_fsdp_recipes.configs import templates, validate
 from hf_fsdp_recipes.errors import TemplateError
 
 config_app = typer.Typer(help="List, render and check Accelerate FSDP configs.", no_args_is_help=True)
+STRATEGY_HELP = f"One of {', '.join(templates.STRATEGIES)}."
 
 
 def register(app: typer.Typer) -> None:
@@ -41,7 +42,7 @@ def show(
 @config_app.command("render")
 def render(
     name: Annotated[Optional[str], typer.Argument(help="Template to start from, instead of --strategy.")] = None,
-    strategy: Annotated[Optional[templates.Strategy], typer.Option(help="Sharding strategy.")] = None,
+    strategy: Annotated[Optional[templates.Strategy], typer.Option(help=STRATEGY_HELP)] = None,
     fsdp_version: Annotated[Optional[int], typer.Option(min=1, max=2, help="Default: 2, or 1 for no_shard.")] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Keep parameters and optimizer state on the CPU.")] = False,
     wrap: Annotated[

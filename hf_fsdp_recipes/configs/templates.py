@@ -68,12 +68,12 @@ class Template:
 
     Attributes:
         version: FSDP version, 1 or 2; no_shard needs 1.
-        strategy: How the model is sharded.
-        is_offloaded: Keep parameters and optimizer state in host memory.
-        min_num_params: Parameters that an FSDP unit must exceed with size-based wrapping; None to wrap by layer.
-        wrap_class: Comma-separated layer classes to wrap; None for the class that the model declares.
-        on_cpu, on_gaudi: Device of the ranks, if not a GPU.
-        num_machines, num_processes: Nodes, and ranks on all nodes together.
+        strategy: how the model is sharded.
+        is_offloaded: keep parameters and optimizer state in host memory.
+        min_num_params: parameters that an FSDP unit must exceed with size-based wrapping; None to wrap by layer.
+        wrap_class: comma-separated layer classes to wrap; None for the class that the model declares.
+        on_cpu, on_gaudi: device of the ranks, if not a GPU.
+        num_machines, num_processes: nodes, and ranks on all nodes together.
     """
 
     version: int = 2
@@ -153,7 +153,7 @@ def find_template(name: str) -> Template:
     """Return the template of a name, shipped or not: fsdp2_hybrid_shard, or fsdp1_full_shard_offload.
 
     Raises:
-        TemplateError: There is no template of that name.
+        TemplateError: there is no template of that name.
     """
     for template in all_templates():
         if template.name == name.removesuffix(".yaml"):
@@ -172,7 +172,7 @@ def render(template: Template) -> str:
     """Return a template as YAML, with a comment on every key whose value is not Accelerate's default.
 
     Raises:
-        TemplateError: The node and rank counts do not match, or a setting does not go with another one.
+        TemplateError: the node and rank counts do not match, or a setting does not go with another one.
     """
     _check(template)
     lines = [f"# {line}".rstrip() for line in _header(template)] + [""]

@@ -35,7 +35,7 @@ def read_config(source: str | Path) -> Section:
     """Read an Accelerate config from a file, or from a template's name such as fsdp1_hybrid_shard_offload.
 
     Raises:
-        TemplateError: There is no such file or template, or the file is not a YAML mapping.
+        TemplateError: there is no such file or template, or the file is not a YAML mapping.
     """
     path = Path(source)
     try:
@@ -56,8 +56,8 @@ def find_faults(config: Section, model_classes: Collection[str] | None = None) -
     """Return all faults of a config, each with the value and what to change; an empty list if there are none.
 
     Args:
-        config: The parsed YAML.
-        model_classes: Names of the model's module classes, to check the wrap classes against.
+        config: the parsed YAML.
+        model_classes: names of the model's module classes, to check the wrap classes against.
     """
     fsdp = _with_prefix(config.get("fsdp_config"), "fsdp_")
     parallel = _with_prefix(config.get("parallelism_config"), "parallelism_config_")
@@ -76,7 +76,7 @@ def module_classes(model: str) -> set[str]:
     """Return the names of a model's module classes, from its config alone.
 
     Raises:
-        TemplateError: The config cannot be read, or no model can be built from it.
+        TemplateError: the config cannot be read, or no model can be built from it.
     """
     return {type(module).__name__ for module in build_on_meta(model).modules()}
 
@@ -85,7 +85,7 @@ def build_on_meta(model: str, trust_remote_code: bool = False) -> "PreTrainedMod
     """Build a model on the meta device from its config, a directory or Hub id, without allocating its parameters.
 
     Raises:
-        TemplateError: The config cannot be read, or no model can be built from it.
+        TemplateError: the config cannot be read, or no model can be built from it.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

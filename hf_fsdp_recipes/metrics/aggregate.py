@@ -18,9 +18,9 @@ class MfuInputs:
     """What turns tokens per second into FLOP/s, MFU and HFU.
 
     Attributes:
-        flops: The model's, or None if unknown.
-        peak_flops: Dense peak FLOP/s of one device, or None if unknown.
-        is_recomputed: Whether activation checkpointing repeats the forward pass.
+        flops: the model's, or None if unknown.
+        peak_flops: dense peak FLOP/s of one device, or None if unknown.
+        is_recomputed: whether activation checkpointing repeats the forward pass.
     """
 
     flops: ModelFlops | None = None
@@ -49,7 +49,7 @@ def pack(counts: torch.Tensor, metrics: RankMetrics) -> torch.Tensor:
 
     Args:
         counts: (3,) int64 on the rank's device: the fields of `TokenCounts`.
-        metrics: The rank's metrics; their seconds become microseconds.
+        metrics: the rank's metrics; their seconds become microseconds.
     """
     *memory, seconds = asdict(metrics).values()
     integers = [*memory, *(round(seconds[phase] * 1e6) for phase in PHASES)]
@@ -60,9 +60,9 @@ def summarize(rows: Sequence[Sequence[int]], num_steps: int, inputs: MfuInputs) 
     """Return the metrics of all ranks as an entry of metrics.jsonl.
 
     Args:
-        rows: What `pack` returned on each rank.
-        num_steps: Optimizer steps since the last logged step.
-        inputs: This run's.
+        rows: what `pack` returned on each rank.
+        num_steps: optimizer steps since the last logged step.
+        inputs: this run's.
 
     Returns:
         Memory as lists with one value per rank, `seconds` per phase as the mean over ranks, `tokens` of all ranks, and

@@ -26,7 +26,7 @@ class Clock:
         """Start or restart.
 
         Args:
-            device: The accelerator's module (`torch.cuda`), or None to use the host's clock.
+            device: the accelerator's module (`torch.cuda`), or None to use the host's clock.
         """
         self._device = device if hasattr(device, "Event") else None
         self._is_running = True

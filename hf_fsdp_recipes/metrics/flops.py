@@ -26,9 +26,9 @@ class TokenCounts:
     """Sizes of a set of sequences, as far as FLOPs depend on them.
 
     Attributes:
-        tokens: Sum of the sequence lengths, without padding.
-        pairs: Sum of length * length.
-        window_pairs: Sum of length * min(length, window); equals `pairs` without a window.
+        tokens: sum of the sequence lengths, without padding.
+        pairs: sum of length * length.
+        window_pairs: sum of length * min(length, window); equals `pairs` without a window.
     """
 
     tokens: int
@@ -48,12 +48,12 @@ class ModelFlops:
     """Sizes of a model that determine its FLOPs.
 
     Attributes:
-        matmul_parameters: Parameters in the matrix products of one token.
-        trainable_parameters: Those of them that get a gradient.
-        head_parameters: Those in the language model head, which activation checkpointing does not recompute.
+        matmul_parameters: parameters in the matrix products of one token.
+        trainable_parameters: those of them that get a gradient.
+        head_parameters: those in the language model head, which activation checkpointing does not recompute.
         attention_width: heads * (query dim + value dim), summed over the layers with full attention.
-        window_width: The same, summed over the layers with sliding-window attention.
-        window: Length of that window in tokens, or None.
+        window_width: the same, summed over the layers with sliding-window attention.
+        window: length of that window in tokens, or None.
     """
 
     matmul_parameters: int
@@ -92,7 +92,7 @@ def count_flops(model: nn.Module) -> ModelFlops:
     below the first adapter, which saves a few products of the first layer at most.
 
     Raises:
-        ValueError: The model has no transformers config, is an encoder-decoder, has parameters flattened by FSDP1, or
+        ValueError: the model has no transformers config, is an encoder-decoder, has parameters flattened by FSDP1, or
             has experts whose number per token is unknown.
     """
     config: Any = getattr(model, "config", None)

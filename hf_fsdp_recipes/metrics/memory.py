@@ -36,7 +36,7 @@ class DeviceMemory:
     """Memory allocated on this rank's accelerator between two logged steps; zeros on CPU ranks.
 
     Args:
-        device: The accelerator's module, or None. A module without memory counters (`torch.mps`) counts as None.
+        device: the accelerator's module, or None. A module without memory counters (`torch.mps`) counts as None.
     """
 
     def __init__(self, device: Any = None) -> None:
@@ -65,8 +65,8 @@ class HostPeak:
     """Peak host memory while a block runs, sampled in a thread.
 
     Attributes:
-        before_bytes, peak_bytes, after_bytes: Anonymous resident memory of this process.
-        seconds: Duration of the block.
+        before_bytes, peak_bytes, after_bytes: anonymous resident memory of this process.
+        seconds: duration of the block.
     """
 
     def __init__(self, interval_seconds: float = 0.01) -> None:

@@ -57,7 +57,7 @@ class MetricsCallback(TrainerCallback):
     Trainer has gathered the loss. A failure to count tokens or to write the report is logged as a warning.
 
     Args:
-        throughput_warmup_steps: Steps after each start or resume to leave out of the averages, because kernels are
+        throughput_warmup_steps: steps after each start or resume to leave out of the averages, because kernels are
             chosen and caches filled then.
     """
 

@@ -31,9 +31,9 @@ def begin(path: Path, step: int, entries: Sequence[dict[str, Any]]) -> None:
     Entries of steps that the run will repeat are dropped. The new file replaces the old one atomically.
 
     Args:
-        path: The file; its directory is created.
-        step: The last step before this start; 0 discards an existing file.
-        entries: First entries of this start.
+        path: the file; its directory is created.
+        step: the last step before this start; 0 discards an existing file.
+        entries: first entries of this start.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [entry for entry in read_metrics(path) if entry.get("step", 0) <= step] if step else []

@@ -68,7 +68,7 @@ def find_peak_flops(device_name: str, dtype: str) -> float | None:
     """Return a device's dense peak in FLOP/s, or None if it is not known.
 
     Args:
-        device_name: As `torch.cuda.get_device_name` returns it.
+        device_name: as `torch.cuda.get_device_name` returns it.
         dtype: bfloat16, float16, tf32 or float32.
     """
     name = " ".join(VENDOR_AND_SERIES.sub("", device_name.lower()).split())
@@ -84,7 +84,7 @@ def matmul_dtype(mixed_precision: str, model: torch.nn.Module) -> str:
 
     Args:
         mixed_precision: Accelerate's setting: no, bf16, fp16 or fp8.
-        model: With "no", the dtype of most of its parameters decides.
+        model: with "no", the dtype of most of its parameters decides.
     """
     if mixed_precision != "no":
         return {"bf16": "bfloat16", "fp16": "float16"}.get(mixed_precision, mixed_precision)

@@ -30,10 +30,10 @@ def bar(total: float | None, title: str, unit: str = "B", **style: Any) -> tqdm:
     """Return a progress bar: `with bar(num_bytes, "load") as shown: shown.update(chunk_bytes)`.
 
     Args:
-        total: Size of the operation, or None if unknown.
-        title: What is being done.
+        total: size of the operation, or None if unknown.
+        title: what is being done.
         unit: "B" to show bytes with their prefixes, or the name of what is counted.
-        **style: Further arguments of tqdm.
+        **style: further arguments of tqdm.
     """
     # sys.__stderr__, because some callers redirect sys.stderr to hide upstream's messages.
     return tqdm(

@@ -24,7 +24,7 @@ def render(output_dir: Path) -> Path:
     """Write the report of a run's output directory, and return its path.
 
     Raises:
-        DataError: The directory has no metrics.jsonl.
+        DataError: the directory has no metrics.jsonl.
     """
     if not (output_dir / METRICS_FILE).is_file():
         raise DataError(f"{output_dir} has no {METRICS_FILE}. Runs with `report: true` write one to their output_dir.")
@@ -35,8 +35,8 @@ def write_report(output_dir: Path, notes: Sequence[str] = ()) -> Path:
     """Write `report.md` and its plots next to metrics.jsonl. Rank 0 only.
 
     Args:
-        output_dir: The run's output directory.
-        notes: Paragraphs to append.
+        output_dir: the run's output directory.
+        notes: paragraphs to append.
 
     Returns:
         The path of the report.

@@ -16,9 +16,9 @@ def default_run_name(training: "TrainingArguments", model: str, date: datetime |
     """Return the default name of a run, with node and GPU counts from the launcher's environment.
 
     Args:
-        training: Gives the number of steps or epochs, and the batch size per GPU.
+        training: gives the number of steps or epochs, and the batch size per GPU.
         model: Hub id or directory, of which the last part is used.
-        date: Start of the run; default: now.
+        date: start of the run; default: now.
     """
     gpus_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_nodes = max(1, int(os.environ.get("WORLD_SIZE", "1")) // gpus_per_node)

@@ -18,8 +18,8 @@ def count_tokens(inputs: Mapping[str, Any], window: int | None = None) -> torch.
     sequence of one token is filler from `pad_to_multiple_of`, has nothing to predict, and does not count.
 
     Args:
-        inputs: The forward pass's keyword arguments; `attention_mask` is (B, T).
-        window: Length of the sliding attention window in tokens, or None.
+        inputs: the forward pass's keyword arguments; `attention_mask` is (B, T).
+        window: length of the sliding attention window in tokens, or None.
 
     Returns:
         (3,) int64 on the batch's device: the fields of `flops.TokenCounts`. If sequences are told apart by
