@@ -1,8 +1,8 @@
 """Token counts of batches as the model receives them, without padding and without a device synchronization.
 
 Trainer's `include_num_input_tokens_seen` and TRL's `num_tokens` gather and synchronize at every micro-batch. The former
-also takes real tokens for padding if the pad token is the end-of-text token and there is no mask (packing). Their
-figures stay in the logs.
+also takes real tokens for padding if the pad token is the end-of-text token and there is no mask (packing). Both counts
+remain in the logs.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ def count_tokens(inputs: Mapping[str, Any], window: int | None = None) -> torch.
         window: length of the sliding attention window in tokens, or None.
 
     Returns:
-        (3,) int64 on the batch's device: the fields of `flops.TokenCounts`. If sequences are told apart by
-        `position_ids`, the third is a lower bound, too low by at most window * window / 4 per sequence.
+        (3,) int64 on the batch's device: the fields of `flops.TokenCounts`. If only `position_ids`
+        separate the sequences, the third is a lower bound, too low by at most window * window / 4 per sequence.
     """
     boundaries, mask, positions = (inputs.get(key) for key in ("cu_seq_lens_q", "attention_mask", "position_ids"))
     if isinstance(boundaries, torch.Tensor):
