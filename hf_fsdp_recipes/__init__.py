@@ -15,7 +15,7 @@ _PLACES = {
     "ShardedCheckpointCallback": "hf_fsdp_recipes.callback",
     "latest_checkpoint": "hf_fsdp_recipes.checkpointing.layout",
     "export_model": "hf_fsdp_recipes.export.from_model",
-    "export_checkpoint": "hf_fsdp_recipes.export.from_model",
+    "export_checkpoint": "hf_fsdp_recipes.export.from_checkpoint",
 }
 __all__ = sorted(_PLACES)
 

@@ -6,13 +6,17 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from hf_fsdp_recipes.errors import CheckpointError, RecipeError, TemplateError
+from hf_fsdp_recipes.checkpointing import command as checkpoints_command
+from hf_fsdp_recipes.errors import RecipeError, TemplateError
+from hf_fsdp_recipes.export import command as export_command
 from hf_fsdp_recipes.tools.preflight import preflight
 
 app = typer.Typer(help="FSDP recipes for Accelerate, Trainer and TRL.", no_args_is_help=True, add_completion=False)
 config_app = typer.Typer(help="Accelerate FSDP configs: find, render, check.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.command("preflight")(preflight.command)
+checkpoints_command.register(app)
+export_command.register(app)
 
 
 def main() -> None:
@@ -24,49 +28,6 @@ def main() -> None:
         sys.exit(1)
 
 
-@app.command("checkpoints")
-def checkpoints(
-    directory: Annotated[Path, typer.Argument(help="A run's output directory.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Read every checksum.")] = False,
-) -> None:
-    """List a run's checkpoints: step, complete or why not, size, ranks, loss; status 1 if none can be resumed."""
-    from hf_fsdp_recipes.checkpointing import layout
-
-    found = layout.list_checkpoints(directory, verify)
-    print(layout.format_table(found))
-    if not any(checkpoint.is_complete for checkpoint in found):
-        raise CheckpointError(f"{directory} holds no complete checkpoint.")
-
-
-@app.command("export")
-def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="A sharded checkpoint: checkpoint-<step>, or a folder of .distcp files.")
-    ],
-    output: Annotated[Path, typer.Argument(help="The directory to write.")],
-    base_model: Annotated[
-        Optional[str], typer.Option(help="Directory or Hub id of the model, if it is not recorded.")
-    ] = None,
-    dtype: Annotated[Optional[str], typer.Option(help="Dtype to cast to, bfloat16 say.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
-    merge_adapter: Annotated[
-        bool, typer.Option("--merge-adapter", help="LoRA: write base and adapter as one model.")
-    ] = False,
-) -> None:
-    """Write a sharded checkpoint as a model directory; no GPU, constant memory."""
-    from hf_fsdp_recipes import export_checkpoint
-
-    export_checkpoint(
-        checkpoint,
-        output,
-        base_model=base_model,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        merge_adapter=merge_adapter,
-    )
-    print(f"exported: {output}")
-
-
 @app.command("report")
 def report(
     directory: Annotated[Path, typer.Argument(help="A run's output directory; the run may be under way.")],
@@ -75,20 +36,6 @@ def report(
     from hf_fsdp_recipes.metrics.report import render
 
     print(f"report: {render(directory)}")
-
-
-@app.command("generate")
-def generate(
-    model: Annotated[Path, typer.Argument(help="An export: a model or an adapter.")],
-    prompt_file: Annotated[Path, typer.Option(help="Text file with the prompt.")],
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
-    system: Annotated[Optional[str], typer.Option(help="System message, with --chat.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="How much to generate.")] = 200,
-) -> None:
-    """Generate from an export, greedily: the check that the weights are what they should be."""
-    from hf_fsdp_recipes.export.generate import generate as run
-
-    print(run(model, prompt_file, chat, system, max_new_tokens))
 
 
 @app.command("prepare-data", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_fsdp_recipes.distributed import is_true
 from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.patches import cpu_ranks
@@ -176,7 +177,7 @@ def _defaults_from_launch() -> dict[str, Any]:
         defaults |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
     elif not torch.accelerator.is_available():
         defaults["bf16"] = False
-    if cpu_ranks.is_asked_for() or not torch.accelerator.is_available():
+    if cpu_ranks.is_requested() or not torch.accelerator.is_available():
         defaults |= {"use_cpu": True, "dataloader_pin_memory": False}
     return defaults
 
@@ -270,7 +271,7 @@ def check_launch(training: Any) -> None:
             f"{launched} ranks were launched and each believes to be one of {training.world_size}. Rule: they train one "
             f"model. Remedy: launch with a template of accelerate_configs/ (accelerate launch --config_file ...)."
         )
-    if launched > 1 and not cpu_ranks.is_true(os.environ.get("ACCELERATE_USE_FSDP", "false")):
+    if launched > 1 and not is_true(os.environ.get("ACCELERATE_USE_FSDP", "false")):
         raise TemplateError(
             f"{launched} ranks were launched without FSDP. Rule: the recipes shard. Remedy: accelerate launch --config_file "
             f"accelerate_configs/fsdp2_full_shard.yaml (fsdp2_cpu.yaml without a GPU), or distributed_type: FSDP in yours."

@@ -13,7 +13,8 @@ from hf_fsdp_recipes.callback import ShardedCheckpointCallback
 from hf_fsdp_recipes.checkpointing.layout import check_named, latest_checkpoint, quarantine_incomplete
 from hf_fsdp_recipes.checkpointing.resume import keep_global_batch
 from hf_fsdp_recipes.errors import ExportError
-from hf_fsdp_recipes.export.from_model import export_checkpoint, export_model
+from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
+from hf_fsdp_recipes.export.from_model import export_model
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.export.verify_files import has_weights
 from hf_fsdp_recipes.export.verify_logits import check_logits

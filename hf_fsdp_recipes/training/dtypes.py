@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import TemplateError
-from hf_fsdp_recipes.loading.bnb_4bit import PRECISIONS
+from hf_fsdp_recipes.loading.bnb_4bit import MIXED_PRECISION_DTYPES
 
 
 def follow_precision(model_arguments: Any) -> None:
@@ -25,7 +25,7 @@ def follow_precision(model_arguments: Any) -> None:
 
     Changes `dtype` where it is TRL's default; the quantisation config takes its compute dtype from there too.
     """
-    precision = PRECISIONS.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+    precision = MIXED_PRECISION_DTYPES.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     if model_arguments.load_in_4bit and precision is not None and model_arguments.dtype in (None, "auto", "float32"):
         model_arguments.dtype = str(precision).removeprefix("torch.")
 
@@ -81,7 +81,7 @@ class MastersCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Check the sharded model. Every rank; no collective: all have the same dtypes."""
-        in_mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") in PRECISIONS
+        in_mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") in MIXED_PRECISION_DTYPES
         if in_mixed_precision and self.wish == "auto" and not _is_flat_4bit(model):
             check_masters(model)
 

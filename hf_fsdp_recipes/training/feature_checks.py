@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.distributed import is_true
 from hf_fsdp_recipes.errors import RecipeError
-from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training import attention
 
 REGIONAL_COMPILATION = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
@@ -117,7 +117,7 @@ def _activation_faults(training: Any) -> Iterator[str]:
             "activation_offloading: true, and the ranks are CPUs. Rule: it moves activations from an accelerator to the "
             "host. Remedy: activation_offloading: false; gradient_checkpointing: true saves memory here too."
         )
-    in_template = cpu_ranks.is_true(os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false"))
+    in_template = is_true(os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false"))
     if in_template and (training.activation_checkpointing or training.gradient_checkpointing):
         yield (
             "gradient_checkpointing: true (TRL's default) and fsdp_activation_checkpointing: true in the template. Rule: a "
@@ -132,7 +132,7 @@ def _compilation_faults(training: Any, recipe: Any) -> Iterator[str]:
             "compile_blocks: true without FSDP2. Rule: there Accelerate compiles blocks in place; elsewhere it wraps them, "
             "which FSDP1 does not survive. Remedy: an fsdp2_*.yaml template, or compile_blocks: false."
         )
-    if training.torch_compile and version == 1 and cpu_ranks.is_true(os.environ.get(REGIONAL_COMPILATION, "false")):
+    if training.torch_compile and version == 1 and is_true(os.environ.get(REGIONAL_COMPILATION, "false")):
         yield (
             "torch_compile: true and dynamo_use_regional_compilation: true in an FSDP1 template. Rule: Accelerate cannot wrap "
             "the blocks of an FSDP1 model. Remedy: an fsdp2_*.yaml template with compile_blocks: true, or no compilation."
@@ -140,7 +140,7 @@ def _compilation_faults(training: Any, recipe: Any) -> Iterator[str]:
 
 
 def _fsdp_version() -> int | None:
-    if not cpu_ranks.is_true(os.environ.get("ACCELERATE_USE_FSDP", "false")):
+    if not is_true(os.environ.get("ACCELERATE_USE_FSDP", "false")):
         return None
     return int(os.environ.get("FSDP_VERSION", "1"))
 

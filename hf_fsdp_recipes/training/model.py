@@ -4,8 +4,9 @@ import os
 from typing import Any
 
 from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.distributed import is_fsdp_requested
 from hf_fsdp_recipes.errors import RecipeError
-from hf_fsdp_recipes.loading.load_model import initialise_model, is_fsdp_asked_for, load_model
+from hf_fsdp_recipes.loading.load_model import initialize_model, load_model
 from hf_fsdp_recipes.training import attention, dtypes
 from hf_fsdp_recipes.training.arguments import Arguments
 
@@ -78,7 +79,7 @@ def _new_model(arguments: Arguments, implementation: str | None) -> Any:
     from transformers import set_seed
 
     set_seed(arguments.training.seed)  # Trainer sets it too, but only when the model is there
-    return initialise_model(
+    return initialize_model(
         arguments.recipe.config_name or "",
         overrides=arguments.recipe.config_overrides,
         dtype=arguments.model.dtype,
@@ -93,7 +94,7 @@ def _choose_checkpointing(arguments: Arguments) -> None:
     equal metadata of non-reentrant checkpointing fails.
     """
     training = arguments.training
-    is_fsdp1 = is_fsdp_asked_for() and os.environ.get("FSDP_VERSION", "1") == "1"
+    is_fsdp1 = is_fsdp_requested() and os.environ.get("FSDP_VERSION", "1") == "1"
     if is_fsdp1 and arguments.model.load_in_4bit and training.activation_checkpointing:
         given = training.activation_checkpointing_kwargs or {}
         training.activation_checkpointing_kwargs = {**given, "use_reentrant": True}

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdp_recipes.errors import RecipeError
-from hf_fsdp_recipes.patches import saving
+from hf_fsdp_recipes.patches.torch import set_local_tensor
 
 BLOCK_ELEMENTS = 256  # what one scale of an 8-bit state covers
 
@@ -119,7 +119,7 @@ def _spread(name: str, value: Any, p: DTensor) -> Any:
     if name.startswith("state"):
         rows = p.to_local().shape[0] if p.ndim else 1
         own = value if not p.ndim or value.shape[0] == rows else value[:rows]
-        spread = saving.put_local(torch.empty_like(p, dtype=own.dtype, requires_grad=False), own)
+        spread = set_local_tensor(torch.empty_like(p, dtype=own.dtype, requires_grad=False), own)
         if getattr(value, "is_paged", False):  # bitsandbytes looks for both
             own.is_paged, own.page_deviceid = True, value.page_deviceid
             spread.is_paged = True

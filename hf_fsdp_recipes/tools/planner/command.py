@@ -23,7 +23,7 @@ def run(
         PlanError: nothing to plan, or it cannot be planned as described.
     """
     with _quietly():
-        from hf_fsdp_recipes.loading import load_model
+        from hf_fsdp_recipes.loading import build_on_meta
         from hf_fsdp_recipes.tools.planner import meta_model, suggest, table
         from hf_fsdp_recipes.tools.planner.communication import traffic
         from hf_fsdp_recipes.tools.planner.rank_memory import Planner
@@ -34,7 +34,7 @@ def run(
         if name is None:
             raise PlanError("no model. Rule: --model takes a config.json, a directory with one or a Hub id.")
         overrides = None if model else options.get("config_overrides")  # they belong to the recipe's own config
-        config = load_model.read_config(name, overrides) if overrides else meta_model.read_config(name)
+        config = build_on_meta.read_config(name, overrides) if overrides else meta_model.read_config(name)
         job = make_job(template, options)
         planner = Planner(config)
         if is_suggesting:

@@ -10,6 +10,7 @@ import torch
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.configs import validate
+from hf_fsdp_recipes.distributed import is_true
 from hf_fsdp_recipes.errors import TemplateError
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.tools.planner import recipe_checks
@@ -32,7 +33,7 @@ def run(arguments: Any) -> None:
 
 def describe(arguments: Any, num_ranks: int) -> list[str]:
     """Return what would happen, one line each. Main rank only."""
-    from hf_fsdp_recipes.loading.load_model import build_on_meta
+    from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
     from hf_fsdp_recipes.tools.planner import table
     from hf_fsdp_recipes.tools.planner.communication import traffic
     from hf_fsdp_recipes.tools.planner.rank_memory import Planner
@@ -41,9 +42,7 @@ def describe(arguments: Any, num_ranks: int) -> list[str]:
     config = recipe_checks.read_model_config(arguments)
     model = build_on_meta(config, torch.float32)
     faults = (
-        recipe_checks.template_faults(template, model)
-        if cpu_ranks.is_true(os.environ.get("ACCELERATE_USE_FSDP", ""))
-        else []
+        recipe_checks.template_faults(template, model) if is_true(os.environ.get("ACCELERATE_USE_FSDP", "")) else []
     )
     faults += recipe_checks.hub_faults(arguments)
     if faults:
@@ -94,7 +93,7 @@ def template_from_environment() -> dict[str, Any]:
         "distributed_type": "FSDP" if validate.is_true(os.environ.get("ACCELERATE_USE_FSDP", "false")) else "NO",
         "mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
         # A laptop has no accelerator either; what is written for CPU ranks computes in float32.
-        "use_cpu": cpu_ranks.is_asked_for() and os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no",
+        "use_cpu": cpu_ranks.is_requested() and os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no",
         "num_processes": num_ranks,
         "num_machines": max(1, num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))),
         "fsdp_config": fsdp,

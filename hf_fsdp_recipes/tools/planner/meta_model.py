@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hf_fsdp_recipes.errors import LoadError, PlanError
-from hf_fsdp_recipes.loading.load_model import build_on_meta
+from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
 from hf_fsdp_recipes.tools.planner.job import Job
 
 BITS4_BYTES = 0.5

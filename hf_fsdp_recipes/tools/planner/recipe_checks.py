@@ -13,7 +13,7 @@ from hf_fsdp_recipes.checkpointing import disk_estimate
 from hf_fsdp_recipes.configs import validate
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.export.hub import read_target
-from hf_fsdp_recipes.loading.load_model import read_config
+from hf_fsdp_recipes.loading.build_on_meta import read_config
 
 
 def read_model_config(arguments: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hf_fsdp_recipes.errors import PlanError
-from hf_fsdp_recipes.patches import wrapping
+from hf_fsdp_recipes.patches import registry
 from hf_fsdp_recipes.tools.planner.job import Job
 from hf_fsdp_recipes.tools.planner.meta_model import Weight, weights
 
@@ -138,7 +138,7 @@ def _plugin(model: Any, job: Job) -> Any:
 
     strategy = job.strategy
     if job.loop == "trainer":
-        wrapping.install()
+        registry.apply("size wrap")
     is_by_size = strategy.min_num_params is not None
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=strategy.version,

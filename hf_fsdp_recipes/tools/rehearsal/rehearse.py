@@ -193,7 +193,7 @@ def _read(rehearsal: Rehearsal) -> str:
 def _check_template(rehearsal: Rehearsal) -> str:
     import torch
 
-    from hf_fsdp_recipes.loading.load_model import build_on_meta
+    from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
     from hf_fsdp_recipes.tools.planner import recipe_checks
     from hf_fsdp_recipes.training.feature_checks import optimizer_faults
 

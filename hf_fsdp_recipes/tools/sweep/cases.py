@@ -15,9 +15,9 @@ import torch
 import yaml
 
 from hf_fsdp_recipes.configs import templates
+from hf_fsdp_recipes.distributed import is_true
 from hf_fsdp_recipes.errors import PlanError, TemplateError
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, read_metrics
-from hf_fsdp_recipes.patches.cpu_ranks import is_true
 
 CASE_FILE, TEMPLATE_FILE = "case.json", "template.yaml"
 FINISHED, OUT_OF_MEMORY, NOT_RUN = "finished", "OOM", "not run"
