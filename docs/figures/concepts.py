@@ -26,7 +26,7 @@ STRATEGIES = (
     ("HYBRID_SHARD", "sharded in a node, one replica each", (2, 2, 2)),
 )
 
-# One step, in arbitrary time units: (lane, first, last, label, color).
+# One step, in arbitrary time units: each span is (first, last).
 COMPUTE, NETWORK = "compute", "network"
 FORWARD = [(1 + unit, 2 + unit) for unit in range(NUM_UNITS)]
 BACKWARD = [(11 - 2 * unit, 13 - 2 * unit) for unit in range(NUM_UNITS)]  # unit 4 first
@@ -73,8 +73,8 @@ def draw_schedule(axes: Axes) -> None:
     axes.set_ylim(-0.15, 2.35)
     axes.axis("off")
 
-    def block(lane: str, span: tuple[float, float], label: str, color: str) -> None:
-        bottom = 1.2 if lane == COMPUTE else 0.1
+    def block(row: str, span: tuple[float, float], label: str, color: str) -> None:
+        bottom = 1.2 if row == COMPUTE else 0.1
         axes.add_patch(Rectangle((span[0], bottom), span[1] - span[0], 0.9, fc=color, ec="white", lw=1.5))
         axes.text(sum(span) / 2, bottom + 0.43, label, ha="center", va="center", fontsize=8.3, color=INK)
 
@@ -86,8 +86,8 @@ def draw_schedule(axes: Axes) -> None:
     for unit, span in enumerate(GATHER_BACKWARD):
         block(NETWORK, span, f"gather {unit + 1}", GATHERED)
     block(COMPUTE, OPTIMIZER_STEP, "update", "#A9D3A3")
-    for lane, height in ((COMPUTE, 1.63), (NETWORK, 0.53)):
-        axes.text(-0.45, height, lane, ha="right", va="center", fontsize=9, color=INK)
+    for row, height in ((COMPUTE, 1.63), (NETWORK, 0.53)):
+        axes.text(-0.45, height, row, ha="right", va="center", fontsize=9, color=INK)
 
 
 def ramp(time: np.ndarray, span: tuple[float, float]) -> np.ndarray:
