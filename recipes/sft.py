@@ -16,7 +16,8 @@ export/ exits non-zero.
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hf_fsdp_recipes.distributed import exit_with_message, skip_destructors_at_exit
+from hf_fsdp_recipes.distributed import exit_with_message
+from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
 
 def main() -> None:
@@ -38,9 +39,9 @@ def main() -> None:
 
 @record  # the traceback of what nobody expected goes to torchrun's table and error files
 def start() -> None:
+    wait_for_gloo_at_exit()
     with exit_with_message():
         main()
-    skip_destructors_at_exit()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from hf_fsdp_recipes.loading.weight_mapping import TensorRange, WeightMapping
 from hf_fsdp_recipes.metrics import stages
 from hf_fsdp_recipes.patches import cpu_ranks, registry
 from hf_fsdp_recipes.patches.accelerate import register_meta_model_handler
+from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -107,6 +108,7 @@ def initialize_model(
 
 def _prepare_process() -> None:
     """Start the process group and apply the patches that this run needs."""
+    wait_for_gloo_at_exit()
     cpu_ranks.enable()
     if distributed.world_size() > 1 and not distributed.is_distributed():
         from accelerate import PartialState
