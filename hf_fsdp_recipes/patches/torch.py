@@ -1,8 +1,6 @@
 """torch: a workaround for aborts at exit, and a private part that is used with its own check.
 
-Keep gloo's worker threads from aborting a rank that exits right after a collective.
-
-It works around a race in torch: a gloo worker (`pt_gloo_runloop`) drops its reference to a collective's tensors only after
+`wait_for_gloo_at_exit` keeps a rank from being aborted when it exits right after a collective. It works around a race: a gloo worker (`pt_gloo_runloop`) drops its reference to a collective's tensors only after
 it has woken the thread that waited for the collective, and for tensors known to Python it needs the GIL to do so. If the
 interpreter begins to shut down while the worker waits for the GIL, CPython up to 3.13 ends the worker with
 `pthread_exit`, which unwinds through a C++ destructor: "terminate called without an active exception", SIGABRT. A worker
@@ -30,14 +28,21 @@ PAUSE_SECONDS = 0.02  # longer than the 5 ms after which a thread that waits for
 TIMEOUT_SECONDS = 5.0  # in case a worker is busy with a collective that other ranks never join
 
 
+_is_registered = False
+
+
 def wait_for_gloo_at_exit() -> None:
     """Wait for gloo's workers when this process exits, whether it succeeds or fails. Idempotent; no collective.
 
     Call this early: exit handlers run in reverse order, and this one is to run after those that use collectives.
     """
-    atexit.unregister(_wait_for_workers)
-    if sys.version_info < (3, 14):  # later versions suspend such a thread instead of unwinding it
+    global _is_registered
+    if not _is_registered and sys.version_info < (
+        3,
+        14,
+    ):  # later versions suspend such a thread instead of unwinding it
         atexit.register(_wait_for_workers)
+        _is_registered = True
 
 
 def _wait_for_workers() -> None:
