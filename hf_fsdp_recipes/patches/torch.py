@@ -26,8 +26,6 @@ from hf_fsdp_recipes.errors import PatchError
 WORKER_NAME = "pt_gloo_runloop"
 PAUSE_SECONDS = 0.02  # longer than the 5 ms after which a thread that waits for the GIL asks for it
 TIMEOUT_SECONDS = 5.0  # in case a worker is busy with a collective that other ranks never join
-
-
 _is_registered = False
 
 
@@ -37,10 +35,8 @@ def wait_for_gloo_at_exit() -> None:
     Call this early: exit handlers run in reverse order, and this one is to run after those that use collectives.
     """
     global _is_registered
-    if not _is_registered and sys.version_info < (
-        3,
-        14,
-    ):  # later versions suspend such a thread instead of unwinding it
+    # Python 3.14 suspends such a thread instead of unwinding it.
+    if not _is_registered and sys.version_info < (3, 14):
         atexit.register(_wait_for_workers)
         _is_registered = True
 
