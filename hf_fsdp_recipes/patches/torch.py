@@ -1,10 +1,11 @@
 """torch: a workaround for aborts at exit, and a private part that is used with its own check.
 
-`wait_for_gloo_at_exit` keeps a rank from being aborted when it exits right after a collective. It works around a race: a gloo worker (`pt_gloo_runloop`) drops its reference to a collective's tensors only after
-it has woken the thread that waited for the collective, and for tensors known to Python it needs the GIL to do so. If the
-interpreter begins to shut down while the worker waits for the GIL, CPython up to 3.13 ends the worker with
-`pthread_exit`, which unwinds through a C++ destructor: "terminate called without an active exception", SIGABRT. A worker
-that gets there later is safe; torch no longer asks for the GIL then.
+`wait_for_gloo_at_exit` keeps a rank from being aborted when it exits right after a collective. It works around a race:
+a gloo worker (`pt_gloo_runloop`) drops its reference to a collective's tensors only after it has woken the thread that
+waited for the collective, and for tensors known to Python it needs the GIL to do so. If the interpreter begins to shut
+down while the worker waits for the GIL, CPython up to 3.13 ends the worker with `pthread_exit`, which unwinds through a
+C++ destructor: "terminate called without an active exception", SIGABRT. A worker that gets there later is safe; torch
+no longer asks for the GIL then.
 
 `destroy_process_group` does not help: it only drops references, FSDP2 keeps others, and so no worker is joined.
 
