@@ -2,19 +2,21 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Optional
 
 import typer
 
 from hf_fsdp_recipes.checkpointing import command as checkpoints_command
-from hf_fsdp_recipes.errors import RecipeError, TemplateError
+from hf_fsdp_recipes.configs import command as config_command
+from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.export import command as export_command
+from hf_fsdp_recipes.metrics import command as report_command
 from hf_fsdp_recipes.tools.preflight import preflight
 
 app = typer.Typer(help="FSDP recipes for Accelerate, Trainer and TRL.", no_args_is_help=True, add_completion=False)
-config_app = typer.Typer(help="Accelerate FSDP configs: find, render, check.", no_args_is_help=True)
-app.add_typer(config_app, name="config")
 app.command("preflight")(preflight.command)
+config_command.register(app)
+report_command.register(app)
 checkpoints_command.register(app)
 export_command.register(app)
 
@@ -26,16 +28,6 @@ def main() -> None:
     except RecipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
-
-
-@app.command("report")
-def report(
-    directory: Annotated[Path, typer.Argument(help="A run's output directory; the run may be under way.")],
-) -> None:
-    """Write a run's report.md and plots anew from its metrics.jsonl."""
-    from hf_fsdp_recipes.metrics.report import render
-
-    print(f"report: {render(directory)}")
 
 
 @app.command("prepare-data", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -124,76 +116,3 @@ def rehearse(
 
     if not run(recipe, template, context.args, keep):
         raise RecipeError(f"{recipe} did not pass its rehearsal.")
-
-
-@config_app.command("list")
-def config_list() -> None:
-    """List the templates, one line each."""
-    from hf_fsdp_recipes.configs import templates
-
-    for template in templates.all_templates():
-        print(f"{template.name:<34} {templates.first_sentence(template)}")
-
-
-@config_app.command("show")
-def config_show(name: Annotated[str, typer.Argument(help="A template's name, as `config list` prints it.")]) -> None:
-    """Print a template as it is shipped."""
-    from hf_fsdp_recipes.configs import templates
-
-    print(templates.render(templates.find_template(name)), end="")
-
-
-@config_app.command("render")
-def config_render(
-    name: Annotated[str, typer.Argument(help="A template's name.")],
-    num_machines: Annotated[Optional[int], typer.Option(help="Number of nodes.")] = None,
-    num_processes: Annotated[Optional[int], typer.Option(help="Number of ranks over all nodes.")] = None,
-    wrap_class: Annotated[Optional[str], typer.Option(help="Layer class to wrap; default: the model's own.")] = None,
-    min_num_params: Annotated[Optional[int], typer.Option(help="Parameters a unit must exceed (size wrap).")] = None,
-    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="File to write; default: stdout.")] = None,
-) -> None:
-    """Write a template for your own machine."""
-    from dataclasses import replace
-
-    from hf_fsdp_recipes.configs import templates
-
-    wishes: dict[str, Any] = {
-        "num_machines": num_machines,
-        "num_processes": num_processes,
-        "wrap_class": wrap_class,
-        "min_num_params": min_num_params,
-    }
-    given = {key: value for key, value in wishes.items() if value is not None}
-    text = templates.render(replace(templates.find_template(name), **given))
-    if output is None:
-        print(text, end="")
-    else:
-        output.write_text(text, encoding="utf-8")
-
-
-@config_app.command("render-all", hidden=True)
-def config_render_all() -> None:
-    """Write the committed files of accelerate_configs/ anew from their source."""
-    from hf_fsdp_recipes.configs import templates
-
-    for template in templates.all_templates():
-        (templates.template_directory() / f"{template.name}.yaml").write_text(
-            templates.render(template), encoding="utf-8"
-        )
-
-
-@config_app.command("check")
-def config_check(
-    file: Annotated[Path, typer.Argument(help="An Accelerate config file.")],
-    model: Annotated[
-        Optional[str], typer.Option(help="Model to check wrap classes against: a directory or Hub id.")
-    ] = None,
-) -> None:
-    """Report all faults of a config at once; status 1 if there are any."""
-    from hf_fsdp_recipes.configs import validate as check
-
-    config = check.read_config(file)
-    faults = check.find_faults(config, check.module_classes(model) if model else None)
-    if faults:
-        raise TemplateError(f"{file} has {len(faults)} fault{'s'[: len(faults) != 1]}:\n  - " + "\n  - ".join(faults))
-    print(f"{file}: no faults found")

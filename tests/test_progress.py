@@ -1,4 +1,4 @@
-"""Progress: seen on rank 0's terminal, silent everywhere else, also in a real run."""
+"""Progress bars: shown on rank 0's terminal, silent everywhere else, also in a real run."""
 
 import os
 import pty
@@ -28,9 +28,9 @@ SWITCHED_OFF = {
 
 
 def on_a_terminal(command, variables, timeout_seconds=60):
-    """Run a command whose stderr is a terminal; return its status and what the terminal got."""
+    """Run a command whose stderr is a terminal; return its exit status and output."""
     ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 100))  # a terminal without a size is shown no bars by tqdm
+    termios.tcsetwinsize(theirs, (24, 100))  # tqdm shows no bars in a terminal without a size
     process = subprocess.Popen(command, env=variables, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=theirs)
     os.close(theirs)
     received = b""
@@ -38,7 +38,7 @@ def on_a_terminal(command, variables, timeout_seconds=60):
         while True:
             try:
                 part = os.read(ours, 65536)
-            except OSError:  # how Linux says that nobody holds the other end any more
+            except OSError:  # Linux raises EIO when the other end is closed
                 break
             if not part:
                 break
@@ -55,7 +55,7 @@ def bars_allowed(**changes):
     return {k: v for k, v in environment().items() if k != "HF_HUB_DISABLE_PROGRESS_BARS"} | changes
 
 
-def test_terminal_sees_bytes_rate_and_time_left():
+def test_terminal_shows_bytes_rate_and_time_left():
     status, seen = on_a_terminal([sys.executable, "-c", BAR], bars_allowed())
     assert status == 0, seen
     assert re.search(r"load weights: +[257]\d%.*[123]\.00M/4\.00M \[\d\d:\d\d<\d\d:\d\d, .*MB/s\]", seen), seen
@@ -63,13 +63,13 @@ def test_terminal_sees_bytes_rate_and_time_left():
 
 
 @pytest.mark.parametrize("reason", SWITCHED_OFF)
-def test_terminal_sees_nothing_if(reason):
+def test_terminal_shows_nothing_if(reason):
     changes, before = SWITCHED_OFF[reason]
     status, seen = on_a_terminal([sys.executable, "-c", before + BAR], bars_allowed(**changes))
     assert (status, seen) == (0, "")
 
 
-def test_file_gets_nothing():
+def test_nothing_is_written_to_a_file():
     done = subprocess.run(
         [sys.executable, "-c", BAR],
         env=bars_allowed(),
@@ -134,9 +134,9 @@ def test_run_shows_loading_saving_and_exporting(template, tiny_model, text_file,
     command += run_arguments(tiny_model("llama"), text_file, tmp_path / "out", "--save_steps", "1")
     status, seen = on_a_terminal([str(part) for part in command], bars_allowed(), timeout_seconds=120)
     assert status == 0, seen
-    whole = r"100%\|[^|]*\| (\d+\.?\d*k)/\1 \["  # it ends where it should
-    assert re.search(f"load weights: {whole}", seen), seen
-    assert re.search(f"export weights: {whole}", seen), seen
+    complete = r"100%\|[^|]*\| (\d+\.?\d*k)/\1 \["
+    assert re.search(f"load weights: {complete}", seen), seen
+    assert re.search(f"export weights: {complete}", seen), seen
     assert re.search(r"save model: +\d+%\|[^|]*\| +\S+k?/\S+k \[\d\d:\d\d<", seen), seen
     assert "save optimizer: " in seen
     assert re.search(r"checkpoint-1: \d+\.\d MB written in \d+\.\d s", seen), seen

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_recipes.configs import validate
-from hf_fsdp_recipes.configs.templates import Template, find_template, template_directory
+from hf_fsdp_recipes.configs.templates import Template
 from hf_fsdp_recipes.errors import PlanError
 
 
@@ -54,11 +54,7 @@ def find_strategy(name_or_file: str) -> Strategy:
         TemplateError: neither, or not YAML.
         PlanError: a config that does not shard.
     """
-    path = Path(name_or_file)
-    if path.suffix in (".yaml", ".yml") and path.is_file():
-        return read_strategy(validate.read_config(path), path.stem)
-    template = find_template(path.stem)
-    return read_strategy(validate.read_config(template_directory() / f"{template.name}.yaml"), template.name)
+    return read_strategy(validate.read_config(name_or_file), Path(name_or_file).stem)
 
 
 def from_template(template: Template) -> Strategy:
@@ -67,8 +63,8 @@ def from_template(template: Template) -> Strategy:
         name=template.name,
         version=template.version,
         sharding=template.strategy,
-        is_offloaded=template.variant == "offload",
-        min_num_params=template.min_num_params if template.variant == "size_wrap" else None,
+        is_offloaded=template.is_offloaded,
+        min_num_params=template.min_num_params,
         wrap_class=template.wrap_class,
         precision="no" if template.on_cpu else "bf16",
         on_cpu=template.on_cpu,

@@ -65,7 +65,7 @@ class ActProgress:
 
     def _redraw(self) -> None:
         while not self._is_done.wait(REDRAW_SECONDS):
-            written = progress.in_words(_bytes_under(self._directory))
+            written = progress.format_bytes(_bytes_under(self._directory))
             self._bar.n = self.reached()
             self._bar.set_description_str(f"{self._title}, {self._act}" if self._act else self._title, refresh=False)
             self._bar.set_postfix_str(", ".join(filter(None, (self._describe(), f"{written} written "))))

@@ -20,7 +20,6 @@ import yaml
 
 from hf_fsdp_recipes.checkpointing.preemption import EXIT_PREEMPTED
 from hf_fsdp_recipes.configs import validate
-from hf_fsdp_recipes.configs.templates import find_template, template_directory
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.metrics import progress
 from hf_fsdp_recipes.tools.rehearsal import launches, tiny_recipe
@@ -111,7 +110,7 @@ def rehearse(recipe: Path, template: str, overrides: Sequence[str] = (), keep: b
     shown = ActProgress("rehearse", TYPICAL_SECONDS, directory, lambda: _describe_steps(directory))
     _quieten()  # after the bar is made, which asks whether bars are wanted
     try:
-        rehearsal = Rehearsal(recipe, _template_file(template), overrides, directory, shown)
+        rehearsal = Rehearsal(recipe, Path(template), overrides, directory, shown)
         with shown:
             for name, action in _acts(rehearsal):
                 rehearsal.play(name, action)
@@ -157,12 +156,6 @@ def _acts(rehearsal: Rehearsal) -> Iterator[tuple[str, Callable[[], str]]]:
 def _line(act: Act) -> str:
     mark = {True: "ok", False: "FAILED", None: "-"}[act.has_passed]
     return f"{mark:<7}{act.name:<13}{act.word}"
-
-
-def _template_file(template: str) -> Path:
-    if Path(template).suffix in (".yaml", ".yml") and Path(template).is_file():
-        return Path(template)
-    return template_directory() / f"{find_template(template).name}.yaml"
 
 
 def _parsed(rehearsal: Rehearsal) -> Any:

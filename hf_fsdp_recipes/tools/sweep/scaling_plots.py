@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from hf_fsdp_recipes.metrics.plots import RANK_COLOURS, style
+from hf_fsdp_recipes.metrics.plots import RANK_COLORS, style
 from hf_fsdp_recipes.tools.sweep.cases import FINISHED, OUT_OF_MEMORY
 from hf_fsdp_recipes.tools.sweep.results import DEVICE_RESERVED, Result
 
@@ -68,7 +68,7 @@ def _rate(result: Result) -> bool:
 def _looks(results: Sequence[Result]) -> list[tuple[str, str, str]]:
     """Return name, colour and marker of each template: the same in every figure."""
     names = dict.fromkeys(result["template"] for result in results)
-    return [(name, RANK_COLOURS[i % len(RANK_COLOURS)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)]
+    return [(name, RANK_COLORS[i % len(RANK_COLORS)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)]
 
 
 def _draw_panel(axes: Axes, results: Sequence[Result], key: str, size: float, title: str, unit: str) -> None:
