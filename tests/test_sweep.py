@@ -35,9 +35,8 @@ def recipe(tmp_path):
     return file
 
 
-def request_for(recipe, directory, **changes):
-    wanted = {"recipe": recipe, "ranks": [1, 2], "templates": [FULL, GRAD], "output": directory, "steps": 5}
-    return cases.Request(**(wanted | changes))
+def make_cases(recipe, directory, *, ranks=(1, 2), templates=(FULL, GRAD), num_steps=5, **changes):
+    return cases.make_cases(recipe, ranks, templates, directory, num_steps, **changes)
 
 
 def write_metrics(directory, num_ranks, *, step_seconds=2.0, steps=5, end=True, **changes):
@@ -63,7 +62,7 @@ def write_metrics(directory, num_ranks, *, step_seconds=2.0, steps=5, end=True, 
 def swept(recipe, tmp_path):
     """Return the directory of a sweep of two templates over 1, 2 and 4 ranks; one rank is too few for both."""
     directory = tmp_path / "swept"
-    wanted, _ = cases.make_cases(request_for(recipe, directory, ranks=[1, 2, 4]))
+    wanted, _ = make_cases(recipe, directory, ranks=[1, 2, 4])
     for case in wanted:
         case.start_record()
         if case.num_ranks == 1:
@@ -82,11 +81,20 @@ def test_table_has_every_case_and_notes_what_was_extrapolated(swept):
     table = sweep.write_summary(swept)
     assert rows(table) == [
         [FULL, "1", "OOM", "–", "–", "–", "–", "–"],
-        [FULL, "2", "4.00 GB", "2.1 min", "2 s", "200", "100", "50.0%"],  # 63 steps of 16 rows, not the warm-up's 99 s
-        [FULL, "4", "2.00 GB", "1.1 min", "2 s", "400", "100", "50.0%"],
+        [
+            FULL,
+            "2",
+            "4.00 GB",
+            "0:02:06",
+            "2 s",
+            "200.0",
+            "100.0",
+            "50.0%",
+        ],  # 63 steps of 16 rows, not the warm-up's 99 s
+        [FULL, "4", "2.00 GB", "0:01:04", "2 s", "400.0", "100.0", "50.0%"],
         [GRAD, "1", "OOM", "–", "–", "–", "–", "–"],
-        [GRAD, "2", "4.00 GB", "1.6 min", "1.5 s", "200", "100", "50.0%"],
-        [GRAD, "4", "2.00 GB", "48.0 s", "1.5 s", "400", "100", "50.0%"],
+        [GRAD, "2", "4.00 GB", "0:01:34", "1.5 s", "200.0", "100.0", "50.0%"],
+        [GRAD, "4", "2.00 GB", "0:00:48", "1.5 s", "400.0", "100.0", "50.0%"],
     ]
     text = table.read_text()
     assert "extrapolated from the step time to all 1,000 sequences; no full epoch was run" in text
@@ -193,20 +201,19 @@ def test_run_that_took_all_its_steps_has_finished(tmp_path):
 
 def follow(code, tmp_path, limit_seconds=30.0):
     with subprocess_runner.start([sys.executable, "-c", code], os.environ, tmp_path / run_status.LOG_FILE) as run:
-        run_exit, peak = sweep.follow(run, limit_seconds, lambda: None)
-    return run_exit, peak, run.read_log()
+        return sweep.follow(run, limit_seconds, lambda: None), run.read_log()
 
 
 def test_real_out_of_memory_error_is_recognized(tmp_path):
     code = "import torch; torch.empty(10**16)"
-    run_exit, _, _ = follow(code, tmp_path)
+    run_exit, _ = follow(code, tmp_path)
     assert run_exit.status == 1 and run_status.find_status(tmp_path, 5, run_exit) == "OOM"
 
 
 def test_peak_of_the_largest_process_is_sampled(tmp_path):
     code = "import time; held = bytearray(300_000_000); held[::4096] = b'x' * len(held[::4096]); time.sleep(2.5)"
-    _, peak, _ = follow(code, tmp_path)
-    assert 3e8 < peak < 4e8
+    run_exit, _ = follow(code, tmp_path)
+    assert 3e8 < run_exit.host_peak_bytes < 4e8
 
 
 ORPHAN = """
@@ -220,7 +227,7 @@ time.sleep({seconds})
 
 @pytest.mark.parametrize("seconds", [0, 300])
 def test_no_process_survives_not_even_an_orphan(seconds, tmp_path):
-    run_exit, _, log = follow(ORPHAN.format(seconds=seconds), tmp_path, limit_seconds=3 if seconds else 30)
+    run_exit, log = follow(ORPHAN.format(seconds=seconds), tmp_path, limit_seconds=3 if seconds else 30)
     assert run_exit.timed_out == bool(seconds)
     assert not psutil.pid_exists(int(log))
 
@@ -245,9 +252,7 @@ def test_sigterm_ends_the_ranks_too(tmp_path):
 
 
 def test_case_is_rendered_for_its_ranks_and_for_cpu(recipe, tmp_path):
-    (case,), _ = cases.make_cases(
-        request_for(recipe, tmp_path / "out", ranks=[2], templates=["fsdp1_full_shard_gaudi"])
-    )
+    (case,), _ = make_cases(recipe, tmp_path / "out", ranks=[2], templates=["fsdp1_full_shard_gaudi"])
     config = case.settings["config"]
     assert (config["num_processes"], config["use_cpu"], config["mixed_precision"]) == (2, True, "no")
     assert "dynamo_config" not in config
@@ -257,17 +262,22 @@ def test_case_is_rendered_for_its_ranks_and_for_cpu(recipe, tmp_path):
 
 def test_result_is_kept_while_the_settings_are_the_same(recipe, swept):
     def known(**changes):
-        wanted, _ = cases.make_cases(request_for(recipe, swept, **({"ranks": [1, 2, 4]} | changes)))
+        wanted, _ = make_cases(recipe, swept, **({"ranks": [1, 2, 4]} | changes))
         return [sweep.find_result(case) for case in wanted]
 
     assert known() == ["OOM", "finished", "finished"] * 2
-    assert known(steps=6) == known(overrides=["--max_length", "32"]) == [None] * 6
+    assert known(num_steps=6) == known(overrides=["--max_length", "32"]) == [None] * 6
     recipe.write_text(recipe.read_text() + "seed: 3\n")
     assert known() == [None] * 6
 
 
+def test_command_line_starts_without_torch():
+    code = "import sys; from hf_fsdp_recipes import cli; assert not {'torch', 'transformers'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
 def test_failed_case_is_run_again(recipe, tmp_path):
-    (case, *_), _ = cases.make_cases(request_for(recipe, tmp_path / "out"))
+    (case, *_), _ = make_cases(recipe, tmp_path / "out")
     case.start_record()
     case.finish_record("failed: why", 0)
     assert sweep.find_result(case) is None
@@ -275,11 +285,11 @@ def test_failed_case_is_run_again(recipe, tmp_path):
 
 def test_impossible_sweep_is_refused_before_anything_runs(recipe, tmp_path):
     with pytest.raises(TemplateError, match="no template"):
-        cases.make_cases(request_for(recipe, tmp_path, templates=["fsdp3"]))
+        make_cases(recipe, tmp_path, templates=["fsdp3"])
     with pytest.raises(PlanError, match=r"copies the model between nodes.*--submit"):
-        cases.make_cases(request_for(recipe, tmp_path, templates=["fsdp2_hybrid_shard"]))
+        make_cases(recipe, tmp_path, templates=["fsdp2_hybrid_shard"])
     with pytest.raises(PlanError, match="cannot be read"):
-        cases.make_cases(request_for(tmp_path / "none.yaml", tmp_path))
+        make_cases(tmp_path / "none.yaml", tmp_path)
     with pytest.raises(PlanError, match="Separate them with commas"):
         CliRunner().invoke(app, ["sweep", str(recipe), "--ranks", "two"], catch_exceptions=False)
     with pytest.raises(PlanError, match="has no cases"):

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -86,11 +85,11 @@ def start(command: Sequence[str], environment: Mapping[str, str], log_file: Path
 
     torchrun starts each rank in a new session, so killing the launcher's process group would miss the ranks. This
     process therefore becomes a subreaper (prctl(2)) and adopts ranks whose launcher has died. SIGTERM raises
-    SystemExit in the block, so the ranks end with it too.
+    SystemExit in the block, so the ranks end with it too. Call this from the main thread, which handles signals.
     """
     unrelated = {child.pid for child in psutil.Process().children()}
     process = None
-    with _adopt_orphans(), _exit_on_sigterm():
+    with _adopt_orphans_and_exit_on_sigterm():
         try:
             with log_file.open("wb") as log:
                 process = subprocess.Popen(
@@ -149,25 +148,15 @@ def _launch_environment(on_cpu: bool) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _adopt_orphans() -> Iterator[None]:
+def _adopt_orphans_and_exit_on_sigterm() -> Iterator[None]:
     prctl = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else lambda *_: None
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-
-
-@contextlib.contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        yield
-        return
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def _new_children(unrelated: set[int]) -> list[psutil.Process]:

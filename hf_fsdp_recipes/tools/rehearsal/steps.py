@@ -59,7 +59,7 @@ class Rehearsal:
 
     @cached_property
     def arguments(self) -> Arguments:
-        """The recipe at full size, as a single CPU rank parses it. Pushing is off here; it has a step of its own."""
+        """The recipe at full size, as a single CPU rank parses it. Pushing is off here; check_hub checks it."""
         off = ("--push_to_hub", "false", "--use_cpu", "true", "--dry_run", "true")
         return parse_arguments(["--config", str(self.recipe), *self.overrides, *off])
 
@@ -119,7 +119,7 @@ def check_output(rehearsal: Rehearsal) -> str:
     if faults := list(recipe_checks.output_faults(rehearsal.arguments)):
         raise RecipeError("; ".join(faults))
     needed = recipe_checks.estimate_space(rehearsal.arguments)
-    return f"{rehearsal.arguments.training.output_dir} is writable" + (f" and has {needed} free" if needed else "")
+    return f"{rehearsal.arguments.training.output_dir} is writable" + (f"; the run writes {needed}" if needed else "")
 
 
 def check_hub(rehearsal: Rehearsal) -> str:

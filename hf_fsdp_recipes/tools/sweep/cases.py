@@ -29,35 +29,11 @@ ON_CPU = ("--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--tf32", "
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to sweep over.
-
-    Attributes:
-        recipe: YAML file.
-        ranks: rank counts over all nodes.
-        templates: names of shipped templates.
-        output: the sweep's directory.
-        steps: optimizer steps per case.
-        overrides: `--field value` pairs for the recipe.
-        ranks_per_node: for Slurm jobs; None runs everything on this machine.
-    """
-
-    recipe: Path
-    ranks: Sequence[int]
-    templates: Sequence[str]
-    output: Path
-    steps: int
-    overrides: Sequence[str] = ()
-    ranks_per_node: int | None = None
-
-
-@dataclass(frozen=True)
 class Case:
     """One run of the recipe.
 
     Attributes:
         directory: the run's output directory.
-        arguments: for recipes/sft.py.
         settings: everything that decides what the case measures; `config` is the Accelerate config.
     """
 
@@ -65,7 +41,6 @@ class Case:
     num_ranks: int
     num_nodes: int
     directory: Path
-    arguments: list[str]
     settings: dict[str, Any]
 
     @property
@@ -82,6 +57,13 @@ class Case:
     def is_on_cpu(self) -> bool:
         """Whether it trains on CPU ranks."""
         return bool(self.settings["config"].get("use_cpu"))
+
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of recipes/sft.py."""
+        arguments = ["--config", self.settings["recipe_file"], "--max_steps", str(self.num_steps), *MEASURE_ONLY]
+        arguments += [*(ON_CPU if self.is_on_cpu else ()), *self.settings["overrides"]]
+        return [*arguments, "--output_dir", str(self.directory)]
 
     def start_record(self) -> None:
         """Write the config and case.json, and remove the metrics of an earlier run."""
@@ -108,33 +90,66 @@ def read_record(directory: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def make_cases(request: Request) -> tuple[list[Case], list[str]]:
+def make_cases(
+    recipe_file: Path,
+    ranks: Sequence[int],
+    template_names: Sequence[str],
+    output: Path,
+    num_steps: int,
+    overrides: Sequence[str] = (),
+    ranks_per_node: int | None = None,
+) -> tuple[list[Case], list[str]]:
     """Return a case for each template and rank count, and why combinations were skipped.
+
+    Args:
+        recipe_file: the recipe's YAML.
+        ranks: rank counts over all nodes.
+        template_names: shipped templates.
+        output: the sweep's directory.
+        num_steps: optimizer steps per case.
+        overrides: `--field value` pairs for the recipe.
+        ranks_per_node: for Slurm jobs; None means CPU ranks or accelerators of this machine.
 
     Raises:
         PlanError: the recipe cannot be read, a number is below 1, there are too few accelerators, or no combination
             is possible.
         TemplateError: unknown template name.
     """
-    recipe = _read_recipe(request.recipe)
-    if min(request.ranks) < 1 or request.steps < 1:
-        raise PlanError(f"--ranks {list(request.ranks)} and --steps {request.steps}: every number must be at least 1.")
-    is_local, num_devices = request.ranks_per_node is None, torch.accelerator.device_count()
-    if is_local and not _uses_cpu() and max(request.ranks) > num_devices:
+    recipe = _read_recipe(recipe_file)
+    if min(ranks) < 1 or num_steps < 1:
+        raise PlanError(f"--ranks {list(ranks)} and --steps {num_steps}: every number must be at least 1.")
+    is_local, num_devices = ranks_per_node is None, torch.accelerator.device_count()
+    use_cpu = is_local and _is_cpu_machine()
+    if is_local and not use_cpu and max(ranks) > num_devices:
         raise PlanError(
-            f"This machine has {num_devices} accelerators, too few for {max(request.ranks)} ranks. Use fewer ranks, or "
-            "--submit on a cluster."
+            f"This machine has {num_devices} accelerators, too few for {max(ranks)} ranks. Use fewer ranks, or --submit "
+            "on a cluster."
         )
+    settings = {
+        "recipe_file": str(recipe_file),
+        "recipe": json.loads(json.dumps(recipe, default=str)),
+        "overrides": list(overrides),
+        "steps": num_steps,
+    }
     cases, skipped = [], []
-    for template in [templates.find_template(name) for name in dict.fromkeys(request.templates)]:
-        for num_ranks in sorted(set(request.ranks)):
+    for template in [templates.find_template(name) for name in dict.fromkeys(template_names)]:
+        for num_ranks in sorted(set(ranks)):
+            num_nodes = -(-num_ranks // (ranks_per_node or num_ranks))
+            directory = output / f"{template.name}_{num_ranks}ranks"
             try:
-                cases.append(_make_case(request, recipe, template, num_ranks))
+                config = _render(replace(template, num_processes=num_ranks, num_machines=num_nodes), use_cpu)
             except TemplateError as error:
                 skipped.append(f"{template.name} on {num_ranks} ranks: {error}")
+            else:
+                cases.append(Case(template.name, num_ranks, num_nodes, directory, settings | {"config": config}))
     if not cases:
         raise PlanError(skipped[0] + (" Several nodes need --submit." if is_local else ""))
     return cases, skipped
+
+
+def _render(template: templates.Template, use_cpu: bool) -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load(templates.render(template))
+    return to_cpu_ranks(config, template.num_processes) | {"mixed_precision": "no"} if use_cpu else config
 
 
 def _read_recipe(file: Path) -> dict[str, Any]:
@@ -147,23 +162,5 @@ def _read_recipe(file: Path) -> dict[str, Any]:
     return recipe
 
 
-def _make_case(request: Request, recipe: dict[str, Any], template: templates.Template, num_ranks: int) -> Case:
-    num_nodes = 1 if request.ranks_per_node is None else -(-num_ranks // request.ranks_per_node)
-    config = yaml.safe_load(templates.render(replace(template, num_processes=num_ranks, num_machines=num_nodes)))
-    if request.ranks_per_node is None and _uses_cpu():
-        config = to_cpu_ranks(config, num_ranks) | {"mixed_precision": "no"}
-    directory = request.output / f"{template.name}_{num_ranks}ranks"
-    arguments = ["--config", str(request.recipe), "--max_steps", str(request.steps), *MEASURE_ONLY]
-    arguments += [*(ON_CPU if config.get("use_cpu") else ()), *request.overrides, "--output_dir", str(directory)]
-    settings = {
-        "recipe_file": str(request.recipe),
-        "recipe": json.loads(json.dumps(recipe, default=str)),
-        "overrides": list(request.overrides),
-        "steps": request.steps,
-        "config": config,
-    }
-    return Case(template.name, num_ranks, num_nodes, directory, arguments, settings)
-
-
-def _uses_cpu() -> bool:
+def _is_cpu_machine() -> bool:
     return not torch.accelerator.is_available() or is_true(os.environ.get("ACCELERATE_USE_CPU", "false"))

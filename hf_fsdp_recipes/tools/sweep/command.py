@@ -30,28 +30,26 @@ def sweep(
     """Measure a recipe over rank counts and templates: memory, time and throughput, as a table and plots."""
     # Imported here because these load torch.
     from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT
-    from hf_fsdp_recipes.tools.sweep import cases, slurm_jobs
-    from hf_fsdp_recipes.tools.sweep.sweep import run_cases, summarize
+    from hf_fsdp_recipes.tools.sweep.cases import make_cases
+    from hf_fsdp_recipes.tools.sweep.slurm_jobs import write_jobs
+    from hf_fsdp_recipes.tools.sweep.sweep import run_cases, write_summary
 
-    if collect is not None:
-        print(summarize(collect))
-        return
-    if recipe is None:
-        raise PlanError("No recipe given. Use `hf-fsdp sweep recipes/X.yaml --ranks 1,2,4`, or pass --collect DIR.")
-    request = cases.Request(
-        recipe=recipe,
-        ranks=_parse_ranks(ranks),
-        templates=[name.strip() for name in templates.split(",")],
-        output=output or Path("runs") / f"sweep_{recipe.stem}",
-        steps=steps,
-        overrides=context.args,
-        ranks_per_node=gpus_per_node if submit else None,
-    )
-    if submit:
-        print(slurm_jobs.write_jobs(request))
-        return
-    run_cases(request, script or SFT_SCRIPT, time_limit_minutes * 60)
-    print(summarize(request.output))
+    if collect is None:
+        if recipe is None:
+            raise PlanError("No recipe given. Use `hf-fsdp sweep recipes/X.yaml --ranks 1,2,4`, or pass --collect DIR.")
+        collect = output or Path("runs") / f"sweep_{recipe.stem}"
+        names = [name.strip() for name in templates.split(",")]
+        per_node = gpus_per_node if submit else None
+        cases, skipped = make_cases(recipe, _parse_ranks(ranks), names, collect, steps, context.args, per_node)
+        for reason in skipped:
+            print(f"skipped: {reason}", flush=True)
+        if submit:
+            print(write_jobs(cases, collect))
+            return
+        run_cases(cases, script or SFT_SCRIPT, time_limit_minutes * 60)
+    table = write_summary(collect)
+    print(f"sweep: {table}\n")
+    print("\n".join(line for line in table.read_text().splitlines() if line.startswith("|")))
 
 
 def _parse_ranks(text: str) -> list[int]:

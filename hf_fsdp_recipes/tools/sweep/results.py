@@ -6,8 +6,9 @@ section of AMD's article on FSDP with ROCm.
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def write_table(directory: Path, results: Sequence[Result], plots: Sequence[tupl
     lines = [f"# Sweep of {Path(results[0].recipe).name}", ""]
     lines += [_describe_run(finished[0]), ""] if finished else []
     lines += [
-        "| template | ranks | peak memory per rank | epoch | step | tokens/s | tokens/s per rank | MFU |",
+        "| template | ranks | peak memory per rank | epoch (h:mm:ss) | step | tokens/s | tokens/s per rank | MFU |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
         *(f"| {' | '.join(_cells(result))} |" for result in results),
         "",
@@ -147,32 +148,19 @@ def _describe_run(result: Result) -> str:
 
 
 def _cells(result: Result) -> list[str]:
-    def cell(value: float | None, write: Callable[[float], str]) -> str:
-        return "–" if value is None else write(value)
-
     ranks = str(result.num_ranks) + (f" on {result.num_nodes} nodes" if result.num_nodes > 1 else "")
-    memory = cell(result.peak_memory_bytes, lambda value: f"{value / 1e9:,.2f} GB")
-    return [
-        result.template,
-        ranks,
-        memory if result.status == FINISHED else result.status.split(":")[0],
-        cell(result.epoch_seconds, _format_duration),
-        cell(result.step_seconds, lambda value: f"{value:.3g} s"),
-        cell(result.tokens_per_second, _format_rate),
-        cell(result.tokens_per_second_per_device, _format_rate),
-        cell(result.mfu, lambda value: f"{value:.1%}"),
+    epoch = None if result.epoch_seconds is None else timedelta(seconds=round(result.epoch_seconds))
+    memory_gb = None if result.peak_memory_bytes is None else result.peak_memory_bytes / 1e9
+    memory = ("{:,.2f} GB", memory_gb) if result.status == FINISHED else ("{}", result.status.split(":")[0])
+    figures: list[tuple[str, object]] = [
+        memory,
+        ("{}", epoch),
+        ("{:.3g} s", result.step_seconds),
+        ("{:,.1f}", result.tokens_per_second),
+        ("{:,.1f}", result.tokens_per_second_per_device),
+        ("{:.1%}", result.mfu),
     ]
-
-
-def _format_rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _format_duration(seconds: float) -> str:
-    for size, unit in ((3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"
+    return [result.template, ranks, *("–" if value is None else text.format(value) for text, value in figures)]
 
 
 def _notes(finished: Sequence[Result]) -> list[str]:

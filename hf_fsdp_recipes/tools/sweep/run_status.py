@@ -1,6 +1,7 @@
 """How a run ended, read from its exit status, metrics and logs: finished, out of memory, failed or not run."""
 
 import re
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,11 +28,13 @@ class RunExit(NamedTuple):
         status: the launcher's exit status.
         kernel_killed: whether the kernel killed a process on this machine for lack of memory during the run.
         timed_out: whether the run was killed at its time limit.
+        host_peak_bytes: peak anonymous memory of the run's largest process.
     """
 
     status: int
     kernel_killed: bool = False
     timed_out: bool = False
+    host_peak_bytes: int = 0
 
 
 def find_status(directory: Path, num_steps: int, run_exit: RunExit | None = None) -> str:
@@ -50,9 +53,8 @@ def find_status(directory: Path, num_steps: int, run_exit: RunExit | None = None
         return OUT_OF_MEMORY
     if run_exit is not None and run_exit.timed_out:
         return "failed: exceeded its time limit"
-    if error := " ".join(find_error(log).split()):
-        is_short = len(error) <= MAX_REASON_CHARACTERS
-        return f"failed: {error if is_short else error[: MAX_REASON_CHARACTERS - 3] + '...'}"
+    if error := find_error(log):
+        return f"failed: {textwrap.shorten(error, MAX_REASON_CHARACTERS, placeholder='...')}"
     if was_killed:
         return "failed: a rank was killed (SIGKILL), but not by the kernel for lack of memory"
     if run_exit is not None:

@@ -1,27 +1,26 @@
 """Slurm jobs for the cases of a sweep, submitted through recipes/launch.slurm."""
 
 import shlex
+from collections.abc import Sequence
+from pathlib import Path
 
-from hf_fsdp_recipes.tools.sweep.cases import TEMPLATE_FILE, Case, Request, make_cases
+from hf_fsdp_recipes.tools.sweep.cases import TEMPLATE_FILE, Case
 from hf_fsdp_recipes.tools.sweep.run_status import JOB_LOG_FILE, RANK_LOGS
 from hf_fsdp_recipes.tools.sweep.sweep import find_result
 
 SUBMIT_FILE = "submit.sh"
 
 
-def write_jobs(request: Request) -> str:
-    """Write submit.sh with a job for each case that has no result yet; return what to print."""
-    cases, skipped = make_cases(request)
+def write_jobs(cases: Sequence[Case], output: Path) -> str:
+    """Write submit.sh with a job for each case that has no result yet; return how to submit them."""
     new = [case for case in cases if find_result(case) is None]
     for case in new:
         case.start_record()
-    file, collect = request.output / SUBMIT_FILE, f"hf-fsdp sweep --collect {request.output}"
+    file, collect = output / SUBMIT_FILE, f"hf-fsdp sweep --collect {output}"
     header = f"#!/bin/bash\n# One job per case. Run this from the root of the checkout, then: {collect}\nset -e\n"
-    file.parent.mkdir(parents=True, exist_ok=True)
+    output.mkdir(parents=True, exist_ok=True)
     file.write_text(header + "".join(f"{_job_line(case)}\n" for case in new), encoding="utf-8")
-    lines = [f"skipped: {reason}" for reason in skipped]
-    lines.append(f"{len(new)} job{'s'[: len(new) != 1]} to submit: bash {file}\nwhen they have ended: {collect}")
-    return "\n".join(lines)
+    return f"{len(new)} job{'s'[: len(new) != 1]} to submit: bash {file}\nwhen they have ended: {collect}"
 
 
 def _job_line(case: Case) -> str:

@@ -3,7 +3,7 @@
 A case that runs out of memory is a result; one that fails for another reason is reported, and the sweep goes on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -12,28 +12,27 @@ from hf_fsdp_recipes.errors import PlanError
 from hf_fsdp_recipes.metrics import memory, progress
 from hf_fsdp_recipes.tools import subprocess_runner
 from hf_fsdp_recipes.tools.sweep import results, run_status
-from hf_fsdp_recipes.tools.sweep.cases import TEMPLATE_FILE, Case, Request, make_cases, read_record
+from hf_fsdp_recipes.tools.sweep.cases import TEMPLATE_FILE, Case, read_record
 
 SCALING_PLOT, STRATEGIES_PLOT = "scaling.png", "strategies.png"
 SAMPLE_SECONDS = 0.2  # between two samples of host memory
 SAMPLES_PER_CHECK = 5  # new processes and new steps are looked up once per this many samples
 
 
-def run_cases(request: Request, script: Path, time_limit_seconds: float) -> None:
+def run_cases(cases: Sequence[Case], script: Path, time_limit_seconds: float) -> None:
     """Run each case that has no result yet, one after the other, and print how each ended."""
-    cases, skipped = make_cases(request)
-    for reason in skipped:
-        print(f"skipped: {reason}", flush=True)
-    with progress.bar(request.steps * len(cases), "sweep", "step") as shown:
-        for number, case in enumerate(cases):
-            shown.set_description(f"case {number + 1}/{len(cases)}, {case.name}")
+    with progress.bar(sum(case.num_steps for case in cases), "sweep", "step") as shown:
+        num_before = 0
+        for number, case in enumerate(cases, 1):
+            shown.set_description(f"case {number}/{len(cases)}, {case.name}")
 
-            def show_step(step: int, num_before: int = number * request.steps) -> None:
+            def show_step(step: int, num_before: int = num_before) -> None:
                 shown.update(num_before + step - shown.n)
 
             known = find_result(case)
             status = known or run_case(case, script, time_limit_seconds, show_step)
-            show_step(request.steps)
+            show_step(case.num_steps)
+            num_before += case.num_steps
             progress.print_above(f"{case.name}: {status}" + (" (earlier run)" if known else ""))
 
 
@@ -60,18 +59,14 @@ def run_case(case: Case, script: Path, time_limit_seconds: float, show_step: Cal
     case.start_record()
     config, log = case.directory / TEMPLATE_FILE, case.directory / run_status.LOG_FILE
     with subprocess_runner.launch(config, script, case.arguments, log, on_cpu=case.is_on_cpu) as run:
-        run_exit, host_peak_bytes = follow(
-            run, time_limit_seconds, lambda: show_step(run_status.count_steps(case.directory))
-        )
+        run_exit = follow(run, time_limit_seconds, lambda: show_step(run_status.count_steps(case.directory)))
     status = run_status.find_status(case.directory, case.num_steps, run_exit)
-    case.finish_record(status, host_peak_bytes)
+    case.finish_record(status, run_exit.host_peak_bytes)
     return status
 
 
-def follow(
-    run: subprocess_runner.Run, time_limit_seconds: float, check: Callable[[], None]
-) -> tuple[run_status.RunExit, int]:
-    """Wait for a run and return how it ended and the peak host memory of its largest process, in bytes."""
+def follow(run: subprocess_runner.Run, time_limit_seconds: float, check: Callable[[], None]) -> run_status.RunExit:
+    """Wait for a run, sample its host memory, and return how it ended; `check` is called about once per second."""
     num_kills, host_peak_bytes, timed_out = _count_kernel_kills(), 0, False
     try:
         for count in run.poll(time_limit_seconds, SAMPLE_SECONDS):
@@ -81,10 +76,8 @@ def follow(
             host_peak_bytes = max([host_peak_bytes, *map(_host_bytes, processes)])
     except TimeoutError:
         timed_out = True
-    status = run.exit_status
-    return run_status.RunExit(
-        -9 if status is None else status, _count_kernel_kills() > num_kills, timed_out
-    ), host_peak_bytes
+    status = -9 if timed_out else run.exit_status or 0
+    return run_status.RunExit(status, _count_kernel_kills() > num_kills, timed_out, host_peak_bytes)
 
 
 def _host_bytes(process: psutil.Process) -> int:
@@ -99,16 +92,6 @@ def _count_kernel_kills() -> int:
     file = Path("/proc/vmstat")
     lines = file.read_text().splitlines() if file.is_file() else []
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-
-
-def summarize(directory: Path) -> str:
-    """Write a sweep's table and plots, and return the table's path and rows for printing.
-
-    Raises:
-        PlanError: the directory has no cases, or none has a result.
-    """
-    table = write_summary(directory)
-    return f"sweep: {table}\n\n" + "\n".join(line for line in table.read_text().splitlines() if line.startswith("|"))
 
 
 def write_summary(directory: Path) -> Path:
