@@ -12,6 +12,8 @@ from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.export import command as export_command
 from hf_fsdp_recipes.metrics import command as report_command
 from hf_fsdp_recipes.tools.preflight import preflight
+from hf_fsdp_recipes.tools.rehearsal import command as rehearsal_command
+from hf_fsdp_recipes.tools.sweep import command as sweep_command
 
 app = typer.Typer(help="FSDP recipes for Accelerate, Trainer and TRL.", no_args_is_help=True, add_completion=False)
 app.command("preflight")(preflight.command)
@@ -19,6 +21,8 @@ config_command.register(app)
 report_command.register(app)
 checkpoints_command.register(app)
 export_command.register(app)
+rehearsal_command.register(app)
+sweep_command.register(app)
 
 
 def main() -> None:
@@ -81,38 +85,3 @@ def plan(
     text, fits = command.run(model, template, config, given, suggest, as_json)
     print(text)
     raise typer.Exit(1 if fits is False else 0)
-
-
-@app.command("sweep", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def sweep(
-    context: typer.Context,
-    recipe: Annotated[Optional[Path], typer.Argument(help="The recipe; any of its fields can follow.")] = None,
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks over all nodes: 1,2,4.")] = "1,2",
-    templates: Annotated[str, typer.Option(help="Shipped templates, comma-separated.")] = "fsdp2_full_shard",
-    output: Annotated[Optional[Path], typer.Option(help="The sweep's directory; default: runs/sweep_RECIPE.")] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps of a case; the first 3 are warm-up.")] = 13,
-    script: Annotated[Path, typer.Option(help="What accelerate launch starts.")] = Path("recipes/sft.py"),
-    time_limit_minutes: Annotated[float, typer.Option(help="After which a case is ended and has failed.")] = 60,
-    gpus_per_node: Annotated[int, typer.Option(help="Of a full node, with --submit.")] = 8,
-    submit: Annotated[bool, typer.Option("--submit", help="Write Slurm jobs into submit.sh; run nothing.")] = False,
-    collect: Annotated[Optional[Path], typer.Option(help="Make table and plots of this sweep's runs.")] = None,
-) -> None:
-    """Run a recipe over numbers of ranks and templates; write one table and plots, out of memory included."""
-    from hf_fsdp_recipes.tools.sweep import sweep as sweeping
-
-    limits = (script, time_limit_minutes, gpus_per_node)
-    print(sweeping.command(recipe, ranks, templates, output, steps, context.args, *limits, submit, collect))
-
-
-@app.command("rehearse", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def rehearse(
-    context: typer.Context,
-    recipe: Annotated[Path, typer.Argument(help="A recipe's YAML; any --field value after it overrides it.")],
-    template: Annotated[str, typer.Option(help="A template's name, or an Accelerate config.")],
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the rehearsal's directory.")] = False,
-) -> None:
-    """Run the very recipe with its model shrunk on CPU ranks: load, kill, resume, stop, export, reload, generate."""
-    from hf_fsdp_recipes.tools.rehearsal.rehearse import rehearse as run
-
-    if not run(recipe, template, context.args, keep):
-        raise RecipeError(f"{recipe} did not pass its rehearsal.")
