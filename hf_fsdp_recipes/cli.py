@@ -7,12 +7,14 @@ from typing import Annotated, Any, Optional
 import typer
 
 from hf_fsdp_recipes.errors import CheckpointError, RecipeError, TemplateError
+from hf_fsdp_recipes.tools.planner import command as plan_command
 from hf_fsdp_recipes.tools.preflight import preflight
 
 app = typer.Typer(help="FSDP recipes for Accelerate, Trainer and TRL.", no_args_is_help=True, add_completion=False)
 config_app = typer.Typer(help="Accelerate FSDP configs: find, render, check.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.command("preflight")(preflight.command)
+plan_command.register(app)
 
 
 def main() -> None:
@@ -103,45 +105,6 @@ def prepare_data(
     recipe = [] if config is None else ["--config", str(config)]
     for line in prepare_directory([*recipe, *context.args], output):
         print(line)
-
-
-@app.command("plan")
-def plan(
-    model: Annotated[Optional[str], typer.Option(help="A config.json, a directory with one, or a Hub id.")] = None,
-    template: Annotated[str, typer.Option(help="A shipped template, or an Accelerate config.")] = "fsdp2_full_shard",
-    config: Annotated[Optional[Path], typer.Option(help="A recipe to take settings from.")] = None,
-    gpus: Annotated[Optional[int], typer.Option(help="Ranks over all nodes; default: the template's.")] = None,
-    gpus_per_node: Annotated[Optional[int], typer.Option(help="Ranks on a node.")] = None,
-    gpu_memory: Annotated[Optional[str], typer.Option(help="Memory of one GPU.")] = None,
-    host_memory: Annotated[Optional[str], typer.Option(help="Memory of one node.")] = None,
-    interconnect: Annotated[Optional[str], typer.Option(help="Into one node: 200Gb/s, say.")] = None,
-    intra_node: Annotated[Optional[str], typer.Option(help="Into one GPU from its node: 300GB/s, say.")] = None,
-    gpu_tflops: Annotated[Optional[float], typer.Option(help="Dense bf16 peak of one GPU.")] = None,
-    batch: Annotated[Optional[int], typer.Option(help="Rows a rank and micro-batch.")] = None,
-    length: Annotated[Optional[int], typer.Option(help="Tokens a row.")] = None,
-    accumulation: Annotated[Optional[int], typer.Option(help="Micro-batches a step.")] = None,
-    sync_each_batch: Annotated[Optional[bool], typer.Option(help="Reduce gradients after each micro-batch.")] = None,
-    lora: Annotated[Optional[int], typer.Option(help="Rank of a LoRA adapter.")] = None,
-    lora_targets: Annotated[Optional[str], typer.Option(help="Modules it adapts, comma-separated.")] = None,
-    quantized: Annotated[Optional[str], typer.Option(help="4bit base weights.")] = None,
-    optimizer: Annotated[Optional[str], typer.Option(help="Trainer's optim.")] = None,
-    dtype: Annotated[Optional[str], typer.Option(help="Of the parameters as loaded.")] = None,
-    mixed_precision: Annotated[Optional[str], typer.Option(help="Of computing; default: the template's.")] = None,
-    gradient_checkpointing: Annotated[Optional[bool], typer.Option(help="Recompute layers in backward.")] = None,
-    attention: Annotated[Optional[str], typer.Option(help="sdpa, sdpa_padded, flash or eager.")] = None,
-    fused_loss: Annotated[Optional[bool], typer.Option(help="Loss in tiles, as TRL's trainer computes it.")] = None,
-    suggest: Annotated[
-        bool, typer.Option("--suggest", help="Find the best template and batch for the machine.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print values for machines.")] = False,
-) -> None:
-    """Say what a run will need, from the model's config alone; status 1 if it does not fit."""
-    from hf_fsdp_recipes.tools.planner import command
-
-    given = {name: value for name, value in locals().items() if value is not None and name not in command.NOT_OPTIONS}
-    text, fits = command.run(model, template, config, given, suggest, as_json)
-    print(text)
-    raise typer.Exit(1 if fits is False else 0)
 
 
 @app.command("sweep", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
