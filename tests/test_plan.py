@@ -450,7 +450,7 @@ def test_job_that_cannot_be_planned_is_refused(tmp_path, arguments, words):
 
 def test_replace_reaches_the_cluster_and_the_strategy():
     job = TrainingJob(Strategy()).replace(num_gpus=32, sharding="shard_grad_op", batch=3)
-    assert (job.machine.num_gpus, job.strategy.sharding, job.batch) == (32, "shard_grad_op", 3)
+    assert (job.cluster.num_gpus, job.strategy.sharding, job.batch) == (32, "shard_grad_op", 3)
     fields = [set(owner.__dataclass_fields__) for owner in (TrainingJob, Cluster, Strategy)]
     assert sum(map(len, fields)) == len(set.union(*fields))  # a shared name would be replaced in the wrong one
 

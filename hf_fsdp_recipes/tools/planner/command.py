@@ -94,7 +94,7 @@ def run(
         job = planned.job
         changes = suggestions.find_smallest_change(planner, job) if planned.fits is False else []
         # The links between CPU ranks are unknown.
-        strategies = [] if job.on_cpu else suggestions.compare_strategies(planner, job)
+        strategies = [] if job.strategy.on_cpu else suggestions.compare_strategies(planner, job)
         parts = (planned, estimate_traffic(planned), strategies, changes)
     if as_json:
         return json.dumps(plan_table.to_json(*parts), indent=2), planned.fits

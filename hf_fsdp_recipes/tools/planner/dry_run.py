@@ -84,7 +84,7 @@ def template_from_environment() -> dict[str, Any]:
     config: dict[str, Any] = {
         "distributed_type": "FSDP" if validate.is_true(os.environ.get("ACCELERATE_USE_FSDP", "false")) else "NO",
         "mixed_precision": precision,
-        # Without an accelerator, only a template in full precision is meant for CPU ranks; others await their GPUs.
+        # On a machine without GPUs, a mixed-precision template is planned for the GPUs that it was written for.
         "use_cpu": cpu_ranks.is_asked_for() and precision == "no",
         "num_processes": num_ranks,
         "num_machines": max(1, num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))),

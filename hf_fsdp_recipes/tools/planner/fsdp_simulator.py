@@ -9,7 +9,7 @@ from hf_fsdp_recipes.tools.planner.fsdp_units import ROOT, FsdpUnit
 from hf_fsdp_recipes.tools.planner.step_trace import TraceEvent
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
 
-GATHERED, WHOLE_GRADIENTS, REDUCED_GRADIENTS = "gathered units", "whole gradients", "gradients"
+GATHERED, UNSHARDED_GRADIENTS, REDUCED_GRADIENTS = "gathered units", "whole gradients", "gradients"
 
 
 class MemoryTimeline:
@@ -25,7 +25,7 @@ class MemoryTimeline:
         self._update_peak(self.current_bytes)
 
     def apply(self, event: TraceEvent) -> None:
-        """Take over an event's peak and what is alive after it."""
+        """Apply the peak up to an event, then what is alive after it."""
         self._update_peak(self.current_bytes | event.peak_bytes)
         self.current_bytes |= event.live_bytes
 
@@ -59,10 +59,10 @@ class Fsdp2Simulator:
         # Without a reduction after each micro-batch, unsharded gradients of the whole model accumulate.
         self._accumulates = job.accumulation > 1 and not job.sync_each_batch
         self._gradient_bytes = {unit: unit.unsharded_gradient_bytes if self._accumulates else 0 for unit in units}
-        timeline.add(WHOLE_GRADIENTS, sum(self._gradient_bytes.values()))
+        timeline.add(UNSHARDED_GRADIENTS, sum(self._gradient_bytes.values()))
 
     def run(self, events: Iterable[TraceEvent]) -> None:
-        """Play a traced step."""
+        """Process the events of one step."""
         if self._root is not None:
             self._pre_forward(self._root, ROOT)
         for event in events:
@@ -146,7 +146,7 @@ class Fsdp2Simulator:
             parameter = next(parameter for parameter in unit.parameters if parameter.name == name)
             num_bytes = round(parameter.num_elements * parameter.unsharded_item_bytes)
             self._gradient_bytes[unit] += num_bytes
-            self._timeline.add(WHOLE_GRADIENTS, num_bytes)
+            self._timeline.add(UNSHARDED_GRADIENTS, num_bytes)
 
     def _post_backward(self, unit: FsdpUnit, name: str) -> None:
         if name == self._entered_modules[unit][0]:
@@ -160,14 +160,14 @@ class Fsdp2Simulator:
         self._reshard(unit)
         if not unit.trained:
             return
-        self._timeline.add(WHOLE_GRADIENTS, -self._reduce_buffer_bytes)
+        self._timeline.add(UNSHARDED_GRADIENTS, -self._reduce_buffer_bytes)
         self._reduce_buffer_bytes = self._gradient_bytes[unit]
-        self._timeline.add(WHOLE_GRADIENTS, self._reduce_buffer_bytes)
+        self._timeline.add(UNSHARDED_GRADIENTS, self._reduce_buffer_bytes)
         self._free_gradients(unit)
         self._add_reduced(unit)
 
     def _free_gradients(self, unit: FsdpUnit) -> None:
-        self._timeline.add(WHOLE_GRADIENTS, -self._gradient_bytes[unit])
+        self._timeline.add(UNSHARDED_GRADIENTS, -self._gradient_bytes[unit])
         self._gradient_bytes[unit] = 0
 
     def _add_reduced(self, unit: FsdpUnit) -> None:
@@ -178,7 +178,7 @@ class Fsdp2Simulator:
     def _step_done(self) -> None:
         for unit in self._units:
             self._reduce(unit)
-        self._timeline.add(WHOLE_GRADIENTS, -self._reduce_buffer_bytes)
+        self._timeline.add(UNSHARDED_GRADIENTS, -self._reduce_buffer_bytes)
         self._reduce_buffer_bytes = 0
 
 
@@ -224,8 +224,8 @@ class Fsdp1Simulator(Fsdp2Simulator):
             return
         self._reduced.add(unit)
         flat_bytes = 0 if self._accumulates else self._gradient_bytes[unit]
-        self._timeline.add(WHOLE_GRADIENTS, flat_bytes)
-        self._timeline.add(WHOLE_GRADIENTS, -flat_bytes)
+        self._timeline.add(UNSHARDED_GRADIENTS, flat_bytes)
+        self._timeline.add(UNSHARDED_GRADIENTS, -flat_bytes)
         self._reshard(unit)
         if unit.trained:
             self._add_reduced(unit)

@@ -42,7 +42,7 @@ def estimate_host_memory(plan: MemoryPlan) -> list[HostMemory]:
     staged = optimizer + (sum(unit.shard_gradient_bytes for unit in plan.units) if job.lora_rank else shard)
     before_load = num_ranks * (PROCESS_BYTES + plan.host.get(PARAMETERS, 0))
     training = num_ranks * (PROCESS_BYTES + sum(plan.host.values()))
-    if job.on_cpu:  # the ranks' own memory is on the host
+    if job.strategy.on_cpu:  # the ranks' own memory is on the host
         before_load += num_ranks * shard
         training += num_ranks * plan.peak_bytes
     loading = before_load + 2 * BUCKET_BYTES + num_ranks * (_quantizing_bytes(plan) if job.is_4bit else LOADING_BYTES)

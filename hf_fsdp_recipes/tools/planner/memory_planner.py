@@ -138,7 +138,7 @@ class MemoryPlanner:
         # Always watching what full_shard wraps lets most strategies share one trace.
         usual_units = find_units(model, job.replace(**asdict(Strategy())))
         watched = tuple(module_names([*usual_units, *units]))
-        key = (*_model_key(job), job.attention, job.batch, job.length, job.on_cpu, watched)
+        key = (*_model_key(job), job.attention, job.batch, job.length, job.strategy.on_cpu, watched)
         if key not in self._traces:
             self._traces[key] = trace_step(model, job, watched, find_last_layer(model), self._compute_loss)
         return self._traces[key]
@@ -168,7 +168,7 @@ def _resident_bytes(units: list[FsdpUnit], job: TrainingJob) -> tuple[dict[str, 
     states = {OPTIMIZER: round(sum(_state_bytes(unit, job.optimizer) for unit in units))}
     if job.is_offloaded:
         return {}, shards | states | {REDUCED_GRADIENTS: sum(unit.shard_gradient_bytes for unit in units)}
-    if job.optimizer.startswith("paged_") and not job.on_cpu:
+    if job.optimizer.startswith("paged_") and not job.strategy.on_cpu:
         return shards, states  # pages may move to the host
     return shards | states, {}
 
@@ -195,7 +195,7 @@ def gradient_bytes(units: list[FsdpUnit], job: TrainingJob) -> int:
 
 def _update_bytes(units: list[FsdpUnit], job: TrainingJob) -> int:
     """Return what the optimizer allocates in its step: unfused AdamW needs a temporary value per parameter."""
-    return gradient_bytes(units, job) if job.optimizer == "adamw_torch" and not job.on_cpu else 0
+    return gradient_bytes(units, job) if job.optimizer == "adamw_torch" and not job.strategy.on_cpu else 0
 
 
 def _quantization_bytes(units: list[FsdpUnit], job: TrainingJob) -> dict[str, int]:
@@ -209,6 +209,6 @@ def _quantization_bytes(units: list[FsdpUnit], job: TrainingJob) -> dict[str, in
 
 
 def _allowance_bytes(peak: dict[str, int], resident: dict[str, int], job: TrainingJob) -> int:
-    if job.on_cpu:
+    if job.strategy.on_cpu:
         return 0
     return GPU_CONTEXT_BYTES + round(GPU_FRAGMENTATION * (sum(peak.values()) - sum(resident.values())))

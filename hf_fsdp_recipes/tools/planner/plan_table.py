@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hf_fsdp_recipes.tools.planner.communication import StepTraffic
-from hf_fsdp_recipes.tools.planner.fsdp_simulator import GATHERED, REDUCED_GRADIENTS, WHOLE_GRADIENTS
+from hf_fsdp_recipes.tools.planner.fsdp_simulator import GATHERED, REDUCED_GRADIENTS, UNSHARDED_GRADIENTS
 from hf_fsdp_recipes.tools.planner.host_memory import estimate_host_memory
 from hf_fsdp_recipes.tools.planner.memory_planner import OPTIMIZER, PARAMETERS, SCALES, STEP, UNPACKED, MemoryPlan
 from hf_fsdp_recipes.tools.planner.step_trace import ACTIVATIONS, LOGITS
@@ -20,7 +20,7 @@ CATEGORIES = {
     SCALES: ("4-bit scales", "of the full model, on every rank"),
     UNPACKED: ("unpacked weight", "one 4-bit weight at a time"),
     GATHERED: ("gathered parameters", "the current unit and the prefetched one"),
-    WHOLE_GRADIENTS: ("unsharded gradients", "before and during reduction"),
+    UNSHARDED_GRADIENTS: ("unsharded gradients", "before and during reduction"),
     ACTIVATIONS: ("activations", ""),
     LOGITS: ("logits and loss", ""),
     STEP: ("optimizer step", "temporary"),
@@ -43,7 +43,7 @@ def format_plan(
 ) -> str:
     """Write a plan, the strategies compared, and the changes that were tried to make it fit."""
     lines = [*_title(plan), "", *_device_table(plan), "", *_host_table(plan)]
-    if not plan.job.on_cpu:
+    if not plan.job.strategy.on_cpu:
         lines += ["", *_traffic_table(traffic, plan)]
     if len(strategies) > 1:
         lines += ["", "strategies, fastest that fits first", *_comparison(strategies)]
@@ -59,7 +59,7 @@ def format_plan(
 def _title(plan: MemoryPlan) -> Iterator[str]:
     job, cluster = plan.job, plan.job.cluster
     trained = "" if plan.num_trained == plan.num_parameters else f", {plan.num_trained / 1e6:,.1f}M trained"
-    ranks = f"{cluster.num_gpus} {'CPU rank' if job.on_cpu else 'GPU'}{'s'[: cluster.num_gpus != 1]}"
+    ranks = f"{cluster.num_gpus} {'CPU rank' if job.strategy.on_cpu else 'GPU'}{'s'[: cluster.num_gpus != 1]}"
     nodes = f"{cluster.num_nodes} node{'s'[: cluster.num_nodes != 1]}"
     yield f"{plan.num_parameters / 1e9:,.2f}B parameters{trained}; {job.strategy.name} on {ranks}, {nodes}"
     settings = {key: value for key, value in job.describe().items() if value is not None}

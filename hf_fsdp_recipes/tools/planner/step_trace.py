@@ -10,6 +10,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
@@ -132,9 +133,9 @@ def trace_step(
     """
     watched = dict.fromkeys([*watched, *([last_layer] if last_layer else [])])
     tracker = AllocationTracker({t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())})
-    handles = [*_watch_modules(model, watched, last_layer, tracker), *_watch_gradients(model, tracker)]
+    handles = list(_watch_modules(model, watched, last_layer, tracker))
     try:
-        with _patched_for_meta(job.on_cpu), tracker:
+        with _patched_for_meta(job.strategy.on_cpu), tracker:
             rows = torch.zeros(job.batch, job.length, dtype=torch.long, device=device)
             loss = compute_loss(model, rows, job)
             tracker.record("forward_done")
@@ -152,9 +153,45 @@ def _watch_modules(
 ) -> Iterator[RemovableHandle]:
     for name in watched:
         module = model.get_submodule(name)
-        is_last = name == last_layer
-        yield module.register_forward_pre_hook(_pre_forward_hook(tracker, name), with_kwargs=True)
-        yield module.register_forward_hook(_post_forward_hook(tracker, name, is_last))
+        yield module.register_forward_pre_hook(partial(_pre_forward, tracker, name), with_kwargs=True)
+        yield module.register_forward_hook(partial(_post_forward, tracker, name, name == last_layer))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield parameter.register_post_accumulate_grad_hook(partial(_free_gradient, tracker, name))
+
+
+def _pre_forward(tracker: AllocationTracker, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    tracker.record("pre_forward", name)
+    inputs = _tensors_with_gradient((args, kwargs))
+    if not inputs or not torch.is_grad_enabled():
+        return None
+    outputs = _RecordBackward.apply(lambda: tracker.record("post_backward", name), *inputs)
+    replacements = {id(old): new for old, new in zip(inputs, outputs, strict=True)}
+    return tree_map(lambda leaf: replacements.get(id(leaf), leaf), (args, kwargs))
+
+
+def _post_forward(
+    tracker: AllocationTracker, name: str, is_last_layer: bool, module: torch.nn.Module, args: Any, output: Any
+) -> None:
+    tracker.record("post_forward", name)
+    if is_last_layer and tracker.is_forward:
+        tracker.category = LOGITS
+
+    def record_backward(gradient: torch.Tensor) -> None:
+        tracker.record("pre_backward", name)
+        if is_last_layer:
+            tracker.category = ACTIVATIONS
+
+    torch.autograd.graph.register_multi_grad_hook(_tensors_with_gradient(output), record_backward, mode="any")
+
+
+def _free_gradient(tracker: AllocationTracker, name: str, parameter: torch.nn.Parameter) -> None:
+    parameter.grad = None
+    tracker.record("gradient", name)
+
+
+def _tensors_with_gradient(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
 class _RecordBackward(torch.autograd.Function):
@@ -169,49 +206,6 @@ class _RecordBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.callback()
         return None, *gradients
-
-
-def _pre_forward_hook(tracker: AllocationTracker, name: str) -> Callable[..., Any]:
-    def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        tracker.record("pre_forward", name)
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
-        if not inputs or not torch.is_grad_enabled():
-            return None
-        outputs = _RecordBackward.apply(lambda: tracker.record("post_backward", name), *inputs)
-        replacements = {id(old): new for old, new in zip(inputs, outputs, strict=True)}
-        return tree_map(lambda leaf: replacements.get(id(leaf), leaf), (args, kwargs))
-
-    return hook
-
-
-def _post_forward_hook(tracker: AllocationTracker, name: str, is_last: bool) -> Callable[..., None]:
-    def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-        tracker.record("post_forward", name)
-        if is_last and tracker.is_forward:
-            tracker.category = LOGITS
-
-        def record_backward(gradient: torch.Tensor) -> None:
-            tracker.record("pre_backward", name)
-            if is_last:
-                tracker.category = ACTIVATIONS
-
-        outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-        torch.autograd.graph.register_multi_grad_hook(outputs, record_backward, mode="any")
-
-    return hook
-
-
-def _watch_gradients(model: MetaModel, tracker: AllocationTracker) -> Iterator[RemovableHandle]:
-    def hook(name: str) -> Callable[[torch.Tensor], None]:
-        def free_and_record(parameter: torch.Tensor) -> None:
-            parameter.grad = None
-            tracker.record("gradient", name)
-
-        return free_and_record
-
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            yield parameter.register_post_accumulate_grad_hook(hook(name))
 
 
 class _AttentionStandIn(torch.autograd.Function):
@@ -251,20 +245,23 @@ def _patched_for_meta(on_cpu: bool) -> Iterator[None]:
     Source: trl 1.16 `kernels/chunked_logprob.py`; transformers 5.23 `integrations/moe.py`.
     """
     from transformers.integrations import moe
+    from trl.kernels import chunked_logprob
 
     def do_nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
-    with contextlib.ExitStack() as patches:
-        functional = torch.nn.functional
-        patches.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _attend))
+    replacements: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch.nn.functional, "scaled_dot_product_attention", _attend),
         # Autocast raises on meta, and the model is in the compute dtype already.
-        patches.enter_context(mock.patch.object(torch, "is_autocast_enabled", lambda *device: False))
-        patches.enter_context(mock.patch.object(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext()))
-        patches.enter_context(mock.patch.object(moe, "_can_use_grouped_mm", lambda *tensors: False))
-        if not on_cpu:
-            from trl.kernels import chunked_logprob
-
-            for kernel in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
-                patches.enter_context(mock.patch.object(chunked_logprob, kernel, do_nothing))
+        (torch, "is_autocast_enabled", lambda *device: False),
+        (torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext()),
+        (moe, "_can_use_grouped_mm", lambda *tensors: False),
+    ]
+    if not on_cpu:
+        replacements += [
+            (chunked_logprob, name, do_nothing) for name in ("_forward_tile", "_backward_tile", "_addmm_fp32")
+        ]
+    with contextlib.ExitStack() as patches:
+        for owner, name, replacement in replacements:
+            patches.enter_context(mock.patch.object(owner, name, replacement))
         yield

@@ -35,7 +35,8 @@ class Alternative:
     @property
     def token_cost(self) -> tuple[float, float, int]:
         """Sort key: step seconds per token, then communication seconds per token, then memory."""
-        tokens = self.plan.job.tokens_per_step
+        job = self.plan.job
+        tokens = job.batch * job.length * job.accumulation
         step_seconds, seconds = (value / tokens for value in (self.traffic.step_seconds, self.traffic.seconds))
         return float(f"{step_seconds:.2g}"), float(f"{seconds:.2g}"), self.plan.needed_bytes
 
@@ -97,7 +98,7 @@ def _changes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
         yield "full_shard", with_sharding(job, "full_shard")
     if not job.is_4bit and "8bit" not in job.optimizer and job.optimizer != "sgd":
         yield "8-bit optimizer (adamw_8bit)", job.replace(optimizer="adamw_8bit")
-    if not job.strategy.is_offloaded and not job.on_cpu:
+    if not job.strategy.is_offloaded and not job.strategy.on_cpu:
         yield (
             "parameters and optimizer offloaded to the host",
             job.replace(is_offloaded=True, name=f"{job.strategy.name}_offload"),

@@ -130,19 +130,9 @@ class TrainingJob:
         return self.mixed_precision or self.dtype
 
     @property
-    def on_cpu(self) -> bool:
-        """Whether the ranks compute on CPUs."""
-        return self.strategy.on_cpu
-
-    @property
     def is_offloaded(self) -> bool:
         """Whether parameters, gradients and optimizer state move from the GPU to the host."""
-        return self.strategy.is_offloaded and not self.on_cpu
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens that one rank trains on per optimizer step."""
-        return self.batch * self.length * self.accumulation
+        return self.strategy.is_offloaded and not self.strategy.on_cpu
 
     def replace(self, **fields: Any) -> "TrainingJob":
         """Return a copy with some fields changed; fields of `strategy` and `cluster` can be named directly."""
