@@ -44,16 +44,6 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def is_true(flag: str) -> bool:
-    """Parse an environment flag as Accelerate does."""
-    return flag.lower() in ("true", "1", "yes", "on", "y", "t")
-
-
-def is_fsdp_requested() -> bool:
-    """Tell whether the launcher, or a TrainingArguments, turned FSDP on through Accelerate."""
-    return is_true(os.environ.get("ACCELERATE_USE_FSDP", "false"))
-
-
 def barrier() -> None:
     """Wait for all ranks. Collective: every rank must call this."""
     if is_distributed():

@@ -16,6 +16,7 @@ from torch.distributed import TCPStore
 
 from hf_fsdp_recipes.checkpointing import disk_estimate
 from hf_fsdp_recipes.configs import templates
+from hf_fsdp_recipes.configs.strategy import read_sharding
 from hf_fsdp_recipes.configs.validate import find_faults, read_config
 from hf_fsdp_recipes.errors import PreflightError
 from hf_fsdp_recipes.tools.preflight import bandwidth_advice, devices, node_info
@@ -373,7 +374,7 @@ def test_low_limits_are_warnings():
 @pytest.mark.parametrize("template", templates.all_templates(), ids=lambda template: template.name)
 def test_strategy_is_read_from_every_template(template):
     config = yaml.safe_load(templates.render(template))
-    assert bandwidth_advice.read_strategy(config) == template.strategy
+    assert read_sharding(config) == template.strategy
 
 
 H100 = bandwidth_advice.Load(tokens=8192, tokens_source="the recipe", flops_per_second=600e12, item_bytes=2)

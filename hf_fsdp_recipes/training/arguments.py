@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_fsdp_recipes.distributed import is_true
+from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.patches import cpu_ranks

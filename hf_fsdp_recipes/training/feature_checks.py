@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.distributed import is_true
+from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.training import attention
 

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.distributed import is_fsdp_requested
+from hf_fsdp_recipes.environment import is_fsdp_requested
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.loading.load_model import initialize_model, load_model
 from hf_fsdp_recipes.training import attention, dtypes

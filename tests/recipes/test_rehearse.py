@@ -153,7 +153,7 @@ def test_output_that_is_too_small_is_caught(tmp_path, capsys, monkeypatch):
     real = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=10**12))
     line = failing([*local_files(BIG, tmp_path), "--push_to_hub", "false"], capsys)
-    assert line.startswith("FAILED output") and "1,000.0 GB free" in line and "827" in line
+    assert line.startswith("FAILED output") and "1.0 TB free" in line and "827" in line
 
 
 def test_output_that_cannot_be_written_is_caught(tmp_path, capsys):

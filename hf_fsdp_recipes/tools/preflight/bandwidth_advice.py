@@ -12,11 +12,10 @@ with parameters sharded, 2 without).
 from dataclasses import dataclass
 from typing import Any
 
-from hf_fsdp_recipes.configs.validate import is_true
+from hf_fsdp_recipes.configs.strategy import read_sharding
 
 OPERATIONS_PER_TOKEN = 6
 PASSES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2}
-_FSDP1 = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
 
 
 @dataclass(frozen=True)
@@ -35,23 +34,10 @@ class Load:
     item_bytes: int
 
 
-def read_strategy(config: dict[str, Any]) -> str:
-    """Return the strategy of an Accelerate config, in the templates' words."""
-    fsdp = {str(key).removeprefix("fsdp_"): value for key, value in (config.get("fsdp_config") or {}).items()}
-    parallel = config.get("parallelism_config") or {}
-    if str(fsdp.get("version", "1")) == "1":
-        strategy = str(fsdp.get("sharding_strategy", "full_shard")).lower()
-        return _FSDP1.get(strategy, strategy)
-    keeps = not is_true(fsdp.get("reshard_after_forward", True))
-    if int(parallel.get("parallelism_config_dp_replicate_size", 1)) > 1:
-        return "hybrid_shard_zero2" if keeps else "hybrid_shard"
-    return "shard_grad_op" if keeps else "full_shard"
-
-
 def as_launched(config: dict[str, Any], num_nodes: int, ranks_per_node: int) -> dict[str, Any]:
     """Return an Accelerate config with the counts that the launcher gives it on the command line."""
     launched = config | {"num_machines": num_nodes, "num_processes": num_nodes * ranks_per_node}
-    if "hybrid" in read_strategy(config) and "parallelism_config" in config:
+    if "hybrid" in read_sharding(config) and "parallelism_config" in config:
         sizes = {
             "parallelism_config_dp_replicate_size": num_nodes,
             "parallelism_config_dp_shard_size": ranks_per_node,
@@ -142,7 +128,7 @@ def describe(
     if config:
         flops_per_second = min(each["flops_per_second"] for local in results for each in local)
         load = read_load(config, recipe, flops_per_second)
-        text = advise(read_strategy(config), load, rates.get("within"), rates.get("between"), num_nodes, ranks_per_node)
+        text = advise(read_sharding(config), load, rates.get("within"), rates.get("between"), num_nodes, ranks_per_node)
         lines.append(f"{'strategy':<10}{text}")
     return lines
 

@@ -13,7 +13,7 @@ import torch
 from hf_fsdp_recipes.checkpointing.layout import list_checkpoints
 from hf_fsdp_recipes.checkpointing.preemption import EXIT_PREEMPTED
 from hf_fsdp_recipes.configs import validate
-from hf_fsdp_recipes.distributed import is_true
+from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.export.generate import generate
 from hf_fsdp_recipes.export.hub import read_target

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from hf_fsdp_recipes.configs import templates
-from hf_fsdp_recipes.distributed import is_true
+from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import PlanError, TemplateError
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE
 from hf_fsdp_recipes.tools.rehearsal.cpu_variant import to_cpu_ranks

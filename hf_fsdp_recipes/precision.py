@@ -1,0 +1,25 @@
+"""Names of dtypes, as torch ("bfloat16") and Accelerate ("bf16") spell them."""
+
+import torch
+
+TRAINING_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parse_dtype(name: str) -> torch.dtype | None:
+    """Return the dtype of a name, or None for "no" (Accelerate's mixed_precision without one).
+
+    Raises:
+        ValueError: not a dtype that parameters are trained in.
+    """
+    if name.lower() in ("no", "none", "false"):
+        return None
+    for short_name, dtype in TRAINING_DTYPES.items():
+        if name.lower() in (short_name, format_dtype(dtype)):
+            return dtype
+    names = ", ".join(format_dtype(dtype) for dtype in TRAINING_DTYPES.values())
+    raise ValueError(f"unknown dtype {name!r}; use {names} or no")
+
+
+def format_dtype(dtype: torch.dtype) -> str:
+    """Write a dtype without torch's prefix: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
