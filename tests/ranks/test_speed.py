@@ -96,7 +96,7 @@ def train_adapters_in_mixed_precision(model, data, output):
 
     settings = {"dtype": "bfloat16", "bf16": True, "lora": LORA | {"lora_dropout": 0.1}, "steps": 2}
     trainer = build(str(model), str(data), str(output), gradient_checkpointing=True, **settings)
-    dtypes.settle(trainer.model, 1)
+    dtypes.cast_trainable(trainer.model, 1)
     trainer.train()
     return losses_of(trainer)
 

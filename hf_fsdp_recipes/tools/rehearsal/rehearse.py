@@ -195,14 +195,14 @@ def _check_template(rehearsal: Rehearsal) -> str:
 
     from hf_fsdp_recipes.loading.load_model import build_on_meta
     from hf_fsdp_recipes.tools.planner import recipe_checks
-    from hf_fsdp_recipes.training.feature_checks import optimizer_faults
+    from hf_fsdp_recipes.training.sharded_optimizer import optimizer_errors
 
     config = validate.read_config(rehearsal.template)
     model = build_on_meta(recipe_checks.read_model_config(_parsed(rehearsal)), torch.float32)
     arguments = _parsed(rehearsal)
     optimizer = str(getattr(arguments.training.optim, "value", arguments.training.optim))
     version = int(config["fsdp_config"].get("fsdp_version", 1))
-    faults = [*recipe_checks.template_faults(config, model), *optimizer_faults(optimizer, version)]
+    faults = [*recipe_checks.template_faults(config, model), *optimizer_errors(optimizer, version)]
     if faults:
         raise RecipeError("; ".join(faults))
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -242,14 +242,14 @@ def _check_data(rehearsal: Rehearsal) -> str:
     """Prepare the rows as the run will, which names missing columns and templates at once."""
     from hf_fsdp_recipes.training.arguments import is_streaming, parse_arguments
     from hf_fsdp_recipes.training.data import cache
-    from hf_fsdp_recipes.training.data.tokenize import prepare
+    from hf_fsdp_recipes.training.data.preparation import prepare
     from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows
 
     arguments = parse_arguments(["--config", str(rehearsal.directory / "recipe.yaml"), "--use_cpu", "true"])
-    if is_streaming(arguments) or cache.is_prepared(arguments.script.dataset_name):
+    if is_streaming(arguments) or cache.is_cache(arguments.script.dataset_name):
         return "a stream, or prepared: looked at by the run"
     rows = prepare(arguments, tokenizer_for_rows(load_tokenizer(arguments), arguments.training))
-    return "; ".join(tally.describe(arguments.training.max_length) for tally in rows.tallies.values())
+    return "; ".join(counts.describe(arguments.training.max_length) for counts in rows.counts.values())
 
 
 def _checkpoints(rehearsal: Rehearsal) -> list[Path]:

@@ -41,14 +41,14 @@ def prepare(rehearsal: Any, arguments: Any) -> str:
     from transformers import AutoModelForCausalLM
 
     from hf_fsdp_recipes.tools.planner.recipe_checks import read_model_config
-    from hf_fsdp_recipes.training.tiny_config import shrink_config
+    from hf_fsdp_recipes.training.tiny_config import tiny_config
     from hf_fsdp_recipes.training.tokenizer import load_tokenizer
 
     config = read_model_config(arguments)
     special, arguments.recipe.special_tokens = arguments.recipe.special_tokens, None
     tokenizer = load_tokenizer(arguments)
     arguments.recipe.special_tokens = special
-    small = shrink_config(config, vocab_size=None)
+    small = tiny_config(config, vocab_size=None)
     model = AutoModelForCausalLM.from_config(small, dtype=getattr(config, "dtype", None) or torch.bfloat16)
     model.save_pretrained(rehearsal.directory / "model")
     tokenizer.save_pretrained(rehearsal.directory / "model")
@@ -68,10 +68,10 @@ def _write_rows(arguments: Any, directory: Path) -> str:
     from itertools import islice
 
     from hf_fsdp_recipes.training.data import cache
-    from hf_fsdp_recipes.training.data.read_files import read_splits
+    from hf_fsdp_recipes.training.data.dataset_parts import read_splits
 
     script = arguments.script
-    if arguments.mixture.datasets or cache.is_prepared(script.dataset_name):
+    if arguments.mixture.datasets or cache.is_cache(script.dataset_name):
         return "its own data, whole"
     is_local = Path(script.dataset_name).exists()
     splits = read_splits(script.dataset_name, script.dataset_config, streaming=not is_local)
