@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -26,130 +26,80 @@ if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 
+def _argument(default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
+
+
 @dataclass
 class RecipeArguments:
     """What this package adds to TRL's arguments."""
 
-    attention: str = field(
-        default="auto",
-        metadata={
-            "help": "Attention implementation; auto picks the newest installed FlashAttention on a GPU, otherwise the "
-            "model's own default.",
-            "choices": ["auto", "flash", "sdpa", "eager", "flex"],
-        },
+    attention: Literal["auto", "flash", "sdpa", "eager", "flex"] = _argument(
+        "auto", "Attention implementation; auto picks the newest installed FlashAttention, or else the model's default."
     )
-    config_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Config of a new model to train from scratch (a directory, a config.json or a Hub id), instead of "
-            "model_name_or_path."
-        },
+    config_name: str | None = _argument(
+        None,
+        "Config of a new model to train from scratch, instead of model_name_or_path; a directory, a config.json or a Hub id.",
     )
-    config_overrides: str | None = field(
-        default=None,
-        metadata={"help": "Changes to config_name's config, such as hidden_size=768,num_hidden_layers=12."},
+    config_overrides: str | None = _argument(
+        None, "Changes to the config of the new model, such as hidden_size=768,num_hidden_layers=12."
     )
-    tokenizer_name: str | None = field(
-        default=None,
-        metadata={"help": "Directory or Hub id of the tokenizer, if not the model's own; required with config_name."},
+    tokenizer_name: str | None = _argument(
+        None, "Directory or Hub id of the tokenizer, if it is not the model's own; required with config_name."
     )
     special_tokens: list[str] | None = field(
         default=None,
         metadata={"help": "Special tokens to add; their embeddings start as the mean of the existing ones."},
     )
-    compile_blocks: bool = field(
-        default=False,
-        metadata={
-            "help": "Compile each transformer block separately with torch.compile (FSDP2 only); the first steps take "
-            "minutes longer."
-        },
+    compile_blocks: bool = _argument(
+        False,
+        "Compile each transformer block separately with torch.compile (FSDP2 only); adds minutes to the first steps.",
     )
-    dry_run: bool = field(
-        default=False,
-        metadata={"help": "Check the recipe and print batch sizes and memory, without loading weights or training."},
+    dry_run: bool = _argument(
+        False, "Check the recipe and print batch sizes and memory, without loading weights or training."
     )
-    load_source: str = field(
-        default="rank0",
-        metadata={
-            "help": "How weights reach the ranks: rank0 reads the files and sends every rank its slices; with direct, "
-            "each rank reads its own slices.",
-            "choices": ["rank0", "direct"],
-        },
+    load_source: Literal["rank0", "direct"] = _argument(
+        "rank0",
+        "How ranks get their slices of the weights; with rank0, rank 0 reads and sends them; with direct, each rank reads "
+        "its own.",
     )
-    export: bool = field(
-        default=True,
-        metadata={"help": "Write the final weights to <output_dir>/export; turn off for runs that are only measured."},
+    export: bool = _argument(
+        True, "Write the final weights to <output_dir>/export; turn it off for runs that are only measured."
     )
-    export_dtype: str | None = field(
-        default=None,
-        metadata={"help": "Dtype of the exported weights, such as bfloat16; by default that of the parameters."},
+    export_dtype: str | None = _argument(
+        None, "Dtype of the exported weights, such as bfloat16; by default the dtype of the trained parameters."
     )
-    export_max_shard_size: str = field(
-        default="5GB", metadata={"help": "Maximum size of an exported file, as in save_pretrained."}
+    export_max_shard_size: str = _argument("5GB", "Maximum size of one exported file, as in save_pretrained.")
+    merge_adapter: bool = _argument(
+        False, "Also write <output_dir>/export_merged, the base model with the LoRA weights merged in."
     )
-    merge_adapter: bool = field(
-        default=False,
-        metadata={"help": "Also write <output_dir>/export_merged, the base model with the LoRA weights merged in."},
+    adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _argument(
+        "auto", "Dtype in which adapters train; auto is float32, but under FSDP1 the dtype of the base weights."
     )
-    adapter_dtype: str = field(
-        default="auto",
-        metadata={
-            "help": "Dtype in which adapters train; auto is float32, or the dtype of the base weights under FSDP1.",
-            "choices": ["auto", "float32", "bfloat16", "float16"],
-        },
+    verify_export: Literal["auto", "logits", "off"] = _argument(
+        "auto", "Compare the export's logits with the trained model's; auto does so below 3 billion parameters."
     )
-    verify_export: str = field(
-        default="auto",
-        metadata={
-            "help": "Whether to compare the export's logits with the trained model's; auto does so for models below 3 "
-            "billion parameters.",
-            "choices": ["auto", "logits", "off"],
-        },
+    asynchronous_save: bool = _argument(
+        True, "Write checkpoints in the background while training continues; each rank needs host memory for its state."
     )
-    asynchronous_save: bool = field(
-        default=True,
-        metadata={
-            "help": "Write checkpoints in the background while training continues; needs host memory for one copy of "
-            "each rank's state."
-        },
+    prompt_template: Literal["alpaca", "chat"] = _argument(
+        "alpaca", "Format for instruction/input/output rows; alpaca makes a text prompt, chat makes messages."
     )
-    prompt_template: str = field(
-        default="alpaca",
-        metadata={
-            "help": "Format of instruction/input/output rows: alpaca makes a text prompt, chat makes messages.",
-            "choices": ["alpaca", "chat"],
-        },
+    validation_split_percentage: float = _argument(
+        0.0, "Percentage of the training rows to hold out for evaluation if there is no test split."
     )
-    validation_split_percentage: float = field(
-        default=0.0,
-        metadata={"help": "Percentage of the training rows held out for evaluation if there is no test split."},
+    add_special_tokens: bool = _argument(
+        True, "Let the tokenizer add its special tokens, such as a beginning-of-sequence token, to text rows."
     )
-    add_special_tokens: bool = field(
-        default=True,
-        metadata={"help": "Let the tokenizer add its special tokens, such as a begin token, to text rows."},
+    append_concat_token: bool = _argument(True, "Append the end-of-sequence token to each text row.")
+    shuffle_buffer_size: int = _argument(
+        1000, "Number of streamed rows to shuffle and pack together; 0 keeps the order of the files."
     )
-    append_concat_token: bool = field(
-        default=True, metadata={"help": "Append the end-of-sequence token to each text row."}
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = _argument(
+        "first_exhausted", "When a mixture with fractions ends, as in datasets.interleave_datasets; streams never end."
     )
-    shuffle_buffer_size: int = field(
-        default=1000,
-        metadata={
-            "help": "Number of streamed rows that are shuffled and packed together; 0 keeps the order of the files."
-        },
-    )
-    stopping_strategy: str = field(
-        default="first_exhausted",
-        metadata={
-            "help": "When a mixture with fractions ends, as in datasets.interleave_datasets; streams never end.",
-            "choices": ["first_exhausted", "all_exhausted"],
-        },
-    )
-    report: bool = field(
-        default=True, metadata={"help": "Write metrics.jsonl, report.md and plots to the output directory."}
-    )
-    throughput_warmup_steps: int = field(
-        default=3, metadata={"help": "Number of first steps that the reported throughput leaves out."}
-    )
+    report: bool = _argument(True, "Write metrics.jsonl, report.md and plots to the output directory.")
+    throughput_warmup_steps: int = _argument(3, "Number of first steps to leave out of the reported throughput.")
 
 
 class Arguments(NamedTuple):

@@ -39,12 +39,7 @@ def check_features(arguments: "Arguments") -> None:
     """
     training, recipe = arguments.training, arguments.recipe
     optimizer = optimizer_name(training)
-    errors = [
-        *optimizer_errors(optimizer, fsdp_version()),
-        *_padding_errors(training),
-        *_checkpointing_errors(training),
-        *_compilation_errors(training, recipe),
-    ]
+    errors = [*optimizer_errors(optimizer, fsdp_version()), *_conflicts(training, recipe)]
     if not recipe.dry_run:
         attention.select_implementation(recipe.attention, training.use_cpu)
         errors += [*_accelerator_errors(training), *_installation_errors(optimizer)]
@@ -70,37 +65,32 @@ def _accelerator_errors(training: "SFTConfig") -> Iterator[str]:
 
 
 def _installation_errors(optimizer: str) -> Iterator[str]:
-    if optimizer in TORCHAO_OPTIMIZERS and find_spec("torchao") is None:
-        yield f"optim: {optimizer} needs torchao. Run pip install torchao, or use optim: adamw_torch_fused."
-    if is_bitsandbytes_optimizer(optimizer) and find_spec("bitsandbytes") is None:
-        yield f"optim: {optimizer} needs bitsandbytes. Run pip install bitsandbytes, or use optim: adamw_torch_fused."
+    for library, is_used in (
+        ("torchao", optimizer in TORCHAO_OPTIMIZERS),
+        ("bitsandbytes", is_bitsandbytes_optimizer(optimizer)),
+    ):
+        if is_used and find_spec(library) is None:
+            yield f"optim: {optimizer} needs {library}. Run pip install {library}, or use optim: adamw_torch_fused."
 
 
-def _padding_errors(training: "SFTConfig") -> Iterator[str]:
+def _conflicts(training: "SFTConfig", recipe: "RecipeArguments") -> Iterator[str]:
     if training.padding_free and not training.packing and training.max_length is not None:
         yield (
             f"padding_free: true ignores max_length: {training.max_length}, because TRL does not truncate rows there. Set "
             f"max_length: null, or packing: true, which has no padding either."
         )
-
-
-def _checkpointing_errors(training: "SFTConfig") -> Iterator[str]:
-    in_template = parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING")
-    if in_template and (training.activation_checkpointing or training.gradient_checkpointing):
+    recomputes = training.activation_checkpointing or training.gradient_checkpointing
+    if recomputes and parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
         yield (
             "gradient_checkpointing: true (TRL's default) and fsdp_activation_checkpointing: true in the template would "
             "recompute layers twice. Set gradient_checkpointing: false in the recipe."
         )
-
-
-def _compilation_errors(training: "SFTConfig", recipe: "RecipeArguments") -> Iterator[str]:
-    version = fsdp_version()
-    if recipe.compile_blocks and version != 2:
+    if recipe.compile_blocks and fsdp_version() != 2:
         yield (
             "compile_blocks: true needs FSDP2, where Accelerate compiles blocks in place. Use an fsdp2_*.yaml template, or "
             "set compile_blocks: false."
         )
-    if training.torch_compile and version == 1 and parse_flag_from_env(REGIONAL_COMPILATION):
+    if training.torch_compile and fsdp_version() == 1 and parse_flag_from_env(REGIONAL_COMPILATION):
         yield (
             "torch_compile: true with dynamo_use_regional_compilation: true does not work under FSDP1, because Accelerate "
             "cannot wrap the blocks of an FSDP1 model. Use an fsdp2_*.yaml template with compile_blocks: true, or turn "

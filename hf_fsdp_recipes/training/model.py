@@ -74,7 +74,7 @@ def _load(arguments: Arguments, implementation: str | None) -> "PreTrainedModel"
         kwargs["quantization_config"] = quantization
     return load_model(
         model_arguments.model_name_or_path,
-        source=arguments.recipe.load_source,  # type: ignore[arg-type]  # one of the field's choices
+        source=arguments.recipe.load_source,
         dtype=model_arguments.dtype,
         revision=model_arguments.model_revision,
         attn_implementation=implementation,

@@ -8,18 +8,16 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import DatasetDict, load_from_disk
+from transformers import PreTrainedTokenizerBase
 
 from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.arguments import Arguments, is_streaming, parse_arguments
 from hf_fsdp_recipes.training.data.dataset_parts import check_num_rows
 from hf_fsdp_recipes.training.data.preparation import TrainingRows, prepare
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows, tokenizer_hash
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MANIFEST = "prepared.json"
 # Recipes for GPUs set precisions that this machine may not support; rows do not depend on them.
@@ -62,7 +60,7 @@ def prepare_directory(argv: list[str], output: Path) -> list[str]:
     return [*lines, f"prepared: {output} ({len(rows.train):,} sequences for training{evaluation})"]
 
 
-def write_cache(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase", output: Path) -> TrainingRows:
+def write_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, output: Path) -> TrainingRows:
     """Prepare the rows of a run and write them. One process, without a process group.
 
     Raises:
@@ -87,7 +85,7 @@ def write_cache(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase", outp
     return rows
 
 
-def _manifest(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase", rows: TrainingRows) -> dict[str, Any]:
+def _manifest(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, rows: TrainingRows) -> dict[str, Any]:
     return {
         "tokenizer": {"name": arguments.model.model_name_or_path, "sha256": tokenizer_hash(tokenizer)},
         **_settings(arguments),
@@ -102,7 +100,7 @@ def _settings(arguments: Arguments) -> dict[str, Any]:
     return settings if arguments.training.packing else settings | {"packing_strategy": None}
 
 
-def read_cache(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> TrainingRows:
+def read_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
     """Memory-map prepared rows if this run would prepare the same ones. Every rank calls this; no collective.
 
     Raises:

@@ -1,6 +1,6 @@
 """The rows of a run, ready for SFTTrainer: from a prepared directory, prepared now, or streamed."""
 
-from typing import TYPE_CHECKING
+from transformers import PreTrainedTokenizerBase
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.training.arguments import Arguments, is_streaming
@@ -10,11 +10,8 @@ from hf_fsdp_recipes.training.data.preparation import TrainingRows, prepare
 from hf_fsdp_recipes.training.data.streaming import open_streams
 from hf_fsdp_recipes.training.tokenizer import tokenizer_for_rows
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
-
-def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> TrainingRows:
+def load_rows(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
     """Load the rows a run trains and evaluates on, and set SFTTrainer's arguments so that it prepares nothing.
 
     Collective: every rank must call this. Rank 0 prepares the rows and the others read its cache; no collective's timeout

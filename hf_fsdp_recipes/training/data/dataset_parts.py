@@ -5,13 +5,12 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from datasets import Dataset, IterableDataset, load_dataset
 
 from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.arguments import Arguments, is_streaming
-
-if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
 
 FILE_READERS = {".json": "json", ".jsonl": "json", ".txt": "text", ".parquet": "parquet"}
 NOT_UTF8_MARK = "\ufdd0"  # a noncharacter that Unicode reserves for internal use, so no text contains it
@@ -26,8 +25,8 @@ class DatasetPart:
     """
 
     name: str
-    train: "Dataset | IterableDataset"
-    evaluation: "Dataset | IterableDataset | None" = None
+    train: Dataset | IterableDataset
+    evaluation: Dataset | IterableDataset | None = None
     fraction: float | None = None
 
 
@@ -91,8 +90,6 @@ def read_splits(name: str, config: str | None = None, streaming: bool = False) -
     Raises:
         DataError: it does not exist or cannot be read.
     """
-    from datasets import load_dataset
-
     path = Path(name)
     with _data_errors(name):
         if path.exists():

@@ -4,16 +4,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from datasets import Dataset
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.data.dataset_parts import NOT_UTF8_MARK
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 class RowStatus(IntEnum):
@@ -45,8 +43,12 @@ DROPPED = {
 class RowCounts:
     """How many rows were read, kept, truncated and dropped."""
 
-    num_rows: int = 0
     by_status: Counter[RowStatus] = field(default_factory=Counter)
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows read."""
+        return self.by_status.total()
 
     @property
     def num_kept(self) -> int:
@@ -54,20 +56,20 @@ class RowCounts:
         return self.num_rows - sum(self.by_status[status] for status in DROPPED)
 
     def __add__(self, other: "RowCounts") -> "RowCounts":
-        return RowCounts(self.num_rows + other.num_rows, self.by_status + other.by_status)
+        return RowCounts(self.by_status + other.by_status)
 
     def describe(self, max_length: int | None) -> str:
         """Return one line for the log, with `max_length` in tokens."""
         text = f"kept {self.num_kept:,} of {self.num_rows:,} rows"
-        dropped = [
-            f"{self.by_status[status]:,} {reason}" for status, reason in DROPPED.items() if self.by_status[status]
-        ]
-        if self.by_status[RowStatus.NOTHING_TO_LEARN] and max_length is not None:
+        found = self.by_status
+        dropped = [f"{found[status]:,} {reason}" for status, reason in DROPPED.items() if found[status]]
+        if found[RowStatus.NOTHING_TO_LEARN] and max_length is not None:
             dropped[-1] += f" in the first {max_length} tokens"
         if dropped:
             text += f"; dropped {', '.join(dropped)}"
-        num_truncated = self.by_status[RowStatus.TRUNCATED]
-        return text + (f"; truncated {num_truncated:,} to {max_length} tokens" if num_truncated else "")
+        if found[RowStatus.TRUNCATED]:
+            text += f"; truncated {found[RowStatus.TRUNCATED]:,} to {max_length} tokens"
+        return text
 
     def as_dict(self) -> dict[str, int]:
         """Return the counts by name, ready for JSON."""
@@ -75,24 +77,17 @@ class RowCounts:
         return {"rows": self.num_rows, "kept": self.num_kept} | counts
 
 
-def filter_rows(rows: "Dataset") -> "tuple[Dataset, RowCounts]":
+def filter_rows(rows: Dataset) -> tuple[Dataset, RowCounts]:
     """Return the rows to train on, in order and without their `status` column, and the counts of all rows."""
-    status = (
-        rows.select_columns("status").with_format("numpy")[:]["status"] if len(rows) else np.zeros(0, dtype=np.int8)
-    )
-    values, counts = np.unique(status, return_counts=True)
-    by_status = {RowStatus(int(value)): int(count) for value, count in zip(values, counts, strict=True)}
-    kept = np.flatnonzero(~np.isin(status, list(DROPPED)))
+    found = np.array(rows["status"][:], dtype=np.int64)
+    counts = np.bincount(found, minlength=len(RowStatus)).tolist()
+    kept = np.flatnonzero(~np.isin(found, list(DROPPED)))
     selected = rows if len(kept) == len(rows) else rows.select(kept)
-    return selected.remove_columns("status"), RowCounts(len(rows), Counter(by_status))
+    return selected.remove_columns("status"), RowCounts(Counter(dict(zip(RowStatus, counts, strict=True))))
 
 
 def check_any_kept(counts: RowCounts, name: str, max_length: int | None) -> None:
-    """Refuse a dataset of which every row was dropped.
-
-    Raises:
-        DataError: with the reasons.
-    """
+    """Raise a DataError with the reasons if every row was dropped."""
     if counts.num_kept == 0:
         raise DataError(
             f"{name} has nothing to train on: {counts.describe(max_length)}. Check the columns, the chat template and "

@@ -1,9 +1,10 @@
 """From rows as they were read to rows that SFTTrainer trains on: filtered, tokenized, mixed and packed."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from datasets import Features, List, Value, concatenate_datasets, interleave_datasets
+from datasets import Dataset, Features, List, Value, concatenate_datasets, interleave_datasets
+from transformers import PreTrainedTokenizerBase
 from trl import get_training_chat_template, pack_dataset
 from trl.chat_template_utils import has_generation_markers
 
@@ -13,10 +14,6 @@ from hf_fsdp_recipes.training.data.dataset_parts import DatasetPart, check_num_r
 from hf_fsdp_recipes.training.data.filtering import RowCounts, check_any_kept, filter_rows
 from hf_fsdp_recipes.training.data.row_formats import to_sft_format
 from hf_fsdp_recipes.training.data.row_tokenizer import RowTokenizer, has_trainable_label, is_conversational
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
 
 SPLITTING_STRATEGIES = ("bfd_split", "wrapped")  # the rest of a long row continues in the next sequence
 FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "status": Value("int8")})
@@ -43,7 +40,7 @@ class Preparation:
         tokenizer: from `tokenizer_for_rows`.
     """
 
-    def __init__(self, arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.training = arguments.training
         self.recipe = arguments.recipe
@@ -53,7 +50,7 @@ class Preparation:
         splits = packing and self.training.packing_strategy in SPLITTING_STRATEGIES
         return None if splits else self.training.max_length
 
-    def tokenize(self, rows: "Dataset", name: str, packing: bool) -> "tuple[Dataset, RowCounts]":
+    def tokenize(self, rows: Dataset, name: str, packing: bool) -> tuple[Dataset, RowCounts]:
         """Return `input_ids` and `labels` of the rows that can be trained on, and the counts of all rows.
 
         Raises:
@@ -70,7 +67,7 @@ class Preparation:
         )
         return filter_rows(tokenized)
 
-    def pack(self, rows: "Dataset", name: str, packing: bool) -> "Dataset":
+    def pack(self, rows: Dataset, name: str, packing: bool) -> Dataset:
         """Pack tokenized rows if `packing` is on, and shuffle them if `shuffle_dataset` is set."""
         training = self.training
         if packing:
@@ -82,10 +79,10 @@ class Preparation:
             rows = rows.filter(has_trainable_label, num_proc=training.dataset_num_proc)
         return rows
 
-    def _shuffle(self, rows: "Dataset") -> "Dataset":
+    def _shuffle(self, rows: Dataset) -> Dataset:
         return rows.shuffle(seed=self.training.seed) if self.training.shuffle_dataset else rows
 
-    def _row_tokenizer(self, rows: "Dataset", name: str, packing: bool) -> RowTokenizer:
+    def _row_tokenizer(self, rows: Dataset, name: str, packing: bool) -> RowTokenizer:
         training = self.training
         is_completion = {"prompt", "completion"} <= set(rows.column_names)
         return RowTokenizer(
@@ -101,7 +98,7 @@ class Preparation:
             special_ids=tuple(sorted(self.tokenizer.all_special_ids)),
         )
 
-    def _training_template(self, rows: "Dataset", name: str) -> str | None:
+    def _training_template(self, rows: Dataset, name: str) -> str | None:
         """Return TRL's chat template for training if assistant_only_loss needs one, or None to use the tokenizer's."""
         if "input_ids" in rows.column_names:
             return None
@@ -133,7 +130,7 @@ class Preparation:
             ) from error
 
 
-def prepare(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> TrainingRows:
+def prepare(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
     """Read and prepare all rows that a run trains and evaluates on. One rank; no collective.
 
     Raises:
@@ -159,7 +156,7 @@ def packs_evaluation(arguments: Arguments) -> bool:
 
 def _tokenize_part(
     preparation: Preparation, part: DatasetPart, raw: Any, split: str, packing: bool, rows: TrainingRows
-) -> "Dataset":
+) -> Dataset:
     """Tokenize one split of a part and add its counts to `rows`."""
     tokenized, counts = preparation.tokenize(raw, part.name, packing)
     check_any_kept(counts, part.name, preparation.max_length(packing))
@@ -168,7 +165,7 @@ def _tokenize_part(
     return tokenized
 
 
-def _mix(tokenized: "list[Dataset]", parts: list[DatasetPart], arguments: Arguments) -> "Dataset":
+def _mix(tokenized: list[Dataset], parts: list[DatasetPart], arguments: Arguments) -> Dataset:
     """Draw rows by the parts' fractions, or concatenate all rows if there are none."""
     fractions = [part.fraction for part in parts if part.fraction is not None]
     if len(parts) == 1 or not fractions:

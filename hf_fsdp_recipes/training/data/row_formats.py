@@ -1,12 +1,11 @@
 """The row formats that a dataset can have, recognized by its columns."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from datasets import Dataset
 
 from hf_fsdp_recipes.errors import DataError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 KNOWN_FORMATS = (
     "messages",
@@ -28,7 +27,7 @@ ALPACA_WITHOUT_INPUT = (
 )
 
 
-def to_sft_format(rows: "Dataset", name: str, text_column: str = "text", prompt_template: str = "alpaca") -> "Dataset":
+def to_sft_format(rows: Dataset, name: str, text_column: str = "text", prompt_template: str = "alpaca") -> Dataset:
     """Return rows in a format of SFTTrainer's: input_ids, messages, prompt + completion, or text.
 
     Raises:

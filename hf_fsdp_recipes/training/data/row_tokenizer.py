@@ -10,15 +10,13 @@ Source: trl 1.16 `SFTTrainer._prepare_dataset`: `add_eos`, `tokenize_fn`, `build
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 from trl.data_utils import common_prefix_length
 
 from hf_fsdp_recipes.training.data.filtering import RowStatus, check_row
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.get_logger(__name__)
 NO_LABEL = -100
@@ -30,31 +28,17 @@ CACHE_VERSION = 1  # part of the key of datasets' cache; increase it if a row wo
 
 @dataclass(frozen=True, eq=False)
 class RowTokenizer:
-    """A function for `datasets.map` that returns `input_ids`, `labels` and `status` of a row.
+    """A function for `datasets.map` that returns `input_ids`, `labels` and `status` of a row."""
 
-    Attributes:
-        tokenizer: with the end token and chat template of the run.
-        text_column: the column of plain text.
-        chat_template: replaces the tokenizer's own; None keeps that one.
-        completion_only: whether labels of prompts are masked.
-        assistant_only: whether labels of everything but the assistant's messages are masked.
-        add_special_tokens: whether the tokenizer adds its special tokens to plain text.
-        append_end_token: whether the end token is appended to plain text.
-        max_length: in tokens; None truncates nothing.
-        keep_end: whether the end of a longer row is kept instead of its start.
-        special_ids: ids of all special tokens.
-        cache_version: see CACHE_VERSION.
-    """
-
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: PreTrainedTokenizerBase
     text_column: str
-    chat_template: str | None
+    chat_template: str | None  # None: the tokenizer's own
     completion_only: bool
     assistant_only: bool
-    add_special_tokens: bool
-    append_end_token: bool
-    max_length: int | None
-    keep_end: bool
+    add_special_tokens: bool  # to plain text
+    append_end_token: bool  # to plain text
+    max_length: int | None  # in tokens; None truncates nothing
+    keep_end: bool  # of longer rows, instead of their start
     special_ids: tuple[int, ...]
     cache_version: int = CACHE_VERSION
 
@@ -81,7 +65,7 @@ class RowTokenizer:
             return row
         limit = max(MAX_CHARACTERS, self.max_length * MAX_CHARACTERS_PER_TOKEN)
         names = (self.text_column, "messages", "prompt", "completion")
-        return row | {name: _cut(row[name], limit) for name in names if name in row}
+        return row | {name: _shorten_text(row[name], limit) for name in names if name in row}
 
     def _tokenize(self, row: dict[str, Any]) -> Mapping[str, Any]:
         """Return `input_ids` and the masks of what is learned."""
@@ -118,11 +102,8 @@ class RowTokenizer:
 
     def _render(self, messages: list[dict[str, Any]], row: dict[str, Any], **options: Any) -> Mapping[str, Any]:
         tools = row.get("tools")
-        options |= {
-            "chat_template": self.chat_template,
-            "tools": json.loads(tools) if isinstance(tools, str) else tools,
-        }
-        options |= row.get("chat_template_kwargs") or {}
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        options |= {"chat_template": self.chat_template, "tools": tools, **(row.get("chat_template_kwargs") or {})}
         return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
 
     def _with_end_token(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -165,9 +146,9 @@ def _dropped(status: RowStatus) -> dict[str, Any]:
     return {"input_ids": [], "labels": [], "status": int(status)}
 
 
-def _cut(value: Any, num_characters: int) -> Any:
+def _shorten_text(value: Any, num_characters: int) -> Any:
     if isinstance(value, str):
         return value[:num_characters]
     if isinstance(value, dict) and isinstance(value.get("content"), str):  # a message
         return value | {"content": value["content"][:num_characters]}
-    return [_cut(message, num_characters) for message in value] if isinstance(value, list) else value
+    return [_shorten_text(message, num_characters) for message in value] if isinstance(value, list) else value

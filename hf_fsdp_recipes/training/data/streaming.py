@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets, disable_progress_bars
 from datasets import IterableDataset as HubIterableDataset
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset
+from transformers import PreTrainedTokenizerBase
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import DataError
@@ -22,9 +23,6 @@ from hf_fsdp_recipes.training.arguments import Arguments
 from hf_fsdp_recipes.training.data.dataset_parts import DatasetPart, load_parts
 from hf_fsdp_recipes.training.data.filtering import RowCounts, check_any_kept
 from hf_fsdp_recipes.training.data.preparation import Preparation, TrainingRows, packs_evaluation
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 DEFAULT_BLOCK_ROWS = 1000  # without shuffling; TRL packs as many rows at a time
 
@@ -211,7 +209,7 @@ class RowStream(IterableDataset):
         self._reset(0, 0)
 
 
-def open_streams(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> TrainingRows:
+def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
     """Open this rank's part of the streams and read its first block. Every rank calls this; no collective.
 
     Raises:
