@@ -146,7 +146,7 @@ def difference_to_unsharded(name, num_rows):
 
 @pytest.mark.parametrize("name", ["paged_adamw_32bit", "adamw_8bit", "lion_8bit", "rmsprop_bnb"])
 def test_sharded_step_equals_the_unsharded_one(name):
-    # 65 rows over 3 ranks are uneven, and the last layer's 2 rows leave one rank without any; rows of the first layer are blocks of 256.
+    # 65 rows over 3 ranks are uneven; of the last layer's 2 rows one rank has none. Rows of the first are blocks of 256.
     assert run_ranks(difference_to_unsharded, 3, name, 65) == [0.0, 0.0, 0.0]
 
 

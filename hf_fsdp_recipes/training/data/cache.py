@@ -115,8 +115,8 @@ def read_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Trai
         return TrainingRows(splits["train"])
     if "test" not in splits:
         raise DataError(
-            f"eval_strategy is {training.eval_strategy}, but {directory} was prepared without evaluation rows. Prepare it "
-            f"again with eval_strategy and, if there is no test split, validation_split_percentage."
+            f"eval_strategy is set, but {directory} was prepared without evaluation rows. Prepare it again with eval_strategy "
+            f"and, if there is no test split, validation_split_percentage."
         )
     return TrainingRows(splits["train"], splits["test"])
 

@@ -70,13 +70,13 @@ def _split_rows(train: Any, test: Any, name: str, arguments: Arguments) -> tuple
         return train, None
     if test is not None:
         return train, test
-    share = recipe.validation_split_percentage / 100 or (
-        arguments.mixture.datasets and arguments.mixture.test_split_size
-    )
+    share = recipe.validation_split_percentage / 100
+    if not share and arguments.mixture.datasets:
+        share = arguments.mixture.test_split_size
     if not share:
         raise DataError(
-            f"eval_strategy is {training.eval_strategy} but {name} has no split {script.dataset_test_split!r}. Set "
-            f"dataset_test_split, or validation_split_percentage to hold rows out."
+            f"eval_strategy is set, but {name} has no split {script.dataset_test_split!r}. Set dataset_test_split, or "
+            f"validation_split_percentage to hold rows out."
         )
     if not hasattr(train, "train_test_split"):
         raise DataError("rows cannot be held out of a stream. Name a test split, or turn streaming off.")
