@@ -99,7 +99,7 @@ def test_rows_are_held_out_for_evaluation(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "word"),
+    ("make", "message"),
     [
         (lambda p: p / "nothing.jsonl", "does not exist"),
         (lambda p: write(p / "empty.jsonl", []), "has no rows"),
@@ -109,8 +109,8 @@ def test_rows_are_held_out_for_evaluation(tmp_path):
         (lambda p: write(p / "rows.csv", [{"text": "a"}]), "no readable data"),
     ],
 )
-def test_data_that_cannot_be_trained_on_is_one_error(tmp_path, make, word):
-    with pytest.raises(DataError, match=word):
+def test_data_that_cannot_be_trained_on_is_one_error(tmp_path, make, message):
+    with pytest.raises(DataError, match=message):
         load(arguments(make(tmp_path)))
 
 

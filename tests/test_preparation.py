@@ -19,7 +19,7 @@ MARKED_TEMPLATE = (
     "{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}{% else %}{{ message['content'] }}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# Says which tools there are, and takes another system message.
+# Lists the tools, and takes an argument of the template.
 TOOL_TEMPLATE = (
     "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}{% if mood %}<|system|>{{ mood }}<|end|>{% endif %}"
     + MARKED_TEMPLATE

@@ -19,8 +19,8 @@ def write(path, texts):
     return path
 
 
-def numbered(count, word="row"):
-    return [f"{word} {number} of it" for number in range(count)]
+def numbered(count, prefix="row"):
+    return [f"{prefix} {number} of it" for number in range(count)]
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_stream_resumes_at_the_row_where_it_stopped(case, stop, recipe, folder):
     for index in range(num_files):
         write(folder / f"{index}.jsonl", numbered(37)[index::num_files])
     arguments = recipe(**settings)
-    whole = texts(*open_rank(arguments, 1, 2), 40)
+    expected = texts(*open_rank(arguments, 1, 2), 40)
     found, state = [], None
     for count in (stop, 3, 37 - stop):  # stopped and resumed twice
         stream, tokenizer = open_rank(arguments, 1, 2)
@@ -89,7 +89,7 @@ def test_stream_resumes_at_the_row_where_it_stopped(case, stop, recipe, folder):
             stream.load_state_dict(state)
         found += texts(stream, tokenizer, count)
         state = json.loads(json.dumps(stream.state_dict()))  # as a checkpoint keeps it
-    assert found == whole
+    assert found == expected
 
 
 def test_resuming_reads_one_block_again(recipe, folder):
@@ -128,13 +128,13 @@ def test_streams_are_mixed_by_fraction_and_resumed(recipe, tmp_path):
     write(tmp_path / "b.jsonl", numbered(20, "b"))
     parts = [{"path": str(tmp_path / "a.jsonl"), "fraction": 3}, {"path": str(tmp_path / "b.jsonl"), "fraction": 1}]
     arguments = recipe(datasets=parts, shuffle_buffer_size=40)
-    whole = texts(*open_rank(arguments), 200)
-    assert 30 < sum(text.startswith("b") for text in whole) < 70  # more than b has: it restarts
+    expected = texts(*open_rank(arguments), 200)
+    assert 30 < sum(text.startswith("b") for text in expected) < 70  # more than b has: it restarts
     stream, tokenizer = open_rank(arguments)
     texts(stream, tokenizer, 105)
     later, _ = open_rank(arguments)
     later.load_state_dict(stream.state_dict())
-    assert texts(later, tokenizer, 95) == whole[105:]
+    assert texts(later, tokenizer, 95) == expected[105:]
 
 
 def test_unusable_rows_of_a_stream_are_dropped_and_counted(recipe, folder):
@@ -178,7 +178,7 @@ def save_positions(directory, arguments, num_ranks, count):
 def test_another_number_of_ranks_skips_the_rows_read(recipe, folder, tmp_path, capsys):
     write(folder / "rows.jsonl", numbered(80))
     arguments = recipe()
-    save_positions(tmp_path / "checkpoint", arguments, 2, 20)  # 40 rows in all: 2 whole blocks of 10 a rank
+    save_positions(tmp_path / "checkpoint", arguments, 2, 20)  # 40 rows in all: 2 full blocks of 10 per rank
     stream, tokenizer = open_rank(arguments)
     assert restore_position(stream, tmp_path / "checkpoint")
     said = capsys.readouterr().out

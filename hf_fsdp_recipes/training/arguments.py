@@ -140,10 +140,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     except Exception as error:
         raise RecipeError(f"{_first_line(error)}{_suggest_name(str(error), parser)}") from error
     arguments = Arguments(*parsed)
-    if isinstance(
-        arguments.model.lora_modules_to_save, str
-    ):  # a single name in YAML; PEFT would iterate over its letters
-        arguments.model.lora_modules_to_save = [arguments.model.lora_modules_to_save]
+    modules = arguments.model.lora_modules_to_save
+    if isinstance(modules, str):  # a single name in YAML; PEFT would iterate over its letters
+        arguments.model.lora_modules_to_save = [modules]
     check_arguments(arguments)
     return arguments
 

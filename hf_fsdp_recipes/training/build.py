@@ -128,7 +128,7 @@ def _find_checkpoint(requested: str, output_dir: str) -> Path | None:
 
 
 def finish(trainer: "SFTTrainer", arguments: Arguments) -> Path | None:
-    """Export the trained model to `<output_dir>/export`, verify it and push it, as the recipe says.
+    """Export the trained model to `<output_dir>/export`, then verify and push it if the recipe asks for that.
 
     Collective: every rank must call this, after training.
 

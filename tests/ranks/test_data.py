@@ -96,10 +96,10 @@ def test_evaluation_on_a_stream_equals_evaluation_on_a_dataset(argv, tmp_path):
 def test_resumed_stream_continues_at_the_row_where_it_stopped(argv, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", numbered(61))  # passes and blocks end in the middle of the run
     settings = STREAM | {"packing": True, "max_length": 48, "gradient_accumulation_steps": 2, "max_steps": 9}
-    whole = run_ranks(
+    uninterrupted = run_ranks(
         train_recording,
         2,
-        argv(file, **settings, output_dir=tmp_path / "whole"),
+        argv(file, **settings, output_dir=tmp_path / "uninterrupted"),
         environment=ranks_environment(tmp_path),
     )
     part = [*argv(file, **settings), "--save_strategy", "steps", "--save_steps", "5"]
@@ -108,10 +108,10 @@ def test_resumed_stream_continues_at_the_row_where_it_stopped(argv, tmp_path):
         train_recording, 2, [*part, "--resume_from_checkpoint", "auto"], environment=ranks_environment(tmp_path)
     )
     for rank in range(2):
-        assert len(whole[rank]["batches"]) == 18
-        assert resumed[rank]["batches"] == whole[rank]["batches"][10:]
-    assert resumed[0]["losses"] == whole[0]["losses"]
-    assert resumed[0]["epochs"] == whole[0]["epochs"]
+        assert len(uninterrupted[rank]["batches"]) == 18
+        assert resumed[rank]["batches"] == uninterrupted[rank]["batches"][10:]
+    assert resumed[0]["losses"] == uninterrupted[0]["losses"]
+    assert resumed[0]["epochs"] == uninterrupted[0]["epochs"]
 
 
 def train_until(argv, stop):

@@ -48,7 +48,7 @@ def prepare_directory(argv: list[str], output: Path) -> list[str]:
         output: the directory to write.
 
     Returns:
-        Lines that say what was kept and dropped.
+        Lines to print: rows kept and dropped, and the directory.
 
     Raises:
         RecipeError, DataError: as `parse_arguments` and `write_cache`.

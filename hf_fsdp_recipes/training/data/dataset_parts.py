@@ -146,7 +146,7 @@ def _data_files(path: Path) -> dict[str, list[Path]]:
 
 
 def _is_empty(file: Path) -> bool:
-    """Tell whether a file holds no rows; the readers' own errors for that do not say so."""
+    """Tell whether a file holds no rows, for which the readers raise misleading errors."""
     return file.stat().st_size < 16 and file.read_bytes().strip() in (b"", b"[]")
 
 

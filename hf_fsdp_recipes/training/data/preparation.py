@@ -33,7 +33,7 @@ class TrainingRows:
 
 
 class Preparation:
-    """Prepares rows as one run's arguments say.
+    """Prepares rows according to a run's arguments.
 
     Args:
         arguments: the recipe's.

@@ -1,4 +1,4 @@
-"""Turns one row into the tokens and labels that TRL's SFTTrainer would make of it, or says why it is dropped.
+"""Turns one row into the tokens and labels that TRL's SFTTrainer would make of it, or the reason why it is dropped.
 
 SFTTrainer prepares rows in a method that needs a trainer with a model, and waits for other ranks in barriers that can
 time out. This does the same for one row, in one pass, on rank 0 alone, on a machine without GPUs, or block by block of a
@@ -60,7 +60,7 @@ class RowTokenizer:
         return self._finish(list(tokens["input_ids"]), self._labels(tokens))
 
     def _shorten(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Cut very long texts where truncation would drop the rest anyway."""
+        """Cut very long texts if truncation would drop the rest anyway."""
         if self.max_length is None or self.keep_end:
             return row
         limit = max(MAX_CHARACTERS, self.max_length * MAX_CHARACTERS_PER_TOKEN)
