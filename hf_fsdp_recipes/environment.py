@@ -1,4 +1,4 @@
-"""Reads the flags that launchers and config files set."""
+"""Reads what `accelerate launch` passes to a rank through the environment, and flags of config files."""
 
 import os
 
@@ -11,3 +11,13 @@ def is_true(value: object) -> bool:
 def is_fsdp_requested() -> bool:
     """Tell whether the launcher, or a TrainingArguments, turned FSDP on through Accelerate."""
     return is_true(os.environ.get("ACCELERATE_USE_FSDP", "false"))
+
+
+def fsdp_version() -> int | None:
+    """Return 1 or 2, or None if FSDP is off."""
+    return int(os.environ.get("FSDP_VERSION", "1")) if is_fsdp_requested() else None
+
+
+def mixed_precision() -> str | None:
+    """Return no, bf16, fp16 or fp8, or None if the launcher did not set it."""
+    return os.environ.get("ACCELERATE_MIXED_PRECISION")

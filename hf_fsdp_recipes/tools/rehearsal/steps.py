@@ -25,8 +25,8 @@ from hf_fsdp_recipes.tools.rehearsal import tiny_recipe
 from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT, Run, find_error, launch
 from hf_fsdp_recipes.training.arguments import Arguments, is_streaming, parse_arguments
 from hf_fsdp_recipes.training.data import cache
-from hf_fsdp_recipes.training.data.tokenize import prepare
-from hf_fsdp_recipes.training.feature_checks import optimizer_faults
+from hf_fsdp_recipes.training.data.preparation import prepare
+from hf_fsdp_recipes.training.sharded_optimizer import optimizer_errors
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows
 
 LAUNCH_SECONDS = 240
@@ -104,7 +104,7 @@ def check_template(rehearsal: Rehearsal) -> str:
     model = build_on_meta(recipe_checks.read_model_config(rehearsal.arguments), torch.float32)
     version = int((config.get("fsdp_config") or {}).get("fsdp_version", 1))
     optimizer = str(getattr(training.optim, "value", training.optim))
-    faults = [*recipe_checks.template_faults(config, model), *optimizer_faults(optimizer, version)]
+    faults = [*recipe_checks.template_faults(config, model), *optimizer_errors(optimizer, version)]
     if faults:
         raise RecipeError("; ".join(faults))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -147,10 +147,10 @@ def write_tiny_recipe(rehearsal: Rehearsal) -> str:
 def check_data(rehearsal: Rehearsal) -> str:
     """Tokenize the rows as the run will, which finds missing columns and chat templates."""
     arguments = parse_arguments(["--config", str(rehearsal.directory / tiny_recipe.RECIPE_FILE), "--use_cpu", "true"])
-    if is_streaming(arguments) or cache.is_prepared(arguments.script.dataset_name):
+    if is_streaming(arguments) or cache.is_cache(arguments.script.dataset_name):
         return "streamed or already tokenized; the run reads it"
     rows = prepare(arguments, tokenizer_for_rows(load_tokenizer(arguments), arguments.training))
-    return "; ".join(tally.describe(arguments.training.max_length) for tally in rows.tallies.values())
+    return "; ".join(counts.describe(arguments.training.max_length) for counts in rows.counts.values())
 
 
 def train_and_kill(rehearsal: Rehearsal) -> str:

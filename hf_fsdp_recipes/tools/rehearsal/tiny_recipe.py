@@ -16,8 +16,8 @@ from hf_fsdp_recipes.tools.planner.recipe_checks import read_model_config
 from hf_fsdp_recipes.tools.rehearsal.cpu_variant import to_cpu_ranks
 from hf_fsdp_recipes.training.arguments import Arguments
 from hf_fsdp_recipes.training.data import cache
-from hf_fsdp_recipes.training.data.read_files import read_splits
-from hf_fsdp_recipes.training.tiny_config import shrink_config
+from hf_fsdp_recipes.training.data.dataset_parts import read_splits
+from hf_fsdp_recipes.training.tiny_config import tiny_config
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer
 
 RECIPE_FILE, TEMPLATE_FILE, RUN_DIRECTORY = "recipe.yaml", "template.yaml", "run"
@@ -42,7 +42,7 @@ REPLACED_SETTINGS = {
 def write_model(arguments: Arguments, directory: Path) -> str:
     """Write the tiny model with the recipe's tokenizer; return its size in words."""
     config = read_model_config(arguments)
-    tiny = shrink_config(config, vocab_size=None)
+    tiny = tiny_config(config, vocab_size=None)
     model = AutoModelForCausalLM.from_config(tiny, dtype=getattr(config, "dtype", None) or torch.bfloat16)
     model.save_pretrained(directory / "model")
     # The run itself adds the recipe's special tokens.
@@ -55,7 +55,7 @@ def write_model(arguments: Arguments, directory: Path) -> str:
 def write_rows(arguments: Arguments, directory: Path) -> str:
     """Write the first rows of the recipe's dataset with all their columns; return what they are in words."""
     script = arguments.script
-    if arguments.mixture.datasets or cache.is_prepared(script.dataset_name):
+    if arguments.mixture.datasets or cache.is_cache(script.dataset_name):
         return "the full dataset"  # a mixture, or rows that are already tokenized
     is_local = Path(script.dataset_name).exists()
     splits = read_splits(script.dataset_name, script.dataset_config, streaming=not is_local)
