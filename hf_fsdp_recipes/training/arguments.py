@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
+from hf_fsdp_recipes.environment import fsdp_version, mixed_precision
 from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training.feature_checks import check_features
-from hf_fsdp_recipes.environment import fsdp_version, mixed_precision
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser

@@ -15,9 +15,9 @@ import torch
 from transformers import TrainerCallback
 
 from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.environment import mixed_precision
 from hf_fsdp_recipes.errors import TemplateError
 from hf_fsdp_recipes.loading.bnb_4bit import MIXED_PRECISION_DTYPES
-from hf_fsdp_recipes.environment import mixed_precision
 
 if TYPE_CHECKING:
     from trl import ModelConfig

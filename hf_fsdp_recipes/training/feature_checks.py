@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from accelerate.utils import parse_flag_from_env
 
 from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.environment import fsdp_version
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.training import attention
-from hf_fsdp_recipes.environment import fsdp_version
 from hf_fsdp_recipes.training.sharded_optimizer import is_bitsandbytes_optimizer, optimizer_errors, optimizer_name
 
 if TYPE_CHECKING:

@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.environment import fsdp_version
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.loading.load_model import initialize_model, load_model
 from hf_fsdp_recipes.training import attention, dtypes
 from hf_fsdp_recipes.training.arguments import Arguments
-from hf_fsdp_recipes.environment import fsdp_version
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdp_recipes.environment import fsdp_version
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.patches.bitsandbytes import shard_optimizer_class
-from hf_fsdp_recipes.environment import fsdp_version
 
 if TYPE_CHECKING:
     import torch
