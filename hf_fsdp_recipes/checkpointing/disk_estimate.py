@@ -81,12 +81,12 @@ def read_parameters(model: str, trust_remote_code: bool = False) -> dict[str, Pa
     """
     from huggingface_hub import snapshot_download
 
-    from hf_fsdp_recipes.loading.safetensors_index import open_checkpoint  # imports torch
+    from hf_fsdp_recipes.loading.safetensors_index import open_index  # imports torch
 
     # Files that are not here, incomplete or not safetensors: the config gives the same shapes.
     with contextlib.suppress(LoadError, OSError, ValueError):
         directory = model if Path(model).is_dir() else snapshot_download(model, local_files_only=True)
-        stored = open_checkpoint(Path(directory)).tensors.values()
+        stored = open_index(Path(directory)).tensors.values()
         return {tensor.name: Parameter(tensor.shape, tensor.dtype.itemsize) for tensor in stored}
     built = validate.build_on_meta(model, trust_remote_code)
     dtype = getattr(built.config, "dtype", None)

@@ -15,9 +15,8 @@ import torch
 from transformers import TrainerCallback
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.environment import mixed_precision
 from hf_fsdp_recipes.errors import TemplateError
-from hf_fsdp_recipes.loading.bnb_4bit import MIXED_PRECISION_DTYPES
+from hf_fsdp_recipes.precision import mixed_precision_dtype
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -28,7 +27,7 @@ def set_frozen_dtype(model_arguments: "ModelConfig") -> None:
 
     Changes `dtype` if it has TRL's default. The quantization config takes its compute dtype from there too.
     """
-    precision = MIXED_PRECISION_DTYPES.get(mixed_precision() or "no")
+    precision = mixed_precision_dtype()
     if model_arguments.load_in_4bit and precision is not None and model_arguments.dtype in (None, "auto", "float32"):
         model_arguments.dtype = str(precision).removeprefix("torch.")
 
@@ -86,7 +85,7 @@ class MasterWeightsCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Check the sharded model. Every rank; no collective, because all ranks see the same dtypes."""
-        if mixed_precision() in MIXED_PRECISION_DTYPES and self.adapter_dtype == "auto" and not _is_fsdp1_4bit(model):
+        if mixed_precision_dtype() is not None and self.adapter_dtype == "auto" and not _is_fsdp1_4bit(model):
             check_master_weights(model)
 
 

@@ -57,7 +57,7 @@ def output_faults(arguments: "Arguments") -> Iterator[str]:
         )
 
 
-def estimate_space(arguments: "Arguments") -> disk_estimate.Need | None:
+def estimate_space(arguments: "Arguments") -> disk_estimate.DiskEstimate | None:
     """Return the disk space that the run will use, or None for a new model."""
     if arguments.model.model_name_or_path is None:
         return None

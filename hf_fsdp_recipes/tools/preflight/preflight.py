@@ -19,6 +19,7 @@ import typer
 
 from hf_fsdp_recipes.checkpointing import disk_estimate
 from hf_fsdp_recipes.configs import validate
+from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import PreflightError, TemplateError
 from hf_fsdp_recipes.tools.preflight import addresses, bandwidth_advice, devices, node_info, output_directory
 from hf_fsdp_recipes.tools.preflight.membership import ParticipantInfo
@@ -59,7 +60,7 @@ class Job:
     def is_on_cpu(self) -> bool:
         """Whether the job uses the CPU even on machines with accelerators."""
         flags = (self.config.get("use_cpu", False), os.environ.get("ACCELERATE_USE_CPU", "false"))
-        return any(validate.is_true(flag) for flag in flags)
+        return any(is_true(flag) for flag in flags)
 
 
 def run(info: ParticipantInfo, job: Job, timeout_seconds: float) -> list[str]:
