@@ -84,6 +84,7 @@ class Rendezvous:
 
         Collective: every node must call this.
         """
+        self.extend_deadline(self.timeout_seconds)  # this node may have waited a while for node 0, whose time counts
         num_joined = self.store.add("num_joined", 1)
         if num_joined > self.leader.num_nodes:
             raise PreflightError(
