@@ -4,7 +4,7 @@
 
 Each row is a run of its own: the model is loaded with load_model, sharded by Accelerate and trained for two steps by
 TRL's SFTTrainer (or by Trainer) on 1 or 2 gloo ranks. Measured: peak anonymous memory of a rank above the level before
-the model's building, of the rank that took most. Predicted: `hf_fsdp_recipes.plan`, from the config alone.
+the model's building, of the rank that took most. Predicted: `hf_fsdp_recipes.tools.planner`, from the config alone.
 
 glibc keeps much of what is freed for later and cannot always use it. With MALLOC_MMAP_THRESHOLD_=65536, which this
 script sets for itself, larger pieces go back at once, and the peak is what torch really holds; `--as-glibc-comes` leaves
@@ -53,19 +53,25 @@ class Case:
 
 
 CASES = [
-    Case("1 rank, every activation kept", SMALL, 1, job={"batch": 2, "length": 256, "checkpointing": False}),
+    Case("1 rank, every activation kept", SMALL, 1, job={"batch": 2, "length": 256, "gradient_checkpointing": False}),
     Case("1 rank, layers recomputed", SMALL, 1, job={"batch": 2, "length": 256}),
-    Case("1 rank, eager attention", SMALL, 1, job={"length": 512, "checkpointing": False, "attention": "eager"}),
+    Case(
+        "1 rank, eager attention", SMALL, 1, job={"length": 512, "gradient_checkpointing": False, "attention": "eager"}
+    ),
     Case("1 rank, whole logits", SMALL, 1, job={"length": 384, "loss": "model"}),
-    Case("fsdp2 full_shard", SMALL, job={"length": 384, "checkpointing": False}),
-    Case("fsdp1 full_shard", SMALL, job={"length": 384, "checkpointing": False}, strategy={"version": 1}),
-    Case("fsdp2, LoRA on all linear layers", SMALL, job={"length": 256, "lora_rank": 16, "checkpointing": False}),
+    Case("fsdp2 full_shard", SMALL, job={"length": 384, "gradient_checkpointing": False}),
+    Case("fsdp1 full_shard", SMALL, job={"length": 384, "gradient_checkpointing": False}, strategy={"version": 1}),
+    Case(
+        "fsdp2, LoRA on all linear layers", SMALL, job={"length": 256, "lora_rank": 16, "gradient_checkpointing": False}
+    ),
     Case("fsdp2 full_shard, recomputed, tied", TIED, job={"length": 256}),
     Case("fsdp2 shard_grad_op", SMALL, job={"length": 256}, strategy={"sharding": "shard_grad_op"}),
     Case("no_shard", SMALL, job={"length": 256}, strategy={"version": 1, "sharding": "no_shard"}),
     Case("fsdp2, units above 5M", SMALL, job={"length": 256}, strategy={"min_num_params": 5_000_000}),
     Case("fsdp2, SGD, 2 micro-batches", SMALL, job={"length": 256, "optimizer": "sgd", "accumulation": 2}),
-    Case("fsdp2, mixture of experts", EXPERTS, kind="MixtralConfig", job={"length": 256, "checkpointing": False}),
+    Case(
+        "fsdp2, mixture of experts", EXPERTS, kind="MixtralConfig", job={"length": 256, "gradient_checkpointing": False}
+    ),
 ]
 
 
@@ -114,17 +120,18 @@ def make_config(case: Case) -> Any:
 def make_job(case: Case) -> Any:
     import torch
 
-    from hf_fsdp_recipes.tools.planner.job import Job, Machine
-    from hf_fsdp_recipes.tools.planner.strategy import Strategy
+    from hf_fsdp_recipes.configs.strategy import Strategy
+    from hf_fsdp_recipes.tools.planner.training_job import Cluster, TrainingJob
 
     strategy = Strategy(on_cpu=True, precision="no", **case.strategy)
-    return Job(strategy, machine=Machine(case.ranks, case.ranks), dtype=torch.float32, mixed_precision=None, **case.job)
+    cluster = Cluster(case.ranks, case.ranks)
+    return TrainingJob(strategy, cluster=cluster, dtype=torch.float32, mixed_precision=None, **case.job)
 
 
 def predict(case: Case) -> Any:
-    from hf_fsdp_recipes.tools.planner.rank_memory import Planner
+    from hf_fsdp_recipes.tools.planner.memory_planner import MemoryPlanner
 
-    return Planner(make_config(case)).plan(make_job(case))
+    return MemoryPlanner(make_config(case)).plan(make_job(case))
 
 
 def measure(case: Case) -> int:
@@ -167,8 +174,8 @@ def train(case: Case, directory: str) -> int:
         max_steps=2,
         per_device_train_batch_size=job.batch,
         gradient_accumulation_steps=job.accumulation,
-        gradient_checkpointing=job.checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if job.checkpointing else None,
+        gradient_checkpointing=job.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if job.gradient_checkpointing else None,
         optim=job.optimizer,
         max_length=None,
         save_strategy="no",
@@ -209,7 +216,7 @@ def environment(case: Case) -> dict[str, str]:
     if by_size:
         variables["FSDP_MIN_NUM_PARAMS"] = str(strategy.min_num_params)
     if strategy.version == 2:
-        variables["FSDP_RESHARD_AFTER_FORWARD"] = str(not strategy.keeps_whole).lower()
+        variables["FSDP_RESHARD_AFTER_FORWARD"] = str(strategy.reshards_after_forward).lower()
     else:
         variables["FSDP_SHARDING_STRATEGY"] = strategy.sharding.upper()
         variables["FSDP_RESHARD_AFTER_FORWARD"] = strategy.sharding.upper()

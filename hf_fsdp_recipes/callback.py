@@ -31,6 +31,7 @@ from hf_fsdp_recipes.export.from_model import export_model
 from hf_fsdp_recipes.export.hub import HubTarget, Pusher, read_target
 from hf_fsdp_recipes.metrics.clock import clock
 from hf_fsdp_recipes.patches import cpu_ranks, registry
+from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -68,6 +69,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         hub: HubTarget | None = None,
         rank_files: Callable[[], dict[str, str]] | None = None,
     ) -> None:
+        wait_for_gloo_at_exit()
         cpu_ranks.enable()
         registry.apply("checkpointing")
         self._asynchronous = asynchronous

@@ -1,4 +1,4 @@
-"""The `hf-fsdp` command: each subcommand a few lines that call a room."""
+"""The `hf-fsdp` command. Each package registers its own subcommands; none of them imports torch before it runs."""
 
 import sys
 from pathlib import Path
@@ -11,18 +11,24 @@ from hf_fsdp_recipes.configs import command as config_command
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.export import command as export_command
 from hf_fsdp_recipes.metrics import command as report_command
+from hf_fsdp_recipes.tools.planner import command as plan_command
 from hf_fsdp_recipes.tools.preflight import preflight
+from hf_fsdp_recipes.tools.rehearsal import command as rehearsal_command
+from hf_fsdp_recipes.tools.sweep import command as sweep_command
 
 app = typer.Typer(help="FSDP recipes for Accelerate, Trainer and TRL.", no_args_is_help=True, add_completion=False)
-app.command("preflight")(preflight.command)
 config_command.register(app)
-report_command.register(app)
+plan_command.register(app)
+app.command("preflight")(preflight.command)
+rehearsal_command.register(app)
+sweep_command.register(app)
 checkpoints_command.register(app)
 export_command.register(app)
+report_command.register(app)
 
 
 def main() -> None:
-    """Run the command; errors of this package end it with one line on stderr and status 1."""
+    """Run the command. A RecipeError becomes one line on stderr and exit status 1."""
     try:
         app()
     except RecipeError as error:
@@ -33,86 +39,12 @@ def main() -> None:
 @app.command("prepare-data", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def prepare_data(
     context: typer.Context,
-    output: Annotated[Path, typer.Option(help="The directory to write; a recipe takes it as dataset_name.")],
-    config: Annotated[Optional[Path], typer.Option(help="The recipe; any of its fields can follow.")] = None,
+    output: Annotated[Path, typer.Option(help="Directory to write; pass it to a recipe as dataset_name.")],
+    config: Annotated[Optional[Path], typer.Option(help="Recipe to take settings from.")] = None,
 ) -> None:
-    """Tokenize and pack a recipe's dataset once, on a CPU; any field of the recipe as --field value."""
+    """Tokenize and pack a recipe's dataset once, on a CPU. Override any field of the recipe with --field value."""
     from hf_fsdp_recipes.training.data.cache import prepare_directory
 
     recipe = [] if config is None else ["--config", str(config)]
     for line in prepare_directory([*recipe, *context.args], output):
         print(line)
-
-
-@app.command("plan")
-def plan(
-    model: Annotated[Optional[str], typer.Option(help="A config.json, a directory with one, or a Hub id.")] = None,
-    template: Annotated[str, typer.Option(help="A shipped template, or an Accelerate config.")] = "fsdp2_full_shard",
-    config: Annotated[Optional[Path], typer.Option(help="A recipe to take settings from.")] = None,
-    gpus: Annotated[Optional[int], typer.Option(help="Ranks over all nodes; default: the template's.")] = None,
-    gpus_per_node: Annotated[Optional[int], typer.Option(help="Ranks on a node.")] = None,
-    gpu_memory: Annotated[Optional[str], typer.Option(help="Memory of one GPU.")] = None,
-    host_memory: Annotated[Optional[str], typer.Option(help="Memory of one node.")] = None,
-    interconnect: Annotated[Optional[str], typer.Option(help="Into one node: 200Gb/s, say.")] = None,
-    intra_node: Annotated[Optional[str], typer.Option(help="Into one GPU from its node: 300GB/s, say.")] = None,
-    gpu_tflops: Annotated[Optional[float], typer.Option(help="Dense bf16 peak of one GPU.")] = None,
-    batch: Annotated[Optional[int], typer.Option(help="Rows a rank and micro-batch.")] = None,
-    length: Annotated[Optional[int], typer.Option(help="Tokens a row.")] = None,
-    accumulation: Annotated[Optional[int], typer.Option(help="Micro-batches a step.")] = None,
-    sync_each_batch: Annotated[Optional[bool], typer.Option(help="Reduce gradients after each micro-batch.")] = None,
-    lora: Annotated[Optional[int], typer.Option(help="Rank of a LoRA adapter.")] = None,
-    lora_targets: Annotated[Optional[str], typer.Option(help="Modules it adapts, comma-separated.")] = None,
-    quantized: Annotated[Optional[str], typer.Option(help="4bit base weights.")] = None,
-    optimizer: Annotated[Optional[str], typer.Option(help="Trainer's optim.")] = None,
-    dtype: Annotated[Optional[str], typer.Option(help="Of the parameters as loaded.")] = None,
-    mixed_precision: Annotated[Optional[str], typer.Option(help="Of computing; default: the template's.")] = None,
-    gradient_checkpointing: Annotated[Optional[bool], typer.Option(help="Recompute layers in backward.")] = None,
-    attention: Annotated[Optional[str], typer.Option(help="sdpa, sdpa_padded, flash or eager.")] = None,
-    fused_loss: Annotated[Optional[bool], typer.Option(help="Loss in tiles, as TRL's trainer computes it.")] = None,
-    suggest: Annotated[
-        bool, typer.Option("--suggest", help="Find the best template and batch for the machine.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print values for machines.")] = False,
-) -> None:
-    """Say what a run will need, from the model's config alone; status 1 if it does not fit."""
-    from hf_fsdp_recipes.tools.planner import command
-
-    given = {name: value for name, value in locals().items() if value is not None and name not in command.NOT_OPTIONS}
-    text, fits = command.run(model, template, config, given, suggest, as_json)
-    print(text)
-    raise typer.Exit(1 if fits is False else 0)
-
-
-@app.command("sweep", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def sweep(
-    context: typer.Context,
-    recipe: Annotated[Optional[Path], typer.Argument(help="The recipe; any of its fields can follow.")] = None,
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks over all nodes: 1,2,4.")] = "1,2",
-    templates: Annotated[str, typer.Option(help="Shipped templates, comma-separated.")] = "fsdp2_full_shard",
-    output: Annotated[Optional[Path], typer.Option(help="The sweep's directory; default: runs/sweep_RECIPE.")] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps of a case; the first 3 are warm-up.")] = 13,
-    script: Annotated[Path, typer.Option(help="What accelerate launch starts.")] = Path("recipes/sft.py"),
-    time_limit_minutes: Annotated[float, typer.Option(help="After which a case is ended and has failed.")] = 60,
-    gpus_per_node: Annotated[int, typer.Option(help="Of a full node, with --submit.")] = 8,
-    submit: Annotated[bool, typer.Option("--submit", help="Write Slurm jobs into submit.sh; run nothing.")] = False,
-    collect: Annotated[Optional[Path], typer.Option(help="Make table and plots of this sweep's runs.")] = None,
-) -> None:
-    """Run a recipe over numbers of ranks and templates; write one table and plots, out of memory included."""
-    from hf_fsdp_recipes.tools.sweep import sweep as sweeping
-
-    limits = (script, time_limit_minutes, gpus_per_node)
-    print(sweeping.command(recipe, ranks, templates, output, steps, context.args, *limits, submit, collect))
-
-
-@app.command("rehearse", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def rehearse(
-    context: typer.Context,
-    recipe: Annotated[Path, typer.Argument(help="A recipe's YAML; any --field value after it overrides it.")],
-    template: Annotated[str, typer.Option(help="A template's name, or an Accelerate config.")],
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the rehearsal's directory.")] = False,
-) -> None:
-    """Run the very recipe with its model shrunk on CPU ranks: load, kill, resume, stop, export, reload, generate."""
-    from hf_fsdp_recipes.tools.rehearsal.rehearse import rehearse as run
-
-    if not run(recipe, template, context.args, keep):
-        raise RecipeError(f"{recipe} did not pass its rehearsal.")

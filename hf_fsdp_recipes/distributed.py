@@ -3,7 +3,6 @@
 Thin functions over `torch.distributed` that also work in a single process. They start no process group.
 """
 
-import atexit
 import contextlib
 import logging
 import os
@@ -43,16 +42,6 @@ def world_size() -> int:
 def is_main() -> bool:
     """Tell whether this is global rank 0."""
     return rank() == 0
-
-
-def is_true(flag: str) -> bool:
-    """Parse an environment flag as Accelerate does."""
-    return flag.lower() in ("true", "1", "yes", "on", "y", "t")
-
-
-def is_fsdp_requested() -> bool:
-    """Tell whether the launcher, or a TrainingArguments, turned FSDP on through Accelerate."""
-    return is_true(os.environ.get("ACCELERATE_USE_FSDP", "false"))
 
 
 def barrier() -> None:
@@ -215,21 +204,3 @@ def exit_with_message() -> Iterator[None]:
         elif world_size() > 1:
             time.sleep(EXIT_WAIT_SECONDS)
         sys.exit(1)
-
-
-def skip_destructors_at_exit() -> None:
-    """Have this process, whose work is done, end without taking its C++ libraries down one after the other.
-
-    Seen on rank 0 after the export, twice in some hundred runs: SIGABRT, "terminate called without an active exception", no
-    Python frame left; so the launcher called a finished run failed. That is what destroying a thread nobody has joined
-    looks like; which library has it is not known.
-    """
-
-    def leave() -> None:
-        atexit.unregister(leave)
-        atexit._run_exitfuncs()  # reporters send what they have left
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1 if hasattr(sys, "last_value") else 0)  # a wrapper of the recipe may have failed after it
-
-    atexit.register(leave)

@@ -82,41 +82,40 @@ def test_nothing_is_written_to_a_file():
     assert (done.stdout, done.stderr) == ("", "")
 
 
-ACTS = """
-import time, pathlib, tempfile
-from hf_fsdp_recipes.metrics import progress
-from hf_fsdp_recipes.tools.rehearsal.act_progress import ActProgress
-directory = pathlib.Path(tempfile.mkdtemp())
-(directory / "weights").write_bytes(bytes(3_000_000))
-with ActProgress("rehearse", {"load": 1.0, "train": 3.0}, directory, lambda: "step 2 of 9") as shown:
-    for act in ("load", "train"):
-        shown.begin(act)
-        time.sleep(0.8)
-        shown.end()
-        progress.print_above("ok " + act)
+REHEARSAL = """
+import time
+from pathlib import Path
+from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.tools.rehearsal import rehearse
+def train(rehearsal):
+    for _ in range(12):
+        time.sleep(0.1)
+        rehearsal.refresh()
+    return "trained"
+def export(rehearsal):
+    raise RecipeError("no export")
+rehearse.STEPS = (("load, train", train), ("export", export), ("generate", export))
+assert not rehearse.rehearse(Path("recipe.yaml"), "fsdp2_cpu")
 """
 
 
-def test_terminal_sees_the_act_its_steps_the_bytes_and_the_time_left():
-    status, seen = on_a_terminal([sys.executable, "-c", ACTS], bars_allowed())
+def test_terminal_sees_the_step_of_a_rehearsal_and_the_elapsed_time():
+    status, seen = on_a_terminal([sys.executable, "-c", REHEARSAL], bars_allowed())
     assert status == 0, seen
-    whole = r"rehearse, (load|train) +(\d+)% \|[^|]*\| , step 2 of 9, 3\.00MB written \[00:0\d<00:0\d\]"
-    shown = [(act, int(percent)) for act, percent in re.findall(whole, seen)]
-    assert {act for act, _ in shown} == {"load", "train"}, seen
-    assert all(percent <= 24 for act, percent in shown if act == "load"), shown
-    assert all(25 <= percent <= 96 for act, percent in shown if act == "train"), shown
-    assert [percent for _, percent in shown] == sorted(percent for _, percent in shown)
+    assert {"00:00", "00:01"} <= set(re.findall(r"step 1/3, load, train \[(\d\d:\d\d)\]", seen)), seen
+    assert "step 2/3, export" in seen
 
 
-def test_acts_are_read_by_nobody_without_a_terminal(tmp_path, monkeypatch):
-    from hf_fsdp_recipes.tools.rehearsal import act_progress
-
-    monkeypatch.setattr(act_progress.progress, "is_shown", lambda: False)
-    with act_progress.ActProgress("rehearse", {"load": 1.0}, tmp_path, lambda: pytest.fail("asked")) as shown:
-        shown.begin("load")
-        assert not shown._thread.is_alive()
-        shown.end()
-    assert shown.reached() == 1.0
+def test_rehearsal_prints_every_step_without_a_terminal():
+    done = subprocess.run(
+        [sys.executable, "-c", REHEARSAL], env=bars_allowed(), cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "ok     load, train  trained (1 s)",
+        "FAILED export       no export",
+        "-      generate",
+    ]
 
 
 def run_arguments(model, data, output, *more):

@@ -124,7 +124,7 @@ def test_optimizers_of_bitsandbytes_that_step_otherwise_are_one_clear_error(monk
     from hf_fsdp_recipes.training.sharded_optimizer import sharded_optimizer
 
     monkeypatch.setattr(optimizer.Optimizer2State, "update_step", lambda self, groups: None)
-    with pytest.raises(RecipeError, match=r"update_step takes \['self', 'groups'\].*Remedy"):
+    with pytest.raises(RecipeError, match=r"update_step takes \['self', 'groups'\].*Install bitsandbytes"):
         sharded_optimizer(TrainingArguments("unused", optim="adamw_8bit", use_cpu=True))
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hf_fsdp_recipes.configs.templates import find_template, render
+from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -96,11 +97,6 @@ def build_on_meta(model: str, trust_remote_code: bool = False) -> "PreTrainedMod
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise TemplateError(f"Cannot read the config of {model}: {str(error).splitlines()[0]}") from error
-
-
-def is_true(value: object) -> bool:
-    """Return whether a YAML flag is on; like Accelerate, accept strings."""
-    return str(value).lower() in ("true", "1", "yes", "on", "y", "t")
 
 
 def _with_prefix(section: Any, prefix: str) -> Section:

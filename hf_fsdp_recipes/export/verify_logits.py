@@ -5,7 +5,6 @@ Rank 0 holds the full model for that, so this is for models that fit there.
 """
 
 import copy
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import torch
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export.load_export import load_export
+from hf_fsdp_recipes.precision import mixed_precision_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,12 +54,6 @@ def check_logits(
     return distributed.run_on_main(lambda: _compare(expected, export, inputs["input_ids"].cpu(), quantization))
 
 
-def _compute_dtype(default: torch.dtype) -> torch.dtype:
-    """Return the dtype that training computes in: mixed precision casts float32 weights."""
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, default)
-
-
 def _quantization_kwargs(config: Any) -> dict[str, Any]:
     """Return the from_pretrained arguments that quantize an adapter's base model as training did."""
     if config is None:
@@ -80,7 +74,7 @@ def _compare(expected: torch.Tensor, export: Path, input_ids: torch.Tensor, quan
     with torch.no_grad():
         actual = loaded(input_ids=input_ids).logits.float()
     difference = float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-    tolerance = max(TOLERANCE.get(dtype, 0.15) for dtype in (loaded.dtype, _compute_dtype(loaded.dtype)))
+    tolerance = max(TOLERANCE.get(dtype, 0.15) for dtype in (loaded.dtype, mixed_precision_dtype() or loaded.dtype))
     if not difference <= tolerance:
         raise ExportError(
             f"the logits of {export} differ from the trained model's by {difference:.2g} of the largest logit, and at most "

@@ -9,7 +9,6 @@ from the module if FSDP has replaced its parameter); transformers 5.23 `quantize
 
 import contextlib
 import copy
-import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from hf_fsdp_recipes.loading.shard_layout import ShardGroup, ShardTarget
 from hf_fsdp_recipes.loading.verify import SAMPLE_ELEMENTS, Checksums
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 from hf_fsdp_recipes.metrics import progress
+from hf_fsdp_recipes.precision import mixed_precision_dtype
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from transformers.quantizers.base import HfQuantizer
 
 CPU_CHUNK_ELEMENTS = 512 * 1024  # a multiple of a block of 64; fits into a core's cache with its temporaries
-MIXED_PRECISION_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def prepare_config(config: "BitsAndBytesConfig", dtype: torch.dtype) -> "BitsAnd
     if not getattr(config, "load_in_4bit", False):
         kind = "8-bit" if getattr(config, "load_in_8bit", False) else type(config).__name__
         raise LoadError(f"{kind} weights cannot be sharded; use 4-bit bitsandbytes weights (load_in_4bit).")
-    storage = MIXED_PRECISION_DTYPES.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), dtype)
+    storage = mixed_precision_dtype() or dtype
     if config.bnb_4bit_quant_storage != storage:
         distributed.print_main(f"load: 4-bit weights are stored as {storage}, which FSDP shards without casting")
     config = copy.deepcopy(config)

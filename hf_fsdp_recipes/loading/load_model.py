@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.environment import is_fsdp_requested, is_true
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading import bnb_4bit, missing, resize
 from hf_fsdp_recipes.loading.build_on_meta import build_on_meta, read_config, resolve_directory, resolve_dtype
@@ -25,6 +26,7 @@ from hf_fsdp_recipes.loading.weight_mapping import TensorRange, WeightMapping
 from hf_fsdp_recipes.metrics import stages
 from hf_fsdp_recipes.patches import cpu_ranks, registry
 from hf_fsdp_recipes.patches.accelerate import register_meta_model_handler
+from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -64,7 +66,7 @@ def load_model(
             f"source is {source!r} and verify is {verify!r}. Use source rank0, direct or auto, and verify sample or full."
         )
     _prepare_process()
-    if not distributed.is_fsdp_requested():
+    if not is_fsdp_requested():
         return _load_without_fsdp(str(name_or_path), from_pretrained_kwargs)
     with stages.record("build on meta"):
         return _load_on_meta(str(name_or_path), source, verify, from_pretrained_kwargs)
@@ -92,7 +94,7 @@ def initialize_model(
     attention = from_config_kwargs.get("attn_implementation")
     if attention is not None:
         config._attn_implementation = attention
-    if not distributed.is_fsdp_requested():
+    if not is_fsdp_requested():
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_config(config, dtype=resolve_dtype(dtype, config, {}))
@@ -107,12 +109,13 @@ def initialize_model(
 
 def _prepare_process() -> None:
     """Start the process group and apply the patches that this run needs."""
+    wait_for_gloo_at_exit()
     cpu_ranks.enable()
     if distributed.world_size() > 1 and not distributed.is_distributed():
         from accelerate import PartialState
 
-        PartialState(cpu=distributed.is_true(os.environ.get("ACCELERATE_USE_CPU", "false")))
-    if distributed.is_fsdp_requested():
+        PartialState(cpu=is_true(os.environ.get("ACCELERATE_USE_CPU", "false")))
+    if is_fsdp_requested():
         registry.apply("size wrap")
         registry.apply("loading")
         register_meta_model_handler(MetaModelLoader())

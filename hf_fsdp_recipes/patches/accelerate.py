@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.patches.registry import patch
 
 
@@ -176,7 +177,6 @@ def use_cpu() -> bool:
     `accelerate launch` ignores `use_cpu: true` in FSDP configs (accelerate 1.15 sets ACCELERATE_USE_CPU in its simple
     launcher only), so without an accelerator FSDP means CPU ranks.
     """
-    from hf_fsdp_recipes.distributed import is_true
 
     flag = os.environ.get("ACCELERATE_USE_CPU")
     return not torch.accelerator.is_available() if flag is None else is_true(flag)

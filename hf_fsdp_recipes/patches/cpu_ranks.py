@@ -3,7 +3,7 @@
 import logging
 import os
 
-from hf_fsdp_recipes.distributed import is_fsdp_requested
+from hf_fsdp_recipes.environment import is_fsdp_requested
 from hf_fsdp_recipes.errors import TemplateError
 from hf_fsdp_recipes.patches import registry
 from hf_fsdp_recipes.patches.accelerate import use_cpu

@@ -98,7 +98,7 @@ def test_recipe_holds_at_its_full_size(recipe, tmp_path):
     )
     assert "nothing is loaded or trained" in said
     assert f"batch: {settings['per_device_train_batch_size']} rows x" in said
-    assert "bytes a rank" in said and "parameters" in said
+    assert "memory per rank" in said and "parameters" in said
     assert not (tmp_path / "run").exists()
 
 

@@ -1,1 +1,1 @@
-"""Memory and traffic estimates for a run, from its config alone."""
+"""Memory and communication estimates for a training run, from the model's config alone."""

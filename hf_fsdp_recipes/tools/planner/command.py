@@ -1,4 +1,4 @@
-"""`hf-fsdp plan`: from options to a table or JSON, and whether the run fits."""
+"""`hf-fsdp plan`: what a run will need, as a table or JSON."""
 
 import contextlib
 import io
@@ -7,63 +7,104 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Optional
+
+import typer
 
 from hf_fsdp_recipes.errors import PlanError
 
-NOT_OPTIONS = ("model", "template", "config", "suggest", "as_json", "command")
+NOT_JOB_OPTIONS = ("model", "template", "config", "suggest", "as_json")
+
+
+def register(app: typer.Typer) -> None:
+    """Add `plan` to the command line."""
+    app.command("plan")(plan)
+
+
+def plan(
+    model: Annotated[Optional[str], typer.Option(help="Hub id, model directory or config.json.")] = None,
+    template: Annotated[str, typer.Option(help="Shipped template, or path of an Accelerate config.")] = (
+        "fsdp2_full_shard"
+    ),
+    config: Annotated[Optional[Path], typer.Option(help="Recipe to take settings from.")] = None,
+    gpus: Annotated[Optional[int], typer.Option(help="GPUs on all nodes; default: the template's.")] = None,
+    gpus_per_node: Annotated[Optional[int], typer.Option(help="GPUs on each node.")] = None,
+    gpu_memory: Annotated[Optional[str], typer.Option(help="Memory of one GPU, such as 80GB.")] = None,
+    host_memory: Annotated[Optional[str], typer.Option(help="Memory of one node, such as 1TB.")] = None,
+    interconnect: Annotated[Optional[str], typer.Option(help="Bandwidth into one node, such as 200Gb/s.")] = None,
+    intra_node: Annotated[
+        Optional[str], typer.Option(help="Bandwidth into one GPU from its node, such as 300GB/s.")
+    ] = None,
+    gpu_tflops: Annotated[Optional[float], typer.Option(help="Peak dense bf16 TFLOP/s of one GPU.")] = None,
+    batch: Annotated[Optional[int], typer.Option(help="Rows per rank and micro-batch.")] = None,
+    length: Annotated[Optional[int], typer.Option(help="Tokens per row.")] = None,
+    accumulation: Annotated[Optional[int], typer.Option(help="Micro-batches per step.")] = None,
+    sync_each_batch: Annotated[Optional[bool], typer.Option(help="Reduce gradients after each micro-batch.")] = None,
+    lora: Annotated[Optional[int], typer.Option(help="Rank of a LoRA adapter.")] = None,
+    lora_targets: Annotated[Optional[str], typer.Option(help="Modules to adapt, comma-separated.")] = None,
+    quantized: Annotated[Optional[str], typer.Option(help="4bit to quantize the base weights.")] = None,
+    optimizer: Annotated[Optional[str], typer.Option(help="Trainer's optim.")] = None,
+    dtype: Annotated[Optional[str], typer.Option(help="Dtype of the parameters as loaded.")] = None,
+    mixed_precision: Annotated[Optional[str], typer.Option(help="Compute dtype; default: the template's.")] = None,
+    gradient_checkpointing: Annotated[Optional[bool], typer.Option(help="Recompute layers in backward.")] = None,
+    attention: Annotated[Optional[str], typer.Option(help="sdpa, sdpa_padded, flash or eager.")] = None,
+    fused_loss: Annotated[
+        Optional[bool], typer.Option(help="Compute the loss in tiles, as TRL's trainer does.")
+    ] = None,
+    suggest: Annotated[bool, typer.Option("--suggest", help="Find the fastest template and batch that fit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Estimate the memory and communication of a run from the model's config alone; status 1 if it does not fit."""
+    options = {name: value for name, value in locals().items() if value is not None and name not in NOT_JOB_OPTIONS}
+    text, fits = run(model, template, config, options, suggest, as_json)
+    print(text)
+    raise typer.Exit(1 if fits is False else 0)
 
 
 def run(
     model: str | None, template: str, recipe: Path | None, options: dict[str, Any], is_suggesting: bool, as_json: bool
 ) -> tuple[str, bool | None]:
-    """Plan what was asked for; return what to print, and whether it fits (None where nothing is known of the GPU).
+    """Plan a job, or the fastest one that fits; return what to print, and whether it fits (None if unknown).
 
     Raises:
-        PlanError: nothing to plan, or it cannot be planned as described.
+        PlanError, LoadError, TemplateError: the job cannot be planned as described.
     """
-    with _quietly():
-        from hf_fsdp_recipes.loading import build_on_meta
-        from hf_fsdp_recipes.tools.planner import meta_model, suggest, table
-        from hf_fsdp_recipes.tools.planner.communication import traffic
-        from hf_fsdp_recipes.tools.planner.rank_memory import Planner
-        from hf_fsdp_recipes.tools.planner.request import make_job, read_recipe
+    with _silence_upstream():
+        # Imports torch and transformers, which would slow down every other command.
+        from hf_fsdp_recipes.configs.strategy import find_strategy
+        from hf_fsdp_recipes.loading.build_on_meta import read_config
+        from hf_fsdp_recipes.tools.planner import plan_table, suggestions
+        from hf_fsdp_recipes.tools.planner.communication import estimate_traffic
+        from hf_fsdp_recipes.tools.planner.job_options import make_job, read_recipe
+        from hf_fsdp_recipes.tools.planner.memory_planner import MemoryPlanner
 
-        options = {**(read_recipe(recipe) if recipe else {}), **_renamed(options)}
+        options = (read_recipe(recipe) if recipe else {}) | options
         name = model or options.get("model")
         if name is None:
-            raise PlanError("no model. Rule: --model takes a config.json, a directory with one or a Hub id.")
-        overrides = None if model else options.get("config_overrides")  # they belong to the recipe's own config
-        config = build_on_meta.read_config(name, overrides) if overrides else meta_model.read_config(name)
-        job = make_job(template, options)
-        planner = Planner(config)
-        if is_suggesting:
-            found = suggest.suggest(planner, job)
-            if found is None:
-                raise PlanError(
-                    "nothing fits at a batch of 1, offloaded or with an 8-bit optimizer. Remedy: more GPUs, LoRA."
-                )
-            plan = found.plan
-        else:
-            plan = planner.plan(job)
-        changes = suggest.smallest_changes(planner, plan) if plan.fits is False else []
-        # Nothing is known of what connects CPU ranks.
-        shardings = [] if plan.job.on_cpu else suggest.compare_shardings(planner, plan.job)
-        parts = (plan, traffic(plan, planner.config), shardings, changes)
+            raise PlanError("no model to plan for. Pass --model, or a recipe with one as --config.")
+        overrides = None if model else options.get("config_overrides")  # they belong to the recipe's model
+        job = make_job(find_strategy(template), options)
+        planner = MemoryPlanner(read_config(name, overrides))
+        suggestion = suggestions.suggest(planner, job) if is_suggesting else None
+        if is_suggesting and suggestion is None:
+            raise PlanError(
+                "nothing fits, even at batch 1 with offloading or an 8-bit optimizer. Use more GPUs, or LoRA (--lora 16)."
+            )
+        planned = suggestion.plan if suggestion else planner.plan(job)
+        job = planned.job
+        changes = suggestions.find_smallest_change(planner, job) if planned.fits is False else []
+        # The links between CPU ranks are unknown.
+        strategies = [] if job.strategy.on_cpu else suggestions.compare_strategies(planner, job)
+        parts = (planned, estimate_traffic(planned), strategies, changes)
     if as_json:
-        return json.dumps(table.plain(*parts), indent=2), plan.fits
-    text = table.format_plan(*parts)
-    return (f"{table.format_suggestion(found)}\n\n{text}" if is_suggesting and found else text), plan.fits
-
-
-def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    names = {"gradient_checkpointing": "checkpointing"}
-    return {names.get(name, name): value for name, value in options.items()}
+        return json.dumps(plan_table.to_json(*parts), indent=2), planned.fits
+    heading = f"{plan_table.format_suggestion(suggestion)}\n\n" if suggestion else ""
+    return heading + plan_table.format_plan(*parts), planned.fits
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep upstream's deprecation notes and import messages off the table."""
+def _silence_upstream() -> Iterator[None]:
+    """Keep upstream's deprecation notes and import messages out of the output."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")

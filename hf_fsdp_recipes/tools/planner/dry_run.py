@@ -1,101 +1,94 @@
-"""`recipes/sft.py --dry_run`: the recipe at its full size, checked under its launcher, without weights or training.
-
-Every rank is started as in the real job; rank 0 builds the model on meta and says what would happen.
-"""
+"""`recipes/sft.py --dry_run`: validate a recipe and its template at full size, and plan the run. Loads no weights."""
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.configs import validate
-from hf_fsdp_recipes.distributed import is_true
+from hf_fsdp_recipes.configs.strategy import read_strategy
+from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import TemplateError
+from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
 from hf_fsdp_recipes.patches import cpu_ranks
-from hf_fsdp_recipes.tools.planner import recipe_checks
+from hf_fsdp_recipes.tools.planner import plan_table, recipe_checks
+from hf_fsdp_recipes.tools.planner.communication import estimate_traffic
+from hf_fsdp_recipes.tools.planner.job_options import flatten_arguments, make_job, to_options
+from hf_fsdp_recipes.tools.planner.memory_planner import MemoryPlanner
+from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
+
+if TYPE_CHECKING:
+    from hf_fsdp_recipes.training.arguments import Arguments
 
 
-def run(arguments: Any) -> None:
-    """Check a recipe and print its batches and memory. Collective: every rank must call this; rank 0 prints.
+def run(arguments: "Arguments") -> None:
+    """Validate a recipe and print its batches, disk space and memory on rank 0.
+
+    Collective: every rank must call this.
 
     Raises:
-        LoadError, TemplateError, PlanError: the same on every rank: a config that cannot be read, or all faults of the
-            template and of pushing together.
+        LoadError, TemplateError, PlanError: the same on every rank: the model's config or the template cannot work.
     """
-    lines: list[str] = []
-    with distributed.sync_errors():
-        if distributed.is_main():
-            lines = describe(arguments, int(os.environ.get("WORLD_SIZE", "1")))
-    for line in lines:
+    for line in distributed.run_on_main(lambda: describe(arguments, int(os.environ.get("WORLD_SIZE", "1")))):
         distributed.print_main(line)
 
 
-def describe(arguments: Any, num_ranks: int) -> list[str]:
-    """Return what would happen, one line each. Main rank only."""
-    from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
-    from hf_fsdp_recipes.tools.planner import table
-    from hf_fsdp_recipes.tools.planner.communication import traffic
-    from hf_fsdp_recipes.tools.planner.rank_memory import Planner
-
+def describe(arguments: "Arguments", num_ranks: int) -> list[str]:
+    """Return the lines to print. Rank 0 only."""
     template = template_from_environment()
     config = recipe_checks.read_model_config(arguments)
-    model = build_on_meta(config, torch.float32)
-    faults = (
-        recipe_checks.template_faults(template, model) if is_true(os.environ.get("ACCELERATE_USE_FSDP", "")) else []
-    )
-    faults += recipe_checks.hub_faults(arguments)
-    if faults:
-        raise TemplateError(f"{len(faults)} fault{'s'[: len(faults) != 1]}:\n  - " + "\n  - ".join(faults))
-    plan = Planner(config).plan(_job(arguments, template, num_ranks))
-    need = recipe_checks.estimate_space(arguments)
+    if template["distributed_type"] == "FSDP":
+        faults = recipe_checks.template_faults(template, build_on_meta(config, torch.float32))
+        if faults:
+            raise TemplateError(f"the template has {len(faults)} errors:\n  - " + "\n  - ".join(faults))
+    plan = MemoryPlanner(config).plan(_make_job(arguments, template, num_ranks))
+    space = recipe_checks.estimate_space(arguments)
     return [
-        f"dry run: {arguments.model.model_name_or_path or arguments.recipe.config_name}, nothing is loaded or trained",
+        f"dry run of {arguments.model.model_name_or_path or arguments.recipe.config_name}: nothing is loaded or trained",
         f"attention: {arguments.model.attn_implementation or arguments.recipe.attention}",
         *recipe_checks.describe_batches(arguments, num_ranks),
-        *([f"disk: {need}"] if need is not None else []),
-        *(f"note: {fault}" for fault in recipe_checks.output_faults(arguments)),  # this may not be the job's machine
+        *([f"disk: {space}"] if space is not None else []),
+        # Only notes: the dry run may be on another machine than the job.
+        *(f"note: {fault}" for fault in recipe_checks.output_faults(arguments)),
         "",
-        table.format_plan(plan, traffic(plan, config), [], []),
+        plan_table.format_plan(plan, estimate_traffic(plan), [], []),
     ]
 
 
-def _job(arguments: Any, template: dict[str, Any], num_ranks: int) -> Any:
-    from hf_fsdp_recipes.tools.planner.request import make_job, options_of
-    from hf_fsdp_recipes.tools.planner.strategy import read_strategy
-
-    options = options_of(arguments) | {"gpus": num_ranks}
-    options["gpus_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-    if torch.cuda.is_available():
-        options["gpu_memory"] = str(torch.cuda.get_device_properties(0).total_memory)
-    return make_job(read_strategy(template, "this launch"), options)
+def _make_job(arguments: "Arguments", template: dict[str, Any], num_ranks: int) -> TrainingJob:
+    strategy = read_strategy(template, "this launch")
+    options = to_options(flatten_arguments(arguments))
+    options |= {"gpus": num_ranks, "gpus_per_node": int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))}
+    if torch.accelerator.is_available() and not strategy.on_cpu:
+        _, total_bytes = torch.accelerator.get_memory_info()
+        options["gpu_memory"] = str(total_bytes)
+    return make_job(strategy, options)
 
 
 def template_from_environment() -> dict[str, Any]:
-    """Return the Accelerate config that the launcher was given, from the variables that it made of it.
+    """Rebuild the Accelerate config from the environment variables that `accelerate launch` made of it.
 
     Source: accelerate 1.15 `utils/launch.py`, `prepare_multi_gpu_env`: FSDP_<KEY> for each key of fsdp_config.
     """
     fsdp = {key.lower(): value for key, value in os.environ.items() if key.startswith("FSDP_")}
     if fsdp.get("fsdp_version", "1") == "2":
-        fsdp.pop("fsdp_use_orig_params", None)  # the launcher sets it for both versions
-        fsdp.pop("fsdp_sharding_strategy", None)
-        fsdp.pop("fsdp_backward_prefetch", None)
-        fsdp.pop("fsdp_sync_module_states", None)
-        fsdp.pop("fsdp_forward_prefetch", None)
-    parallel = {
+        # The launcher sets FSDP1's keys for both versions.
+        fsdp = {key: value for key, value in fsdp.items() if key not in validate.FSDP1_ONLY}
+    parallelism = {
         key.lower(): int(value)
         for key, value in os.environ.items()
         if key.startswith("PARALLELISM_CONFIG_") and value.isdigit() and int(value) > 1
     }
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     config: dict[str, Any] = {
-        "distributed_type": "FSDP" if validate.is_true(os.environ.get("ACCELERATE_USE_FSDP", "false")) else "NO",
-        "mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
-        # A laptop has no accelerator either; what is written for CPU ranks computes in float32.
-        "use_cpu": cpu_ranks.is_requested() and os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no",
+        "distributed_type": "FSDP" if is_true(os.environ.get("ACCELERATE_USE_FSDP", "false")) else "NO",
+        "mixed_precision": precision,
+        # On a machine without GPUs, a mixed-precision template is planned for the GPUs that it was written for.
+        "use_cpu": cpu_ranks.is_requested() and precision == "no",
         "num_processes": num_ranks,
         "num_machines": max(1, num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))),
         "fsdp_config": fsdp,
     }
-    return config | ({"parallelism_config": parallel} if parallel else {})
+    return config | ({"parallelism_config": parallelism} if parallelism else {})

@@ -1,264 +1,249 @@
-"""Memory through one step: what FSDP gathers, frees and reduces around the moments of a traced step.
+"""Memory through a training step: what FSDP gathers, frees and reduces at each event of a traced step.
 
-One class a version; each says which buffers it holds when. Numbers only: nothing is sharded or run.
+One class per FSDP version. Only byte counts: nothing is sharded or run.
 """
 
 from collections.abc import Iterable, Sequence
 
-from hf_fsdp_recipes.tools.planner.job import Job
-from hf_fsdp_recipes.tools.planner.trace import Moment
-from hf_fsdp_recipes.tools.planner.units import ROOT, Unit
+from hf_fsdp_recipes.tools.planner.fsdp_units import ROOT, FsdpUnit
+from hf_fsdp_recipes.tools.planner.step_trace import TraceEvent
+from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
 
-GATHERED, WHOLE_GRADIENTS, REDUCED_GRADIENTS = "gathered units", "whole gradients", "gradients"
-
-
-class Ledger:
-    """Bytes by part, and what they were when their sum was highest."""
-
-    def __init__(self, resident: dict[str, int]) -> None:
-        self.now = dict(resident)
-        self.at_peak = dict(resident)
-        self.peak_bytes = sum(resident.values())
-
-    def add(self, part: str, num_bytes: int) -> None:
-        """Add bytes to a part, or take them away."""
-        self.now[part] = self.now.get(part, 0) + num_bytes
-        self._look(self.now)
-
-    def look(self, beside: dict[str, int]) -> None:
-        """Take in what was alive beside, at its own peak."""
-        if sum(beside.values()) + sum(n for part, n in self.now.items() if part not in beside) > self.peak_bytes:
-            self._look({**self.now, **beside})
-
-    def _look(self, state: dict[str, int]) -> None:
-        total = sum(state.values())
-        if total > self.peak_bytes:
-            self.peak_bytes, self.at_peak = total, dict(state)
+GATHERED, UNSHARDED_GRADIENTS, REDUCED_GRADIENTS = "gathered units", "whole gradients", "gradients"
 
 
-class Fsdp2:
-    """Per-parameter sharding.
+class MemoryTimeline:
+    """Bytes by category over time, and their state when the sum was highest."""
 
-    A gather makes one buffer for the collective and one copy that is computed with. In forward the buffer stays
-    until the next gather is done; in backward the one before is gathered ahead. A reduction copies the gradients into
-    a buffer that stays until the next reduction.
+    def __init__(self, resident_bytes: dict[str, int]) -> None:
+        self.current_bytes = dict(resident_bytes)
+        self.bytes_at_peak = dict(resident_bytes)
+
+    def add(self, category: str, num_bytes: int) -> None:
+        """Allocate bytes in a category, or free them (negative)."""
+        self.current_bytes[category] = self.current_bytes.get(category, 0) + num_bytes
+        self._update_peak(self.current_bytes)
+
+    def apply(self, event: TraceEvent) -> None:
+        """Apply the peak up to an event, then what is alive after it."""
+        self._update_peak(self.current_bytes | event.peak_bytes)
+        self.current_bytes |= event.live_bytes
+
+    def _update_peak(self, state: dict[str, int]) -> None:
+        if sum(state.values()) > sum(self.bytes_at_peak.values()):
+            self.bytes_at_peak = dict(state)
+
+
+class Fsdp2Simulator:
+    """FSDP2: per-parameter sharding.
+
+    An all-gather fills one buffer for the collective, which is then copied to the parameters. In forward the buffer
+    lives until the next all-gather is done; in backward the previous unit is prefetched. A reduce-scatter copies
+    the gradients to an input buffer that lives until the next reduce-scatter.
 
     Source: torch 2.13 `distributed/fsdp/_fully_shard/_fsdp_param_group.py`, `_fsdp_collectives.py`.
     """
 
-    def __init__(self, units: Sequence[Unit], job: Job, ledger: Ledger) -> None:
-        self._job, self._ledger, self._num_ranks = job, ledger, job.shard_ranks
-        self._by_module = {name: unit for unit in units for name in unit.modules}
-        self._by_weight = {weight.name: unit for unit in units for weight in unit.weights}
-        self._units = units
-        self._whole: set[Unit] = set()
-        self._ahead: set[Unit] = set()
-        self._order: list[Unit] = []
-        self._entered: dict[Unit, list[str]] = {}
-        self._reduced: set[Unit] = set()
-        self._held_buffer = self._held_reduction = 0
+    def __init__(self, units: Sequence[FsdpUnit], job: TrainingJob, timeline: MemoryTimeline) -> None:
+        self._units, self._job, self._timeline = units, job, timeline
+        self._unit_of_module = {name: unit for unit in units for name in unit.modules}
+        self._unit_of_parameter = {parameter.name: unit for unit in units for parameter in unit.parameters}
+        self._root = self._unit_of_module.get(ROOT)
+        self._unsharded: set[FsdpUnit] = set()
+        self._prefetched: set[FsdpUnit] = set()
+        self._forward_order: list[FsdpUnit] = []
+        self._entered_modules: dict[FsdpUnit, list[str]] = {}
+        self._reduced: set[FsdpUnit] = set()
+        self._gather_buffer_bytes = self._reduce_buffer_bytes = 0
         self._is_backward = False
-        # Without a reduction after each micro-batch, the gradients of those before are whole and all there.
-        self._is_accumulating = job.accumulation > 1 and not job.sync_each_batch
-        self._gradients = {unit: unit.gradient_bytes() if self._is_accumulating else 0 for unit in units}
-        ledger.add(WHOLE_GRADIENTS, sum(self._gradients.values()))
+        # Without a reduction after each micro-batch, unsharded gradients of the whole model accumulate.
+        self._accumulates = job.accumulation > 1 and not job.sync_each_batch
+        self._gradient_bytes = {unit: unit.unsharded_gradient_bytes if self._accumulates else 0 for unit in units}
+        timeline.add(UNSHARDED_GRADIENTS, sum(self._gradient_bytes.values()))
 
-    def take(self, moment: Moment) -> None:
-        """React to one moment of the step."""
-        self._ledger.look(moment.peak_bytes)
-        self._ledger.now.update(moment.live_bytes)
-        unit = self._by_module.get(moment.name)
-        if moment.kind == "gradient":
-            self._gradient(self._by_weight[moment.name], moment.name)
-        elif moment.kind == "loss":
-            self._end_forward()
-        elif moment.kind == "end":
-            self._end()
-        elif unit is not None:
-            getattr(self, f"_{moment.kind}")(unit, moment.name)
+    def run(self, events: Iterable[TraceEvent]) -> None:
+        """Process the events of one step."""
+        if self._root is not None:
+            self._pre_forward(self._root, ROOT)
+        for event in events:
+            self._timeline.apply(event)
+            unit = self._unit_of_module.get(event.name)
+            if event.kind == "gradient":
+                self._gradient(self._unit_of_parameter[event.name], event.name)
+            elif event.kind == "forward_done":
+                self._forward_done()
+            elif event.kind == "step_done":
+                self._step_done()
+            elif unit is not None and event.kind == "pre_backward":
+                self._pre_backward(unit)
+            elif unit is not None and event.kind == "post_backward":
+                self._post_backward(unit, event.name)
+            elif unit is not None and not self._is_backward:  # recomputed layers are gathered already
+                (self._pre_forward if event.kind == "pre_forward" else self._post_forward)(unit, event.name)
 
-    def begin(self) -> None:
-        """Gather what the root holds itself."""
-        root = self._by_module.get(ROOT)
-        if root is not None:
-            self._enter(root, ROOT)
+    def _unsharded_bytes(self, unit: FsdpUnit) -> int:
+        return unit.unsharded_bytes
 
-    def _whole_bytes(self, unit: Unit) -> int:
-        return unit.whole_bytes(self._num_ranks, 2)
+    def _buffer_bytes(self, unit: FsdpUnit) -> int:
+        return self._unsharded_bytes(unit) if self._job.num_shards > 1 else 0
 
-    def _buffer_bytes(self, unit: Unit) -> int:
-        return self._whole_bytes(unit) if self._num_ranks > 1 else 0
-
-    def _enter(self, unit: Unit, name: str) -> None:
-        if self._is_backward:
-            return  # recomputed: gathered already
-        self._entered.setdefault(unit, []).append(name)
-        if unit in self._whole:
+    def _pre_forward(self, unit: FsdpUnit, name: str) -> None:
+        self._entered_modules.setdefault(unit, []).append(name)
+        if unit in self._unsharded:
             return
-        self._ledger.add(GATHERED, self._buffer_bytes(unit))
-        self._ledger.add(GATHERED, -self._held_buffer)
-        self._ledger.add(GATHERED, self._whole_bytes(unit))
-        self._held_buffer = self._buffer_bytes(unit)
-        self._whole.add(unit)
+        self._timeline.add(GATHERED, self._buffer_bytes(unit))
+        self._timeline.add(GATHERED, -self._gather_buffer_bytes)
+        self._gather_buffer_bytes = self._buffer_bytes(unit)
+        self._unshard(unit)
 
-    def _exit(self, unit: Unit, name: str) -> None:
-        if self._is_backward or set(self._entered.get(unit, [])) != set(unit.modules):
+    def _post_forward(self, unit: FsdpUnit, name: str) -> None:
+        if set(self._entered_modules.get(unit, [])) != set(unit.modules):
             return
-        if unit not in self._order:
-            self._order.append(unit)
-        if unit.reshards:
-            self._free(unit)
+        if unit not in self._forward_order:
+            self._forward_order.append(unit)
+        if unit.reshards_after_forward:
+            self._reshard(unit)
 
-    def _free(self, unit: Unit) -> None:
-        if unit in self._whole:
-            self._whole.remove(unit)
-            self._ledger.add(GATHERED, -self._whole_bytes(unit))
+    def _unshard(self, unit: FsdpUnit) -> None:
+        self._unsharded.add(unit)
+        self._timeline.add(GATHERED, self._unsharded_bytes(unit))
 
-    def _end_forward(self) -> None:
-        self._ledger.add(GATHERED, -self._held_buffer)
-        self._held_buffer, self._is_backward = 0, True
-        root = self._by_module.get(ROOT)
-        if root is not None and root.weights and self._order:
-            self._gather_ahead(self._order[-1])
+    def _reshard(self, unit: FsdpUnit) -> None:
+        if unit in self._unsharded:
+            self._unsharded.remove(unit)
+            self._timeline.add(GATHERED, -self._unsharded_bytes(unit))
+
+    def _forward_done(self) -> None:
+        self._timeline.add(GATHERED, -self._gather_buffer_bytes)
+        self._gather_buffer_bytes, self._is_backward = 0, True
+        if self._root is not None and self._root.parameters and self._forward_order:
+            self._prefetch(self._forward_order[-1])
         for unit in self._units:
-            if unit not in self._entered and unit not in self._whole:
-                self._gather_by_hand(unit)
+            if unit not in self._entered_modules and unit not in self._unsharded:
+                # TRL's fused loss never calls the head's forward: it gathers a head that is its own unit with
+                # full_tensor and keeps it. Source: trl 1.16 `trainer/utils.py`, `_fused_forward`.
+                self._unshard(unit)
 
-    def _gather_by_hand(self, unit: Unit) -> None:
-        """Gather a unit whose forward never ran: TRL's fused loss gathers a head that is alone, and keeps it.
-
-        Source: trl 1.16 `trainer/utils.py`, `_fused_forward`, `full_tensor`.
-        """
-        self._whole.add(unit)
-        self._ledger.add(GATHERED, self._whole_bytes(unit))
-
-    def _backward_enter(self, unit: Unit, name: str) -> None:
-        if unit not in self._whole and unit not in self._reduced:
-            if unit not in self._ahead:
-                self._ledger.add(GATHERED, self._buffer_bytes(unit))
-            self._ahead.discard(unit)
-            self._ledger.add(GATHERED, self._whole_bytes(unit))
-            self._ledger.add(GATHERED, -self._buffer_bytes(unit))
-            self._whole.add(unit)
-        if unit in self._order:
-            position = self._order.index(unit)
+    def _pre_backward(self, unit: FsdpUnit) -> None:
+        if unit not in self._unsharded and unit not in self._reduced:
+            if unit not in self._prefetched:
+                self._timeline.add(GATHERED, self._buffer_bytes(unit))
+            self._prefetched.discard(unit)
+            self._unshard(unit)
+            self._timeline.add(GATHERED, -self._buffer_bytes(unit))
+        if unit in self._forward_order:
+            position = self._forward_order.index(unit)
             if position > 0:
-                self._gather_ahead(self._order[position - 1])
+                self._prefetch(self._forward_order[position - 1])
 
-    def _gather_ahead(self, unit: Unit) -> None:
-        if unit not in self._whole and unit not in self._ahead and unit not in self._reduced:
-            self._ahead.add(unit)
-            self._ledger.add(GATHERED, self._buffer_bytes(unit))
+    def _prefetch(self, unit: FsdpUnit) -> None:
+        if unit not in self._unsharded | self._prefetched | self._reduced:
+            self._prefetched.add(unit)
+            self._timeline.add(GATHERED, self._buffer_bytes(unit))
 
-    def _gradient(self, unit: Unit, name: str) -> None:
-        if not self._is_accumulating:
-            weight = next(weight for weight in unit.weights if weight.name == name)
-            num_bytes = round(weight.num_elements * weight.whole_bytes)
-            self._gradients[unit] += num_bytes
-            self._ledger.add(WHOLE_GRADIENTS, num_bytes)
+    def _gradient(self, unit: FsdpUnit, name: str) -> None:
+        if not self._accumulates:
+            parameter = next(parameter for parameter in unit.parameters if parameter.name == name)
+            num_bytes = round(parameter.num_elements * parameter.unsharded_item_bytes)
+            self._gradient_bytes[unit] += num_bytes
+            self._timeline.add(UNSHARDED_GRADIENTS, num_bytes)
 
-    def _backward_exit(self, unit: Unit, name: str) -> None:
-        if name == self._entered[unit][0]:
-            self._finish(unit)
+    def _post_backward(self, unit: FsdpUnit, name: str) -> None:
+        if name == self._entered_modules[unit][0]:
+            self._reduce(unit)
 
-    def _finish(self, unit: Unit) -> None:
+    def _reduce(self, unit: FsdpUnit) -> None:
         """Free the unit and reduce its gradients."""
         if unit in self._reduced:
             return
         self._reduced.add(unit)
-        self._free(unit)
-        if not unit.is_trained:
+        self._reshard(unit)
+        if not unit.trained:
             return
-        self._ledger.add(WHOLE_GRADIENTS, -self._held_reduction)
-        self._held_reduction = self._gradients[unit]
-        self._ledger.add(WHOLE_GRADIENTS, self._held_reduction)
-        self._ledger.add(WHOLE_GRADIENTS, -self._gradients[unit])
-        self._gradients[unit] = 0
-        self._keep_reduced(unit.reduced_bytes(self._num_ranks, 2))
+        self._timeline.add(UNSHARDED_GRADIENTS, -self._reduce_buffer_bytes)
+        self._reduce_buffer_bytes = self._gradient_bytes[unit]
+        self._timeline.add(UNSHARDED_GRADIENTS, self._reduce_buffer_bytes)
+        self._free_gradients(unit)
+        self._add_reduced(unit)
 
-    def _keep_reduced(self, num_bytes: int) -> None:
-        self._ledger.add(REDUCED_GRADIENTS, num_bytes)
+    def _free_gradients(self, unit: FsdpUnit) -> None:
+        self._timeline.add(UNSHARDED_GRADIENTS, -self._gradient_bytes[unit])
+        self._gradient_bytes[unit] = 0
+
+    def _add_reduced(self, unit: FsdpUnit) -> None:
+        self._timeline.add(REDUCED_GRADIENTS, unit.shard_gradient_bytes)
         if self._job.is_offloaded:
-            self._ledger.add(REDUCED_GRADIENTS, -num_bytes)
+            self._timeline.add(REDUCED_GRADIENTS, -unit.shard_gradient_bytes)
 
-    def _end(self) -> None:
+    def _step_done(self) -> None:
         for unit in self._units:
-            self._finish(unit)
-        self._ledger.add(WHOLE_GRADIENTS, -self._held_reduction)
-        self._held_reduction = 0
+            self._reduce(unit)
+        self._timeline.add(UNSHARDED_GRADIENTS, -self._reduce_buffer_bytes)
+        self._reduce_buffer_bytes = 0
 
 
-class Fsdp1(Fsdp2):
-    """Flattened units.
+class Fsdp1Simulator(Fsdp2Simulator):
+    """FSDP1: flattened units.
 
-    A gather fills the unit's one buffer, the one before is gathered ahead in backward, and a unit is reduced when the
-    last of its gradients is there: they are put together into a flat one first.
+    An all-gather fills the unit's one buffer, and the previous unit is gathered ahead in backward. A unit is reduced
+    as soon as its last gradient is there; its gradients are first flattened into one tensor.
 
     Source: torch 2.13 `distributed/fsdp/_runtime_utils.py`, `_flat_param.py`.
     """
 
-    def __init__(self, units: Sequence[Unit], job: Job, ledger: Ledger) -> None:
-        super().__init__(units, job, ledger)
-        self._missing = {unit: {w.name for w in unit.weights if w.is_trained} for unit in units}
+    def __init__(self, units: Sequence[FsdpUnit], job: TrainingJob, timeline: MemoryTimeline) -> None:
+        super().__init__(units, job, timeline)
+        self._missing_gradients = {unit: {parameter.name for parameter in unit.trained} for unit in units}
 
-    def _whole_bytes(self, unit: Unit) -> int:
-        is_copied = any(weight.whole_bytes != weight.stored_bytes for weight in unit.weights)
-        if self._num_ranks == 1 and not is_copied:
-            return unit.stored_bytes(1, 1) if self._job.is_offloaded else 0  # computed with as stored
-        staged = unit.stored_bytes(self._num_ranks, 1) if self._job.is_offloaded else 0
-        return unit.whole_bytes(self._num_ranks, 1) + staged
+    def _unsharded_bytes(self, unit: FsdpUnit) -> int:
+        staging_bytes = unit.shard_bytes if self._job.is_offloaded else 0
+        is_cast = any(p.unsharded_item_bytes != p.sharded_item_bytes for p in unit.parameters)
+        if self._job.num_shards == 1 and not is_cast:
+            return staging_bytes  # computes with the stored parameters
+        return unit.unsharded_bytes + staging_bytes
 
-    def _buffer_bytes(self, unit: Unit) -> int:
+    def _buffer_bytes(self, unit: FsdpUnit) -> int:
         return 0
 
-    def _gather_ahead(self, unit: Unit) -> None:
-        if unit not in self._whole and unit not in self._reduced:
-            self._whole.add(unit)
-            self._ledger.add(GATHERED, self._whole_bytes(unit))
+    def _prefetch(self, unit: FsdpUnit) -> None:
+        if unit not in self._unsharded and unit not in self._reduced:
+            self._unshard(unit)
 
-    def _gradient(self, unit: Unit, name: str) -> None:
+    def _gradient(self, unit: FsdpUnit, name: str) -> None:
         super()._gradient(unit, name)
-        self._missing[unit].discard(name)
-        if not self._missing[unit] and unit.modules != (ROOT,):
-            self._finish(unit)
+        self._missing_gradients[unit].discard(name)
+        if not self._missing_gradients[unit] and unit.modules != (ROOT,):
+            self._reduce(unit)
 
-    def _backward_exit(self, unit: Unit, name: str) -> None:
-        if not unit.is_trained:
-            self._finish(unit)
+    def _post_backward(self, unit: FsdpUnit, name: str) -> None:
+        if not unit.trained:
+            self._reduce(unit)
 
-    def _finish(self, unit: Unit) -> None:
+    def _reduce(self, unit: FsdpUnit) -> None:
         if unit in self._reduced:
             return
         self._reduced.add(unit)
-        num_bytes = 0 if self._is_accumulating else self._gradients[unit]
-        self._ledger.add(WHOLE_GRADIENTS, num_bytes)
-        self._ledger.add(WHOLE_GRADIENTS, -num_bytes)
-        self._free(unit)
-        if unit.is_trained:
-            self._keep_reduced(unit.reduced_bytes(self._num_ranks, 1))
-            self._ledger.add(WHOLE_GRADIENTS, -self._gradients[unit])
-            self._gradients[unit] = 0
+        flat_bytes = 0 if self._accumulates else self._gradient_bytes[unit]
+        self._timeline.add(UNSHARDED_GRADIENTS, flat_bytes)
+        self._timeline.add(UNSHARDED_GRADIENTS, -flat_bytes)
+        self._reshard(unit)
+        if unit.trained:
+            self._add_reduced(unit)
+            self._free_gradients(unit)
 
 
-def replay(
-    moments: Iterable[Moment], units: Sequence[Unit], job: Job, resident: dict[str, int], kept: dict[str, int]
-) -> Ledger:
-    """Go through a step with a template's rules.
+def simulate_step(
+    events: Iterable[TraceEvent], units: Sequence[FsdpUnit], job: TrainingJob, resident_bytes: dict[str, int]
+) -> dict[str, int]:
+    """Return bytes by category at the peak of a step.
 
     Args:
-        moments: from `trace_step`.
+        events: from `trace_step`.
         units: from `find_units`.
-        job: strategy, version and ranks.
-        resident: bytes that are there all the time, by part.
-        kept: bytes of the step before that are there until forward is done, by part.
+        job: FSDP version, ranks, accumulation and offloading.
+        resident_bytes: bytes that are always there, by category.
     """
-    ledger = Ledger({**resident, **kept})
-    rules = (Fsdp2 if job.strategy.version == 2 else Fsdp1)(units, job, ledger)
-    rules.begin()
-    for moment in moments:
-        if moment.kind == "loss":
-            ledger.look(moment.peak_bytes)
-            for part, num_bytes in kept.items():
-                ledger.add(part, -num_bytes)
-        rules.take(moment)
-    return ledger
+    timeline = MemoryTimeline(resident_bytes)
+    simulator = (Fsdp2Simulator if job.strategy.version == 2 else Fsdp1Simulator)(units, job, timeline)
+    simulator.run(events)
+    return timeline.bytes_at_peak

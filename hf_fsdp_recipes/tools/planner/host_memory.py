@@ -1,27 +1,27 @@
-"""Host memory of one node: while loading, training, saving and exporting; here, and as the stack does it alone.
+"""Host memory of one node while loading, training, saving and exporting: with this package, and without it.
 
-The figures of this package come from docs/measured.md; the sizes from the plan.
+Constants come from docs/measured.md, sizes from the plan.
 """
 
 from dataclasses import dataclass
 
 from hf_fsdp_recipes.export.write_export import CHUNK_BYTES
 from hf_fsdp_recipes.loading.distribute import BUCKET_BYTES
-from hf_fsdp_recipes.tools.planner.rank_memory import OPTIMIZER, PARAMETERS, Plan
+from hf_fsdp_recipes.tools.planner.memory_planner import OPTIMIZER, PARAMETERS, MemoryPlan
 
-PROCESS_BYTES = 930_000_000  # a rank before it loads anything: document 004 printed 926 and 933 MB
-LOADING_BYTES = 60_000_000  # beside shard and buckets, per rank, with either source: docs/measured.md
-QUANTIZING_BYTES = 500_000_000  # the same while 4-bit weights are made, over the largest weight: docs/measured.md
+PROCESS_BYTES = 930_000_000  # a rank before it loads anything: 926 and 933 MB in the distributed training guide
+LOADING_BYTES = 60_000_000  # per rank, besides its shard and the buckets, for either source
+QUANTIZING_BYTES = 500_000_000  # per rank, besides its shard and the largest weight, while 4-bit weights are made
 
 
 @dataclass(frozen=True)
-class HostNeed:
-    """Bytes that one node's host needs at one stage.
+class HostMemory:
+    """Host memory that one node needs at one stage.
 
     Attributes:
         stage: load, train, save or export.
         ours_bytes, stock_bytes: with this package, and with transformers and Accelerate alone.
-        why: where the numbers come from.
+        why: what the stock figure assumes.
     """
 
     stage: str
@@ -30,39 +30,34 @@ class HostNeed:
     why: str
 
 
-def host_needs(plan: Plan) -> list[HostNeed]:
-    """Return what each stage needs of a node."""
-    job, ranks = plan.job, plan.job.machine.ranks_on_node
-    version, num_ranks = job.strategy.version, job.shard_ranks
-    base = ranks * (PROCESS_BYTES + sum(plan.host.values()))
-    shard = sum(unit.stored_bytes(num_ranks, version) for unit in plan.units)
-    whole = round(sum(w.num_elements * w.stored_bytes for unit in plan.units for w in unit.weights))
-    trained = round(sum(w.num_elements * w.stored_bytes for unit in plan.units for w in unit.weights if w.is_trained))
-    loaded = whole if job.is_4bit else plan.num_parameters * job.dtype.itemsize
+def estimate_host_memory(plan: MemoryPlan) -> list[HostMemory]:
+    """Estimate the host memory of one node at each stage."""
+    job, num_ranks = plan.job, plan.job.cluster.ranks_per_node
+    shard = sum(unit.shard_bytes for unit in plan.units)
+    model = round(sum(p.num_elements * p.sharded_item_bytes for p in plan.parameters))
+    trained = round(sum(p.num_elements * p.sharded_item_bytes for p in plan.parameters if p.requires_grad))
+    loaded = model if job.is_4bit else plan.num_parameters * job.dtype.itemsize
     optimizer = plan.valley.get(OPTIMIZER, plan.host.get(OPTIMIZER, 0))
-    saved = optimizer + (_trained_shard(plan) if job.lora_rank else shard)
-    state = trained + round(optimizer * num_ranks)
-    start = ranks * (PROCESS_BYTES + plan.host.get(PARAMETERS, 0))
-    if job.on_cpu:  # a rank's own memory is the host's
-        base, start = base + ranks * plan.peak_bytes, start + ranks * shard
+    # What each rank stages while a checkpoint is written.
+    staged = optimizer + (sum(unit.shard_gradient_bytes for unit in plan.units) if job.lora_rank else shard)
+    before_load = num_ranks * (PROCESS_BYTES + plan.host.get(PARAMETERS, 0))
+    training = num_ranks * (PROCESS_BYTES + sum(plan.host.values()))
+    if job.strategy.on_cpu:  # the ranks' own memory is on the host
+        before_load += num_ranks * shard
+        training += num_ranks * plan.peak_bytes
+    loading = before_load + 2 * BUCKET_BYTES + num_ranks * (_quantizing_bytes(plan) if job.is_4bit else LOADING_BYTES)
+    every_rank = "stock: every rank loads the full model" + (" in 4 bits" if job.is_4bit else "")
+    full_state = training + trained + optimizer * job.num_shards
+    full_model = training + (trained if job.lora_rank else model)
     return [
-        HostNeed(
-            "load",
-            start + 2 * BUCKET_BYTES + ranks * (_quantizing_bytes(plan) if job.is_4bit else LOADING_BYTES),
-            start + ranks * loaded,
-            "stock: every rank loads the whole" + (", packed" if job.is_4bit else ""),
-        ),
-        HostNeed("train", base, base, "processes, and what is offloaded or paged"),
-        HostNeed("save", base + round(ranks * saved), base + state, "stock: FULL_STATE_DICT on rank 0"),
-        HostNeed("export", base + ranks * CHUNK_BYTES, base + (trained if job.lora_rank else whole), "stock: the same"),
+        HostMemory("load", loading, before_load + num_ranks * loaded, every_rank),
+        HostMemory("train", training, training, "processes, and offloaded or paged state"),
+        HostMemory("save", training + num_ranks * staged, full_state, "stock: FULL_STATE_DICT on rank 0"),
+        HostMemory("export", training + num_ranks * CHUNK_BYTES, full_model, "stock: the full model on rank 0"),
     ]
 
 
-def _quantizing_bytes(plan: Plan) -> int:
-    """Return what a rank needs that reads weights whole to quantise them: the largest of them, and bitsandbytes."""
-    largest = max(weight.num_elements for unit in plan.units for weight in unit.weights)
+def _quantizing_bytes(plan: MemoryPlan) -> int:
+    """Return what a rank needs to quantize weights one at a time: the largest of them, and bitsandbytes."""
+    largest = max(parameter.num_elements for parameter in plan.parameters)
     return QUANTIZING_BYTES + largest * plan.job.compute_dtype.itemsize
-
-
-def _trained_shard(plan: Plan) -> int:
-    return sum(unit.reduced_bytes(plan.job.shard_ranks, plan.job.strategy.version) for unit in plan.units)

@@ -1,84 +1,60 @@
-"""The model to be planned for, on meta: from a config alone, with attention, adapters and checkpointing as in the run.
-
-Reads config.json; neither reads nor fetches weights.
-"""
+"""The model of a job on the meta device, with the attention, adapter and checkpointing that it trains with."""
 
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Union
 
 import torch
 
 from hf_fsdp_recipes.errors import LoadError, PlanError
 from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
-from hf_fsdp_recipes.tools.planner.job import Job
+from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
 
-BITS4_BYTES = 0.5
-BLOCK_OF_4BIT = 64  # values that share a scale: fp32, or one byte with nested quantisation
-BLOCK_OF_SCALES = 256  # scales that share one fp32 scale, where they are quantised too
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+MetaModel = Union["PreTrainedModel", "PeftModel"]
+PACKED_ITEM_BYTES = 0.5  # a value in 4 bits
+VALUES_PER_SCALE = 64  # fp32 scales of 4-bit values; one byte each with nested quantization
+SCALES_PER_SCALE = 256  # nested quantization: scales that share one fp32 scale
 
 
 @dataclass(frozen=True)
-class Weight:
-    """One parameter as FSDP sees it.
+class Parameter:
+    """One parameter as FSDP shards and gathers it.
 
     Attributes:
         name: in the model.
-        shape: the whole parameter's.
-        is_trained: whether it has a gradient.
-        stored_bytes: of one element in the shard: fp32 masters, say, or half a byte.
-        whole_bytes: of one element when it is gathered.
-        is_looked_up: whether rows are picked from it and nothing is multiplied with it.
+        requires_grad: whether it is trained.
+        num_elements, num_padded_elements: of the unsharded parameter, without and with FSDP2's padding.
+        num_shard_elements: padded elements per rank.
+        sharded_item_bytes: bytes per element in the shard: 4 for fp32 masters, 0.5 for 4-bit weights.
+        unsharded_item_bytes: bytes per element when gathered.
     """
 
     name: str
-    shape: tuple[int, ...]
-    is_trained: bool
-    stored_bytes: float
-    whole_bytes: float
-    is_looked_up: bool = False
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of the whole parameter."""
-        return int(torch.Size(self.shape).numel())
-
-    def padded_elements(self, num_ranks: int) -> int:
-        """Elements after dimension 0 is filled up to as many rows on each rank, as FSDP2 does."""
-        rows = self.shape[0] if self.shape else 1
-        return -(-rows // num_ranks) * num_ranks * (self.num_elements // max(rows, 1))
+    requires_grad: bool
+    num_elements: int
+    num_padded_elements: int
+    num_shard_elements: float
+    sharded_item_bytes: float
+    unsharded_item_bytes: float
 
 
-def read_config(name_or_path: str) -> Any:
-    """Read a config: a config.json, a directory that holds one, or a Hub id (config.json alone is fetched).
+def build_meta_model(config: "PreTrainedConfig", job: TrainingJob) -> MetaModel:
+    """Build the model that a job trains: on meta, in the compute dtype, ready to trace.
 
     Raises:
-        PlanError: there is none, or it is of no known architecture.
-    """
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(name_or_path)
-    except (OSError, ValueError, KeyError) as error:
-        hint = "" if Path(name_or_path).exists() else " There is no such file or directory here."
-        raise PlanError(f"the config of {name_or_path} cannot be read: {str(error).splitlines()[0]}{hint}") from error
-
-
-def build(config: Any, job: Job) -> Any:
-    """Build the model as the run computes with it: on meta, in the compute dtype.
-
-    Raises:
-        PlanError: the architecture cannot be built, or the adapter's targets are not in it.
+        PlanError: the architecture is not a causal language model, or lacks the adapter's target modules.
     """
     config = type(config).from_dict(config.to_dict())
-    text = config.get_text_config()
-    config.use_cache = text.use_cache = False
+    config.use_cache = config.get_text_config().use_cache = False
     config._attn_implementation = "eager" if job.attention == "eager" else "sdpa"
     try:
         model = build_on_meta(config, job.compute_dtype)
     except LoadError as error:
-        raise PlanError(f"no causal language model can be planned for: {error}") from error
+        raise PlanError(f"cannot build a causal language model to plan for: {error}") from error
     model = model.to("meta").train()
     if job.loss == "fused":
         from trl.trainer.utils import add_fused_lm_head
@@ -86,12 +62,12 @@ def build(config: Any, job: Job) -> Any:
         add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     if job.lora_rank:
         model = _add_adapter(model, job)
-    if job.checkpointing:
-        _checkpoint(model, bool(job.lora_rank))
+    if job.gradient_checkpointing:
+        _enable_checkpointing(model, bool(job.lora_rank))
     return model
 
 
-def _add_adapter(model: Any, job: Job) -> Any:
+def _add_adapter(model: "PreTrainedModel", job: TrainingJob) -> "PeftModel":
     from peft import LoraConfig, get_peft_model
 
     targets = job.lora_targets if isinstance(job.lora_targets, str) else list(job.lora_targets)
@@ -99,49 +75,45 @@ def _add_adapter(model: Any, job: Job) -> Any:
     try:
         return get_peft_model(model, adapter, autocast_adapter_dtype=False)
     except ValueError as error:
-        raise PlanError(f"lora_targets: {job.lora_targets}. {str(error).splitlines()[0]}") from error
+        raise PlanError(f"lora_targets is {job.lora_targets}: {str(error).splitlines()[0]}") from error
 
 
-def _checkpoint(model: Any, has_adapter: bool) -> None:
-    # Random state is not kept: meta has none, and its few bytes do not matter.
+def _enable_checkpointing(model: MetaModel, has_adapter: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        # Meta has no random state to preserve, and its few bytes do not matter.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     if has_adapter:
         model.enable_input_require_grads()  # as Trainer does, so that frozen layers are recomputed at all
 
 
-def weights(model: Any, job: Job) -> list[Weight]:
-    """List the parameters, tied ones once, with what FSDP stores and gathers of each."""
-    packed = _packed(model) if job.is_4bit else set()
-    tables = _tables(model)
-    return [
-        _weight(name, parameter, job, name in packed, name in tables) for name, parameter in model.named_parameters()
-    ]
+def list_parameters(model: MetaModel, job: TrainingJob) -> list[Parameter]:
+    """Return the parameters in the model's order, tied ones once."""
+    packed = _find_packed(model) if job.is_4bit else set()
+    return [_describe(name, tensor, job, name in packed) for name, tensor in model.named_parameters()]
 
 
-def _weight(name: str, parameter: Any, job: Job, is_packed: bool, is_looked_up: bool) -> Weight:
-    shape = tuple(parameter.shape)
-    if is_packed:
-        return Weight(name, shape, False, BITS4_BYTES, BITS4_BYTES)
-    # Accelerate keeps what is trained under mixed precision in fp32; what is frozen stays as it was loaded.
-    is_master = parameter.requires_grad and job.mixed_precision is not None
+def _describe(name: str, tensor: torch.nn.Parameter, job: TrainingJob, is_packed: bool) -> Parameter:
+    num_elements = num_padded = tensor.numel()
+    if job.strategy.version == 2:  # pads rows to a multiple of the ranks; FSDP1 pads by less than an element per rank
+        num_rows = tensor.shape[0] if tensor.shape else 1
+        num_padded = -(-num_rows // job.num_shards) * job.num_shards * (num_elements // max(num_rows, 1))
+    # Accelerate upcasts what is trained in mixed precision to fp32; frozen parameters keep their dtype.
+    is_master = tensor.requires_grad and job.mixed_precision is not None
     stored = torch.float32 if is_master else job.dtype
-    return Weight(name, shape, parameter.requires_grad, stored.itemsize, parameter.dtype.itemsize, is_looked_up)
+    return Parameter(
+        name=name,
+        requires_grad=tensor.requires_grad and not is_packed,
+        num_elements=num_elements,
+        num_padded_elements=num_padded,
+        num_shard_elements=num_padded / job.num_shards,
+        sharded_item_bytes=PACKED_ITEM_BYTES if is_packed else stored.itemsize,
+        unsharded_item_bytes=PACKED_ITEM_BYTES if is_packed else tensor.dtype.itemsize,
+    )
 
 
-def _tables(model: Any) -> set[str]:
-    """Name the embeddings' weights, but one that is tied to the head."""
-    head = getattr(model.get_output_embeddings(), "weight", None)
-    return {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Embedding) and module.weight is not head
-    }
-
-
-def _packed(model: Any) -> set[str]:
-    """Name the weights that bitsandbytes packs: all linear ones but the head and the adapter's."""
+def _find_packed(model: MetaModel) -> set[str]:
+    """Return the weights that bitsandbytes packs: those of linear layers, except the head and adapters."""
     head = model.get_output_embeddings()
     return {
         f"{name}.weight"

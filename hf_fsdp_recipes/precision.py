@@ -1,0 +1,32 @@
+"""Names of dtypes, as torch ("bfloat16") and Accelerate ("bf16") spell them, and the dtype of mixed precision."""
+
+import torch
+
+from hf_fsdp_recipes.environment import mixed_precision
+
+TRAINING_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parse_dtype(name: str) -> torch.dtype | None:
+    """Return the dtype of a name, or None for "no" (Accelerate's mixed_precision without one).
+
+    Raises:
+        ValueError: not a dtype that parameters are trained in.
+    """
+    if name.lower() in ("no", "none", "false"):
+        return None
+    for short_name, dtype in TRAINING_DTYPES.items():
+        if name.lower() in (short_name, format_dtype(dtype)):
+            return dtype
+    names = ", ".join(format_dtype(dtype) for dtype in TRAINING_DTYPES.values())
+    raise ValueError(f"unknown dtype {name!r}; use {names} or no")
+
+
+def format_dtype(dtype: torch.dtype) -> str:
+    """Write a dtype without torch's prefix: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def mixed_precision_dtype() -> torch.dtype | None:
+    """Return the dtype that the launcher chose for mixed precision, or None if it chose full precision."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision() or "no")

@@ -1,0 +1,214 @@
+"""Memory of one rank: between steps, at the peak of a step, and on the host."""
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_fsdp_recipes.configs.strategy import Strategy
+from hf_fsdp_recipes.metrics.flops import ModelFlops, count_flops
+from hf_fsdp_recipes.tools.planner.fsdp_simulator import REDUCED_GRADIENTS, simulate_step
+from hf_fsdp_recipes.tools.planner.fsdp_units import FsdpUnit, find_last_layer, find_units, module_names
+from hf_fsdp_recipes.tools.planner.meta_model import (
+    PACKED_ITEM_BYTES,
+    SCALES_PER_SCALE,
+    VALUES_PER_SCALE,
+    MetaModel,
+    Parameter,
+    build_meta_model,
+)
+from hf_fsdp_recipes.tools.planner.step_trace import LossFunction, TraceEvent, compute_job_loss, trace_step
+from hf_fsdp_recipes.tools.planner.training_job import BLOCK_SCALE_BYTES, NUM_STATES, TrainingJob
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+PARAMETERS, OPTIMIZER, STEP = "parameters", "optimizer", "optimizer step"
+SCALES, UNPACKED = "4-bit scales", "unpacked weight"
+# Assumed, not measured (docs/planner.md): what the GPU context, NCCL and cuBLAS take, and the share of temporary
+# memory that the caching allocator cannot reuse.
+GPU_CONTEXT_BYTES = 1_500_000_000
+GPU_FRAGMENTATION = 0.03
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory of one rank, by category.
+
+    Attributes:
+        job: what was planned.
+        units: what FSDP gathers at once.
+        flops: FLOPs of the model, or None if they cannot be counted.
+        valley: device bytes between steps.
+        peak: device bytes when their sum is highest.
+        allowance_bytes: assumed for the GPU context and fragmentation.
+        host: host bytes during training: offloaded shards and paged optimizer state.
+    """
+
+    job: TrainingJob
+    units: tuple[FsdpUnit, ...]
+    flops: ModelFlops | None
+    valley: dict[str, int]
+    peak: dict[str, int]
+    allowance_bytes: int
+    host: dict[str, int]
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """All parameters of the model."""
+        return [parameter for unit in self.units for parameter in unit.parameters]
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(parameter.num_elements for parameter in self.parameters)
+
+    @property
+    def num_trained(self) -> int:
+        """Elements of the parameters that are trained."""
+        return sum(parameter.num_elements for parameter in self.parameters if parameter.requires_grad)
+
+    @property
+    def largest_unit(self) -> FsdpUnit:
+        """The unit that is largest when gathered."""
+        return max(self.units, key=lambda unit: unit.unsharded_bytes)
+
+    @property
+    def valley_bytes(self) -> int:
+        """Device bytes between steps."""
+        return sum(self.valley.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """Device bytes at the peak, as torch's allocator counts them."""
+        return sum(self.peak.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        """Device bytes to run: the peak and the allowance."""
+        return self.peak_bytes + self.allowance_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the device has enough memory; None if its memory is unknown."""
+        gpu_bytes = self.job.cluster.gpu_bytes
+        return None if gpu_bytes is None else self.needed_bytes <= gpu_bytes
+
+
+class MemoryPlanner:
+    """Plan several ways to train one model. Keeps the last model and all traces, which many plans share.
+
+    Args:
+        config: the model's config.
+        compute_loss: replaces the job's own loss.
+    """
+
+    def __init__(self, config: "PreTrainedConfig", compute_loss: LossFunction = compute_job_loss) -> None:
+        self._config, self._compute_loss = config, compute_loss
+        self._models: dict[tuple[Any, ...], MetaModel] = {}
+        self._traces: dict[tuple[Any, ...], list[TraceEvent]] = {}
+
+    def plan(self, job: TrainingJob) -> MemoryPlan:
+        """Plan one way to train the model.
+
+        Raises:
+            PlanError: the model cannot be built, adapted or wrapped like that.
+        """
+        model = self._model(job)
+        units = self.find_units(model, job)
+        resident, host = _resident_bytes(units, job)
+        events = self.trace(model, job, units)
+        in_step = simulate_step(events, units, job, resident | _quantization_bytes(units, job))
+        in_update = resident | {REDUCED_GRADIENTS: gradient_bytes(units, job), STEP: _update_bytes(units, job)}
+        peak = max(in_step, in_update, key=lambda state: sum(state.values()))
+        return MemoryPlan(
+            job=job,
+            units=tuple(units),
+            flops=_count_flops(model),
+            valley={category: num_bytes for category, num_bytes in resident.items() if num_bytes},
+            peak={category: num_bytes for category, num_bytes in peak.items() if num_bytes},
+            allowance_bytes=_allowance_bytes(peak, resident, job),
+            host=host,
+        )
+
+    def find_units(self, model: MetaModel, job: TrainingJob) -> list[FsdpUnit]:
+        """Return what FSDP gathers at once."""
+        return find_units(model, job)
+
+    def trace(self, model: MetaModel, job: TrainingJob, units: list[FsdpUnit]) -> list[TraceEvent]:
+        """Return the events of one step."""
+        # Always watching what full_shard wraps lets most strategies share one trace.
+        usual_units = find_units(model, job.replace(**asdict(Strategy())))
+        watched = tuple(module_names([*usual_units, *units]))
+        key = (*_model_key(job), job.attention, job.batch, job.length, job.strategy.on_cpu, watched)
+        if key not in self._traces:
+            self._traces[key] = trace_step(model, job, watched, find_last_layer(model), self._compute_loss)
+        return self._traces[key]
+
+    def _model(self, job: TrainingJob) -> MetaModel:
+        key = (*_model_key(job), job.attention == "eager")
+        if key not in self._models:
+            self._models.clear()  # deep models have many modules
+            self._models[key] = build_meta_model(self._config, job)
+        return self._models[key]
+
+
+def _model_key(job: TrainingJob) -> tuple[Any, ...]:
+    return job.compute_dtype, job.gradient_checkpointing, job.lora_rank, job.lora_targets, job.loss
+
+
+def _count_flops(model: MetaModel) -> ModelFlops | None:
+    try:
+        return count_flops(model)
+    except (AttributeError, ValueError):  # an architecture that count_flops does not know
+        return None
+
+
+def _resident_bytes(units: list[FsdpUnit], job: TrainingJob) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what is always there, on the device and on the host."""
+    shards = {PARAMETERS: sum(unit.shard_bytes for unit in units)}
+    states = {OPTIMIZER: round(sum(_state_bytes(unit, job.optimizer) for unit in units))}
+    if job.is_offloaded:
+        return {}, shards | states | {REDUCED_GRADIENTS: sum(unit.shard_gradient_bytes for unit in units)}
+    if job.optimizer.startswith("paged_") and not job.strategy.on_cpu:
+        return shards, states  # pages may move to the host
+    return shards | states, {}
+
+
+def _state_bytes(unit: FsdpUnit, optimizer: str) -> float:
+    """Return the optimizer state of one rank's shard of a unit, in bytes."""
+    return NUM_STATES[optimizer] * sum(
+        parameter.num_shard_elements * _state_item_bytes(parameter, optimizer) for parameter in unit.trained
+    )
+
+
+def _state_item_bytes(parameter: Parameter, optimizer: str) -> float:
+    if "8bit" in optimizer:
+        return 1 + BLOCK_SCALE_BYTES
+    if "4bit" in optimizer:
+        return 0.5 + BLOCK_SCALE_BYTES
+    return 4 if "32bit" in optimizer else parameter.sharded_item_bytes
+
+
+def gradient_bytes(units: list[FsdpUnit], job: TrainingJob) -> int:
+    """Return the bytes of one rank's reduced gradients on the device."""
+    return 0 if job.is_offloaded else sum(unit.shard_gradient_bytes for unit in units)
+
+
+def _update_bytes(units: list[FsdpUnit], job: TrainingJob) -> int:
+    """Return what the optimizer allocates in its step: unfused AdamW needs a temporary value per parameter."""
+    return gradient_bytes(units, job) if job.optimizer == "adamw_torch" and not job.strategy.on_cpu else 0
+
+
+def _quantization_bytes(units: list[FsdpUnit], job: TrainingJob) -> dict[str, int]:
+    """Return what 4-bit weights need besides their shards: all scales on every rank, and one unpacked weight."""
+    if not job.is_4bit:
+        return {}
+    packed = [p.num_elements for unit in units for p in unit.parameters if p.sharded_item_bytes == PACKED_ITEM_BYTES]
+    num_scales = sum(packed) // VALUES_PER_SCALE
+    scale_bytes = num_scales + num_scales * 4 // SCALES_PER_SCALE if job.has_nested_scales else num_scales * 4
+    return {SCALES: scale_bytes, UNPACKED: max(packed, default=0) * job.compute_dtype.itemsize}
+
+
+def _allowance_bytes(peak: dict[str, int], resident: dict[str, int], job: TrainingJob) -> int:
+    if job.strategy.on_cpu:
+        return 0
+    return GPU_CONTEXT_BYTES + round(GPU_FRAGMENTATION * (sum(peak.values()) - sum(resident.values())))

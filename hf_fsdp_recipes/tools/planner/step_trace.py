@@ -1,0 +1,267 @@
+"""Activation memory of one training step: the model's own forward and backward on meta, with every allocation counted.
+
+Meta tensors have shapes but no data, so a step of any model runs in seconds. Activations, logits, temporary buffers and
+recomputation come from the modeling code itself, not from formulas. Parameters and their gradients are not counted
+here: `fsdp_simulator` adds them as FSDP gathers and shards them. Attention runs as a stand-in that saves what flash and
+memory-efficient kernels save: query, key, value, output and one fp32 number per row.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
+
+from hf_fsdp_recipes.tools.planner.meta_model import MetaModel
+from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
+
+ACTIVATIONS, LOGITS = "activations", "logits and loss"
+EventKind = Literal[
+    "pre_forward", "post_forward", "forward_done", "pre_backward", "post_backward", "gradient", "step_done"
+]
+LossFunction = Callable[[MetaModel, torch.Tensor, TrainingJob], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """A point of the step where FSDP acts, and the memory up to it.
+
+    Attributes:
+        kind: pre_forward and post_forward of a module; forward_done (the loss is computed); pre_backward and
+            post_backward of a module (the gradients of its outputs, or of its inputs, are computed); gradient (that of
+            a parameter is computed); step_done.
+        name: the module or parameter.
+        live_bytes: bytes alive now, by category.
+        peak_bytes: bytes by category when their sum was highest since the previous event.
+    """
+
+    kind: EventKind
+    name: str
+    live_bytes: dict[str, int]
+    peak_bytes: dict[str, int]
+
+
+class AllocationTracker(TorchDispatchMode):
+    """Count the storages that ops allocate, until they are freed.
+
+    Args:
+        known: storages that are not counted: parameters and buffers.
+    """
+
+    def __init__(self, known: Collection[int]) -> None:
+        super().__init__()
+        self.category = ACTIVATIONS
+        self.is_forward = True
+        self.events: list[TraceEvent] = []
+        self._known = set(known)
+        self._live_bytes = {ACTIVATIONS: 0, LOGITS: 0}
+        self._peak_bytes = dict(self._live_bytes)
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            # Meta has no values. True is right for what models ask of a batch without padding or packing.
+            return args[0].dtype == torch.bool or 1
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key in self._known or key in self._alive:
+            return
+        self._alive.add(key)
+        self._live_bytes[self.category] += num_bytes
+        if sum(self._live_bytes.values()) > sum(self._peak_bytes.values()):
+            self._peak_bytes = dict(self._live_bytes)
+        weakref.finalize(storage, self._remove, key, num_bytes, self.category).atexit = False
+
+    def _remove(self, key: int, num_bytes: int, category: str) -> None:
+        self._alive.discard(key)
+        self._live_bytes[category] -= num_bytes
+
+    def record(self, kind: EventKind, name: str = "") -> None:
+        """Add an event and start a new peak."""
+        self.events.append(TraceEvent(kind, name, dict(self._live_bytes), self._peak_bytes))
+        self._peak_bytes = dict(self._live_bytes)
+
+
+def compute_job_loss(model: MetaModel, rows: torch.Tensor, job: TrainingJob) -> torch.Tensor:
+    """Run a forward pass over token ids of shape (batch, length) and return the loss of the job's kind."""
+    mask = make_mask(model, rows, job)
+    if job.loss == "fused":
+        outputs = model(input_ids=rows, attention_mask=mask, labels=rows, fused_lm_head=True)
+        return -outputs.log_probs.sum() / rows.numel()
+    return model(input_ids=rows, attention_mask=mask, labels=rows, use_cache=False).loss
+
+
+def make_mask(model: MetaModel, rows: torch.Tensor, job: TrainingJob) -> torch.Tensor | None:
+    """Return a mask of shape (batch, 1, length, length) if the job's attention needs one."""
+    is_eager = model.config._attn_implementation == "eager"
+    if not is_eager and job.attention != "sdpa_padded":
+        return None
+    batch, length = rows.shape
+    return torch.empty(batch, 1, length, length, dtype=model.dtype if is_eager else torch.bool, device=rows.device)
+
+
+def trace_step(
+    model: MetaModel,
+    job: TrainingJob,
+    watched: Collection[str],
+    last_layer: str | None,
+    compute_loss: LossFunction = compute_job_loss,
+    device: str = "meta",
+) -> list[TraceEvent]:
+    """Run forward and backward of one micro-batch and return its events, in order.
+
+    Args:
+        model: from `build_meta_model`.
+        job: batch, length, attention and loss.
+        watched: modules to record events of.
+        last_layer: the last decoder layer: memory counts as logits from its forward until its backward.
+        compute_loss: forward pass to the loss.
+        device: device of the model; tests trace real tensors on the CPU to compare.
+    """
+    watched = dict.fromkeys([*watched, *([last_layer] if last_layer else [])])
+    tracker = AllocationTracker({t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())})
+    handles = list(_watch_modules(model, watched, last_layer, tracker))
+    try:
+        with _patched_for_meta(job.strategy.on_cpu), tracker:
+            rows = torch.zeros(job.batch, job.length, dtype=torch.long, device=device)
+            loss = compute_loss(model, rows, job)
+            tracker.record("forward_done")
+            tracker.is_forward = False
+            torch.autograd.backward(loss)
+            tracker.record("step_done")
+    finally:
+        for handle in handles:
+            handle.remove()
+    return tracker.events
+
+
+def _watch_modules(
+    model: MetaModel, watched: Collection[str], last_layer: str | None, tracker: AllocationTracker
+) -> Iterator[RemovableHandle]:
+    for name in watched:
+        module = model.get_submodule(name)
+        yield module.register_forward_pre_hook(partial(_pre_forward, tracker, name), with_kwargs=True)
+        yield module.register_forward_hook(partial(_post_forward, tracker, name, name == last_layer))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield parameter.register_post_accumulate_grad_hook(partial(_free_gradient, tracker, name))
+
+
+def _pre_forward(tracker: AllocationTracker, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    tracker.record("pre_forward", name)
+    inputs = _tensors_with_gradient((args, kwargs))
+    if not inputs or not torch.is_grad_enabled():
+        return None
+    outputs = _RecordBackward.apply(lambda: tracker.record("post_backward", name), *inputs)
+    replacements = {id(old): new for old, new in zip(inputs, outputs, strict=True)}
+    return tree_map(lambda leaf: replacements.get(id(leaf), leaf), (args, kwargs))
+
+
+def _post_forward(
+    tracker: AllocationTracker, name: str, is_last_layer: bool, module: torch.nn.Module, args: Any, output: Any
+) -> None:
+    tracker.record("post_forward", name)
+    if is_last_layer and tracker.is_forward:
+        tracker.category = LOGITS
+
+    def record_backward(gradient: torch.Tensor) -> None:
+        tracker.record("pre_backward", name)
+        if is_last_layer:
+            tracker.category = ACTIVATIONS
+
+    torch.autograd.graph.register_multi_grad_hook(_tensors_with_gradient(output), record_backward, mode="any")
+
+
+def _free_gradient(tracker: AllocationTracker, name: str, parameter: torch.nn.Parameter) -> None:
+    parameter.grad = None
+    tracker.record("gradient", name)
+
+
+def _tensors_with_gradient(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+class _RecordBackward(torch.autograd.Function):
+    """Pass tensors through; call back when their gradients are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> Any:
+        ctx.callback = callback
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.callback()
+        return None, *gradients
+
+
+class _AttentionStandIn(torch.autograd.Function):
+    """Allocate and save what flash and memory-efficient attention do; compute nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # the kernels' own layout
+        row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, row_sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        query, key, value, _, _ = ctx.saved_tensors
+        # With grouped key and value heads, kernels compute a gradient per query head and sum them at the end.
+        per_query_head = [tensor.new_empty(*query.shape[:2], *tensor.shape[2:]) for tensor in (key, value)]
+        key_and_value = [
+            gradient if gradient.shape == tensor.shape else torch.empty_like(tensor)
+            for gradient, tensor in zip(per_query_head, (key, value), strict=True)
+        ]
+        return torch.empty_like(query), *key_and_value
+
+
+def _attend(query: Any, key: Any, value: Any, *mask_and_more: Any, **more: Any) -> Any:
+    return _AttentionStandIn.apply(query, key, value)
+
+
+@contextlib.contextmanager
+def _patched_for_meta(on_cpu: bool) -> Iterator[None]:
+    """Replace what cannot run on meta: attention kernels, autocast and, for GPUs, the kernels of TRL's fused loss.
+
+    TRL's kernels work in place on tiles that their caller allocates. Grouped expert products use transformers' own
+    fallback, whose shapes meta can compute.
+
+    Source: trl 1.16 `kernels/chunked_logprob.py`; transformers 5.23 `integrations/moe.py`.
+    """
+    from transformers.integrations import moe
+    from trl.kernels import chunked_logprob
+
+    def do_nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    replacements: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch.nn.functional, "scaled_dot_product_attention", _attend),
+        # Autocast raises on meta, and the model is in the compute dtype already.
+        (torch, "is_autocast_enabled", lambda *device: False),
+        (torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext()),
+        (moe, "_can_use_grouped_mm", lambda *tensors: False),
+    ]
+    if not on_cpu:
+        replacements += [
+            (chunked_logprob, name, do_nothing) for name in ("_forward_tile", "_backward_tile", "_addmm_fp32")
+        ]
+    with contextlib.ExitStack() as patches:
+        for owner, name, replacement in replacements:
+            patches.enter_context(mock.patch.object(owner, name, replacement))
+        yield

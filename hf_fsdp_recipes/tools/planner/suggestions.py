@@ -1,0 +1,168 @@
+"""Alternatives to a job: the smallest change that makes it fit, all sharding strategies, and the fastest setup.
+
+Every alternative is planned in full; there are no rules of thumb.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hf_fsdp_recipes.configs.strategy import FSDP1_STRATEGIES
+from hf_fsdp_recipes.errors import PlanError
+from hf_fsdp_recipes.metrics import progress
+from hf_fsdp_recipes.tools.planner.communication import StepTraffic, estimate_traffic
+from hf_fsdp_recipes.tools.planner.memory_planner import MemoryPlan, MemoryPlanner
+from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
+
+MAX_GPUS = 1024
+MAX_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another way to train the model.
+
+    Attributes:
+        label: what differs.
+        plan: its memory.
+        traffic: its communication and compute.
+    """
+
+    label: str
+    plan: MemoryPlan
+    traffic: StepTraffic
+
+    @property
+    def token_cost(self) -> tuple[float, float, int]:
+        """Sort key: step seconds per token, then communication seconds per token, then memory."""
+        job = self.plan.job
+        tokens = job.batch * job.length * job.accumulation
+        step_seconds, seconds = (value / tokens for value in (self.traffic.step_seconds, self.traffic.seconds))
+        return float(f"{step_seconds:.2g}"), float(f"{seconds:.2g}"), self.plan.needed_bytes
+
+    def describe(self) -> dict[str, Any]:
+        """Return the alternative as JSON values."""
+        job = self.plan.job
+        return {
+            "change": self.label,
+            "template": job.strategy.name,
+            "batch": job.batch,
+            "gradient_checkpointing": job.gradient_checkpointing,
+            "needed_bytes": self.plan.needed_bytes,
+            "fits": self.plan.fits,
+            "communication_seconds": self.traffic.seconds,
+            "compute_seconds": self.traffic.compute_seconds,
+        }
+
+
+def find_smallest_change(planner: MemoryPlanner, job: TrainingJob) -> list[Alternative]:
+    """Try single changes, the least intrusive first, until one fits.
+
+    Returns:
+        All changes that were tried; if any fits, it is the last one.
+    """
+    tried: list[Alternative] = []
+    for label, changed in _changes(job):
+        alternative = _try(planner, label, changed)
+        if alternative is None:
+            continue
+        tried.append(alternative)
+        if alternative.plan.fits:
+            break
+    return tried
+
+
+def _try(planner: MemoryPlanner, label: str, job: TrainingJob) -> Alternative | None:
+    try:
+        plan = planner.plan(job)
+    except PlanError:
+        return None  # not possible for this model: no linear layers to adapt, for example
+    return Alternative(label, plan, estimate_traffic(plan))
+
+
+def _changes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
+    """Yield changes, from those that cost nothing to those that train something else."""
+    if job.accumulation > 1 and not job.sync_each_batch:
+        yield "reduce gradients after each micro-batch (sync_each_batch: true)", job.replace(sync_each_batch=True)
+    if job.loss != "fused":
+        yield "fused loss (TRL's SFTTrainer, or Liger)", job.replace(loss="fused")
+    if job.attention == "eager":
+        yield "sdpa attention instead of eager", job.replace(attention="sdpa")
+    if not job.gradient_checkpointing:
+        yield "gradient checkpointing", job.replace(gradient_checkpointing=True)
+    batch = job.batch // 2
+    while batch >= 1:
+        yield f"batch {batch} per rank instead of {job.batch}", job.replace(batch=batch)
+        batch //= 2
+    if job.strategy.sharding != "full_shard" and job.cluster.num_gpus > 1:
+        yield "full_shard", with_sharding(job, "full_shard")
+    if not job.is_4bit and "8bit" not in job.optimizer and job.optimizer != "sgd":
+        yield "8-bit optimizer (adamw_8bit)", job.replace(optimizer="adamw_8bit")
+    if not job.strategy.is_offloaded and not job.strategy.on_cpu:
+        yield (
+            "parameters and optimizer offloaded to the host",
+            job.replace(is_offloaded=True, name=f"{job.strategy.name}_offload"),
+        )
+    if job.strategy.sharding != "no_shard" and not job.strategy.is_hybrid:
+        num_gpus = 2 * job.cluster.num_gpus
+        while num_gpus <= MAX_GPUS:
+            yield f"{num_gpus} GPUs instead of {job.cluster.num_gpus}", job.replace(num_gpus=num_gpus)
+            num_gpus *= 2
+    if not job.lora_rank:
+        yield "LoRA of rank 16 on all linear layers", job.replace(lora_rank=16)
+        yield "LoRA of rank 16 on 4-bit weights", job.replace(lora_rank=16, is_4bit=True)
+    elif not job.is_4bit:
+        yield "4-bit base weights", job.replace(is_4bit=True)
+
+
+def with_sharding(job: TrainingJob, sharding: str) -> TrainingJob:
+    """Return the job with another sharding strategy and the name of its template.
+
+    Raises:
+        PlanError: the cluster does not allow the strategy.
+    """
+    version = 1 if sharding == "no_shard" else job.strategy.version
+    name = "no_shard" if sharding == "no_shard" else f"fsdp{version}_{sharding}"
+    return job.replace(sharding=sharding, version=version, name=name + "_offload" * job.strategy.is_offloaded)
+
+
+def compare_strategies(planner: MemoryPlanner, job: TrainingJob) -> list[Alternative]:
+    """Plan every sharding strategy that the cluster allows; return those that fit first, fastest first."""
+    allowed = [name for name in FSDP1_STRATEGIES if job.cluster.num_nodes > 1 or not name.startswith("hybrid")]
+    found = [
+        _try(planner, sharding, with_sharding(job, sharding))
+        for sharding in progress.each(allowed, f"plan, batch {job.batch}", "strategy")
+    ]
+    return sorted(filter(None, found), key=lambda each: (each.plan.fits is False, each.token_cost))
+
+
+def suggest(planner: MemoryPlanner, job: TrainingJob) -> Alternative | None:
+    """Find the template and batch that fit and train the most tokens per second; None if nothing fits.
+
+    Tries all strategies, with and without gradient checkpointing, and doubles the batch while that helps. If
+    nothing fits at batch 1, tries an 8-bit optimizer and offloading.
+    """
+    job = job.replace(is_offloaded=False, min_num_params=None)
+    fitting = [
+        alternative
+        for gradient_checkpointing in (False, True)
+        for alternative in _try_batches(planner, job.replace(gradient_checkpointing=gradient_checkpointing))
+    ]
+    if not fitting:
+        smallest = job.replace(gradient_checkpointing=True, batch=1)
+        savings = (smallest.replace(optimizer="adamw_8bit"), smallest.replace(is_offloaded=True))
+        found = [_try(planner, "smallest", with_sharding(saving, "full_shard")) for saving in savings]
+        fitting = [alternative for alternative in found if alternative is not None and alternative.plan.fits]
+    return min(fitting, key=lambda alternative: alternative.token_cost, default=None)
+
+
+def _try_batches(planner: MemoryPlanner, job: TrainingJob) -> Iterator[Alternative]:
+    """Yield what fits, doubling the batch as long as that makes tokens faster."""
+    batch, best = 1, float("inf")
+    while batch <= MAX_BATCH:
+        fitting = [one for one in compare_strategies(planner, job.replace(batch=batch)) if one.plan.fits]
+        yield from fitting
+        fastest = min((one.token_cost[0] for one in fitting), default=best)
+        if fastest >= best:
+            return
+        batch, best = 2 * batch, fastest

@@ -1,0 +1,162 @@
+"""What to plan: how a model is trained, and on which GPUs. Plain values and their validation."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from hf_fsdp_recipes.configs.strategy import Strategy
+from hf_fsdp_recipes.errors import PlanError
+from hf_fsdp_recipes.precision import format_dtype
+
+# Tensors of state that an optimizer keeps for each trained parameter.
+NUM_STATES = {
+    **dict.fromkeys(["adamw_torch", "adamw_torch_fused", "adamw_anyprecision", "stable_adamw", "paged_adamw"], 2),
+    **dict.fromkeys(["paged_adamw_32bit", "adamw_torch_4bit", "adamw_torch_8bit"], 2),
+    **dict.fromkeys(["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"], 2),
+    **dict.fromkeys(["lion_32bit", "paged_lion_32bit", "lion_8bit", "paged_lion_8bit", "lion"], 1),
+    **dict.fromkeys(["adagrad", "rmsprop"], 1),
+    "sgd": 0,
+}
+BLOCK_SCALE_BYTES = 4 / 256  # 8-bit and 4-bit states share one fp32 scale among 256 values
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs, the links between them, and their hosts.
+
+    Attributes:
+        num_gpus, gpus_per_node: ranks on all nodes, and on each node.
+        gpu_bytes, host_bytes: memory of one GPU and of one node; None if unknown.
+        node_bytes_per_second: bandwidth into one node from the other nodes.
+        gpu_bytes_per_second: bandwidth into one GPU from the other GPUs of its node.
+        gpu_flops: peak dense bf16 FLOP/s of one GPU.
+    """
+
+    num_gpus: int = 8
+    gpus_per_node: int = 8
+    gpu_bytes: int | None = 80 * 10**9
+    host_bytes: int | None = None
+    node_bytes_per_second: float = 200e9 / 8
+    gpu_bytes_per_second: float = 300e9
+    gpu_flops: float = 312e12
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes in use."""
+        return -(-self.num_gpus // self.gpus_per_node)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that share a node's memory."""
+        return min(self.num_gpus, self.gpus_per_node)
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """One way to train a model.
+
+    Attributes:
+        strategy: sharding, FSDP version, offloading and wrapping.
+        cluster: the hardware.
+        batch, length, accumulation: rows per rank, tokens per row, micro-batches per step.
+        dtype: parameters as loaded (TRL's `dtype`, float32 by default).
+        mixed_precision: compute dtype of the template, or None to compute in `dtype`.
+        optimizer: Trainer's `optim`.
+        gradient_checkpointing: recompute each layer's activations in backward.
+        attention: sdpa; sdpa_padded for padded rows, whose mask makes transformers repeat key and value heads; flash;
+            or eager, which keeps scores of shape (batch, heads, length, length).
+        loss: fused (tiled, as in TRL and Liger) or model (transformers' own, with full logits).
+        lora_rank, lora_targets: LoRA adapter; rank 0 for full fine-tuning, targets as in PEFT.
+        is_4bit: base weights in 4 bits (bitsandbytes), under an adapter.
+        has_nested_scales: quantize the scales of 4-bit weights too (`use_bnb_nested_quant`).
+        sync_each_batch: reduce gradients after each micro-batch instead of once per step.
+    """
+
+    strategy: Strategy
+    cluster: Cluster = field(default_factory=Cluster)
+    batch: int = 1
+    length: int = 1024
+    accumulation: int = 1
+    dtype: torch.dtype = torch.float32
+    mixed_precision: torch.dtype | None = torch.bfloat16
+    optimizer: str = "adamw_torch_fused"
+    gradient_checkpointing: bool = True
+    attention: Literal["sdpa", "sdpa_padded", "flash", "eager"] = "sdpa"
+    loss: Literal["fused", "model"] = "fused"
+    lora_rank: int = 0
+    lora_targets: str | tuple[str, ...] = "all-linear"
+    is_4bit: bool = False
+    has_nested_scales: bool = False
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        """Validate the combination.
+
+        Raises:
+            PlanError: lists everything that is wrong.
+        """
+        cluster, faults = self.cluster, []
+        for name in ("batch", "length", "accumulation"):
+            if getattr(self, name) < 1:
+                faults.append(f"{name} is {getattr(self, name)}; use at least 1")
+        if cluster.num_gpus < 1 or cluster.gpus_per_node < 1:
+            faults.append(f"{cluster.num_gpus} GPUs, {cluster.gpus_per_node} per node; use at least 1 of each")
+        elif cluster.num_gpus > cluster.gpus_per_node and cluster.num_gpus % cluster.gpus_per_node:
+            faults.append(f"{cluster.num_gpus} GPUs do not fill nodes of {cluster.gpus_per_node}; use a multiple")
+        if self.optimizer not in NUM_STATES:
+            faults.append(f"cannot plan optimizer {self.optimizer!r}; use one of {', '.join(sorted(NUM_STATES))}")
+        if self.is_4bit and not self.lora_rank:
+            faults.append("4-bit weights cannot be trained; add a LoRA adapter")
+        if self.strategy.is_hybrid and cluster.num_nodes < 2:
+            faults.append(
+                f"{self.strategy.sharding} replicates the model across nodes, but the job has one node; use "
+                f"full_shard or shard_grad_op"
+            )
+        if faults:
+            raise PlanError("; ".join(faults) + ".")
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that one replica of the model is sharded across."""
+        if self.strategy.sharding == "no_shard":
+            return 1
+        return self.cluster.ranks_per_node if self.strategy.is_hybrid else self.cluster.num_gpus
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of gathered parameters and of activations."""
+        return self.mixed_precision or self.dtype
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether parameters, gradients and optimizer state move from the GPU to the host."""
+        return self.strategy.is_offloaded and not self.strategy.on_cpu
+
+    def replace(self, **fields: Any) -> "TrainingJob":
+        """Return a copy with some fields changed; fields of `strategy` and `cluster` can be named directly."""
+        for name in ("strategy", "cluster"):
+            part = fields.get(name, getattr(self, name))
+            inner = {key: fields.pop(key) for key in list(fields) if key in part.__dataclass_fields__}
+            fields[name] = dataclasses.replace(part, **inner)
+        return dataclasses.replace(self, **fields)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings as JSON values."""
+        return {
+            "template": self.strategy.name,
+            "gpus": self.cluster.num_gpus,
+            "gpus_per_node": self.cluster.gpus_per_node,
+            "batch": self.batch,
+            "length": self.length,
+            "accumulation": self.accumulation,
+            "dtype": format_dtype(self.dtype),
+            "mixed_precision": format_dtype(self.mixed_precision) if self.mixed_precision else "no",
+            "optimizer": self.optimizer,
+            "gradient_checkpointing": self.gradient_checkpointing,
+            "attention": self.attention,
+            "loss": self.loss,
+            "lora_rank": self.lora_rank,
+            "quantized": "4bit" if self.is_4bit else None,
+        }
