@@ -58,10 +58,10 @@ class RecipeArguments:
     dry_run: bool = _argument(
         False, "Check the recipe and print batch sizes and memory, without loading weights or training."
     )
-    load_source: Literal["rank0", "direct"] = _argument(
+    load_source: Literal["rank0", "direct", "auto"] = _argument(
         "rank0",
-        "How ranks get their slices of the weights; with rank0, rank 0 reads and sends them; with direct, each rank reads "
-        "its own.",
+        "Which ranks read the weights: with rank0, rank 0 reads and sends each rank its shard; with direct, each rank reads its "
+        "own; auto is direct if every rank sees the files, else rank0.",
     )
     export: bool = _argument(
         True, "Write the final weights to <output_dir>/export; turn it off for runs that are only measured."
