@@ -8,10 +8,14 @@ BIN := $(VENV)/bin
 # Liger's kernels and the Triton that interprets them, where only the test that runs them looks.
 KERNELS := $(VENV)/kernels
 
-.PHONY: quickstart test test-all test-slurm rehearse rehearse-all lint bench templates clean
+.PHONY: quickstart check test test-all test-slurm rehearse rehearse-all lint bench templates docs-tables clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py $(if $(MODEL),--model $(MODEL))
+
+# Two minutes: lint, types, and the tests that start no ranks.
+check: lint
+	$(BIN)/python -m pytest -m "not ranks and not launch and not slow and not gpu and not slurm and not rehearsal and not rehearsal_of_all"
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not slow and not gpu and not slurm and not rehearsal and not rehearsal_of_all"
@@ -33,6 +37,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 bench: $(VENV)/.installed
 	for claim in load export save report step; do $(BIN)/python -m benchmarks.$$claim || exit 1; done
@@ -40,6 +45,10 @@ bench: $(VENV)/.installed
 
 templates: $(VENV)/.installed
 	$(BIN)/hf-fsdp config render-all
+
+# docs/reference.md and docs/patches.md, from the code.
+docs-tables: $(VENV)/.installed
+	$(BIN)/python docs/make_reference.py
 
 # A torch that is already there is kept; where there is none, a pinned one, so that a CPU machine does not pull CUDA.
 $(VENV)/.installed: setup.cfg setup.py Makefile

@@ -1,11 +1,10 @@
-"""What MetricsCallback costs a step: steps with it and without it, alternately, in one run.
+"""Overhead of MetricsCallback: steps with and without it, alternating in one run.
 
     python benchmarks/report.py [--parameters 1e7] [--steps 40]
 
-Two gloo ranks under FSDP2, a stock Trainer that logs every step (the dearest case). Figures: the ratio
-of the medians of both kinds of step, by the clock and in seconds that the processes computed, and the seconds inside the
-callback; the last two need no quiet machine.
-Prints a table and rewrites its section of docs/measured.md.
+Two gloo ranks with FSDP2, and a stock Trainer that logs every step, which is the worst case. Compares the median wall
+time and CPU time of both kinds of steps, and measures the time inside the callback; CPU time and time inside the callback
+are meaningful on a busy machine too. Prints a table and rewrites its section of docs/measured.md.
 """
 
 import argparse
@@ -34,7 +33,7 @@ def main() -> None:
 
 
 def measure(num_parameters: float, num_steps: int, directory: str) -> dict[str, float]:
-    """Train, the callback on at every other step; return this rank's medians in seconds. Every rank runs this."""
+    """Train with the callback on at every other step; return this rank's medians in seconds. Every rank runs this."""
     os.environ |= {
         "ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
@@ -85,12 +84,12 @@ def measure(num_parameters: float, num_steps: int, directory: str) -> dict[str, 
 
 
 def now() -> tuple[float, float]:
-    """Return seconds by the wall clock, and seconds that this process has computed."""
+    """Return the wall time and this process's CPU time in seconds."""
     return time.perf_counter(), time.process_time()
 
 
 def alternating() -> Any:
-    """Return a MetricsCallback that can be switched off and knows how long it took in each step."""
+    """Return a MetricsCallback that can be switched off and times itself in each step."""
     from hf_fsdp_recipes.metrics.metrics_callback import MetricsCallback
 
     def timed(name: str) -> Any:
@@ -111,7 +110,7 @@ def alternating() -> Any:
 
 
 def time_gathers() -> list[float]:
-    """Record from now on how long each gather of the figures takes, the wait for the slower rank included."""
+    """Record how long each gather of the metrics takes from now on, including the wait for the slower rank."""
     from hf_fsdp_recipes import distributed
 
     seconds: list[float] = []
@@ -135,17 +134,17 @@ def report(options: argparse.Namespace, results: list[dict[str, float]]) -> None
         return f"| {name} | {found[key]:.5f} | {found[key] / base:.4f} |"
 
     lines = [
-        f"{found['parameters'] / 1e6:.0f}M parameters, 2 gloo ranks under FSDP2, 2 x {LENGTH} tokens a rank, every step "
-        f"logged; medians of {options.steps // 2 - 2} steps of each kind, the slower rank's.",
+        f"{found['parameters'] / 1e6:.0f}M parameters, 2 gloo ranks with FSDP2, 2 x {LENGTH} tokens per rank, every step "
+        f"logged; medians of {options.steps // 2 - 2} steps of each kind on the slower rank.",
         "",
-        "| | seconds | of a step without it |",
+        "| | seconds | relative to a step without it |",
         "|---|---|---|",
-        row("a step without MetricsCallback, computing", "cpu", "cpu_without"),
-        row("a step with it, computing", "cpu", "cpu_with"),
-        row("a step without it, by the clock", "wall", "wall_without"),
-        row("a step with it, by the clock", "wall", "wall_with"),
-        row("inside it, by the clock", "wall", "own"),
-        row("in its gather, the wait for the slower rank included", "wall", "gather"),
+        row("step without MetricsCallback, CPU time", "cpu", "cpu_without"),
+        row("step with it, CPU time", "cpu", "cpu_with"),
+        row("step without it, wall time", "wall", "wall_without"),
+        row("step with it, wall time", "wall", "wall_with"),
+        row("inside the callback, wall time", "wall", "own"),
+        row("inside its gather, including the wait for the slower rank", "wall", "gather"),
         "",
         f"`python benchmarks/report.py --parameters {options.parameters:g} --steps {options.steps}`; {machine()}",
     ]

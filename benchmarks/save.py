@@ -63,9 +63,9 @@ def measure(num_parameters: float, directory: Path) -> dict:
     plugin = fsdp2_plugin()
 
     from hf_fsdp_recipes.checkpointing.writer import capture
-    from hf_fsdp_recipes.patches import saving
+    from hf_fsdp_recipes.patches import registry
 
-    saving.install()
+    registry.apply("checkpointing")
     state_bytes = 3 * sum(p.to_local().numel() * 2 for p in model.parameters())
     writer = Writer(directory / "ours", asynchronous=True)
     signals = time_signals()

@@ -1,26 +1,47 @@
 """FSDP recipes for Accelerate, Trainer and TRL: load without blow-ups, save without loss, export at disk speed.
 
-The names below are the whole public Python interface; they are imported on first use, so that the command
-line and the templates work without waiting for torch.
+The names below are the public Python interface. They are imported on first use, so that the command line starts without
+torch.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from hf_fsdp_recipes.callback import ShardedCheckpointCallback
+    from hf_fsdp_recipes.checkpointing.layout import latest_checkpoint
+    from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
+    from hf_fsdp_recipes.export.from_model import export_model
+    from hf_fsdp_recipes.loading.load_model import load_model
+    from hf_fsdp_recipes.metrics.metrics_callback import MetricsCallback
+    from hf_fsdp_recipes.training.build import build_trainer
+    from hf_fsdp_recipes.training.sharded_optimizer import sharded_optimizer
 
-_PLACES = {
-    "load_model": "hf_fsdp_recipes.loading.load_model",
-    "build_trainer": "hf_fsdp_recipes.training.build",
-    "ShardedCheckpointCallback": "hf_fsdp_recipes.callback",
-    "latest_checkpoint": "hf_fsdp_recipes.checkpointing.layout",
-    "export_model": "hf_fsdp_recipes.export.from_model",
-    "export_checkpoint": "hf_fsdp_recipes.export.from_model",
+__version__ = "0.2.0.dev0"
+__all__ = [
+    "MetricsCallback",
+    "ShardedCheckpointCallback",
+    "build_trainer",
+    "export_checkpoint",
+    "export_model",
+    "latest_checkpoint",
+    "load_model",
+    "sharded_optimizer",
+]
+
+_MODULES = {
+    "MetricsCallback": "metrics.metrics_callback",
+    "ShardedCheckpointCallback": "callback",
+    "build_trainer": "training.build",
+    "export_checkpoint": "export.from_checkpoint",
+    "export_model": "export.from_model",
+    "latest_checkpoint": "checkpointing.layout",
+    "load_model": "loading.load_model",
+    "sharded_optimizer": "training.sharded_optimizer",
 }
-__all__ = sorted(_PLACES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name]), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,16 +1,18 @@
-"""ShardedCheckpointCallback: takes a stock Trainer's intermediate saves over. Wiring only, no file logic.
+"""ShardedCheckpointCallback: replaces a stock Trainer's own saves. Wiring only; the files are written in checkpointing/.
 
-Trainer decides when a save is due, as always; the callback clears the flag and saves once that step's
-logging and evaluation are done, so that the state it writes is the one Trainer would have written.
+Trainer decides when a save is due. The callback clears Trainer's flag and saves once that step's logging and evaluation are
+done, so it writes the state that Trainer would have written.
 """
 
 import copy
+import dataclasses
+import json
 import logging
 import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -19,35 +21,42 @@ from transformers.trainer_utils import SaveStrategy
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import layout, resume
+from hf_fsdp_recipes.checkpointing.lock import lock_directory
 from hf_fsdp_recipes.checkpointing.preemption import SignalWatch
-from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer, capture, save_bytes, save_tensors, save_text
+from hf_fsdp_recipes.checkpointing.state import capture
+from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer, save_bytes, save_tensors, save_text
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.export import model_assets
-from hf_fsdp_recipes.export.hub import Pusher, Target, read_target
+from hf_fsdp_recipes.export.from_model import export_model
+from hf_fsdp_recipes.export.hub import HubTarget, Pusher, read_target
 from hf_fsdp_recipes.metrics.clock import clock
-from hf_fsdp_recipes.patches import cpu_ranks, saving
+from hf_fsdp_recipes.patches import cpu_ranks, registry
+from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 logger = logging.getLogger(__name__)
 
 
 class ShardedCheckpointCallback(TrainerCallback):
-    """Write complete-or-absent sharded checkpoints in place of Trainer's own saves, under FSDP.
+    """Save sharded checkpoints that are complete or absent, while training goes on, from a stock Trainer under FSDP.
 
-    Add it to a stock `Trainer` or `SFTTrainer` on every rank; `save_strategy`, `save_steps`,
-    `save_total_limit` and `load_best_model_at_end` keep their meaning. Without FSDP it steps aside.
+    Add it to a `Trainer` or a TRL trainer on every rank. `save_strategy`, `save_steps`, `save_total_limit` and
+    `load_best_model_at_end` keep their meaning. Without FSDP it does nothing.
 
     Args:
-        asynchronous: keep training while a checkpoint is written (needs host memory for one copy of this
-            rank's state); False blocks until it is complete.
+        asynchronous: keep training while a checkpoint is written, which needs host memory for one copy of this rank's
+            state. False blocks until the checkpoint is complete.
         export_dir: export the full model there when training ends.
-        signals: whether SIGTERM and SIGUSR1 end the run after a checkpoint, at a step that all ranks agree on.
-        check_signals_every_steps: how often the ranks ask each other whether one was signalled.
-        hub: where to push checkpoints and the export; None takes Trainer's own `push_to_hub` arguments.
-        rank_files: returns further small files of this rank's (name, text), as they were at the end of the last step.
+        signals: whether SIGTERM and SIGUSR1 end the run after a checkpoint, on all ranks at the same step.
+        check_signals_every_steps: how often the ranks tell each other that they were signaled.
+        hub: where to push checkpoints and the export; None reads Trainer's own `push_to_hub` arguments.
+        rank_files: returns further small files of this rank as {name: text}, as of the end of the last step.
 
     Raises:
-        CheckpointError: at the step after a save that failed, once, as a warning, or as an error when it was
-            the last one of the run.
+        CheckpointError: a save failed and it was the last one of the run. Any other failed save is a warning at the next
+            step.
     """
 
     def __init__(
@@ -57,18 +66,19 @@ class ShardedCheckpointCallback(TrainerCallback):
         export_dir: str | os.PathLike[str] | None = None,
         signals: bool = True,
         check_signals_every_steps: int = 1,
-        hub: Target | None = None,
+        hub: HubTarget | None = None,
         rank_files: Callable[[], dict[str, str]] | None = None,
     ) -> None:
+        wait_for_gloo_at_exit()
         cpu_ranks.enable()
-        saving.install()
+        registry.apply("checkpointing")
         self._asynchronous = asynchronous
         self._export_dir = export_dir
         self._rank_files = rank_files
         self._signals = SignalWatch(check_signals_every_steps) if signals else None
         self._strategy: Any = SaveStrategy.NO
         self._writer: Writer | None = None
-        self._lock: IO[str] | None = None
+        self._lock: BaseFileLock | None = None
         self._plugin: Any = None
         self._failure: Exception | None = None  # of the last save that ended
         self._pending_step: int | None = None
@@ -77,14 +87,14 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._hub = hub
         self._pusher: Pusher | None = None
         self._pushed: Path | None = None
-        self._companions: dict[str, bytes] = {}
+        self._model_assets: dict[str, bytes] = {}
 
     # Trainer's events, in the order of a run.
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take over from Trainer, if this is an FSDP run. Collective, like all events below."""
+        """Take over from Trainer if this is an FSDP run. Collective, like all events below."""
         from accelerate.state import AcceleratorState
 
         self._plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
@@ -93,17 +103,17 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._check(args, state)
         self._strategy = args.save_strategy
         if self._strategy == SaveStrategy.BEST:
-            # Trainer saves the best model from inside its evaluation, where no callback can step in; told
-            # "steps", it still keeps track of the best one, and the flag is cleared like any other.
+            # Trainer saves the best model inside its evaluation, out of a callback's reach. With "steps" it still tracks the
+            # best one, and raises a flag that a callback can clear.
             args.save_strategy = SaveStrategy.STEPS
         self._writer = Writer(args.output_dir, self._asynchronous)
         with distributed.sync_errors():
             if distributed.is_main():
-                self._lock = layout.lock(args.output_dir)
+                self._lock = lock_directory(args.output_dir)
         if self._signals is not None:
             self._signals.start()
         if distributed.is_main():
-            self._companions = model_assets.collect(kwargs["model"], kwargs.get("processing_class"))
+            self._model_assets = model_assets.collect(kwargs["model"], kwargs.get("processing_class"))
         target = self._hub or read_target(args)
         if target is not None and distributed.is_main():
             self._pusher = Pusher(target, args.output_dir)
@@ -111,7 +121,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Wait for the copy of the state, which nothing before this changes. No collective."""
+        """Wait for the host copy of the state, which the optimizer is about to change. No collective."""
         if self._writer is not None:
             with clock.spending("save", after="forward_backward"):
                 self._writer.wait_until_staged()
@@ -119,16 +129,16 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Note a due save, ask for signals, and report a save that failed meanwhile."""
+        """Schedule a due save, exchange signals, and report a save that has failed."""
         if self._writer is None:
             return control
         self._report_failure()
         self._push()
         if control.should_save and self._strategy == SaveStrategy.STEPS:
-            self._note(state)
+            self._schedule(state)
         control.should_save = False
         if self._signals is not None and self._signals.is_agreed(state.global_step):
-            self._note(state)
+            self._schedule(state)
             control.should_training_stop = True
         self._random_state = _random_state()
         return control
@@ -147,35 +157,35 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Save what the last step left to save."""
+        """Save the last step if it is due."""
         self._save_if_due(args, state, kwargs)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Save what the last epoch left to save."""
+        """Save the last epoch if it is due."""
         self._save_if_due(args, state, kwargs)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Save what the last step left to save; note a save that is due by epochs."""
+        """Save the last step if it is due; schedule a save that is due by epochs."""
         if self._writer is None:
             return control
         self._save_if_due(args, state, kwargs)
         if control.should_save and self._strategy == SaveStrategy.EPOCH:
-            self._note(state)
+            self._schedule(state)
         control.should_save = False
         return control
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Finish the last save, end as signalled, and export where asked for.
+        """Finish the last save, exit if the run was signaled, and export if asked to.
 
         Raises:
             CheckpointError: the last checkpoint was not written.
-            SystemExit: the run was signalled; the exit status is documented in `preemption`.
+            SystemExit: the run was signaled; see `preemption` for the exit status.
         """
         if self._writer is None:
             return
@@ -185,27 +195,25 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._prune(args, state)
         args.save_strategy = self._strategy
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
         if self._signals is not None:
             self._signals.stop()
         distributed.raise_together(self._failure)
         if self._signals is not None:
-            self._signals.exit_if_signalled(completed)
+            self._signals.exit_if_signaled(completed)
         if self._export_dir is not None:
-            from hf_fsdp_recipes.export.from_model import export_model
-
             exported = export_model(kwargs["model"], self._export_dir, tokenizer=kwargs.get("processing_class"))
             self.push_export(exported)
 
     def push_export(self, export: Path) -> None:
-        """Push the final export where pushing is on, and wait for it; a failure is a warning.
+        """Push the final export, if pushing is on, and wait for it; a failure is a warning.
 
-        Does something on the main rank only; no collective, because an upload may outlast any time-out of one.
+        Acts on rank 0 only, without collectives: an upload may outlast any timeout.
         """
         if self._pusher is not None:
             self._pusher.push_export(export)
 
-    # What the events have in common.
+    # What the events share.
 
     def _check(self, args: TrainingArguments, state: TrainerState) -> None:
         from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
@@ -213,17 +221,17 @@ class ShardedCheckpointCallback(TrainerCallback):
         with distributed.sync_errors():
             if self._plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT:
                 raise CheckpointError(
-                    f"fsdp_state_dict_type is {self._plugin.state_dict_type.name}. Rule: ShardedCheckpointCallback writes "
-                    f"SHARDED_STATE_DICT. Remedy: set it in the template (hf-fsdp config check FILE)."
+                    f"fsdp_state_dict_type is {self._plugin.state_dict_type.name}, but ShardedCheckpointCallback writes "
+                    f"SHARDED_STATE_DICT. Set that in the Accelerate config."
                 )
             if args.save_only_model:
                 raise CheckpointError(
-                    "save_only_model: a checkpoint without optimizer cannot be resumed. Remedy: drop it."
+                    "save_only_model is set, but a checkpoint without an optimizer cannot be resumed. Remove save_only_model."
                 )
             if state.global_step > 0:
                 resume.check_data_position(args, state)
 
-    def _note(self, state: TrainerState) -> None:
+    def _schedule(self, state: TrainerState) -> None:
         if state.global_step != self._last_saved_step:
             self._pending_step = state.global_step
 
@@ -231,7 +239,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         if self._writer is None:
             return
         if self._strategy == SaveStrategy.BEST and state.best_global_step == state.global_step:
-            self._note(state)
+            self._schedule(state)
         if self._pending_step is not None:
             self._save(args, state, kwargs)
 
@@ -253,56 +261,57 @@ class ShardedCheckpointCallback(TrainerCallback):
         try:
             self._writer.save(snapshot)
         except CheckpointError as error:
-            self._note_failure(error)
+            self._record_failure(error)
 
-    def _small_files(self, args: TrainingArguments, state: TrainerState, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _small_files(
+        self, args: TrainingArguments, state: TrainerState, kwargs: dict[str, Any]
+    ) -> dict[str, Callable[[Path], None]]:
         name = f"rng_state_{distributed.rank()}.pth" if distributed.world_size() > 1 else "rng_state.pth"
-        files: dict[str, Any] = {name: save_tensors(self._random_state or _random_state())}
+        files = {name: save_tensors(self._random_state or _random_state())}
         files |= {name: save_text(text) for name, text in (self._rank_files or dict)().items()}
         if distributed.is_main():
             scheduler = copy.deepcopy(kwargs["lr_scheduler"].state_dict())
-            files |= {name: save_bytes(content) for name, content in self._companions.items()}
+            params = yaml.safe_dump(resume.train_params(args, kwargs["model"]), sort_keys=True)
+            files |= {name: save_bytes(content) for name, content in self._model_assets.items()}
             files["scheduler.pt"] = save_tensors(scheduler)
-            files[layout.STATE_FILE] = save_text(_state_as_json(state))
-            files["train_params.yaml"] = save_text(
-                yaml.safe_dump(resume.train_params(args, kwargs["model"]), sort_keys=True)
-            )
+            files[layout.STATE_FILE] = save_text(json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n")
+            files[resume.PARAMS_FILE] = save_text(params)
         return files
 
     def _report_failure(self) -> None:
         assert self._writer is not None
         failure = self._writer.collect_failure()
         if failure is not None:
-            self._note_failure(failure)
+            self._record_failure(failure)
 
-    def _note_failure(self, error: Exception) -> None:
-        # Training goes on: the earlier checkpoint is untouched and the next save may succeed.
+    def _record_failure(self, error: Exception) -> None:
+        # Training continues: the earlier checkpoint is intact and the next save may succeed.
         self._failure = error
         if distributed.is_main():
-            logger.warning("%s Training goes on.", error)
+            logger.warning("%s Training continues.", error)
 
     def _finish(self) -> Path | None:
-        """Let the save in flight finish; return it, or None if it failed or there was none."""
+        """Wait for the save in flight; return its checkpoint, or None if it failed or there was none."""
         assert self._writer is not None
         was_writing = self._writer.has_started
         try:
             completed = self._writer.wait()
         except CheckpointError as error:
-            self._note_failure(error)
+            self._record_failure(error)
             return None
         if was_writing:
             self._failure = None
         return completed
 
     def _push(self) -> None:
-        """Start pushing the last complete checkpoint, once. Main rank only does anything; no collective."""
+        """Start pushing the last complete checkpoint, once. Acts on rank 0 only; no collective."""
         completed = self._writer.completed if self._writer is not None and self._pusher is not None else None
         if completed is not None and completed != self._pushed and self._pusher is not None:
             self._pushed = completed
             self._pusher.push_checkpoint(completed)
 
     def _wait(self, state: TrainerState) -> None:
-        """Let the save in flight finish; forget a best checkpoint that is not there."""
+        """Wait for the save in flight; forget the best checkpoint if it was not written."""
         if self._writer is None:
             return
         self._finish()
@@ -311,7 +320,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             state.best_model_checkpoint = None
 
     def _prune(self, args: TrainingArguments, state: TrainerState) -> None:
-        # Checkpoints that are complete by now; one in flight is not counted, so there is always one to fall back on.
+        # Counts complete checkpoints only, not the one in flight, so there is always one to fall back on.
         if args.save_total_limit and args.save_total_limit > 0 and distributed.is_main():
             protected = [state.best_model_checkpoint] if state.best_model_checkpoint else []
             if self._pusher is not None and self._pusher.source is not None:
@@ -330,14 +339,7 @@ def _random_state() -> dict[str, Any]:
     }
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None:
-        module = getattr(torch, accelerator.type)
+        module = torch.get_device_module(accelerator)
         has_several_ranks = distributed.world_size() > 1
         states[accelerator.type] = module.get_rng_state_all() if has_several_ranks else module.get_rng_state()
     return states
-
-
-def _state_as_json(state: TrainerState) -> str:
-    import dataclasses
-    import json
-
-    return json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"

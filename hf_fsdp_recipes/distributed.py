@@ -1,24 +1,27 @@
-"""Who am I among the ranks, and how do all of them come to the same decision?
+"""Rank, world size, small collectives, and errors that every rank raises together.
 
-Thin names over `torch.distributed` that also work in a single process. Does not start process groups.
+Thin functions over `torch.distributed` that also work in a single process. They start no process group.
 """
 
-import atexit
 import contextlib
+import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hf_fsdp_recipes.errors import RecipeError
 
-LAST_WORDS_SECONDS = 3.0  # how long ranks wait for each other's messages where they cannot ask
-PATIENCE = timedelta(days=30)  # for work that only one rank does and that may take as long as it takes
+Value = TypeVar("Value")
+logger = logging.getLogger(__name__)
+
+EXIT_WAIT_SECONDS = 3.0  # gives other ranks time to print their own errors before the launcher ends them
+UNLIMITED = timedelta(days=30)  # timeout for work of one rank that may take any time
 
 
 def is_distributed() -> bool:
@@ -47,31 +50,34 @@ def barrier() -> None:
         dist.barrier()
 
 
-def broadcast_object(value: Any) -> Any:
+def broadcast_object(value: Value) -> Value:
     """Return rank 0's `value` on every rank. Collective: every rank must call this."""
     if not is_distributed():
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    objects = [value]
+    dist.broadcast_object_list(objects, src=0)
+    return objects[0]
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """Return the values of all ranks, in rank order. Collective: every rank must call this."""
+def gather_objects(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
+    """Return the values of all ranks of a group (default: all), in rank order.
+
+    Collective: every rank of the group must call this.
+    """
     if not is_distributed():
         return [value]
-    values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
 def gather_integers(values: torch.Tensor) -> list[list[int]]:
-    """Return the values of all ranks, in rank order: one collective, and one wait for the device.
+    """Return the values of all ranks, in rank order, with one collective and one device synchronization.
 
     Collective: every rank must call this.
 
     Args:
-        values: (N,) int64, on the device that the process group works on.
+        values: (N,) int64, on the device of the process group.
     """
     if not is_distributed():
         return [values.tolist()]
@@ -81,48 +87,54 @@ def gather_integers(values: torch.Tensor) -> list[list[int]]:
     return rows
 
 
+def warn_main(message: str) -> None:
+    """Log a warning on rank 0."""
+    if is_main():
+        logger.warning(message)
+
+
 def print_main(message: str) -> None:
-    """Print one line from rank 0; other ranks stay silent."""
+    """Print one line on rank 0."""
     if is_main():
         print(message, flush=True)
 
 
-def raise_together(error: Exception | None) -> None:
-    """Raise the lowest rank's error on every rank, or return on every rank.
+def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raise the lowest failing rank's error on every rank, or return on every rank.
 
-    Collective: every rank must call this, with its own error or None.
+    Collective: every rank of the group (default: all) must call this, with its own error or None.
 
     Raises:
-        RecipeError: the first failing rank's own error, of the same class and text everywhere; an error
-            that is not of this package is raised as itself where it happened and as RecipeError elsewhere.
+        RecipeError: the first failing rank's error, with the same class and message everywhere. An error of another
+            class is raised unchanged on the ranks that had one, and as a RecipeError elsewhere.
     """
-    failures = [(r, report) for r, report in enumerate(gather_objects(_report(error))) if report is not None]
+    failures = [(r, report) for r, report in enumerate(gather_objects(_report(error), group)) if report is not None]
     if failures:
-        _raise_as_reported(*failures[0], error)
+        _raise_report(*failures[0], error)
 
 
 def _report(error: Exception | None) -> Any:
     return None if error is None else (type(error), str(error), isinstance(error, RecipeError))
 
 
-def _raise_as_reported(failed_rank: int, report: Any, own_error: Exception | None) -> None:
+def _raise_report(failed_rank: int, report: Any, own_error: Exception | None) -> None:
     kind, message, is_ours = report
     if is_ours:
-        ours = kind(message)
-        ours.is_agreed = True
-        raise ours from own_error
+        agreed = kind(message)
+        agreed.is_agreed = True
+        raise agreed from own_error
     if own_error is not None:
         raise own_error
     raise RecipeError(f"rank {failed_rank} failed with {kind.__name__}: {message}")
 
 
-def run_on_main(work: Callable[[], Any]) -> Any:
+def run_on_main(work: Callable[[], Value]) -> Value:
     """Return on every rank what `work` returns on rank 0.
 
-    Collective: every rank must call this, and the work itself must hold no collective.
+    Collective: every rank must call this. `work` must not call collectives.
 
     Raises:
-        Exception: rank 0's error on every rank, as `raise_together`.
+        Exception: rank 0's error on every rank, as in `raise_together`.
     """
     value, error = None, None
     if is_main():
@@ -132,43 +144,44 @@ def run_on_main(work: Callable[[], Any]) -> Any:
             error = caught
     report, value = broadcast_object((_report(error), value))
     if report is not None:
-        _raise_as_reported(0, report, error)
-    return value
+        _raise_report(0, report, error)
+    return value  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
-def sync_errors() -> Iterator[None]:
+def sync_errors(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block that may fail on some ranks, then fail on all of them or on none.
 
-    Collective: every rank must enter this, and the block itself must hold no collective.
+    Collective: every rank of the group (default: all) must enter this. The block must not call collectives.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
-    raise_together(error)
+    raise_together(error, group)
 
 
-def main_first(work: Callable[[], Any]) -> Any:
-    """Return what `work` returns, run on rank 0, then on one rank of each other node, then on all the others.
+def main_first(work: Callable[[], Value]) -> Value:
+    """Return what `work` returns, run first on rank 0, then on one rank of each other node, then on all others.
 
-    Collective: every rank must call this, and the work itself must hold no collective. Rank 0 fills a shared cache for
-    all, a node's first rank fills one on the node's own disk. Ranks wait over a group of their own: the time-out of
-    the default group (ddp_timeout, half an hour unless told otherwise) does not run meanwhile.
+    Rank 0 fills a cache that all nodes share; a node's first rank fills one on the node's own disk.
+
+    Collective: every rank must call this. `work` must not call collectives; it may take longer than `ddp_timeout`,
+    because ranks wait in a group without a timeout.
 
     Raises:
-        Exception: as `raise_together`; nobody starts on a turn after one that failed.
+        Exception: as `raise_together`; ranks whose turn comes after a failure do not start.
     """
     if not is_distributed():
         return work()
-    group = dist.new_group(backend="gloo", timeout=PATIENCE)
-    mine = 0 if is_main() else 1 if os.environ.get("LOCAL_RANK", "0") == "0" else 2
-    result = None
+    group = dist.new_group(backend="gloo", timeout=UNLIMITED)
+    own_turn = 0 if is_main() else 1 if os.environ.get("LOCAL_RANK", "0") == "0" else 2
+    result: Any = None
     for turn in range(3):
         error: Exception | None = None
         try:
-            result = work() if turn == mine else result
+            result = work() if turn == own_turn else result
         except Exception as caught:
             error = caught
         dist.barrier(group)
@@ -179,33 +192,15 @@ def main_first(work: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def exit_with_message() -> Iterator[None]:
-    """Turn an error of this package into one line on stderr and exit status 1, without a traceback."""
+    """Turn a RecipeError into one line on stderr and exit status 1, without a traceback."""
     try:
         yield
     except RecipeError as error:
-        # One write, line end included, so that the ranks' lines do not run into each other.
+        # One write, newline included, so that lines of several ranks do not mix.
         os.write(sys.stderr.fileno(), f"{type(error).__name__}: {error}\n".encode())
-        # The launcher ends the others as soon as one leaves; let all of them speak first.
+        # The launcher ends the other ranks as soon as one exits; let them print first.
         if error.is_agreed:
             barrier()
         elif world_size() > 1:
-            time.sleep(LAST_WORDS_SECONDS)
+            time.sleep(EXIT_WAIT_SECONDS)
         sys.exit(1)
-
-
-def skip_destructors_at_exit() -> None:
-    """Have this process, whose work is done, end without taking its C++ libraries down one after the other.
-
-    Seen on rank 0 after the export, twice in some hundred runs: SIGABRT, "terminate called without an active exception", no
-    Python frame left; so the launcher called a finished run failed. That is what destroying a thread nobody has joined
-    looks like; which library has it is not known.
-    """
-
-    def leave() -> None:
-        atexit.unregister(leave)
-        atexit._run_exitfuncs()  # reporters send what they have left
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1 if hasattr(sys, "last_value") else 0)  # a wrapper of the recipe may have failed after it
-
-    atexit.register(leave)

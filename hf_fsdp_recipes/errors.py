@@ -1,42 +1,46 @@
-"""The errors of this package: one class a room, each message gives the value, the rule and the remedy.
+"""The exceptions of this package, one class per package. Each message states the problem, the value and the cure.
 
-Does not format tracebacks or decide exit codes; `ranks.exit_with_message` does that for the recipes.
+`distributed.exit_with_message` turns them into one line on stderr and an exit status.
 """
 
 
 class RecipeError(Exception):
-    """Say that a person has to change something; the base of all errors below.
+    """Something that the user has to change. The base of all exceptions below.
 
     Attributes:
-        is_agreed: every rank raises this very error, so all of them are still there.
+        is_agreed: every rank raises this same error, so none of them is still waiting in a collective.
     """
 
     is_agreed = False
 
 
+class PatchError(RecipeError):
+    """An upstream function that this package patches or uses has moved."""
+
+
 class TemplateError(RecipeError):
-    """Say that an Accelerate config or the launch around it cannot work."""
+    """An Accelerate config, or the launch around it, cannot work."""
 
 
 class PreflightError(RecipeError):
-    """Say that the nodes of a job cannot work together, and which of them is the reason."""
+    """The nodes of a job cannot work together; the message names the node."""
 
 
 class LoadError(RecipeError):
-    """Say that a model or its checkpoint cannot be loaded as asked."""
+    """A model or its checkpoint cannot be loaded as requested."""
 
 
 class CheckpointError(RecipeError):
-    """Say that a resumable checkpoint could not be written or read."""
+    """A resumable checkpoint could not be written or read."""
 
 
 class ExportError(RecipeError):
-    """Say that the final weights could not be written or are not what they should be."""
+    """The final weights could not be written, or are not what they should be."""
 
 
 class DataError(RecipeError):
-    """Say that a dataset cannot be trained on as it is."""
+    """A dataset cannot be trained on as it is."""
 
 
 class PlanError(RecipeError):
-    """Say that a run cannot be planned as it is described."""
+    """A run cannot be planned as described."""

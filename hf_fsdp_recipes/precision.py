@@ -1,6 +1,8 @@
-"""Names of dtypes, as torch ("bfloat16") and Accelerate ("bf16") spell them."""
+"""Names of dtypes, as torch ("bfloat16") and Accelerate ("bf16") spell them, and the dtype of mixed precision."""
 
 import torch
+
+from hf_fsdp_recipes.environment import mixed_precision
 
 TRAINING_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -23,3 +25,8 @@ def parse_dtype(name: str) -> torch.dtype | None:
 def format_dtype(dtype: torch.dtype) -> str:
     """Write a dtype without torch's prefix: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
+
+
+def mixed_precision_dtype() -> torch.dtype | None:
+    """Return the dtype that the launcher chose for mixed precision, or None if it chose full precision."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision() or "no")

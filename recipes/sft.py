@@ -1,6 +1,6 @@
-"""Fine-tune a causal language model with FSDP: full, or LoRA with `use_peft`.
+"""Fine-tune a causal language model with FSDP: all parameters, or LoRA with `use_peft`.
 
-A recipe is a YAML of TRL's and Trainer's own arguments; anything on the command line overrides it.
+A recipe is a YAML file of TRL's and Trainer's arguments; the command line overrides it.
 
     accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/sft.py \
         --config recipes/quickstart.yaml --model_name_or_path path/to/model
@@ -9,38 +9,38 @@ A recipe is a YAML of TRL's and Trainer's own arguments; anything on the command
         --model_name_or_path Qwen/Qwen3-8B --dataset_name my_rows.jsonl --output_dir runs/qwen3 \
         --use_peft --lora_target_modules all-linear --packing --resume_from_checkpoint auto
 
-What a run leaves in --output_dir: checkpoint-<step>/ (sharded, resumable on another number of ranks),
-export/ (loads with from_pretrained), metrics.jsonl, report.md and plots. A run that ends without weights in
-export/ exits non-zero.
+A run writes to --output_dir: checkpoint-<step>/ (sharded, resumable on another number of ranks), export/ (loads with
+from_pretrained), metrics.jsonl, report.md and plots. If export/ has no weights at the end, the exit status is 1.
 """
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hf_fsdp_recipes.distributed import exit_with_message, skip_destructors_at_exit
+from hf_fsdp_recipes.distributed import exit_with_message
+from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
 
 def main() -> None:
     from hf_fsdp_recipes.training.arguments import parse_arguments
     from hf_fsdp_recipes.training.build import build_trainer, find_resume, finish
 
-    arguments = parse_arguments()  # the same on every rank, or an error before anything is loaded
+    arguments = parse_arguments()  # checks everything that needs no model; every rank gets the same arguments
     if arguments.recipe.dry_run:
         from hf_fsdp_recipes.tools.planner import dry_run
 
-        dry_run.run(arguments)  # the recipe at its full size, without weights
+        dry_run.run(arguments)  # full-size plan, without weights
         return
-    checkpoint = find_resume(arguments)  # the newest complete one with `auto`; keeps the global batch
-    trainer = build_trainer(arguments)  # rank 0 reads headers; no rank holds weights yet
-    trainer.train(resume_from_checkpoint=checkpoint)  # shards, fills, trains, saves
-    finish(trainer, arguments)  # every rank writes its own slices of the final weights
+    checkpoint = find_resume(arguments)  # with `auto`, the newest complete one; keeps the global batch size
+    trainer = build_trainer(arguments)  # prepares the data; no rank holds weights yet
+    trainer.train(resume_from_checkpoint=checkpoint)  # shards the model, loads its weights, trains, saves checkpoints
+    finish(trainer, arguments)  # exports the final weights, each rank its own slices
     trainer.accelerator.end_training()
 
 
-@record  # the traceback of what nobody expected goes to torchrun's table and error files
+@record  # unexpected errors appear in torchrun's error table and files
 def start() -> None:
+    wait_for_gloo_at_exit()
     with exit_with_message():
         main()
-    skip_destructors_at_exit()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Starts the preflight as the nodes of a job would, each a process of its own, and leaves none behind."""
+"""Starts `hf-fsdp preflight` as the nodes of a job would, one process per node, and leaves none behind."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ PREFLIGHT = [sys.executable, "-c", "from hf_fsdp_recipes.cli import main; main()
 
 @dataclass
 class Node:
-    """One node's command line, and how it is started."""
+    """One node's command line, and how to start it."""
 
     arguments: Sequence[object]
     environment: dict[str, str] = field(default_factory=dict)
@@ -25,8 +25,8 @@ class Node:
 
 
 @dataclass
-class Outcome:
-    """What came of a node."""
+class NodeResult:
+    """Exit status, output and run time of a node."""
 
     status: int
     output: str
@@ -35,7 +35,11 @@ class Outcome:
 
 
 def start(node: Node) -> subprocess.Popen:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "RANK", "WORLD_SIZE"))}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("SLURM_", "RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    }
     environment = kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     return subprocess.Popen(
         [*node.prefix, *PREFLIGHT, *map(str, node.arguments)],
@@ -47,37 +51,43 @@ def start(node: Node) -> subprocess.Popen:
     )
 
 
-def finish(processes: Sequence[subprocess.Popen], started: float, timeout_seconds: float) -> list[Outcome]:
-    outcomes = []
+def finish(processes: Sequence[subprocess.Popen], started: float, timeout_seconds: float) -> list[NodeResult]:
+    results = []
     try:
         for process in processes:
             output, error = process.communicate(timeout=timeout_seconds)
-            outcomes.append(Outcome(process.returncode, output, error, time.monotonic() - started))
+            results.append(NodeResult(process.returncode, output, error, time.monotonic() - started))
     finally:
         for process in processes:
             kill_tree(process)
-    return outcomes
+    return results
 
 
-def run(*nodes: Node, timeout_seconds: float = 60) -> list[Outcome]:
-    """Start all nodes at once, wait for all."""
+def run(*nodes: Node, timeout_seconds: float = 200) -> list[NodeResult]:
+    """Start all nodes at once and wait for all of them."""
     started = time.monotonic()
     return finish([start(node) for node in nodes], started, timeout_seconds)
 
 
-def job(numbers: Sequence[int], *more: object, count: int | None = None, **options: object) -> list[Node]:
-    """Return the nodes of a job, one a number, with one master address and port and the same further arguments."""
-    settings = {"num-nodes": count or len(numbers), "master-addr": "127.0.0.1", "master-port": free_port()} | {
-        name.replace("_", "-"): value for name, value in options.items()
+def make_nodes(
+    node_ranks: Sequence[int], *more: object, num_nodes: int | None = None, timeout: float = 120, **options: object
+) -> list[Node]:
+    """Return one node per node rank, all with the same master address, port and further arguments."""
+    settings = {
+        "num-nodes": num_nodes or len(node_ranks),
+        "master-addr": "127.0.0.1",
+        "master-port": free_port(),
+        "timeout": timeout,
     }
+    settings |= {name.replace("_", "-"): value for name, value in options.items()}
     common = [part for name, value in settings.items() for part in (f"--{name}", value)]
-    return [Node([*common, "--node-rank", number, *more]) for number in numbers]
+    return [Node([*common, "--node-rank", node_rank, *more]) for node_rank in node_ranks]
 
 
-def one_message(outcomes: Sequence[Outcome]) -> str:
-    """Return the one line that all nodes end with, status 1."""
-    assert [outcome.status for outcome in outcomes] == [1] * len(outcomes), outcomes
-    messages = {outcome.error for outcome in outcomes}
+def common_error(results: Sequence[NodeResult]) -> str:
+    """Return the one-line error that all nodes print before they exit with status 1."""
+    assert [result.status for result in results] == [1] * len(results), results
+    messages = {result.error for result in results}
     assert len(messages) == 1, messages
     (message,) = messages
     assert message.startswith("PreflightError: ") and message.count("\n") == 1, message

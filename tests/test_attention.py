@@ -1,4 +1,4 @@
-"""The attention switch, and who leaks between packed documents."""
+"""The attention switch, and the check for leaks between packed documents."""
 
 import pytest
 
@@ -7,37 +7,37 @@ from hf_fsdp_recipes.training import attention
 from tests.conftest import tiny_config
 
 
-def test_auto_on_cpus_leaves_the_choice_to_the_model():
-    assert attention.choose("auto", is_on_cpu=True) is None
-    assert attention.choose("flex", is_on_cpu=True) == "flex_attention"
+def test_auto_on_cpus_uses_the_default_of_the_model():
+    assert attention.select_implementation("auto", is_on_cpu=True) is None
+    assert attention.select_implementation("flex", is_on_cpu=True) == "flex_attention"
 
 
-def test_auto_takes_flash_where_it_is_installed(monkeypatch):
+def test_auto_uses_flash_if_it_is_installed(monkeypatch):
     monkeypatch.setattr(attention, "find_flash", lambda: "flash_attention_2")
-    assert attention.choose("auto", is_on_cpu=False) == "flash_attention_2"
-    assert attention.choose("sdpa", is_on_cpu=False) == "sdpa"
+    assert attention.select_implementation("auto", is_on_cpu=False) == "flash_attention_2"
+    assert attention.select_implementation("sdpa", is_on_cpu=False) == "sdpa"
 
 
 def test_flash_without_flash_is_refused():
     with pytest.raises(RecipeError, match="CPUs"):
-        attention.choose("flash", is_on_cpu=True)
+        attention.select_implementation("flash", is_on_cpu=True)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_packed_documents_do_not_see_each_other(kind, implementation):
+def test_packed_documents_do_not_attend_to_each_other(kind, implementation):
     attention.check_packing(tiny_config(kind), implementation)
 
 
 def test_a_model_that_leaks_is_refused():
     from transformers import OPTConfig
 
-    with pytest.raises(RecipeError, match="packing with sdpa attention leaks in opt models"):
+    with pytest.raises(RecipeError, match="packing leaks between documents in opt models with sdpa attention"):
         attention.check_packing(OPTConfig(), "sdpa")
 
 
-def test_the_probe_sees_a_leak_where_there_is_no_mask_at_all():
-    # Without position_ids that start anew, the second document attends to the first: the probe's own control.
+def test_missing_mask_is_detected():
+    # If position_ids do not restart, the second document attends to the first.
     import torch
 
     config = tiny_config("llama")

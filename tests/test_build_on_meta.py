@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_fsdp_recipes.loading.load_model import build_on_meta
+from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
 
 SMALL = {
     "vocab_size": 64,

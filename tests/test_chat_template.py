@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from hf_fsdp_recipes.training.arguments import parse_arguments
-from hf_fsdp_recipes.training.data.tokenize import prepare
+from hf_fsdp_recipes.training.data.preparation import prepare
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows
 from tests.recipes.launching import ROOT
 
@@ -86,5 +86,5 @@ def test_assistant_only_loss_learns_the_answers_and_their_end(recipe):
 def test_conversation_with_another_role_is_dropped_and_counted(recipe):
     arguments = recipe([ONE_TURN, ONE_TURN, [*ONE_TURN, {"role": "tool", "content": "42"}]])
     tokenizer = tokenizer_for_rows(load_tokenizer(arguments), arguments.training)
-    [tally] = prepare(arguments, tokenizer).tallies.values()
-    assert tally.describe(128) == "kept 2 of 3 rows: 1 refused by the chat template"
+    [counts] = prepare(arguments, tokenizer).counts.values()
+    assert counts.describe(128) == "kept 2 of 3 rows; dropped 1 rejected by the chat template"

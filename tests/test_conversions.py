@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading.load_model import build_on_meta
-from hf_fsdp_recipes.loading.weight_mapping import WeightMapping, rows_of_parts
+from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
+from hf_fsdp_recipes.loading.weight_mapping import WeightMapping, stored_ranges
 from tests.conftest import tiny_config
 
 KINDS = ["llama", "llama_tied", "gpt2", "qwen3_moe", "mixtral"]
@@ -46,7 +46,7 @@ def test_parts_are_what_save_pretrained_writes(tiny_model, kind):
     model = AutoModelForCausalLM.from_pretrained(tiny_model(kind))
     written = set()
     for name, parameter in model.named_parameters():
-        for part in rows_of_parts(model, name, tuple(parameter.shape)):
+        for part in stored_ranges(model, name, tuple(parameter.shape)):
             values = parameter.detach().reshape(-1)[part.start : part.start + part.num_elements].reshape(part.shape)
             assert torch.equal(values, stored[part.tensor]), part.tensor
             written.add(part.tensor)
@@ -59,7 +59,7 @@ def test_expert_that_is_missing_is_named():
     stored = {
         part.tensor: part.shape
         for name, shape in shapes.items()
-        for part in rows_of_parts(on_meta("qwen3_moe"), name, shape)
+        for part in stored_ranges(on_meta("qwen3_moe"), name, shape)
     }
     lost = next(name for name in stored if ".experts.3." in name)
     del stored[lost]

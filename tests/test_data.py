@@ -1,4 +1,4 @@
-"""A dataset is recognised from its columns; anything else gets a DataError that lists what it has."""
+"""A dataset is recognized by its columns; for unknown ones, a DataError lists the columns."""
 
 import json
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import pytest
 from trl import DatasetMixtureConfig
 
 from hf_fsdp_recipes.errors import DataError
-from hf_fsdp_recipes.training.data import read_files
+from hf_fsdp_recipes.training.data import dataset_parts, row_formats
 
 
 def write(path, rows):
@@ -27,9 +27,11 @@ def arguments(name, **changes):
 
 def load(arguments):
     """Return the rows as a run would have them before tokenizing."""
-    [part] = read_files.load_parts(arguments)
+    [part] = dataset_parts.load_parts(arguments)
     one = arguments.training
-    return read_files.to_sft_format(part.train, part.name, one.dataset_text_field, one.prompt_template), part.evaluation
+    return row_formats.to_sft_format(
+        part.train, part.name, one.dataset_text_field, one.prompt_template
+    ), part.evaluation
 
 
 @pytest.mark.parametrize(
@@ -42,15 +44,15 @@ def load(arguments):
         ({"text": "a"}, ["text"]),
     ],
 )
-def test_formats_are_recognised_from_the_columns(tmp_path, row, columns):
+def test_formats_are_recognized_from_the_columns(tmp_path, row, columns):
     rows, _ = load(arguments(write(tmp_path / "rows.jsonl", [row] * 4)))
     assert sorted(rows.column_names) == sorted(columns)
 
 
 def test_alpaca_prompt_with_and_without_input():
-    with_input = read_files.alpaca_prompt({"instruction": "Add", "input": "1 and 2"})
+    with_input = row_formats.alpaca_prompt({"instruction": "Add", "input": "1 and 2"})
     assert "### Instruction:\nAdd\n\n### Input:\n1 and 2\n\n### Response:\n" in with_input
-    assert "Input" not in read_files.alpaca_prompt({"instruction": "Add", "input": ""})
+    assert "Input" not in row_formats.alpaca_prompt({"instruction": "Add", "input": ""})
 
 
 def test_alpaca_rows_can_become_conversations(tmp_path):
@@ -97,18 +99,18 @@ def test_rows_are_held_out_for_evaluation(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "word"),
+    ("make", "message"),
     [
-        (lambda p: p / "nothing.jsonl", "is not there"),
+        (lambda p: p / "nothing.jsonl", "does not exist"),
         (lambda p: write(p / "empty.jsonl", []), "has no rows"),
         (lambda p: (p / "empty.json").write_text("[]\n") and p / "empty.json", "has no rows"),
         (lambda p: write(p / "one.jsonl", [{"text": "a"}]), "1 rows for 2 ranks"),
-        (lambda p: p, "no data that is known"),
-        (lambda p: write(p / "rows.csv", [{"text": "a"}]), "no data that is known"),
+        (lambda p: p, "no readable data"),
+        (lambda p: write(p / "rows.csv", [{"text": "a"}]), "no readable data"),
     ],
 )
-def test_data_that_cannot_be_trained_on_is_one_error(tmp_path, make, word):
-    with pytest.raises(DataError, match=word):
+def test_data_that_cannot_be_trained_on_is_one_error(tmp_path, make, message):
+    with pytest.raises(DataError, match=message):
         load(arguments(make(tmp_path)))
 
 

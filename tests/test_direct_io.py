@@ -92,7 +92,7 @@ def test_stream_holds_what_was_given_and_its_checksum(tmp_path, sizes, file_syst
             assert stream.write(memoryview(content)[start : start + size]) == size
             start += size
     assert file.read_bytes() == content
-    assert stream.described() == {"bytes": len(content), "xxh3": xxhash.xxh3_64(content).hexdigest()}
+    assert stream.manifest_entry() == {"bytes": len(content), "xxh3": xxhash.xxh3_64(content).hexdigest()}
 
 
 def test_full_disk_is_an_error_also_when_it_shows_at_the_end(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ def state():
 
 def test_copy_equals_the_state_and_stays_when_it_changes():
     original = state()
-    copy = HostStaging().take(original)
+    copy = HostStaging().copy(original)
     original["weight"].data.zero_()
     original["inner"]["moments"][0].zero_()
     assert torch.equal(copy["weight"], torch.arange(6.0).reshape(2, 3))
@@ -27,19 +27,19 @@ def test_copy_equals_the_state_and_stays_when_it_changes():
 
 
 def test_next_copy_takes_the_same_memory():
-    taker, original = HostStaging(), state()
-    first = taker.take(original)["weight"].data_ptr()
+    staging, original = HostStaging(), state()
+    first = staging.copy(original)["weight"].data_ptr()
     original["weight"].data.add_(1)
-    again = taker.take(original)["weight"]
+    again = staging.copy(original)["weight"]
     assert again.data_ptr() == first
     assert torch.equal(again, original["weight"])
 
 
 def test_state_that_has_grown_is_copied_whole():
-    taker, original = HostStaging(), state()
-    taker.take(original)
+    staging, original = HostStaging(), state()
+    staging.copy(original)
     original["weight"] = torch.ones(5, 3)
     original["new"] = torch.ones(2)
-    copy = taker.take(original)
+    copy = staging.copy(original)
     assert copy["weight"].shape == (5, 3)
     assert torch.equal(copy["new"], torch.ones(2))

@@ -6,6 +6,7 @@ import multiprocessing
 import pytest
 
 from hf_fsdp_recipes.checkpointing import layout
+from hf_fsdp_recipes.checkpointing.lock import lock_directory
 from hf_fsdp_recipes.errors import CheckpointError
 
 
@@ -15,7 +16,7 @@ def make(run, step, files=("a.bin", "part/b.bin")):
         (incomplete / name).parent.mkdir(exist_ok=True)
         (incomplete / name).write_bytes(f"{step} {name}".encode() * 100)
     final = layout.directory_for(run, step)
-    layout.commit(incomplete, final, layout.describe_files(incomplete, layout.files_in(incomplete)), {"step": step})
+    layout.commit(incomplete, final, layout.manifest_entries(incomplete, layout.files_in(incomplete)), {"step": step})
     return final
 
 
@@ -71,10 +72,10 @@ def tear_other_run(path):
     [
         (tear_missing, "part/b.bin is missing"),
         (tear_truncated, "a.bin has 1 bytes"),
-        (tear_flipped, "a.bin has been altered"),
+        (tear_flipped, "a.bin has changed"),
         (tear_manifest, "no manifest.json"),
         (tear_manifest_text, "cannot be read"),
-        (tear_other_run, "is of step 7"),
+        (tear_other_run, "is for step 7"),
     ],
 )
 def test_torn_checkpoint_is_named_and_passed_over(tmp_path, caplog, tear, named):
@@ -130,7 +131,7 @@ def test_something_in_the_way_is_set_aside(tmp_path):
 def test_file_that_vanished_before_the_commit_is_an_error(tmp_path):
     incomplete = layout.start(tmp_path, 5)
     (incomplete / "a.bin").write_bytes(b"x")
-    files = layout.describe_files(incomplete, ["a.bin"])
+    files = layout.manifest_entries(incomplete, ["a.bin"])
     (incomplete / "a.bin").unlink()
     with pytest.raises(CheckpointError, match=r"a\.bin"):
         layout.commit(incomplete, layout.directory_for(tmp_path, 5), files, {"step": 5})
@@ -138,7 +139,7 @@ def test_file_that_vanished_before_the_commit_is_an_error(tmp_path):
 
 
 def _hold(path, ready, release):
-    with layout.lock(path):
+    with lock_directory(path):
         ready.set()
         release.wait(20)
 
@@ -151,11 +152,11 @@ def test_second_run_in_one_directory_is_refused(tmp_path):
     try:
         assert ready.wait(20)
         with pytest.raises(CheckpointError, match="in use by another run"):
-            layout.lock(tmp_path, wait_seconds=0.1)
+            lock_directory(tmp_path, wait_seconds=0.1)
     finally:
         release.set()
         other.join(20)
-    layout.lock(tmp_path, wait_seconds=5).close()
+    lock_directory(tmp_path, wait_seconds=5).release()
 
 
 def test_unwritable_directory_is_one_error(tmp_path):
@@ -172,8 +173,8 @@ def test_torn_checkpoint_that_is_named_to_resume_from_is_refused(tmp_path, tear)
         layout.check_named(torn)
 
 
-def test_checkpoint_of_a_stock_trainer_is_taken_at_its_owners_word(tmp_path, caplog):
+def test_checkpoint_without_a_manifest_is_accepted_with_a_warning(tmp_path, caplog):
     (tmp_path / "checkpoint-5").mkdir()
     layout.check_named(tmp_path / "checkpoint-5")
-    assert "no manifest" in caplog.text
+    assert "no manifest.json" in caplog.text
     assert layout.quarantine_incomplete(tmp_path) == []

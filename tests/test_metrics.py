@@ -1,4 +1,4 @@
-"""What is measured between two logged steps, against counts by hand: tokens, seconds, memory, utilisation."""
+"""Metrics between two logged steps equal counts by hand: tokens, seconds, memory, utilization."""
 
 from datetime import datetime
 from types import SimpleNamespace
@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from hf_fsdp_recipes.metrics import aggregate, metrics_file
-from hf_fsdp_recipes.metrics.clock import MAX_MARKS, PARTS, Clock
-from hf_fsdp_recipes.metrics.flops import ModelFlops, Work
+from hf_fsdp_recipes.metrics.clock import MAX_MARKS, PHASES, Clock
+from hf_fsdp_recipes.metrics.flops import ModelFlops, TokenCounts
 from hf_fsdp_recipes.metrics.memory import DeviceMemory
-from hf_fsdp_recipes.metrics.run_name import default_run_name, run_name
-from hf_fsdp_recipes.metrics.token_count import count_work
+from hf_fsdp_recipes.metrics.run_name import default_run_name
+from hf_fsdp_recipes.metrics.token_count import count_tokens
 
 
 def counted(window=None, **inputs):
     tensors = {key: torch.tensor(value) for key, value in inputs.items()}
-    return Work(*count_work(tensors, aggregate).tolist())
+    return TokenCounts(*count_tokens(tensors, window).tolist())
 
 
 IDS = [[5, 6, 7, 8, 0, 0], [5, 6, 7, 8, 9, 5]]
@@ -24,36 +24,38 @@ IDS = [[5, 6, 7, 8, 0, 0], [5, 6, 7, 8, 9, 5]]
 
 def test_padding_is_not_counted():
     mask = [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]]
-    assert counted(input_ids=IDS, attention_mask=mask) == Work.of([4, 6])
-    assert counted(input_ids=IDS, attention_mask=mask, window=5) == Work(10, 52, 16 + 30)
+    assert counted(input_ids=IDS, attention_mask=mask) == TokenCounts.of([4, 6])
+    assert counted(input_ids=IDS, attention_mask=mask, window=5) == TokenCounts(10, 52, 16 + 30)
 
 
-def test_packed_sequences_are_told_apart():
+def test_packed_sequences_are_counted_separately():
     ids = [list(range(7))]
-    assert counted(input_ids=ids, cu_seq_lens_q=[0, 3, 7], position_ids=[[0, 1, 2, 0, 1, 2, 3]]) == Work.of([3, 4])
-    assert counted(input_ids=ids, position_ids=[[0, 1, 2, 0, 1, 2, 3]]) == Work.of([3, 4])
+    assert counted(input_ids=ids, cu_seq_lens_q=[0, 3, 7], position_ids=[[0, 1, 2, 0, 1, 2, 3]]) == TokenCounts.of(
+        [3, 4]
+    )
+    assert counted(input_ids=ids, position_ids=[[0, 1, 2, 0, 1, 2, 3]]) == TokenCounts.of([3, 4])
 
 
-def test_what_fills_a_packed_row_up_is_not_counted():
+def test_filler_of_a_packed_row_is_not_counted():
     ids = [[5, 6, 7, 5, 6, 0, 0, 0]]
     boundaries, positions = [0, 3, 5, 6, 7, 8], [[0, 1, 2, 0, 1, 0, 0, 0]]
-    assert counted(input_ids=ids, cu_seq_lens_q=boundaries) == Work.of([3, 2])
-    assert counted(input_ids=ids, position_ids=positions) == Work.of([3, 2])
+    assert counted(input_ids=ids, cu_seq_lens_q=boundaries) == TokenCounts.of([3, 2])
+    assert counted(input_ids=ids, position_ids=positions) == TokenCounts.of([3, 2])
 
 
 def test_end_of_text_that_is_also_the_pad_token_is_a_token():
-    assert counted(input_ids=[[5, 6, 0, 7, 8, 0]], position_ids=[[0, 1, 2, 0, 1, 2]]) == Work.of([3, 3])
+    assert counted(input_ids=[[5, 6, 0, 7, 8, 0]], position_ids=[[0, 1, 2, 0, 1, 2]]) == TokenCounts.of([3, 3])
 
 
-def test_batch_without_mask_or_positions_counts_whole():
-    assert counted(input_ids=IDS) == Work.of([6, 6])
-    assert counted(inputs_embeds=torch.zeros(2, 6, 3).tolist()) == Work.of([6, 6])
-    assert counted(input_ids=IDS, attention_mask=torch.ones(2, 1, 6, 6).tolist()) == Work.of([6, 6])
+def test_batch_without_mask_or_positions_counts_in_full():
+    assert counted(input_ids=IDS) == TokenCounts.of([6, 6])
+    assert counted(inputs_embeds=torch.zeros(2, 6, 3).tolist()) == TokenCounts.of([6, 6])
+    assert counted(input_ids=IDS, attention_mask=torch.ones(2, 1, 6, 6).tolist()) == TokenCounts.of([6, 6])
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Return a clock and a function that lets time pass."""
+    """A clock, and a function that lets time pass."""
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
@@ -65,18 +67,24 @@ def clock(monkeypatch):
     return running, passes
 
 
-def test_time_goes_to_the_part_that_a_mark_ends(clock):
+def test_time_counts_for_the_phase_that_a_mark_ends(clock):
     running, passes = clock
-    for seconds, part in ((1, "data"), (5, "forward_backward"), (2, "optimizer"), (1, "data"), (4, "forward_backward")):
+    for seconds, phase in (
+        (1, "data"),
+        (5, "forward_backward"),
+        (2, "optimizer"),
+        (1, "data"),
+        (4, "forward_backward"),
+    ):
         passes(seconds)
-        running.mark(part)
-    assert running.take() == dict.fromkeys(PARTS, 0.0) | {"data": 2.0, "forward_backward": 9.0, "optimizer": 2.0}
+        running.mark(phase)
+    assert running.pop() == dict.fromkeys(PHASES, 0.0) | {"data": 2.0, "forward_backward": 9.0, "optimizer": 2.0}
     passes(3)
     running.mark("other")
-    assert sum(running.take().values()) == 3.0  # only what came after
+    assert sum(running.pop().values()) == 3.0  # only what came after
 
 
-def test_save_within_the_wait_for_data_is_told_apart_even_if_it_fails(clock):
+def test_save_during_the_data_phase_is_counted_apart_even_if_it_fails(clock):
     running, passes = clock
     passes(1)
     with pytest.raises(OSError), running.spending("save", after="data"):
@@ -84,28 +92,28 @@ def test_save_within_the_wait_for_data_is_told_apart_even_if_it_fails(clock):
         raise OSError
     passes(2)
     running.mark("data")
-    taken = running.take()
-    assert (taken["data"], taken["save"]) == (3.0, 7.0)
+    popped = running.pop()
+    assert (popped["data"], popped["save"]) == (3.0, 7.0)
 
 
-def test_clock_that_was_not_started_keeps_nothing():
+def test_clock_that_was_not_started_records_nothing():
     idle = Clock()
     for _ in range(3):
         idle.mark("data")
-    assert sum(idle.take().values()) == 0.0 and not idle._marks
+    assert sum(idle.pop().values()) == 0.0 and not idle._marks
 
 
-def test_run_that_never_logs_does_not_gather_marks(clock):
+def test_run_that_never_logs_does_not_accumulate_marks(clock):
     running, passes = clock
     for _ in range(3 * MAX_MARKS):
         passes(1)
         running.mark("data")
     assert len(running._marks) <= MAX_MARKS
-    assert running.take()["data"] == 3 * MAX_MARKS
+    assert running.pop()["data"] == 3 * MAX_MARKS
 
 
 class Device:
-    """An accelerator's module, as far as it is asked: its queue is `busy` seconds behind, and memory is scripted."""
+    """A fake accelerator module with scripted time and memory."""
 
     def __init__(self):
         self.seconds, self.waited, self.allocated, self.peak, self.resets = 0.0, 0, 0, 0, 0
@@ -139,50 +147,50 @@ class Device:
         self.resets += 1
 
 
-def test_on_a_device_parts_are_timed_by_its_events_and_waited_for_once():
+def test_on_a_device_phases_are_timed_by_events_with_one_synchronization():
     device, running = Device(), Clock()
     running.start(device)
-    for seconds, part in ((0.25, "data"), (1.5, "forward_backward"), (0.5, "optimizer")):
+    for seconds, phase in ((0.25, "data"), (1.5, "forward_backward"), (0.5, "optimizer")):
         device.seconds += seconds
-        running.mark(part)
+        running.mark(phase)
     assert device.waited == 0
-    assert running.take() == dict.fromkeys(PARTS, 0.0) | {"data": 0.25, "forward_backward": 1.5, "optimizer": 0.5}
+    assert running.pop() == dict.fromkeys(PHASES, 0.0) | {"data": 0.25, "forward_backward": 1.5, "optimizer": 0.5}
     assert device.waited == 1
 
 
-def test_valley_and_peak_belong_to_one_window():
+def test_valley_and_peak_are_reset_together():
     device = Device()
     memory = DeviceMemory(device)
     for allocated in (30, 10, 20):
         device.allocated = allocated
-        memory.sample()
+        memory.sample_valley()
     device.peak = 90
-    assert memory.take() == (20, 10, 90, 95)
+    assert memory.pop() == (20, 10, 90, 95)
     assert device.resets == 1
-    assert memory.take()[1] == 20  # the valley of a window without a step is what there is
+    assert memory.pop()[1] == 20  # without a step the valley is what is allocated now
 
 
 def test_memory_of_cpu_ranks_and_of_devices_without_counters_is_zero():
     for device in (None, SimpleNamespace()):
         memory = DeviceMemory(device)
-        memory.sample()
-        assert memory.take() == (0, 0, 0, 0)
+        memory.sample_valley()
+        assert memory.pop() == (0, 0, 0, 0)
 
 
-def test_figures_of_a_window_are_those_by_hand():
+def test_summary_equals_the_metrics_by_hand():
     flops = ModelFlops(100, 100, 20, attention_width=6, window_width=0, window=None)
-    seconds = dict.fromkeys(PARTS, 0.0) | {"forward_backward": 3.0, "data": 1.0, "save": 5.0, "evaluation": 7.0}
-    works = (Work.of([10, 5]), Work.of([9]))
+    seconds = dict.fromkeys(PHASES, 0.0) | {"forward_backward": 3.0, "data": 1.0, "save": 5.0, "evaluation": 7.0}
+    works = (TokenCounts.of([10, 5]), TokenCounts.of([9]))
     rows = [
         aggregate.pack(
             torch.tensor([work.tokens, work.pairs, work.window_pairs]),
-            aggregate.RankWindow(host, 1, 2, 3, 4, seconds),
+            aggregate.RankMetrics(host, 1, 2, 3, 4, seconds),
         ).tolist()
         for host, work in zip((70, 80), works, strict=True)
     ]
-    entry = aggregate.summarize(rows, 2, aggregate.Speed(flops, peak_flops=1e4, is_recomputed=True))
+    entry = aggregate.summarize(rows, 2, aggregate.MfuInputs(flops, peak_flops=1e4, is_recomputed=True))
     assert entry["tokens"] == 24 and entry["host_bytes"] == [70, 80] and entry["device_reserved_peak_bytes"] == [4, 4]
-    assert entry["step_seconds"] == 2.0  # 4 s of training; saving and evaluation are told, not mixed in
+    assert entry["step_seconds"] == 2.0  # 4 s of training, without saving and evaluation
     assert entry["seconds"]["save"] == 5.0
     assert (entry["tokens_per_second"], entry["tokens_per_second_per_device"]) == (6.0, 3.0)
     model = 600 * 24 + 3 * 2 * 6 * (100 + 25 + 81)
@@ -191,16 +199,16 @@ def test_figures_of_a_window_are_those_by_hand():
     assert entry["hfu"] == pytest.approx((model + recomputed) / (4.0 * 2 * 1e4))
 
 
-def test_unknown_peak_means_no_utilisation():
-    seconds = dict.fromkeys(PARTS, 1.0)
-    row = aggregate.pack(torch.tensor([5, 25, 25]), aggregate.RankWindow(seconds=seconds)).tolist()
+def test_unknown_peak_means_no_mfu():
+    seconds = dict.fromkeys(PHASES, 1.0)
+    row = aggregate.pack(torch.tensor([5, 25, 25]), aggregate.RankMetrics(seconds=seconds)).tolist()
     flops = ModelFlops(100, 100, 20, 6, 0, None)
-    without_peak = aggregate.summarize([row], 1, aggregate.Speed(flops, None))
+    without_peak = aggregate.summarize([row], 1, aggregate.MfuInputs(flops, None))
     assert "mfu" not in without_peak and without_peak["model_flops_per_second_per_device"] > 0
-    assert "model_flops_per_second_per_device" not in aggregate.summarize([row], 1, aggregate.Speed(None, 1e12))
+    assert "model_flops_per_second_per_device" not in aggregate.summarize([row], 1, aggregate.MfuInputs(None, 1e12))
 
 
-def test_averages_leave_the_warm_up_out_and_weigh_by_time():
+def test_averages_exclude_the_warm_up_and_are_weighted_by_time():
     slow = {"tokens_per_second": 1.0, "step_seconds": 50.0, "num_steps": 3, "is_warmup": True}
     entries = [
         slow,
@@ -211,7 +219,7 @@ def test_averages_leave_the_warm_up_out_and_weigh_by_time():
     assert aggregate.average([slow]) == {}
 
 
-def test_resumed_file_keeps_what_came_before_and_loses_no_line_to_a_torn_one(tmp_path):
+def test_resumed_file_keeps_earlier_steps_and_drops_only_the_incomplete_line(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     metrics_file.begin(path, 0, [{"run": "a", "from_step": 0}])
     for step in (1, 2, 3):
@@ -227,14 +235,13 @@ def test_resumed_file_keeps_what_came_before_and_loses_no_line_to_a_torn_one(tmp
     assert metrics_file.read_metrics(path) == []  # a run that starts over is another run
 
 
-def test_run_is_named_as_the_document_names_its_logs(monkeypatch):
+def test_run_is_named_like_the_log_files_of_the_amd_article(monkeypatch):
     date = datetime(2025, 2, 9, 14, 30)
-    assert run_name(date, "meta-llama/Llama-2-7b-hf", 2, 8, 1.0, 16) == (
-        "fsdp_training_20250209-1430_Llama-2-7b-hf_2_8_1_16"
-    )
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    training = SimpleNamespace(max_steps=-1, num_train_epochs=3.0, per_device_train_batch_size=4)
-    assert default_run_name(training, "runs/mine/").endswith("_mine_2_8_3_4")
+    training = SimpleNamespace(max_steps=-1, num_train_epochs=1.0, per_device_train_batch_size=16)
+    assert default_run_name(training, "meta-llama/Llama-2-7b-hf", date) == (
+        "fsdp_training_20250209-1430_Llama-2-7b-hf_2_8_1_16"
+    )
     training.max_steps = 48
-    assert default_run_name(training, "mine").endswith("_mine_2_8_48steps_4")
+    assert default_run_name(training, "runs/mine/").endswith("_mine_2_8_48steps_16")

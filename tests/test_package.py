@@ -17,7 +17,7 @@ def test_wheel_carries_the_templates(tmp_path):
     subprocess.run([*command, str(tmp_path), str(ROOT)], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert len([name for name in names if re.fullmatch(r"hf_fsdp_recipes/accelerate_configs/\w+\.yaml", name)]) == 27
+    assert len([name for name in names if re.fullmatch(r"hf_fsdp_recipes/accelerate_configs/\w+\.yaml", name)]) == 10
     assert not [name for name in names if name.startswith("tests")]
 
 

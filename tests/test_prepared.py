@@ -1,4 +1,4 @@
-"""A prepared directory: complete or absent, taken as dataset_name, refused where the run would make other rows of it."""
+"""A prepared directory is complete or absent, works as dataset_name, and is refused by runs with other settings."""
 
 import json
 
@@ -10,6 +10,7 @@ from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.arguments import parse_arguments
 from hf_fsdp_recipes.training.data import cache
 from hf_fsdp_recipes.training.data.dataset import load_rows
+from hf_fsdp_recipes.training.data.preparation import Preparation
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer
 
 
@@ -21,7 +22,7 @@ def argv(tiny_model, text_file, tmp_path, monkeypatch):
     def make(*more, dataset=text_file, model=None):
         model = model or tiny_model("llama")
         common = ["--model_name_or_path", model, "--dataset_name", dataset, "--output_dir", tmp_path / "run"]
-        return [str(word) for word in (*common, "--max_length", 48, "--packing", "true", *more)]
+        return [str(value) for value in (*common, "--max_length", 48, "--packing", "true", *more)]
 
     return make
 
@@ -36,69 +37,67 @@ def load(arguments):
     return load_rows(arguments, load_tokenizer(arguments))
 
 
-def test_run_takes_what_was_prepared_and_prepares_nothing(argv, directory, monkeypatch):
-    from trl import SFTTrainer
-
+def test_run_reads_prepared_rows_and_prepares_nothing(argv, directory, monkeypatch):
     raw = load(parse_arguments(argv()))
-    monkeypatch.setattr(SFTTrainer, "_prepare_dataset", None)
+    monkeypatch.setattr(Preparation, "tokenize", None)
     arguments = parse_arguments(argv(dataset=directory))
     assert load(arguments).train.to_list() == raw.train.to_list()
     assert arguments.training.dataset_kwargs == {"skip_prepare_dataset": True}
 
 
-def test_directory_is_what_datasets_reads_with_a_record_of_what_it_was_made_with(directory, argv, tiny_model):
+def test_directory_loads_with_datasets_and_records_its_settings(directory, argv, tiny_model):
     from datasets import load_from_disk
 
     splits = load_from_disk(directory)
-    facts = json.loads((directory / cache.MANIFEST).read_text())
-    assert facts["num_sequences"] == {"train": len(splits["train"]), "test": 0}
-    assert (facts["max_length"], facts["packing"], facts["packing_strategy"]) == (48, True, "bfd")
-    assert facts["tokenizer"]["name"] == str(tiny_model("llama"))
-    assert len(facts["tokenizer"]["sha256"]) == 64
-    [counts] = facts["rows"].values()
+    manifest = json.loads((directory / cache.MANIFEST).read_text())
+    assert manifest["num_sequences"] == {"train": len(splits["train"]), "test": 0}
+    assert (manifest["max_length"], manifest["packing"], manifest["packing_strategy"]) == (48, True, "bfd")
+    assert manifest["tokenizer"]["name"] == str(tiny_model("llama"))
+    assert len(manifest["tokenizer"]["sha256"]) == 64
+    [counts] = manifest["rows"].values()
     assert (counts["rows"], counts["kept"]) == (72, 72)
 
 
 OTHERS = {
-    "max_length 48 (this run: 64)": ["--max_length", "64"],
-    "packing True (this run: False)": ["--packing", "false"],
-    "packing_strategy bfd (this run: wrapped)": ["--packing_strategy", "wrapped"],
-    "completion_only_loss None (this run: False)": ["--completion_only_loss", "false"],
-    "the tokenizer of": ["--eos_token", "<|bos|>"],
+    "max_length is 48 there and 64 here": ["--max_length", "64"],
+    "packing is True there and False here": ["--packing", "false"],
+    "packing_strategy is bfd there and wrapped here": ["--packing_strategy", "wrapped"],
+    "completion_only_loss is None there and False here": ["--completion_only_loss", "false"],
+    "the tokenizer is another one": ["--eos_token", "<|bos|>"],
 }
 
 
 @pytest.mark.parametrize("words", OTHERS)
-def test_run_that_would_make_other_rows_is_refused(words, argv, directory):
+def test_run_with_other_settings_is_refused(words, argv, directory):
     with pytest.raises(DataError) as error:
         load(parse_arguments(argv(*OTHERS[words], dataset=directory)))
     assert words in str(error.value)
-    assert "prepare-data anew" in str(error.value)
+    assert "prepare-data again" in str(error.value)
 
 
 def test_evaluation_needs_rows_that_were_prepared(argv, directory):
-    with pytest.raises(DataError, match="without rows to evaluate on"):
+    with pytest.raises(DataError, match="without evaluation rows"):
         load(parse_arguments(argv("--eval_strategy", "epoch", dataset=directory)))
 
 
 def test_evaluation_rows_are_prepared_too(argv, tmp_path):
-    wish = ["--eval_strategy", "epoch", "--validation_split_percentage", "25"]
-    cache.prepare_directory(argv(*wish), tmp_path / "both")
-    raw = load(parse_arguments(argv(*wish)))
-    rows = load(parse_arguments(argv(*wish, dataset=tmp_path / "both")))
+    settings = ["--eval_strategy", "epoch", "--validation_split_percentage", "25"]
+    cache.prepare_directory(argv(*settings), tmp_path / "both")
+    raw = load(parse_arguments(argv(*settings)))
+    rows = load(parse_arguments(argv(*settings, dataset=tmp_path / "both")))
     assert rows.evaluation.to_list() == raw.evaluation.to_list()
 
 
 def test_interrupted_preparation_leaves_nothing(argv, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "_facts", lambda *_: 1 / 0)
+    monkeypatch.setattr(cache, "_manifest", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cache.prepare_directory(argv(), tmp_path / "out" / "prepared")
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_nothing_is_overwritten(argv, directory):
+def test_existing_directory_is_not_overwritten(argv, directory):
     before = (directory / cache.MANIFEST).read_text()
-    with pytest.raises(DataError, match="is there already"):
+    with pytest.raises(DataError, match="already exists"):
         cache.prepare_directory(argv("--max_length", "64"), directory)
     assert (directory / cache.MANIFEST).read_text() == before
 

@@ -1,4 +1,4 @@
-"""A stream's position: where it is, what going on from it costs, and what happens on another number of ranks."""
+"""A stream resumes at any row, on the same number of ranks or another, and reads little again for it."""
 
 import json
 
@@ -7,10 +7,10 @@ import yaml
 
 from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.arguments import parse_arguments
-from hf_fsdp_recipes.training.data.read_files import load_parts
+from hf_fsdp_recipes.training.data.dataset_parts import load_parts
+from hf_fsdp_recipes.training.data.preparation import Preparation
 from hf_fsdp_recipes.training.data.stream_trainer import restore_position
-from hf_fsdp_recipes.training.data.streaming import RowStream, Source, open_streams
-from hf_fsdp_recipes.training.data.tokenize import Preparation
+from hf_fsdp_recipes.training.data.streaming import RowStream, StreamSource, open_streams
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer
 
 
@@ -19,8 +19,8 @@ def write(path, texts):
     return path
 
 
-def numbered(count, word="row"):
-    return [f"{word} {number} of it" for number in range(count)]
+def numbered(count, prefix="row"):
+    return [f"{prefix} {number} of it" for number in range(count)]
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def recipe(tiny_model, folder, tmp_path, monkeypatch):
 
 def open_rank(arguments, rank=0, num_ranks=1):
     tokenizer = load_tokenizer(arguments)
-    sources = [Source(part.name, part.train, part.fraction, rank, num_ranks) for part in load_parts(arguments)]
+    sources = [StreamSource(part.name, part.train, part.fraction, rank, num_ranks) for part in load_parts(arguments)]
     stream = RowStream(
         sources, Preparation(arguments, tokenizer), arguments.training.packing, 7, arguments.recipe.shuffle_buffer_size
     )
@@ -75,24 +75,24 @@ CASES = {
     ("case", "stop"),
     [("one file", 1), ("one file", 10), ("three files", 28), ("in order", 10), ("packed", 1), ("wrapped", 9)],
 )
-def test_stream_goes_on_at_the_row_where_it_stopped(case, stop, recipe, folder):
+def test_stream_resumes_at_the_row_where_it_stopped(case, stop, recipe, folder):
     num_files, settings = CASES[case]
     for index in range(num_files):
         write(folder / f"{index}.jsonl", numbered(37)[index::num_files])
     arguments = recipe(**settings)
-    whole = texts(*open_rank(arguments, 1, 2), 40)
+    expected = texts(*open_rank(arguments, 1, 2), 40)
     found, state = [], None
     for count in (stop, 3, 37 - stop):  # stopped and resumed twice
         stream, tokenizer = open_rank(arguments, 1, 2)
-        stream.first_block()  # a run looks at it before it knows of a checkpoint
+        stream.first_block()  # a run reads it before it finds a checkpoint
         if state is not None:
             stream.load_state_dict(state)
         found += texts(stream, tokenizer, count)
         state = json.loads(json.dumps(stream.state_dict()))  # as a checkpoint keeps it
-    assert found == whole
+    assert found == expected
 
 
-def test_going_on_reads_one_block_again_and_not_all_before_it(recipe, folder):
+def test_resuming_reads_one_block_again(recipe, folder):
     write(folder / "rows.jsonl", numbered(500))
     arguments = recipe(shuffle_buffer_size=50)
     stream, tokenizer = open_rank(arguments)
@@ -100,7 +100,7 @@ def test_going_on_reads_one_block_again_and_not_all_before_it(recipe, folder):
     later, _ = open_rank(arguments)
     later.load_state_dict(stream.state_dict())
     later.first_block()
-    assert later.tally.num_rows == 50
+    assert later.counts.num_rows == 50
     assert later.sources[0].num_read == 450
 
 
@@ -113,7 +113,7 @@ def test_ranks_read_every_row_of_a_pass_once(num_files, num_ranks, recipe, folde
     assert sorted(found) == sorted(numbered(24))
 
 
-def test_rows_are_shuffled_anew_in_every_block_and_pass(recipe, folder):
+def test_every_block_and_pass_is_shuffled_differently(recipe, folder):
     write(folder / "rows.jsonl", numbered(20))
     found = texts(*open_rank(recipe()), 40)
     assert found[:20] != numbered(20)
@@ -128,34 +128,34 @@ def test_streams_are_mixed_by_fraction_and_resumed(recipe, tmp_path):
     write(tmp_path / "b.jsonl", numbered(20, "b"))
     parts = [{"path": str(tmp_path / "a.jsonl"), "fraction": 3}, {"path": str(tmp_path / "b.jsonl"), "fraction": 1}]
     arguments = recipe(datasets=parts, shuffle_buffer_size=40)
-    whole = texts(*open_rank(arguments), 200)
-    assert 30 < sum(text.startswith("b") for text in whole) < 70  # more than b has: it starts anew
+    expected = texts(*open_rank(arguments), 200)
+    assert 30 < sum(text.startswith("b") for text in expected) < 70  # more than b has: it restarts
     stream, tokenizer = open_rank(arguments)
     texts(stream, tokenizer, 105)
     later, _ = open_rank(arguments)
     later.load_state_dict(stream.state_dict())
-    assert texts(later, tokenizer, 95) == whole[105:]
+    assert texts(later, tokenizer, 95) == expected[105:]
 
 
-def test_rows_that_cannot_be_trained_on_are_left_out_of_a_stream_and_counted(recipe, folder):
+def test_unusable_rows_of_a_stream_are_dropped_and_counted(recipe, folder):
     (folder / "rows.jsonl").write_bytes(
         b"".join(b'{"text": "%s"}\n' % text for text in (b"one", b"", b"bad \xff", b"<|end|>", b"two"))
         + b'{"text": null}\n'
     )
     stream, tokenizer = open_rank(recipe())
     assert sorted(texts(stream, tokenizer, 2)) == ["one", "two"]
-    assert stream.tally.describe(64) == "kept 2 of 6 rows: 2 empty, 1 not UTF-8, 1 of special tokens only"
+    assert stream.counts.describe(64) == "kept 2 of 6 rows; dropped 2 empty, 1 not UTF-8, 1 with special tokens only"
 
 
-def test_stream_of_which_nothing_is_left_is_an_error_and_not_a_hang(recipe, folder):
+def test_stream_without_usable_rows_is_an_error_and_not_a_hang(recipe, folder):
     write(folder / "rows.jsonl", [""] * 30)
     with pytest.raises(DataError, match="nothing to train on: kept 0 of"):
         open_streams(recipe(), load_tokenizer(recipe()))
 
 
-def test_rank_without_a_row_is_told(recipe, folder):
+def test_rank_without_rows_is_an_error(recipe, folder):
     write(folder / "rows.jsonl", ["only one"])
-    with pytest.raises(DataError, match="Remedy: fewer ranks"):
+    with pytest.raises(DataError, match="Use fewer ranks"):
         open_rank(recipe(), 1, 2)[0].first_block()
 
 
@@ -175,19 +175,19 @@ def save_positions(directory, arguments, num_ranks, count):
         (directory / f"stream_{rank}.json").write_text(text)
 
 
-def test_on_another_number_of_ranks_each_skips_its_share_of_what_was_read(recipe, folder, tmp_path, capsys):
+def test_another_number_of_ranks_skips_the_rows_read(recipe, folder, tmp_path, capsys):
     write(folder / "rows.jsonl", numbered(80))
     arguments = recipe()
-    save_positions(tmp_path / "checkpoint", arguments, 2, 20)  # 40 rows in all: 2 whole blocks of 10 a rank
+    save_positions(tmp_path / "checkpoint", arguments, 2, 20)  # 40 rows in all: 2 full blocks of 10 per rank
     stream, tokenizer = open_rank(arguments)
     assert restore_position(stream, tmp_path / "checkpoint")
     said = capsys.readouterr().out
-    assert "dealt to 2 ranks and is dealt to 1 now" in said
-    # The last block of each rank comes again, although it was used up: a position is known at the start of a block.
+    assert "was split over 2 ranks and is now split over 1" in said
+    # The last block of each rank repeats although it was used up: positions are known at the start of a block.
     assert sorted(texts(stream, tokenizer, 60)) == sorted(numbered(80)[20:])
 
 
-def test_checkpoint_of_another_stream_or_of_none_is_said(recipe, folder, tmp_path, capsys):
+def test_checkpoint_of_another_stream_or_of_none_is_reported(recipe, folder, tmp_path, capsys):
     write(folder / "rows.jsonl", numbered(30))
     save_positions(tmp_path / "checkpoint", recipe(), 1, 5)
     (tmp_path / "empty").mkdir()
@@ -196,5 +196,5 @@ def test_checkpoint_of_another_stream_or_of_none_is_said(recipe, folder, tmp_pat
     assert not restore_position(stream, tmp_path / "empty")
     assert restore_position(stream, tmp_path / "checkpoint")
     said = capsys.readouterr().out
-    assert "holds no position" in said
-    assert "starts at its first row" in said
+    assert "has no stream position" in said
+    assert "starting at its first row" in said

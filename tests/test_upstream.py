@@ -1,10 +1,13 @@
 """The places upstream that this package leans on: these fail when upstream moves."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 
-from hf_fsdp_recipes.errors import CheckpointError, LoadError, TemplateError
+from hf_fsdp_recipes.errors import PatchError
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def parameters(function):
@@ -56,71 +59,51 @@ def test_trainer_asks_for_saves_through_the_flag_that_the_callback_clears():
     assert finalize.index("self.log(metrics)") < finalize.index("_load_best_model") < finalize.index("on_train_end")
 
 
-@pytest.mark.parametrize(
-    ("module", "owner", "name", "install", "error"),
-    [
-        ("hf_fsdp_recipes.patches.loading", "accelerate.accelerator", "fsdp2_prepare_model", "install", LoadError),
-        (
-            "hf_fsdp_recipes.patches.saving",
-            "accelerate.utils.fsdp_utils",
-            "_get_model_state_dict",
-            "install",
-            CheckpointError,
-        ),
-        (
-            "hf_fsdp_recipes.patches.wrapping",
-            "accelerate.utils.fsdp_utils",
-            "fsdp2_prepare_auto_wrap_policy",
-            "install",
-            TemplateError,
-        ),
-    ],
-)
-def test_seam_that_has_moved_is_one_clear_error(monkeypatch, module, owner, name, install, error):
-    from importlib import import_module
+@pytest.fixture
+def fresh_registry(monkeypatch):
+    """The registry, as if nothing had been applied."""
+    from hf_fsdp_recipes.patches import registry
 
-    room = import_module(module)
-    monkeypatch.setattr(room, "_is_installed", False)
-    monkeypatch.delattr(import_module(owner), name)
-    with pytest.raises(error, match=r"(accelerate|Accelerate).*Remedy"):
-        getattr(room, install)()
+    monkeypatch.setattr(registry, "_applied", set())
+    return registry
 
 
-def test_moved_cpu_seam_is_one_clear_error(monkeypatch):
-    from accelerate.state import AcceleratorState
+def test_every_patch_finds_its_target():
+    from hf_fsdp_recipes.patches import registry
 
-    from hf_fsdp_recipes.patches import cpu_ranks
-
-    monkeypatch.setattr(cpu_ranks, "_is_enabled", False)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setattr(AcceleratorState, "__init__", lambda self, **kwargs: None)
-    with pytest.raises(TemplateError, match=r"fsdp_plugin.*Remedy"):
-        cpu_ranks.enable()
+    patches = registry.all_patches()
+    assert len({patch.target for patch in patches}) == len(patches)
+    for patch in patches:
+        patch.find()  # raises PatchError if upstream has moved
 
 
-def test_checkpoint_files_go_through_the_writers_own_file_system(tmp_path, monkeypatch):
-    from torch.distributed.checkpoint import FileSystemWriter, filesystem
+@pytest.mark.parametrize("feature", ["cpu ranks", "size wrap", "loading", "checkpointing"])
+def test_target_that_has_moved_is_one_clear_error_and_nothing_is_patched(monkeypatch, fresh_registry, feature):
+    first, *_, last = (patch for patch in fresh_registry.all_patches() if patch.feature == feature)
+    first_owner, first_name, before = first.find()
+    owner, name, _ = last.find()
+    monkeypatch.setattr(owner, name, lambda self, other: None)
+    with pytest.raises(PatchError, match=rf"{last.package} .* has no {last.target}.*Install "):
+        fresh_registry.apply(feature)
+    assert getattr(first_owner, first_name) is before
 
-    from hf_fsdp_recipes.patches import saving
+
+def test_checkpoint_files_go_through_the_writers_own_file_system():
+    from torch.distributed.checkpoint import filesystem
 
     assert "self.fs.create_stream" in inspect.getsource(filesystem._FileSystemWriter)
     assert "stream.close()" in inspect.getsource(filesystem._write_files_from_queue)
-    saving.storage_writer(tmp_path)
-    monkeypatch.setattr(FileSystemWriter, "__init__", lambda self, *arguments, **keywords: None)
-    with pytest.raises(CheckpointError, match=r"file system of FileSystemWriter elsewhere.*Remedy"):
-        saving.storage_writer(tmp_path)
 
 
 def test_a_dtensor_keeps_its_part_where_it_did():
     import torch
     from torch.distributed.tensor import DTensor
 
-    from hf_fsdp_recipes.patches import saving
+    from hf_fsdp_recipes.patches.torch import set_local_tensor
 
     assert "_local_tensor" in DTensor.__slots__
-    with pytest.raises(CheckpointError, match=r"local tensor elsewhere.*Remedy"):
-        saving.put_local(torch.ones(2), torch.ones(2))
+    with pytest.raises(PatchError, match=r"local tensor in _local_tensor. Install"):
+        set_local_tensor(torch.ones(2), torch.ones(2))
 
 
 def test_optimizers_of_bitsandbytes_take_one_parameter_at_a_time():
@@ -141,7 +124,7 @@ def test_optimizers_of_bitsandbytes_that_step_otherwise_are_one_clear_error(monk
     from hf_fsdp_recipes.training.sharded_optimizer import sharded_optimizer
 
     monkeypatch.setattr(optimizer.Optimizer2State, "update_step", lambda self, groups: None)
-    with pytest.raises(RecipeError, match=r"update_step takes \['self', 'groups'\].*Remedy"):
+    with pytest.raises(RecipeError, match=r"update_step takes \['self', 'groups'\].*Install bitsandbytes"):
         sharded_optimizer(TrainingArguments("unused", optim="adamw_8bit", use_cpu=True))
 
 
@@ -161,7 +144,7 @@ def test_importing_the_package_patches_nothing():
         "import hf_fsdp_recipes; from hf_fsdp_recipes import load_model, ShardedCheckpointCallback, export_model;"
         "from accelerate import Accelerator; from peft.tuners.lora import LoraModel;"
         "assert A.__init__ is before;"
-        "assert 'wrap' not in Accelerator.prepare_model.__code__.co_name;"
+        "assert Accelerator.prepare_model.__code__.co_name == 'prepare_model';"
         "assert LoraModel._replace_module.__module__.startswith('peft')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

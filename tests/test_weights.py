@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading.safetensors_index import open_checkpoint, read_header
+from hf_fsdp_recipes.loading.safetensors_index import open_index, read_header
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -33,7 +33,7 @@ def rewrite(file, change):
 
 def test_every_run_of_bytes_is_read_as_stored(tmp_path):
     write(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
+    checkpoint = open_index(tmp_path)
     for name, expected in TENSORS.items():
         stored = checkpoint.tensors[name]
         assert (stored.dtype, stored.shape) == (expected.dtype, tuple(expected.shape))
@@ -47,10 +47,10 @@ def test_every_run_of_bytes_is_read_as_stored(tmp_path):
 
 def test_file_cut_while_it_is_read_is_an_error(tmp_path):
     file = write(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
+    checkpoint = open_index(tmp_path)
     with file.open("r+b") as stream:
         stream.truncate(file.stat().st_size - 40)
-    with pytest.raises(LoadError, match="ends at byte"):
+    with pytest.raises(LoadError, match="ended at byte"):
         for stored in checkpoint.tensors.values():
             checkpoint.read_into(torch.empty(stored.num_bytes, dtype=torch.uint8), stored, 0)
 
@@ -92,12 +92,12 @@ def test_header_that_lies_is_named(tmp_path, change):
 def test_pickle_is_refused_with_the_remedy(tmp_path):
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(LoadError, match=r"pytorch_model\.bin.*save_pretrained"):
-        open_checkpoint(tmp_path)
+        open_index(tmp_path)
 
 
 def test_directory_without_weights_is_an_error(tmp_path):
     with pytest.raises(LoadError, match="neither"):
-        open_checkpoint(tmp_path)
+        open_index(tmp_path)
 
 
 @pytest.mark.parametrize("target", ["/etc/passwd", "../x.safetensors", "sub/x.safetensors", "", "none.safetensors"])
@@ -105,7 +105,7 @@ def test_index_that_points_elsewhere_is_refused(tmp_path, target):
     write(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": target}}))
     with pytest.raises(LoadError, match=r"index\.json is broken"):
-        open_checkpoint(tmp_path)
+        open_index(tmp_path)
 
 
 def test_index_that_lists_a_tensor_its_file_lacks_is_refused(tmp_path):
@@ -113,52 +113,52 @@ def test_index_that_lists_a_tensor_its_file_lacks_is_refused(tmp_path):
     weight_map = {"a": "model.safetensors", "ghost": "model.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(LoadError, match="ghost"):
-        open_checkpoint(tmp_path)
+        open_index(tmp_path)
 
 
-def test_disk_is_asked_for_no_more_than_some_way_ahead(tmp_path, monkeypatch):
+def test_prefetcher_requests_a_bounded_number_of_bytes_ahead(tmp_path, monkeypatch):
     from hf_fsdp_recipes.loading import safetensors_index
 
     save_file(
         {"a": torch.zeros(5000, dtype=torch.uint8), "b": torch.zeros(300, dtype=torch.uint8)},
         tmp_path / "model.safetensors",
     )
-    checkpoint = safetensors_index.open_checkpoint(tmp_path)
+    checkpoint = safetensors_index.open_index(tmp_path)
     tensors = checkpoint.tensors
-    monkeypatch.setattr(safetensors_index, "AHEAD_BYTES", 2500)
-    monkeypatch.setattr(safetensors_index, "ASKED_BYTES", 1000)
-    asked = []
-    monkeypatch.setattr(checkpoint, "ask_for", lambda *part: asked.append((part[0].name, *part[1:])))
-    ahead = safetensors_index.ReadAhead(checkpoint, [(tensors["a"], 10, 4500), (tensors["b"], 0, 300)])
-    assert asked == [("a", 10, 1000), ("a", 1010, 1000), ("a", 2010, 1000)]
+    monkeypatch.setattr(safetensors_index, "PREFETCH_BYTES", 2500)
+    monkeypatch.setattr(safetensors_index, "PREFETCH_REQUEST_BYTES", 1000)
+    requested = []
+    monkeypatch.setattr(checkpoint, "prefetch", lambda *part: requested.append((part[0].name, *part[1:])))
+    ahead = safetensors_index.Prefetcher(checkpoint, [(tensors["a"], 10, 4500), (tensors["b"], 0, 300)])
+    assert requested == [("a", 10, 1000), ("a", 1010, 1000), ("a", 2010, 1000)]
     ahead.advance(400)
-    assert len(asked) == 3
+    assert len(requested) == 3
     ahead.advance(200)
-    assert asked[3:] == [("a", 3010, 1000)]
+    assert requested[3:] == [("a", 3010, 1000)]
     ahead.advance(5000)
-    assert asked[4:] == [("a", 4010, 500), ("b", 0, 300)]
+    assert requested[4:] == [("a", 4010, 500), ("b", 0, 300)]
 
 
-@pytest.mark.parametrize("known", ["in memory", "not in memory", "nobody can ask"])
-def test_only_what_is_not_in_memory_is_asked_for(tmp_path, monkeypatch, known):
+@pytest.mark.parametrize("known", ["cached", "not cached", "unknown"])
+def test_only_bytes_that_are_not_cached_are_prefetched(tmp_path, monkeypatch, known):
     import os
 
     from hf_fsdp_recipes.loading import safetensors_index
 
     save_file({"a": torch.arange(5000, dtype=torch.float32)}, tmp_path / "model.safetensors")
-    checkpoint = safetensors_index.open_checkpoint(tmp_path)
+    checkpoint = safetensors_index.open_index(tmp_path)
     tensor = checkpoint.tensors["a"]
 
     def preadv(descriptor, buffers, offset, flags):
         assert flags == os.RWF_NOWAIT
-        if known == "in memory":
+        if known == "cached":
             return 1
         raise BlockingIOError
 
-    asked = []
+    requested = []
     monkeypatch.setattr(os, "preadv", preadv)
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, *arguments: asked.append(arguments))
-    if known == "nobody can ask":
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, *arguments: requested.append(arguments))
+    if known == "unknown":
         monkeypatch.delattr(os, "RWF_NOWAIT")
-    checkpoint.ask_for(tensor, 40, 400)
-    assert asked == ([] if known == "in memory" else [(tensor.start + 40, 400, os.POSIX_FADV_WILLNEED)])
+    checkpoint.prefetch(tensor, 40, 400)
+    assert requested == ([] if known == "cached" else [(tensor.start + 40, 400, os.POSIX_FADV_WILLNEED)])

@@ -1,8 +1,7 @@
-"""Reads runs of elements out of torch DCP's `.distcp` files, by range, whoever wrote them.
+"""Reads ranges of elements out of torch DCP's `.distcp` files, whichever program wrote them.
 
-A `.distcp` file holds torch.save archives one after the other, each with one rank's chunk of one tensor,
-uncompressed. Their places come from `.metadata`, their bytes from the archives' zip directory. Tensors only;
-loads no pickle but DCP's own index.
+A `.distcp` file is a sequence of uncompressed torch.save archives, each with one rank's chunk of one tensor. `.metadata`
+says where each archive begins, and its zip directory where the tensor's bytes begin. Tensors only.
 
 Source: torch 2.13 `distributed/checkpoint/filesystem.py`, `metadata.py`; the torch.save archive format.
 """
@@ -32,7 +31,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class DcpTensor:
-    """One tensor of a checkpoint; `chunks` in the order of its elements."""
+    """One tensor of a checkpoint, with its chunks in the order of their elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,7 +52,7 @@ class DcpTensor:
 
 
 class _Window(io.RawIOBase):
-    """A run of a file that looks like a file of its own, for zipfile and torch.load."""
+    """A byte range of a file that zipfile and torch.load can read like a file."""
 
     def __init__(self, file: Path, start: int, length: int) -> None:
         self._stream = file.open("rb")
@@ -85,7 +84,7 @@ class _Window(io.RawIOBase):
 
 
 def find_directory(checkpoint: Path) -> Path:
-    """Return the directory with the model's `.metadata` in a checkpoint.
+    """Return the directory of a checkpoint that holds the model's `.metadata`.
 
     Raises:
         ExportError: there is none.
@@ -94,16 +93,16 @@ def find_directory(checkpoint: Path) -> Path:
         if (candidate / ".metadata").is_file():
             return candidate
     raise ExportError(
-        f"{checkpoint} holds no sharded model: no .metadata there or in pytorch_model_fsdp_0. Remedy: name a "
+        f"{checkpoint} holds no sharded model: neither it nor its pytorch_model_fsdp_0 has a .metadata file. Name a "
         f"checkpoint-<step> that was saved as SHARDED_STATE_DICT, or a directory of .distcp files."
     )
 
 
 def read_index(directory: Path) -> dict[str, DcpTensor]:
-    """Read which tensors a DCP directory holds, and where. Any process, no collective.
+    """Return the tensors of a DCP directory and where they lie. Any process; no collective.
 
     Raises:
-        ExportError: the index cannot be read, a file is missing or cut, or a tensor is cut otherwise than by rows.
+        ExportError: the index cannot be read, a file is missing or truncated, or a tensor is not sharded by rows.
     """
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -137,7 +136,9 @@ def _chunk(
 ) -> Chunk:
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     if any(offsets[1:]) or sizes[1:] != shape[1:]:
-        raise ExportError(f"{directory}: {name} is cut at {offsets} with {sizes}. Rule: tensors are cut by rows.")
+        raise ExportError(
+            f"{directory}: {name} has a chunk of {sizes} at {offsets}; only tensors sharded by rows can be exported."
+        )
     place = places[(name, offsets)]
     width, count = math.prod(shape[1:]), math.prod(sizes)
     file = directory / place.relative_path
@@ -146,20 +147,20 @@ def _chunk(
 
 
 def _data_start(file: Path, name: str, offset: int, length: int, num_bytes: int, plain: dict[bytes, bool]) -> int:
-    """Return the first byte of a chunk's values in its `.distcp` file; `plain` remembers what was found plain."""
+    """Return the first byte of a chunk's values in its `.distcp` file; `plain` caches which pickles are plain tensors."""
     if not file.is_file() or file.stat().st_size < offset + length:
-        raise ExportError(f"{file} is missing or cut: {name} should end at byte {offset + length:,}.")
+        raise ExportError(f"{file} is missing or truncated: {name} should end at byte {offset + length:,}.")
     try:
         with _Window(file, offset, length) as window, zipfile.ZipFile(window) as archive:
             (data,) = [info for info in archive.infolist() if info.filename.split("/")[-2:-1] == ["data"]]
             (pickle,) = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
-            description = archive.read(pickle)  # the same for all tensors of a shape
+            description = archive.read(pickle)  # equal for all tensors of a shape
             if description not in plain:
                 window.seek(0)
                 described = torch.load(window, map_location="meta", weights_only=True)
                 plain[description] = described.is_contiguous() and not described.storage_offset()
             if data.file_size != num_bytes or not plain[description]:
-                raise ExportError(f"{file}: {name} is not stored as one plain run of {num_bytes:,} bytes")
+                raise ExportError(f"{file}: {name} is not stored as {num_bytes:,} contiguous bytes")
             header = bytearray(4)
             window.seek(data.header_offset + 26)  # lengths of the local header's name and extra field
             window.readinto(header)
@@ -170,7 +171,7 @@ def _data_start(file: Path, name: str, offset: int, length: int, num_bytes: int,
 
 
 def _in_order(chunks: list[Chunk]) -> tuple[Chunk, ...]:
-    # Replicas may be listed more than once; the first of each run is enough.
+    # Replicas may be listed too; the first chunk of each range is enough.
     by_first: dict[int, Chunk] = {}
     for chunk in chunks:
         if chunk.count:
@@ -194,7 +195,7 @@ def _read(file: Path, offset: int, view: memoryview) -> None:
     while view:
         count = os.preadv(descriptor, [view], offset)
         if count == 0:
-            raise ExportError(f"{file} ends at byte {offset:,}; it was cut while it was read")
+            raise ExportError(f"{file} ended at byte {offset:,}: it changed while it was being read")
         view, offset = view[count:], offset + count
 
 
@@ -208,7 +209,7 @@ def _descriptor(file: Path) -> int:
 
 
 def close_all() -> None:
-    """Close the files that were read."""
+    """Close the files that were opened for reading."""
     for descriptor in _descriptors.values():
         os.close(descriptor)
     _descriptors.clear()

@@ -1,7 +1,7 @@
-"""Signals that ask a run to end: noticed by one rank, agreed on by all, acted on at a step's end.
+"""Ends a run after a checkpoint when a signal asks for it, on all ranks at the same step.
 
-SIGTERM and SIGUSR1 set a flag. At the end of a step all ranks ask each other in one small collective; if any
-was signalled, all write a checkpoint and leave with the same exit status. A second signal changes nothing.
+SIGTERM and SIGUSR1 set a flag. At the end of a step the ranks exchange it in one small collective; if any rank was
+signaled, all write a checkpoint and leave with the same exit status. Further signals change nothing.
 """
 
 import ctypes
@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,16 +17,16 @@ import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed
 
-EXIT_PREEMPTED = 85  # a checkpoint was written because of a signal; submit the same command again to go on
+EXIT_PREEMPTED = 85  # a signal ended the run after a checkpoint; run the same command again to continue
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-WATCHED = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class SignalWatch:
-    """Watches for signals on this rank and agrees with the others. Every rank has one.
+    """Watches for signals on this rank and shares them with the others. Every rank has one.
 
     Args:
-        every_steps: how often the ranks ask each other; a signal waits for at most so many steps.
+        every_steps: how often the ranks exchange the flag; a signal waits for at most this many steps.
     """
 
     def __init__(self, every_steps: int = 1) -> None:
@@ -39,19 +40,19 @@ class SignalWatch:
         """Install the handlers. Collective: every rank must call this, from its main thread."""
         if distributed.is_distributed() and self._group is None:
             self._group = dist.new_group(backend="gloo")
-        for number in WATCHED:
-            self._previous[number] = signal.signal(number, self._note)
-        _follow_launcher()
-        _ask_for_patience()
+        for number in SIGNALS:
+            self._previous[number] = signal.signal(number, self._record)
+        _end_with_launcher()
+        _warn_of_short_shutdown()
 
     def stop(self) -> None:
-        """Put the handlers back that were there before."""
+        """Restore the handlers that were installed before."""
         for number, previous in self._previous.items():
             signal.signal(number, previous)
         self._previous = {}
 
     def is_agreed(self, step: int) -> bool:
-        """Tell whether any rank was signalled. Collective: every rank must call this at the same steps."""
+        """Tell whether any rank was signaled. Collective: every rank must call this at the same steps."""
         if step % self._every_steps == 0 and not self._is_agreed:
             flag = torch.tensor([self._received], dtype=torch.int32)
             if self._group is not None:
@@ -59,10 +60,10 @@ class SignalWatch:
             if flag.item():
                 self._is_agreed = True
                 name = signal.Signals(int(flag.item())).name
-                distributed.print_main(f"{name} received: writing a checkpoint at step {step}, then ending")
+                distributed.print_main(f"{name} received: writing a checkpoint at step {step}, then stopping")
         return self._is_agreed
 
-    def exit_if_signalled(self, completed: Path | None) -> None:
+    def exit_if_signaled(self, completed: Path | None) -> None:
         """Leave with EXIT_PREEMPTED after an agreed stop.
 
         Raises:
@@ -73,15 +74,15 @@ class SignalWatch:
             distributed.barrier()
             sys.exit(EXIT_PREEMPTED)
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self._received = number
 
 
-def _follow_launcher() -> None:
-    """Have the kernel send SIGTERM to this rank when its launcher dies.
+def _end_with_launcher() -> None:
+    """Have the kernel send SIGTERM to this rank when its launcher dies. Linux only.
 
-    torchrun starts ranks in sessions of their own; if it is killed itself, they would train on unseen, beside the
-    run that replaces them and into the same directory. Linux only; elsewhere nothing happens.
+    torchrun starts ranks in their own sessions. If it is killed, they would go on training unseen, into the same directory
+    as the run that replaces them.
 
     Source: prctl(2), PR_SET_PDEATHSIG.
     """
@@ -93,12 +94,11 @@ def _follow_launcher() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _ask_for_patience() -> None:
-    """Say so where torchrun would kill the ranks before a checkpoint can be written."""
-    timeout = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-    if "TORCHELASTIC_RUN_ID" in os.environ and timeout is None:
+def _warn_of_short_shutdown() -> None:
+    """Print a note if torchrun would kill the ranks before a checkpoint can be written."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") is None:
         distributed.print_main(
-            "note: torchrun kills its ranks 30 s after it is signalled itself. Set TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 (and, "
-            "to pass SIGUSR1 on, PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1) before launching, so that a "
-            "preempted run can finish its checkpoint."
+            "note: torchrun kills its ranks 30 s after it is signaled. Before launching, set TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 "
+            "to give a preempted run time for its checkpoint, and "
+            "PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 to pass SIGUSR1 on."
         )

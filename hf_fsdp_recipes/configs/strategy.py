@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_recipes.configs.templates import find_template, template_directory
-from hf_fsdp_recipes.configs.validate import is_true, read_config
+from hf_fsdp_recipes.configs.validate import read_config
+from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import TemplateError
 
 # In the order of torch's ShardingStrategy: FSDP1 configs may give the number, from 1.
@@ -51,15 +51,12 @@ class Strategy:
 
 
 def find_strategy(name_or_file: str) -> Strategy:
-    """Return the strategy of a shipped template, by name, or of an Accelerate config, by path.
+    """Return the strategy of a template, by name, or of an Accelerate config, by path.
 
     Raises:
         TemplateError: neither a template nor a readable FSDP config.
     """
-    path = Path(name_or_file)
-    if not (path.suffix in (".yaml", ".yml") and path.is_file()):
-        path = template_directory() / f"{find_template(path.stem).name}.yaml"
-    return read_strategy(read_config(path), path.stem)
+    return read_strategy(read_config(name_or_file), Path(name_or_file).stem)
 
 
 def read_strategy(config: dict[str, Any], name: str) -> Strategy:

@@ -1,268 +1,275 @@
-"""The family of Accelerate FSDP configs: one source for the committed files, and a check for anybody's file.
+"""Accelerate FSDP configs as commented YAML: the shipped templates and every other combination.
 
-Each template is a `Template` value; `render` writes it as YAML with a reason beside every key that is not
-Accelerate's default. Imports neither torch nor Accelerate, so that the command line answers at once;
-starts nothing.
+Imports neither torch nor Accelerate, so that `hf-fsdp config list|show|render` answers at once.
 
 Source of the interconnect advice: the strategy section of Prime Intellect's "Run Torch FSDP" tutorial.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from hf_fsdp_recipes.errors import TemplateError
 
-STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
-VARIANTS = ("", "offload", "size_wrap")
-
-_CHOOSE = {
+Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard"]
+# Comments on when to choose a config. `hf-fsdp config list` prints the first line of one of these tuples.
+STRATEGIES: dict[Strategy, tuple[str, ...]] = {
     "full_shard": (
-        "Parameters, gradients and optimizer state are all cut over the ranks: the least memory, the most",
-        "communication. Choose it first on one node with NVSWITCH (SXM machines) or between nodes with InfiniBand;",
-        "without them the wire sets the pace, see hybrid_shard.",
+        "Shards parameters, gradients and optimizer state across all ranks: least memory, most communication.",
+        "Start here on one node with NVSwitch (SXM machines), or on several nodes with InfiniBand. On slower links",
+        "communication limits throughput; see hybrid_shard.",
     ),
     "shard_grad_op": (
-        "Gradients and optimizer state are cut; parameters stay whole from forward to backward: one all-gather a step",
-        "less than full_shard for one copy of the parameters more. Choose it where the model fits and the GPUs have",
-        "NVLINK, NVSWITCH or PCIe 5.0.",
+        "Shards gradients and optimizer state; parameters stay gathered from forward to backward.",
+        "Saves one of full_shard's two all-gathers per step, at the cost of a full copy of the parameters on each GPU.",
+        "For models that fit, on GPUs with NVLink, NVSwitch or PCIe 5.0.",
     ),
     "hybrid_shard": (
-        "full_shard inside a node, plain copies between nodes: only gradients cross the slow wire, once a step. Choose it",
-        "on several nodes without InfiniBand (100 Gb/s Ethernet, say) or for models below about 7B parameters.",
+        "full_shard within each node, replicas across nodes: only gradients cross the network, once per step.",
+        "For several nodes without InfiniBand (100 Gb/s Ethernet, for example), or for models below about 7B parameters.",
     ),
     "hybrid_shard_zero2": (
-        "shard_grad_op inside a node, plain copies between nodes: the fastest of the hybrid pair and the hungrier.",
-        "Choose it over hybrid_shard where a whole copy of the parameters still fits on every GPU.",
+        "shard_grad_op within each node, replicas across nodes: faster than hybrid_shard, but needs more memory.",
+        "For models whose parameters fit on each GPU in full.",
     ),
     "no_shard": (
-        "Every rank holds everything and only gradients are averaged, like DDP: the least communication, the most memory.",
-        "Choose it for models below about 1B parameters, or to compare the others with.",
+        "Replicates the model on every rank and averages gradients, like DDP: least communication, most memory.",
+        "For models below about 1B parameters, or as a baseline. FSDP1 only.",
     ),
 }
-_VARIANT_NOTES = {
-    "": (),
+VARIANTS = {
+    "fsdp1": ("FSDP1, for Gaudi and for setups that already use it. Prefer FSDP2 otherwise.",),
     "offload": (
-        "Offload: parameters, gradients and the optimizer step live on the CPU between uses. Choose it when the run does",
-        "not fit otherwise: valley memory falls by most of the shard, the peak by less, and steps get slower.",
+        "CPU offload: parameters, gradients and optimizer state live in host memory; the optimizer step runs on the CPU.",
+        "For runs that do not fit otherwise. Memory between steps drops by most of the shard, peak memory by less, and",
+        "steps get slower.",
     ),
     "size_wrap": (
-        "Size wrap: units by parameter count instead of by layer class. Choose it for models that name no layer class,",
-        "or to trade fewer, larger all-gathers for memory.",
+        "Size-based wrapping: FSDP units by parameter count instead of one per layer.",
+        "For models that declare no layer class, or for fewer, larger all-gathers at the cost of memory.",
     ),
     "gaudi": (
-        "Gaudi: the model is compiled by the hpu_backend in eager mode (export PT_HPU_LAZY_MODE=0). Needs Intel's torch build",
-        "(habana_frameworks). Never launched on Gaudi by this project.",
+        "Gaudi: hpu_backend compiles the model in eager mode (export PT_HPU_LAZY_MODE=0).",
+        "Requires Intel's PyTorch build (habana_frameworks). Not tested on Gaudi hardware.",
+    ),
+    "cpu": (
+        "full_shard on CPU ranks over gloo: for tests, and to try a recipe on a laptop before renting a GPU.",
+        "On a machine with a GPU, also set ACCELERATE_USE_CPU=true: Accelerate ignores `use_cpu: true` in FSDP configs.",
     ),
 }
+DEFAULT_MIN_NUM_PARAMS = 100_000_000
 
 
 @dataclass(frozen=True)
 class Template:
-    """One Accelerate config of the family.
+    """One Accelerate FSDP config.
 
     Attributes:
-        version: 1 or 2, FSDP's.
-        strategy: full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or no_shard (version 1 only).
-        variant: "", "offload", "size_wrap" or "gaudi".
-        on_cpu: for CPU ranks.
-        num_machines, num_processes: nodes, and ranks over all of them.
-        wrap_class: layer class to wrap, comma-separated if several; None takes what the model declares.
-        min_num_params: parameters a unit must exceed, for size_wrap.
+        version: FSDP version, 1 or 2; no_shard needs 1.
+        strategy: how the model is sharded.
+        is_offloaded: keep parameters and optimizer state in host memory.
+        min_num_params: parameters that an FSDP unit must exceed with size-based wrapping; None to wrap by layer.
+        wrap_class: comma-separated layer classes to wrap; None for the class that the model declares.
+        on_cpu, on_gaudi: device of the ranks, if not a GPU.
+        num_machines, num_processes: nodes, and ranks on all nodes together.
     """
 
-    version: int
-    strategy: str
-    variant: str = ""
+    version: int = 2
+    strategy: Strategy = "full_shard"
+    is_offloaded: bool = False
+    min_num_params: int | None = None
+    wrap_class: str | None = None
     on_cpu: bool = False
+    on_gaudi: bool = False
     num_machines: int = 1
     num_processes: int = 8
-    wrap_class: str | None = None
-    min_num_params: int = 100_000_000
 
     @property
     def name(self) -> str:
-        """The file's name without its ending."""
+        """The name that `find_template` accepts, and the stem of the file if it is shipped."""
         if self.on_cpu:
             return "fsdp2_cpu"
-        if self.strategy == "no_shard":
-            return "no_shard"
-        return "_".join(part for part in (f"fsdp{self.version}", self.strategy, self.variant) if part)
+        prefix = [] if self.strategy == "no_shard" else [f"fsdp{self.version}"]
+        return "_".join([*prefix, self.strategy, *self._variants])
+
+    @property
+    def notes(self) -> list[tuple[str, ...]]:
+        """When to choose this config, in lines for a header; the most specific note is the last."""
+        if self.on_cpu:
+            return [VARIANTS["cpu"]]
+        is_old = self.version == 1 and self.strategy != "no_shard"
+        names = ["fsdp1"] * is_old + self._variants
+        return [STRATEGIES[self.strategy], *(VARIANTS[name] for name in names)]
+
+    @property
+    def _variants(self) -> list[str]:
+        flags = {"offload": self.is_offloaded, "size_wrap": self.min_num_params is not None, "gaudi": self.on_gaudi}
+        return [variant for variant, is_on in flags.items() if is_on]
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether the model is copied between nodes and cut inside them."""
+        """Whether the model is sharded within nodes and replicated across them."""
         return self.strategy.startswith("hybrid")
 
+    @property
+    def is_shipped(self) -> bool:
+        """Whether this config, unchanged, is a file of accelerate_configs/."""
+        return self in shipped_templates()
 
+
+SHIPPED = (
+    *(f"fsdp2_{strategy}" for strategy in STRATEGIES if strategy != "no_shard"),
+    "fsdp2_full_shard_offload",
+    "fsdp2_full_shard_size_wrap",
+    "fsdp2_cpu",
+    "no_shard",
+    "fsdp1_full_shard",
+    "fsdp1_full_shard_gaudi",
+)
+
+
+@cache
 def all_templates() -> list[Template]:
-    """Return the shipped family, sorted by name."""
+    """Return every combination, hybrid strategies for two nodes and the others for one, 8 ranks per node."""
     templates = [
-        Template(version, strategy, variant, num_machines=1 + hybrid, num_processes=8 * (1 + hybrid))
-        for version in (1, 2)
-        for strategy in STRATEGIES
-        for hybrid in [strategy.startswith("hybrid")]
-        for variant in VARIANTS
+        Template(version, strategy, offload, min_num_params, num_machines=nodes, num_processes=8 * nodes)
+        for version in (2, 1)
+        for strategy, nodes in zip(STRATEGIES, (1, 1, 2, 2, 1), strict=True)
+        for offload in (False, True)
+        for min_num_params in (None, DEFAULT_MIN_NUM_PARAMS)
+        if (version, strategy) != (2, "no_shard")
     ]
-    templates += [
-        Template(1, "full_shard", "gaudi"),
-        Template(1, "no_shard"),
-        Template(2, "full_shard", on_cpu=True, num_processes=2),
-    ]
-    return sorted(templates, key=lambda template: template.name)
+    return [*templates, Template(on_cpu=True, num_processes=2), Template(version=1, on_gaudi=True)]
+
+
+def shipped_templates() -> list[Template]:
+    """Return the templates that have a file in accelerate_configs/, in the order in which to consider them."""
+    return [find_template(name) for name in SHIPPED]
 
 
 def find_template(name: str) -> Template:
-    """Return the template of a name.
+    """Return the template of a name, shipped or not: fsdp2_hybrid_shard, or fsdp1_full_shard_offload.
 
     Raises:
-        TemplateError: there is none of that name.
+        TemplateError: there is no template of that name.
     """
     for template in all_templates():
         if template.name == name.removesuffix(".yaml"):
             return template
-    known = ", ".join(template.name for template in all_templates())
-    raise TemplateError(f"{name!r} is no template. Rule: one of {known}.")
+    raise TemplateError(f"There is no template {name!r}. `hf-fsdp config list` shows the templates.")
 
 
 def template_directory() -> Path:
-    """Return the directory of the committed files, in a checkout or in an installed wheel."""
+    """Return the directory of the shipped files, in a checkout or in an installed wheel."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "accelerate_configs"
     return inside if inside.is_dir() else package.parent / "accelerate_configs"
 
 
-def first_sentence(template: Template) -> str:
-    """Say in one line what the template is for."""
-    if template.on_cpu:
-        return "full_shard on CPU ranks over gloo: rehearse on a laptop, run the tests, try the whole path for nothing."
-    note = {"offload": " Parameters on the CPU.", "size_wrap": " Units by size.", "gaudi": " For Gaudi."}.get(
-        template.variant, ""
-    )
-    return " ".join(_CHOOSE[template.strategy]).split(". ")[0].split(": ")[0] + "." + note
-
-
 def render(template: Template) -> str:
-    """Write a template as commented YAML.
+    """Return a template as YAML, with a comment on every key whose value is not Accelerate's default.
 
     Raises:
-        TemplateError: node and rank counts that cannot be, or a strategy that this FSDP version lacks.
+        TemplateError: the node and rank counts do not match, or a setting does not go with another one.
     """
-    _check_counts(template)
-    lines = [*_header(template), ""]
-    for key, value, reason in _entries(template):
-        indent = "  " * (key.count("/"))
-        text = f"{indent}{key.rsplit('/', 1)[-1]}:" + (f" {value}" if value != "" else "")
-        lines.append(f"{text:<58} # {reason}" if reason else text)
+    _check(template)
+    lines = [f"# {line}".rstrip() for line in _header(template)] + [""]
+    for path, value, comment in _entries(template):
+        *parents, key = path.split("/")
+        text = "  " * len(parents) + f"{key}: {value}".rstrip()
+        lines.append(f"{text:<58} # {comment}" if comment else text)
     return "\n".join(lines) + "\n"
 
 
-def _check_counts(template: Template) -> None:
+def _check(template: Template) -> None:
+    ranks, nodes = template.num_processes, template.num_machines
     if template.version == 2 and template.strategy == "no_shard":
-        raise TemplateError("no_shard is a strategy of FSDP1; with FSDP2 take plain data parallelism.")
-    if template.num_machines < 1 or template.num_processes < 1 or template.num_processes % template.num_machines:
+        raise TemplateError("no_shard needs FSDP1. Drop --fsdp-version 2, or train with plain DDP.")
+    if nodes < 1 or ranks < 1 or ranks % nodes:
         raise TemplateError(
-            f"{template.num_processes} ranks do not divide over {template.num_machines} nodes. Rule: num_processes counts "
-            f"the ranks of all nodes and every node has as many. Remedy: num_processes = nodes x GPUs per node."
+            f"num_processes is {ranks} and num_machines is {nodes}, but every node needs the same number of ranks. "
+            f"Set num_processes to the number of nodes times the GPUs per node."
         )
-    if template.is_hybrid and template.num_machines < 2:
-        raise TemplateError(
-            f"{template.strategy} on {template.num_machines} node. Rule: it copies the model between nodes. Remedy: take "
-            f"{template.strategy.replace('hybrid_shard_zero2', 'shard_grad_op').replace('hybrid_shard', 'full_shard')}."
-        )
+    if template.is_hybrid and nodes < 2:
+        on_one_node = "shard_grad_op" if template.strategy == "hybrid_shard_zero2" else "full_shard"
+        raise TemplateError(f"{template.strategy} keeps one replica per node. On a single node, use {on_one_node}.")
+    if template.wrap_class and template.min_num_params is not None:
+        raise TemplateError(f"Size-based wrapping ignores the wrap class {template.wrap_class}. Choose one of the two.")
 
 
-def _header(template: Template) -> list[str]:
-    file = f"accelerate_configs/{template.name}.yaml"
-    lines = []
+def _header(template: Template) -> Iterator[str]:
+    launch = f"accelerate launch --config_file {'accelerate_configs/' * template.is_shipped}{template.name}.yaml"
+    recipe = "recipes/sft.py --config recipes/X.yaml"
     if template.num_machines > 1:
-        lines += [
-            "On every node, with its own MACHINE_RANK (recipes/launch.slurm does this):",
-            f"  accelerate launch --config_file {file} --machine_rank $MACHINE_RANK \\",
-            "    --main_process_ip $MASTER_ADDR --main_process_port 29500 recipes/sft.py --config recipes/X.yaml",
-        ]
+        yield "On every node, with its own MACHINE_RANK (recipes/launch.slurm does this):"
+        yield f"  {launch} --machine_rank $MACHINE_RANK \\"
+        yield f"    --main_process_ip $MASTER_ADDR --main_process_port 29500 {recipe}"
     else:
-        lines += [f"accelerate launch --config_file {file} recipes/sft.py --config recipes/X.yaml"]
-    lines.append("")
-    if template.on_cpu:
-        lines += [
-            "Full sharding on CPU ranks over gloo. Choose it to rehearse on a laptop, in tests, and to see the whole path",
-            "before renting a GPU. On a machine that has a GPU, set ACCELERATE_USE_CPU=true as well (Accelerate does not",
-            "pass use_cpu on to FSDP ranks).",
-        ]
-    else:
-        lines += [*_CHOOSE[template.strategy], *_VARIANT_NOTES[template.variant]]
-    lines += ["", "Generated by `hf-fsdp config render`; change hf_fsdp_recipes/configs/templates.py, not this file."]
-    return [f"# {line}".rstrip() for line in lines]
+        yield f"{launch} {recipe}"
+    yield ""
+    for note in template.notes:
+        yield from note
+    yield ""
+    yield "Generated by `hf-fsdp config render`; its --help lists the options for other combinations."
 
 
-def _entries(template: Template) -> Iterator[tuple[str, str, str]]:
-    """Yield (path, value, reason); a reason stands wherever the value is not Accelerate's default."""
+def _entries(template: Template) -> Iterator[tuple[str, object, str]]:
+    """Yield (path of the key, value, comment)."""
+    nodes, ranks = template.num_machines, template.num_processes
     yield "compute_environment", "LOCAL_MACHINE", ""
-    yield "distributed_type", "FSDP", "starts the ranks through torchrun and turns FSDP on in each"
+    yield "distributed_type", "FSDP", "accelerate launch starts the ranks and enables FSDP in each"
     if template.on_cpu:
-        yield "use_cpu", "true", "gloo ranks; hf_fsdp_recipes turns FSDP on for them"
-        yield "mixed_precision", "'no'", "CPUs compute in fp32 faster than they emulate bf16"
+        yield "use_cpu", "true", "gloo ranks; hf_fsdp_recipes enables FSDP for them"
+        yield "mixed_precision", "'no'", "CPUs run fp32 faster than they emulate bf16"
     else:
         yield "mixed_precision", "bf16", "fp32 master weights, bf16 compute and communication; no loss scaling needed"
-    yield (
-        "num_machines",
-        str(template.num_machines),
-        "nodes; override with --num_machines" if template.num_machines > 1 else "",
-    )
-    yield "num_processes", str(template.num_processes), "ranks over all nodes; override with --num_processes"
+    yield "num_machines", nodes, "nodes; override with --num_machines" if nodes > 1 else ""
+    yield "num_processes", ranks, "ranks on all nodes together; override with --num_processes"
     yield "main_training_function", "main", ""
-    if template.variant == "gaudi":
+    if template.on_gaudi:
         yield "dynamo_config", "", "torch.compile, which Gaudi needs to be fast"
         yield "dynamo_config/dynamo_backend", "HPU_BACKEND", "Gaudi's graph compiler"
     yield "fsdp_config", "", ""
-    for key, value, reason in _fsdp_entries(template):
-        yield f"fsdp_config/{key}", value, reason
+    for key, value, comment in _fsdp_entries(template):
+        yield f"fsdp_config/fsdp_{key}", value, comment
     if template.is_hybrid and template.version == 2:
         yield "parallelism_config", "", ""
-        per_node = template.num_processes // template.num_machines
-        yield (
-            "parallelism_config/parallelism_config_dp_replicate_size",
-            str(template.num_machines),
-            "copies: one a node",
-        )
-        yield (
-            "parallelism_config/parallelism_config_dp_shard_size",
-            str(per_node),
-            "ranks that share a copy: one node's",
-        )
+        yield "parallelism_config/parallelism_config_dp_replicate_size", nodes, "replicas: one per node"
+        yield "parallelism_config/parallelism_config_dp_shard_size", ranks // nodes, "ranks per replica: one node's"
 
 
-def _fsdp_entries(template: Template) -> Iterator[tuple[str, str, str]]:
-    keeps_parameters = template.strategy in ("shard_grad_op", "hybrid_shard_zero2")
+def _fsdp_entries(template: Template) -> Iterator[tuple[str, object, str]]:
     if template.version == 2:
-        yield "fsdp_version", "2", "per-parameter sharding; Accelerate's default is still 1"
-        value = "false" if keeps_parameters else "true"
-        yield "fsdp_reshard_after_forward", value, "parameters stay whole until backward" if keeps_parameters else ""
+        yield "version", 2, "per-parameter sharding; Accelerate's default is 1"
+        if template.strategy in ("shard_grad_op", "hybrid_shard_zero2"):
+            yield "reshard_after_forward", "false", "parameters stay gathered until backward"
+        else:
+            yield "reshard_after_forward", "true", ""
     else:
-        yield "fsdp_version", "1", ""
-        reason = "" if template.strategy == "full_shard" else "what this template is for"
-        yield "fsdp_sharding_strategy", template.strategy.upper(), reason
-        yield "fsdp_backward_prefetch", "BACKWARD_PRE", "gathers the next unit while this one computes"
-    if template.variant == "size_wrap":
-        yield "fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", "units by parameter count"
-        yield "fsdp_min_num_params", str(template.min_num_params), ""
+        yield "version", 1, ""
+        yield "sharding_strategy", template.strategy.upper(), ""
+        yield "backward_prefetch", "BACKWARD_PRE", "gathers the next unit while the current one computes"
+    if template.min_num_params is not None:
+        yield "auto_wrap_policy", "SIZE_BASED_WRAP", "FSDP units by parameter count"
+        yield "min_num_params", template.min_num_params, "parameters that a unit must exceed"
     else:
         yield (
-            "fsdp_auto_wrap_policy",
+            "auto_wrap_policy",
             "TRANSFORMER_BASED_WRAP",
-            "one unit a decoder layer, the class the model declares",
+            "one FSDP unit per decoder layer, the class the model declares",
         )
         if template.wrap_class:
-            yield "fsdp_transformer_layer_cls_to_wrap", template.wrap_class, "overrides what the model declares"
-    if template.variant == "offload":
-        yield "fsdp_offload_params", "true", "parameters and the optimizer step on the CPU"
+            yield "transformer_layer_cls_to_wrap", template.wrap_class, "overrides the class the model declares"
+    if template.is_offloaded:
+        yield "offload_params", "true", "parameters and the optimizer step on the CPU"
     yield (
-        "fsdp_state_dict_type",
+        "state_dict_type",
         "SHARDED_STATE_DICT",
-        "every rank saves its part; FULL_STATE_DICT gathers all on rank 0",
+        "each rank saves its shard; FULL_STATE_DICT gathers everything on rank 0",
     )
-    yield "fsdp_cpu_ram_efficient_loading", "false", "load_model does it; transformers >= 5 loads everywhere regardless"
+    yield "cpu_ram_efficient_loading", "false", "load_model takes care of it; transformers >= 5 ignores this key"
     if template.version == 1:
-        yield "fsdp_sync_module_states", "false", "load_model broadcasts rank 0's values itself, also on CPU"
-        yield "fsdp_use_orig_params", "true", ""
+        yield "sync_module_states", "false", "load_model distributes the weights itself, also on CPU"
+        yield "use_orig_params", "true", ""

@@ -1,33 +1,94 @@
-"""What goes out when the source is a sharded checkpoint: its tensors matched by name with a model on meta.
+"""`export_checkpoint`: a sharded checkpoint as a model directory, offline.
 
-Several processes share the work tensor by tensor. A LoRA checkpoint becomes an adapter, or a merged model
-whose base weights are read from the base model's own files, chunk by chunk.
+The checkpoint's tensors are matched by name with a model on meta. Several processes share the work tensor by tensor. A LoRA
+checkpoint becomes an adapter, or a merged model whose base weights are read from the base model's files, chunk by chunk.
 """
 
 import math
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
 
-from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes import distributed, parameter_names
 from hf_fsdp_recipes.checkpointing import dcp_reader
 from hf_fsdp_recipes.checkpointing.dcp_reader import DcpTensor
+from hf_fsdp_recipes.checkpointing.resume import PARAMS_FILE
 from hf_fsdp_recipes.errors import ExportError, LoadError
 from hf_fsdp_recipes.export import lora_merge, model_assets
+from hf_fsdp_recipes.export.export_plan import (
+    ADAPTER_PATTERN,
+    MODEL_PATTERN,
+    ExportPlan,
+    ShardExport,
+    full_range,
+    parse_dtype,
+    split_parameter,
+    written_dtype,
+)
 from hf_fsdp_recipes.export.tensor_files import FilePlan
-from hf_fsdp_recipes.export.write_export import ExportPlan, ShardExport, parts_of, whole_part
-from hf_fsdp_recipes.loading import names
+from hf_fsdp_recipes.export.write_export import write_export
+from hf_fsdp_recipes.loading.build_on_meta import build_on_meta, resolve_directory
+from hf_fsdp_recipes.loading.read_ranges import read_elements
+from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, open_index
+from hf_fsdp_recipes.loading.weight_mapping import TensorRange, WeightMapping, set_conversions
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PreTrainedModel
+
+BaseWeights = tuple[SafetensorsIndex, dict[str, list[TensorRange]]]
+ModelName = str | os.PathLike[str] | None
 
 
-def describe(checkpoint: Path, base_model: Any, dtype: torch.dtype | None, merge_adapter: bool) -> ExportPlan:
-    """Return what this process writes of a checkpoint. No collective.
+def export_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    *,
+    base_model: ModelName = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+    merge_adapter: bool = False,
+) -> Path:
+    """Convert a sharded checkpoint to a directory that `from_pretrained` loads, offline and without GPUs.
+
+    Collective if there are several processes, of any number: every one must call this. Reads by ranges, in constant
+    memory. Takes checkpoints of this package, of a stock Trainer or Accelerate (FSDP2 and FSDP1), plain directories of
+    `.distcp` files, and, to merge them, exported adapters.
+
+    Args:
+        checkpoint_dir: `checkpoint-<step>`, its `pytorch_model_fsdp_0`, any directory with a `.metadata` file, or, with
+            `merge_adapter`, one with an `adapter_config.json`.
+        output_dir: appears when the export is complete.
+        base_model: directory or Hub id that config and tokenizer come from, and the base weights if the adapter is
+            merged. None uses what the checkpoint's train_params.yaml names.
+        dtype, max_shard_size: as in `export_model`.
+        merge_adapter: for a LoRA checkpoint or adapter, write the base model with the adapter merged in. An adapter
+            trained on a 4-bit base is merged into the unquantized base.
+
+    Returns:
+        `output_dir`.
 
     Raises:
-        ExportError: the checkpoint, its model or the two together are not what they should be.
+        ExportError: the same on every process: not such a checkpoint, one that does not match its model, no base model,
+            or no space.
     """
-    if (checkpoint / "adapter_config.json").is_file():
+    target_dtype = parse_dtype(dtype)
+
+    def describe() -> ExportPlan:
+        return _describe(Path(checkpoint_dir), base_model, target_dtype, merge_adapter)
+
+    try:
+        return write_export(Path(output_dir), describe, max_shard_size, "auto", lambda: None)
+    finally:
+        dcp_reader.close_all()
+
+
+def _describe(checkpoint: Path, base_model: ModelName, dtype: torch.dtype | None, merge_adapter: bool) -> ExportPlan:
+    if (checkpoint / lora_merge.ADAPTER_CONFIG_FILE).is_file():
         return _describe_adapter_directory(checkpoint, base_model, dtype, merge_adapter)
     tensors = _without_prefix(dcp_reader.read_index(dcp_reader.find_directory(checkpoint)))
     params = _train_params(checkpoint)
@@ -35,43 +96,43 @@ def describe(checkpoint: Path, base_model: Any, dtype: torch.dtype | None, merge
     own_tokenizer = model_assets.find_directory(checkpoint, model_assets.TOKENIZER_FILE)
     # llama-recipes calls it model_name.
     name = str(base_model or params.get("model_name_or_path") or params.get("model_name") or "")
-    is_adapter = any(names.is_adapter(tensor) or ".lora_" in tensor for tensor in tensors)
+    is_adapter = any(parameter_names.is_adapter(tensor) or ".lora_" in tensor for tensor in tensors)
     if is_adapter and not merge_adapter:
         return _describe_adapter(tensors, params, name, dtype, own_tokenizer)
     if own_config is not None and base_model is None and not is_adapter:
-        name = str(own_config)  # training may have grown the embeddings
+        name = str(own_config)  # training may have added embeddings
     if not name:
         raise ExportError(
-            f"{checkpoint} does not say which model it is of. Remedy: name it, base_model= (--base-model): a directory or "
-            f"Hub id with its config and tokenizer."
+            f"{checkpoint} does not record its model. Name it with base_model (--base-model): a directory or Hub id with its "
+            f"config and tokenizer."
         )
     model, base = _build(name, read_weights=is_adapter)
-    if is_adapter:
-        adapter = lora_merge.StoredAdapter(_adapter_config(params, name), tensors, params["adapter_name"])
+    if base is not None:
+        config: Any = _adapter_config(params, name)
+        adapter = lora_merge.StoredAdapter(config, tensors, params["adapter_name"])
         return _describe_merged(adapter, model, base, name, dtype, own_tokenizer)
     return _describe_model(tensors, model, name, dtype, own_tokenizer)
 
 
 def _describe_adapter_directory(
-    directory: Path, base_model: Any, dtype: torch.dtype | None, merge_adapter: bool
+    directory: Path, base_model: ModelName, dtype: torch.dtype | None, merge_adapter: bool
 ) -> ExportPlan:
     """Describe the merge of an exported adapter into its base model."""
     if not merge_adapter:
-        raise ExportError(
-            f"{directory} is an exported adapter already. Remedy: merge_adapter (--merge-adapter) merges it."
-        )
+        raise ExportError(f"{directory} is an exported adapter already. Merge it with merge_adapter (--merge-adapter).")
     config, tensors = lora_merge.read_adapter(directory)
     name = str(base_model or config.base_model_name_or_path or "")
     if not name:
-        raise ExportError(f"{directory} does not say what it adapts. Remedy: base_model= (--base-model).")
+        raise ExportError(f"{directory} does not record its base model. Name it with base_model (--base-model).")
     model, base = _build(name, read_weights=True)
+    assert base is not None
     return _describe_merged(lora_merge.StoredAdapter(config, tensors), model, base, name, dtype, directory)
 
 
 def _train_params(checkpoint: Path) -> dict[str, Any]:
     for directory in (checkpoint, checkpoint.parent):
         try:
-            found = yaml.safe_load((directory / "train_params.yaml").read_text())
+            found = yaml.safe_load((directory / PARAMS_FILE).read_text())
         except (OSError, yaml.YAMLError):
             continue
         if isinstance(found, dict):
@@ -80,76 +141,72 @@ def _train_params(checkpoint: Path) -> dict[str, Any]:
 
 
 def _without_prefix(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
-    """Drop the name of the state dict's own entry (`model.`) and of wrappers, where every tensor has it."""
+    """Drop the key of the state dict itself (`model.`), if every tensor has it, and wrappers."""
     if tensors and all(name.startswith("model.") for name in tensors):
         inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-        # {"model": {...}} is the rule; a bare state dict of a model whose parts are all below `model` is not stripped.
+        # Usually {"model": {...}}; but all names of a bare decoder's state dict may begin with `model.` too.
         if any(name.startswith(("model.", "transformer.", "base_model.", "lm_head.")) for name in inner):
             tensors = inner
-    return {names.without_wrappers(name): tensor for name, tensor in tensors.items()}
+    return {parameter_names.without_wrappers(name): tensor for name, tensor in tensors.items()}
 
 
-def _build(name: str, read_weights: bool) -> tuple[Any, Any]:
-    """Build the model of a directory or Hub id on meta; open its weights where they are needed."""
+def _build(name: str, read_weights: bool) -> tuple["PreTrainedModel", BaseWeights | None]:
+    """Build the model of a directory or Hub id on meta, and open its weights if they are needed."""
     from transformers import AutoConfig, GenerationConfig
 
-    from hf_fsdp_recipes.loading import load_model
-    from hf_fsdp_recipes.loading.safetensors_index import open_checkpoint
-    from hf_fsdp_recipes.loading.weight_mapping import WeightMapping, remember
-
     try:
-        directory = load_model.resolve_directory(name, {})
+        directory = resolve_directory(name, {})
         config = AutoConfig.from_pretrained(directory)
-        model = load_model.build_on_meta(config, torch.float32)
+        model = build_on_meta(config, torch.float32)
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory)
         if not read_weights:
-            remember(model)
+            set_conversions(model)
             return model, None
-        base = open_checkpoint(directory)
+        index = open_index(directory)
         shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-        pieces, _ = WeightMapping(model).to_parameters({k: t.shape for k, t in base.tensors.items()}, shapes)
-        return model, (base, pieces)
+        ranges, _ = WeightMapping(model).to_parameters({k: t.shape for k, t in index.tensors.items()}, shapes)
+        return model, (index, ranges)
     except (LoadError, OSError, ValueError) as error:
         raise ExportError(f"the base model {name} cannot be used: {str(error).splitlines()[0]}") from error
 
 
-def _share(number: int, count: int) -> int:
-    """Return how many of `count` elements this process brings of the parameter with this number: all or none."""
+def _own_count(number: int, count: int) -> int:
+    """Return how many of a parameter's `count` elements this process writes: all of every n-th parameter."""
     return count if number % distributed.world_size() == distributed.rank() else 0
 
 
 def _describe_model(
-    tensors: dict[str, DcpTensor], model: Any, name: str, dtype: torch.dtype | None, tokenizer_directory: Path | None
+    tensors: Mapping[str, DcpTensor],
+    model: "PreTrainedModel",
+    name: str,
+    dtype: torch.dtype | None,
+    tokenizer_directory: Path | None,
 ) -> ExportPlan:
-    from hf_fsdp_recipes.export.from_model import MODEL_PATTERN, written_dtype
-
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     state = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    lacking = sorted(set(state) - set(tensors) - tied)
-    foreign = sorted(set(tensors) - set(state))
+    missing = sorted(set(state) - set(tensors) - tied)
+    unexpected = sorted(set(tensors) - set(state))
     wrong = [k for k in state if k in tensors and tensors[k].shape != state[k]]
-    if lacking or foreign or wrong:
+    if missing or unexpected or wrong:
         raise ExportError(
-            f"the checkpoint is not of {name}: it lacks {lacking[:3]}, has {foreign[:3]} beside, and {wrong[:3]} of another "
-            f"shape. Remedy: name the model that was trained, base_model=."
+            f"the checkpoint does not match {name}: missing {missing[:3]}, unexpected {unexpected[:3]}, other shapes {wrong[:3]}. "
+            f"Name the model that was trained with base_model (--base-model)."
         )
-    outgoing = []
+    shards = []
     for number, key in enumerate(key for key in state if key in tensors and key not in tied):
         tensor = tensors[key]
-        count = _share(number, math.prod(tensor.shape))
+        count = _own_count(number, math.prod(tensor.shape))
         written = written_dtype(tensor.dtype, dtype)
-        parts = parts_of(model, key, tensor.shape)
-        outgoing.append(ShardExport(key, tensor.shape, tensor.dtype, 0, count, parts, written, tensor.read))
-    return ExportPlan(outgoing, model, MODEL_PATTERN, _model_companions(model, tokenizer_directory or name))
+        parts = split_parameter(model, key, tensor.shape)
+        shards.append(ShardExport(key, tensor.shape, tensor.dtype, 0, count, parts, written, tensor.read))
+    return ExportPlan(shards, model, MODEL_PATTERN, _model_assets(model, tokenizer_directory or name))
 
 
-def _model_companions(model: Any, name: str | Path) -> Any:
+def _model_assets(model: "PreTrainedModel", tokenizer: str | Path) -> Callable[[Path, FilePlan], None]:
     def write(directory: Path, plan: FilePlan) -> None:
-        from hf_fsdp_recipes.export.from_model import save_config
-
-        save_config(model, directory, plan)
-        _copy_tokenizer(name, directory)
+        model_assets.save_configs(model, directory, plan.main_dtype())
+        _copy_tokenizer(tokenizer, directory)
 
     return write
 
@@ -160,47 +217,45 @@ def _copy_tokenizer(name: str | Path, directory: Path) -> None:
     try:
         AutoTokenizer.from_pretrained(name).save_pretrained(directory)
     except (OSError, ValueError) as error:
-        distributed.print_main(f"note: no tokenizer beside the weights ({str(error).splitlines()[0]})")
+        distributed.print_main(f"note: exported without a tokenizer ({str(error).splitlines()[0]})")
 
 
 def _describe_adapter(
-    tensors: dict[str, DcpTensor],
+    tensors: Mapping[str, DcpTensor],
     params: dict[str, Any],
     name: str,
     dtype: torch.dtype | None,
     tokenizer_directory: Path | None,
 ) -> ExportPlan:
-    from hf_fsdp_recipes.export.from_model import written_dtype
-
     config = _adapter_config(params, name)
-    outgoing = []
+    shards = []
     for number, (key, tensor) in enumerate(tensors.items()):
         stored = _stored_adapter_name(key, params["adapter_name"])
-        count = _share(number, math.prod(tensor.shape))
+        count = _own_count(number, math.prod(tensor.shape))
         written = written_dtype(tensor.dtype, dtype)
-        parts = [whole_part(stored, tensor.shape)]
-        outgoing.append(ShardExport(key, tensor.shape, tensor.dtype, 0, count, parts, written, tensor.read))
+        parts = [full_range(stored, tensor.shape)]
+        shards.append(ShardExport(key, tensor.shape, tensor.dtype, 0, count, parts, written, tensor.read))
 
-    def write(directory: Path, plan: FilePlan) -> None:
+    def write_assets(directory: Path, plan: FilePlan) -> None:
         config.save_pretrained(str(directory))
         if tokenizer_directory or name:
             _copy_tokenizer(tokenizer_directory or name, directory)
 
-    return ExportPlan(outgoing, None, lora_merge.ADAPTER_PATTERN, write, is_adapter_only=True)
+    return ExportPlan(shards, None, ADAPTER_PATTERN, write_assets)
 
 
-def _adapter_config(params: dict[str, Any], name: str) -> Any:
+def _adapter_config(params: dict[str, Any], name: str) -> "PeftConfig":
     """Return the PEFT config that the checkpoint recorded.
 
     Raises:
-        ExportError: it recorded none, as a stock Trainer's does.
+        ExportError: it recorded none, as a stock Trainer's does not.
     """
     from peft import PeftConfig
 
     if "adapter" not in params:
         raise ExportError(
-            "the checkpoint holds an adapter and no train_params.yaml with its PEFT config. Remedy: resume it for a step with "
-            "ShardedCheckpointCallback, or write adapter_config.json by hand."
+            f"the checkpoint holds an adapter but no {PARAMS_FILE} with its PEFT config. Resume it for a step with "
+            f"ShardedCheckpointCallback, or write adapter_config.json by hand."
         )
     config = PeftConfig.from_peft_type(**params["adapter"])
     config.inference_mode = True
@@ -214,31 +269,28 @@ def _stored_adapter_name(key: str, adapter_name: str) -> str:
 
 
 def _describe_merged(
-    adapter: "lora_merge.StoredAdapter",
-    model: Any,
-    base: Any,
+    adapter: lora_merge.StoredAdapter,
+    model: "PreTrainedModel",
+    base: BaseWeights,
     name: str,
     dtype: torch.dtype | None,
-    tokenizer_directory: Path | None = None,
+    tokenizer_directory: Path | None,
 ) -> ExportPlan:
-    from hf_fsdp_recipes.export.from_model import MODEL_PATTERN, written_dtype
-    from hf_fsdp_recipes.loading.shard_layout import as_bytes, read_run
-
-    checkpoint, pieces = base
+    index, ranges = base
     adapter.check_fits({key: tuple(value.shape) for key, value in model.state_dict().items()})
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    outgoing = []
+    shards = []
     for number, (key, value) in enumerate((k, v) for k, v in model.state_dict().items() if k not in tied):
-        if key not in pieces:
+        if key not in ranges:
             raise ExportError(f"the base model {name} lacks {key}")
-        shape, held = tuple(value.shape), checkpoint.tensors[pieces[key][0].tensor].dtype
+        shape, held = tuple(value.shape), index.tensors[ranges[key][0].tensor].dtype
 
-        def chunk(start: int, count: int, key: str = key, shape: Any = shape, held: torch.dtype = held) -> torch.Tensor:
+        def read(start: int, count: int, key: str = key, shape: Any = shape, held: torch.dtype = held) -> torch.Tensor:
             values = torch.empty(count, dtype=held)
-            read_run(checkpoint, pieces[key], held.itemsize, start, as_bytes(values))
-            return adapter.merged(key, shape, start, values)
+            read_elements(index, ranges[key], start, values)
+            return adapter.merge(key, shape, start, values)
 
-        count = _share(number, math.prod(shape))
-        parts, written = parts_of(model, key, shape), written_dtype(held, dtype)
-        outgoing.append(ShardExport(key, shape, held, 0, count, parts, written, chunk))
-    return ExportPlan(outgoing, model, MODEL_PATTERN, _model_companions(model, tokenizer_directory or name))
+        count = _own_count(number, math.prod(shape))
+        parts, written = split_parameter(model, key, shape), written_dtype(held, dtype)
+        shards.append(ShardExport(key, shape, held, 0, count, parts, written, read))
+    return ExportPlan(shards, model, MODEL_PATTERN, _model_assets(model, tokenizer_directory or name))

@@ -1,4 +1,4 @@
-"""Generates from an export with plain transformers: the inference check after a run."""
+"""Generates from an export with plain transformers, to check its weights."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ from hf_fsdp_recipes.export.load_export import load_export
 def generate(
     model: Path, prompt_file: Path, chat: bool = False, system: str | None = None, max_new_tokens: int = 200
 ) -> str:
-    """Return what an export says to a prompt, greedily; adapters load onto their base.
+    """Return an export's greedy continuation of a prompt; an adapter is loaded onto its base.
 
     Raises:
-        ExportError: no such export or prompt, or no chat template for `chat`.
+        ExportError: there is no such export or prompt, or no chat template for `chat`.
     """
     from transformers import AutoTokenizer
 
@@ -31,7 +31,7 @@ def generate(
     network = network.to(device) if device is not None else network
     if chat:
         if tokenizer.chat_template is None:
-            raise ExportError(f"{model} has no chat template. Remedy: leave out --chat.")
+            raise ExportError(f"{model} has no chat template. Leave out --chat.")
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
         inputs = tokenizer.apply_chat_template(

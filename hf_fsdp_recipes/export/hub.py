@@ -1,8 +1,8 @@
-"""Pushes checkpoints and exports to the Hub, in a process of its own, while training goes on.
+"""Pushes checkpoints and exports to the Hub from a separate process, while training goes on.
 
-Uploading is huggingface_hub's: it skips what is there already, so a push that broke off goes on where it was.
-A repository is private unless told otherwise, and no failure here ends a run: what failed is a warning with
-the command that repeats it. Writes nothing but its own folder, `<output_dir>/.hub`.
+huggingface_hub does the uploading; it skips what is there already, so an interrupted push continues where it stopped. A
+repository is private unless `hub_private_repo` is false. No failure here ends a run: it is a warning with the command that
+repeats the push. Writes to `<output_dir>/.hub` only.
 """
 
 import argparse
@@ -13,26 +13,31 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from hf_fsdp_recipes.checkpointing.layout import is_checkpoint_name
 from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 logger = logging.getLogger(__name__)
-# What the launcher tells a rank, and a process beside the ranks must not hear.
+# Set by the launcher for a rank; the pushing process is not one.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 RANK_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_CONFIG_")
 
 
 @dataclass(frozen=True)
-class Target:
-    """Where to push, as Trainer's own arguments say it.
+class HubTarget:
+    """Where and what to push, by Trainer's own arguments.
 
     Attributes:
         repo_id: `hub_model_id`, or the output directory's name.
-        strategy: `hub_strategy`: end (the export, when the run ends), every_save (also each checkpoint, as a
-            model), checkpoint (also the checkpoint itself, as `last-checkpoint`), all_checkpoints.
+        strategy: `hub_strategy`: end (the export, when the run ends), every_save (also each checkpoint, as a model),
+            checkpoint (also the checkpoint itself, as `last-checkpoint`), all_checkpoints.
         is_private: True unless `hub_private_repo` is false.
-        token: `hub_token`; None takes the one that is logged in.
+        token: `hub_token`; None uses the token that is logged in.
     """
 
     repo_id: str
@@ -41,25 +46,25 @@ class Target:
     token: str | None
 
 
-def read_target(training: Any) -> Target | None:
-    """Return what `push_to_hub` and its companions ask for, or None. Any rank; no collective.
+def read_target(training: "TrainingArguments") -> HubTarget | None:
+    """Return the target that `push_to_hub` and related arguments describe, or None. Any rank; no collective.
 
     Raises:
-        RecipeError: pushing is on and there is no token, or the Hub is switched off.
+        RecipeError: pushing is on, but there is no token or the Hub is switched off.
     """
     if not training.push_to_hub:
         return None
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
-        raise RecipeError("push_to_hub is on and HF_HUB_OFFLINE is set. Remedy: unset one of them.")
+        raise RecipeError("push_to_hub is on, but HF_HUB_OFFLINE is set. Unset one of them.")
     if not (training.hub_token or get_token()):
         raise RecipeError(
-            "push_to_hub is on and there is no Hub token. Rule: pushing needs one with write access. Remedy: hf auth login, "
-            "HF_TOKEN in the environment, or push_to_hub: false."
+            "push_to_hub is on, but there is no Hub token with write access. Run hf auth login, set HF_TOKEN, or set "
+            "push_to_hub: false."
         )
-    return Target(
-        training.hub_model_id or Path(training.output_dir).name,
+    return HubTarget(
+        training.hub_model_id or Path(str(training.output_dir)).name,
         str(getattr(training.hub_strategy, "value", training.hub_strategy)),
         training.hub_private_repo is not False,
         training.hub_token,
@@ -67,9 +72,9 @@ def read_target(training: Any) -> Target | None:
 
 
 class Pusher:
-    """Pushes one thing after another of one run. For the main rank only; nothing in it is collective."""
+    """Pushes a run's checkpoints and export, one at a time. Rank 0 only; no collectives."""
 
-    def __init__(self, target: Target, output_dir: str | os.PathLike[str]) -> None:
+    def __init__(self, target: HubTarget, output_dir: str | os.PathLike[str]) -> None:
         self.target = target
         self._folder = Path(output_dir).resolve() / ".hub"
         self._process: subprocess.Popen[str] | None = None
@@ -77,18 +82,18 @@ class Pusher:
 
     @property
     def source(self) -> Path | None:
-        """The checkpoint or export that is being pushed; it must stay while it is."""
+        """The checkpoint or export that is being pushed; it must not be deleted meanwhile."""
         return self._source if self._process is not None and self._process.poll() is None else None
 
     def push_checkpoint(self, checkpoint: Path) -> None:
-        """Start pushing a complete checkpoint, unless the strategy is `end` or a push is still on its way."""
+        """Start pushing a complete checkpoint, unless the strategy is `end` or another push is in flight."""
         if self.target.strategy == "end" or self.source is not None:
             return
         self._report()
         self._start(checkpoint)
 
     def push_export(self, export: Path) -> bool:
-        """Push the final export and wait for it. Returns whether it is on the Hub."""
+        """Push the final export and wait for it. Returns whether it succeeded."""
         if self._process is not None:
             self._process.wait()
             self._report()
@@ -108,7 +113,7 @@ class Pusher:
             for key, value in os.environ.items()
             if key not in RANK_VARIABLES and not key.startswith(RANK_PREFIXES)
         }
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs' memory is the training's
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs' memory belongs to training
         if self.target.token:
             environment["HF_TOKEN"] = self.target.token
         self._source = source
@@ -119,29 +124,24 @@ class Pusher:
     def _report(self) -> bool:
         if self._process is None:
             return True
-        said = self._process.stdout.read() if self._process.stdout is not None else ""
-        lines = [line for line in said.splitlines() if line.strip()] or ["it said nothing"]
+        output = self._process.stdout.read() if self._process.stdout is not None else ""
+        lines = [line for line in output.splitlines() if line.strip()] or ["no output"]
         is_pushed = self._process.returncode == 0
         if is_pushed:
             print(lines[-1], flush=True)
         else:
+            repo = self.target.repo_id
             logger.warning(
-                "push to %s failed: %s The files are intact; to repeat it: hf upload %s %s",
-                self.target.repo_id,
-                lines[-1],
-                self.target.repo_id,
-                self._source,
+                "push to %s failed: %s The files are intact. To retry: hf upload %s %s",
+                *(repo, lines[-1], repo, self._source),
             )
         self._process = None
         return is_pushed
 
 
 def upload(source: Path, repo: str, strategy: str, is_private: bool, folder: Path) -> str:
-    """Upload an export, or a checkpoint as a model (and as itself, as the strategy says). Returns the address."""
+    """Upload an export, or a checkpoint as a model and, depending on the strategy, as it is. Returns the address."""
     from huggingface_hub import HfApi
-
-    from hf_fsdp_recipes import export_checkpoint
-    from hf_fsdp_recipes.checkpointing.layout import is_checkpoint_name
 
     api = HfApi()
     repo = api.create_repo(repo, private=is_private, exist_ok=True).repo_id
@@ -156,7 +156,7 @@ def upload(source: Path, repo: str, strategy: str, is_private: bool, folder: Pat
 
 
 def main() -> None:
-    """Push one thing; the last line on stdout says where it is, or why not."""
+    """Push one directory; the last line of stdout is its address, or why it was not pushed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("source", type=Path)
     parser.add_argument("--repo", required=True)
@@ -167,7 +167,7 @@ def main() -> None:
     os.nice(10)  # training comes first
     try:
         address = upload(arguments.source, arguments.repo, arguments.strategy, arguments.private, arguments.folder)
-    except Exception as error:  # huggingface_hub raises many kinds; all of them mean: not pushed
+    except Exception as error:  # huggingface_hub raises many kinds; each means that nothing was pushed
         print(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
         sys.exit(1)
     print(f"pushed: {arguments.source.name} to {address}")

@@ -1,19 +1,22 @@
-"""Loads an export as its user will, in one process: a model, or an adapter on its base."""
+"""Loads an export in one process, as its users will: a model, or an adapter on its base."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-ADAPTER_CONFIG = "adapter_config.json"
+from hf_fsdp_recipes.export.lora_merge import ADAPTER_CONFIG_FILE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
-def load_export(directory: Path, **from_pretrained_kwargs: Any) -> Any:
+def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedModel":
     """Return the model of an export, in evaluation mode. One process; no collective.
 
-    Adapters go through PEFT's own class, which gives their base the rows of added tokens; transformers 5.23 alone does
-    not, and leaves DoRA's magnitudes at the base's norms without a word.
+    Adapters are loaded through PEFT's own class, which adds the rows of new tokens to the base model. transformers 5.23 alone
+    does not, and silently leaves DoRA's magnitudes at the base model's norms.
 
     Args:
-        directory: what `export_model` or `export_checkpoint` wrote.
+        directory: written by `export_model` or `export_checkpoint`.
         **from_pretrained_kwargs: as in `from_pretrained`.
 
     Raises:
@@ -22,6 +25,6 @@ def load_export(directory: Path, **from_pretrained_kwargs: Any) -> Any:
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
-    is_adapter = (directory / ADAPTER_CONFIG).is_file()
+    is_adapter = (directory / ADAPTER_CONFIG_FILE).is_file()
     loader: Any = AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
     return loader.from_pretrained(str(directory), **from_pretrained_kwargs).eval()

@@ -1,32 +1,30 @@
-"""What lies beside the weights of a model: config, generation config, tokenizer with its chat template.
+"""The small files next to a model's weights: config, generation config, and tokenizer with its chat template.
 
-They go into every checkpoint, as Trainer's own do, so that one can be exported without the run that wrote it: training
-may have grown the embeddings or changed the tokenizer. Small files only; no weights.
+Every checkpoint gets them, as Trainer's own do, so that it can be exported without the run that wrote it: training may have
+added embeddings or changed the tokenizer.
 """
 
 import copy
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+from hf_fsdp_recipes.peft_models import has_adapter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILE = "tokenizer_config.json"
 CONFIG_FILE = "config.json"
 
 
-def collect(model: torch.nn.Module, tokenizer: Any) -> dict[str, bytes]:
-    """Return the files by name. Main rank only.
-
-    Args:
-        model: wrapped or not; of one with adapters the config is the base model's business and is left out.
-        tokenizer: or None.
-    """
-    from hf_fsdp_recipes.export import lora_merge
-
+def collect(model: torch.nn.Module, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, bytes]:
+    """Return the files' contents by name. Main rank only. A model with adapters has no config of its own."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        if not lora_merge.has_adapter(model):
+        if not has_adapter(model):
             save_configs(model, directory)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
@@ -34,7 +32,7 @@ def collect(model: torch.nn.Module, tokenizer: Any) -> dict[str, bytes]:
 
 
 def save_configs(model: torch.nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Write config and generation config, as they are for inference. Main rank only."""
+    """Write config and generation config, set for inference. Main rank only."""
     from transformers import PreTrainedModel
 
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
@@ -44,12 +42,12 @@ def save_configs(model: torch.nn.Module, directory: Path, dtype: torch.dtype | N
     if dtype is not None:
         config.dtype = dtype
     config.architectures = [type(inner).__name__.removeprefix("FSDP")]
-    config.use_cache = True  # training turns it off; inference wants it
+    config.use_cache = True  # training turns it off
     config.save_pretrained(directory)
     if inner.can_generate():
         inner.generation_config.save_pretrained(directory)
 
 
 def find_directory(checkpoint: Path, file: str) -> Path | None:
-    """Return where a checkpoint holds such a file: itself, or its parent if only the weights' folder was named."""
+    """Return the directory of a checkpoint that holds a file: itself, or its parent if only the weights' were named."""
     return next((place for place in (checkpoint, checkpoint.parent) if (place / file).is_file()), None)

@@ -1,7 +1,4 @@
-"""Safetensors files whose headers are written first and whose bytes anybody may fill in, in any order.
-
-Plans which tensor goes into which file at which byte, lays the files out at their final size (so that a
-full disk is noticed before any work), and writes runs of elements. Knows no models and no ranks.
+"""Safetensors files whose headers are written first and whose tensors any rank may fill in, in any order.
 
 Source: the safetensors format, https://github.com/huggingface/safetensors#format
 """
@@ -13,6 +10,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +23,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor of the files to come: `start` is its first byte in its file."""
+    """One tensor to write; `start` is its first byte in its file."""
 
     name: str
     file: str
@@ -36,7 +34,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """All files of one export, by name: their headers, their sizes in bytes, and where each tensor lies."""
+    """The files of one export: headers and sizes in bytes by file name, and the place of each tensor."""
 
     headers: Mapping[str, bytes]
     num_bytes: Mapping[str, int]
@@ -44,7 +42,7 @@ class FilePlan:
     total_bytes: int
 
     def index(self) -> str | None:
-        """Return the text of `*.safetensors.index.json`, or None where one file is enough."""
+        """Return the text of `*.safetensors.index.json`, or None for a single file."""
         if len(self.headers) == 1:
             return None
         content = {
@@ -56,19 +54,28 @@ class FilePlan:
         }
         return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
+    def main_dtype(self) -> torch.dtype:
+        """Return the floating-point dtype of most bytes."""
+        sizes: dict[torch.dtype, int] = {}
+        for tensor in self.tensors.values():
+            if tensor.dtype.is_floating_point:
+                num_bytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+                sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + num_bytes
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
 
 def plan_files(
     tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], max_shard_size: int | str, pattern: str
 ) -> FilePlan:
-    """Split tensors over files as `save_pretrained` does and lay each file out. Any rank; no collective.
+    """Split tensors over files as `save_pretrained` does, and lay each file out. Any rank; no collective.
 
-    One difference: experts that transformers holds fused may fall into different files here; it keeps those
-    together because they share memory while it writes.
+    One difference: `save_pretrained` keeps fused experts in one file because they share memory while it writes; here
+    they may be in different files.
 
     Args:
         tensors: name, shape and dtype, in the order of the state dict.
-        max_shard_size: bytes, or "5GB"; a larger tensor gets a file of its own.
-        pattern: the file name, with `{suffix}` where `-00001-of-00002` goes.
+        max_shard_size: bytes, or "5GB"; a larger tensor gets its own file.
+        pattern: the file name, with `{suffix}` for `-00001-of-00002`.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -76,9 +83,9 @@ def plan_files(
     split = split_torch_state_dict_into_shards(meta, filename_pattern=pattern, max_shard_size=max_shard_size)
     headers, num_bytes, planned = {}, {}, {}
     for file, names in split.filename_to_tensors.items():
-        # The reference writer sorts the same way, so that wider items stay aligned.
+        # The reference writer sorts the same way, to keep wide items aligned.
         ordered = sorted(names, key=lambda name: (-meta[name].dtype.itemsize, name))
-        entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+        entries: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for name in ordered:
             size = meta[name].numel() * meta[name].dtype.itemsize
@@ -100,19 +107,19 @@ def plan_files(
 
 
 def create_files(plan: FilePlan, directory: Path) -> None:
-    """Write the headers and give every file its full size, if there is room for all. One rank calls this.
+    """Write the headers and give every file its full size, if there is space for all. One rank calls this.
 
-    The size is only promised, not allocated: writing into blocks that `fallocate` has set aside took ten times
-    as long on a fresh ext4 disk. A disk that fills meanwhile is an error of the write or its fsync.
+    The files are sparse: writing into blocks reserved by `fallocate` took ten times as long on a new ext4 disk. A disk that
+    fills up meanwhile is an error of the write or its fsync.
 
     Raises:
-        ExportError: the disk has no room for all of it; nothing was written.
+        ExportError: there is not enough free space; nothing was written.
     """
     needed, free = sum(plan.num_bytes.values()), shutil.disk_usage(directory).free
     if needed > free:
         raise ExportError(
-            f"{directory.parent} has no room for the export: {needed:,} bytes are needed and {free:,} are free. Remedy: free "
-            f"some space or choose another output directory; checkpoints are untouched."
+            f"the export needs {needed:,} bytes and {directory.parent} has {free:,} free. Free some space or choose another "
+            f"output directory; checkpoints are intact."
         )
     for file, header in plan.headers.items():
         descriptor = os.open(directory / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
@@ -124,7 +131,7 @@ def create_files(plan: FilePlan, directory: Path) -> None:
 
 
 class FileWriter:
-    """Writes runs of elements into planned files; each rank has its own. Close it to make the bytes durable."""
+    """Writes ranges of elements into planned files; each rank has its own. `close` makes them durable."""
 
     def __init__(self, plan: FilePlan, directory: Path) -> None:
         self._plan = plan
@@ -141,7 +148,7 @@ class FileWriter:
         self._files[tensor.file].write(values.view(torch.uint8).numpy(), offset, self._buffer)
 
     def close(self) -> None:
-        """Flush what was written to the disk itself."""
+        """Make everything that was written durable."""
         for file in self._files.values():
             file.close()
         self._files = {}

@@ -1,10 +1,11 @@
-"""Checks an export before it gets its name: every tensor there, of the right size, and loadable by its config.
+"""Checks an export before it gets its name: every tensor is there, has the right size and matches the config.
 
-Reads headers only; the bytes were checked while they were written.
+Reads headers only; the values are checked while they are written.
 """
 
 import json
 import logging
+import math
 from pathlib import Path
 
 from hf_fsdp_recipes import distributed
@@ -17,26 +18,26 @@ logger = logging.getLogger(__name__)
 
 
 def looks_like_export(directory: Path) -> bool:
-    """Tell whether a directory holds what an export holds, or nothing at all."""
+    """Tell whether a directory holds the files of an export, or nothing."""
     if not directory.is_dir():
         return False
-    held = {file.name for file in directory.iterdir()}
-    return not held or bool(held & {"config.json", "adapter_config.json"})
+    files = {file.name for file in directory.iterdir()}
+    return not files or bool(files & {"config.json", "adapter_config.json"})
 
 
 def has_weights(directory: Path) -> bool:
-    """Tell whether an export holds weights that can be read."""
+    """Tell whether an export holds readable weights."""
     try:
         return any(read_header(file) for file in directory.glob("*.safetensors"))
     except (LoadError, OSError):
         return False
 
 
-def check_headers(directory: Path, plan: FilePlan, is_adapter_only: bool) -> None:
-    """Check what the files say they hold against the plan and the model of their config. Main rank only.
+def check_headers(directory: Path, plan: FilePlan, is_adapter: bool) -> None:
+    """Check the files' headers against the plan, and against the model of their config. Main rank only.
 
     Raises:
-        ExportError: names the first thing that is not as it should be.
+        ExportError: names the first tensor that is wrong.
     """
     try:
         found = {tensor.name: tensor for file in plan.headers for tensor in read_header(directory / file)}
@@ -46,14 +47,14 @@ def check_headers(directory: Path, plan: FilePlan, is_adapter_only: bool) -> Non
         tensor = found.get(name)
         if tensor is None or (tensor.shape, tensor.dtype) != (planned.shape, planned.dtype):
             raise ExportError(f"{directory}: tensor {name!r} is missing or not {planned.shape} {planned.dtype}")
-    if not is_adapter_only:
+    if not is_adapter:
         _check_against_config(directory, {name: tensor.shape for name, tensor in found.items()})
 
 
 def check_adapter_rows(directory: Path, plan: FilePlan) -> None:
-    """Refuse an adapter with rows of zeros in a matrix that never starts as zeros: a rank's part would be missing.
+    """Refuse an adapter with zero rows in a matrix that is never initialized to zero: a rank's shard is missing.
 
-    Main rank only, when all is written.
+    Main rank only, after all ranks have written.
 
     Raises:
         ExportError: names the first such tensor.
@@ -62,9 +63,9 @@ def check_adapter_rows(directory: Path, plan: FilePlan) -> None:
 
     for file in plan.headers:
         with safe_open(directory / file, "pt") as stored:
-            for name in stored.keys():  # noqa: SIM118 - safetensors' handle is no mapping
+            for name in stored.keys():  # noqa: SIM118 - safetensors' handle is not a mapping
                 if ".lora_A." in name and not stored.get_tensor(name).any(dim=1).all():
-                    raise ExportError(f"{directory}: {name} has rows of zeros; what one rank holds is missing")
+                    raise ExportError(f"{directory}: {name} has rows of zeros, so the shard of a rank is missing")
 
 
 def _check_against_config(directory: Path, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -72,34 +73,27 @@ def _check_against_config(directory: Path, shapes: dict[str, tuple[int, ...]]) -
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if "auto_map" in json.loads((directory / "config.json").read_text()):
-        return  # its code is not in the export, so there is nothing to build it with here
+        return  # the model's code is not part of the export, so the model cannot be built here
     config = AutoConfig.from_pretrained(directory)
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    pieces, unexpected = WeightMapping(model).to_parameters(shapes, state)
+    ranges, unexpected = WeightMapping(model).to_parameters(shapes, state)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    lacking = sorted(set(state) - set(pieces) - tied)
-    wrong = [n for n, p in pieces.items() if sum(x.num_elements for x in p) != _numel(state[n])]
-    if lacking or unexpected or wrong:
+    missing = sorted(set(state) - set(ranges) - tied)
+    wrong = [name for name, r in ranges.items() if sum(x.num_elements for x in r) != math.prod(state[name])]
+    if missing or unexpected or wrong:
         raise ExportError(
-            f"{directory} does not fit its own config.json: missing {lacking[:3]}, unexpected {unexpected[:3]}, of another "
-            f"size {wrong[:3]}"
+            f"{directory} does not match its config.json: missing {missing[:3]}, unexpected {unexpected[:3]}, of another size "
+            f"{wrong[:3]}"
         )
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
-
-
-def warn_non_finite(mine: dict[str, int]) -> None:
-    """Name tensors with NaN or infinity, once. Collective: every rank must call this."""
+def warn_non_finite(own: dict[str, int]) -> None:
+    """Warn once of tensors with NaN or infinity. Collective: every rank must call this."""
     total: dict[str, int] = {}
-    for counts in distributed.gather_objects(mine):
+    for counts in distributed.gather_objects(own):
         for name, count in counts.items():
             total[name] = total.get(name, 0) + count
     if total and distributed.is_main():

@@ -1,54 +1,52 @@
-"""4-bit weights on arrival: one rank reads a weight, quantises it and sends every rank its slice of the packed bytes.
+"""4-bit weights, quantized while they load: one rank reads a weight, quantizes it and sends every rank its shard.
 
-No rank ever holds more than one unquantised weight (twice where it has to be transposed). A weight's scales
-(bitsandbytes' quant state: four bytes for
-64 weights, one with nested quantisation) go to every rank whole, as in the stock path: whoever gathers the
-weight needs all of them. Knows bitsandbytes' 4-bit formats only; everything else is refused by name.
+No rank holds more than one unquantized weight (two copies while one is transposed). A weight's scales, bitsandbytes' quant
+state, go to every rank, as in the stock path: gathering the weight needs all of them.
 
-Source: bitsandbytes 0.50 `functional.py` (`quantize_4bit`, `QuantState`), `nn/modules.py` (`Linear4bit` takes the
-quant state from the module where FSDP has replaced its parameter); transformers 5.23 `quantizers/`.
+Source: bitsandbytes 0.50 `functional.py` (`quantize_4bit`, `QuantState`), `nn/modules.py` (`Linear4bit` takes the quant state
+from the module if FSDP has replaced its parameter); transformers 5.23 `quantizers/`.
 """
 
 import contextlib
-import os
+import copy
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes import distributed, parameter_names
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading.safetensors_index import ReadAhead, SafetensorsIndex
-from hf_fsdp_recipes.loading.shard_layout import (
-    SAMPLE_ELEMENTS,
-    Checksums,
-    ShardGroup,
-    ShardTarget,
-    as_bytes,
-    read_run,
-    whole_in_files,
-)
+from hf_fsdp_recipes.loading.read_ranges import as_bytes, byte_ranges, read_elements
+from hf_fsdp_recipes.loading.safetensors_index import Prefetcher, SafetensorsIndex
+from hf_fsdp_recipes.loading.shard_layout import ShardGroup, ShardTarget
+from hf_fsdp_recipes.loading.verify import SAMPLE_ELEMENTS, Checksums
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 from hf_fsdp_recipes.metrics import progress
+from hf_fsdp_recipes.precision import mixed_precision_dtype
 
-PART_ELEMENTS = 512 * 1024  # a multiple of a block of 64; what fits into a core's cache with its temporaries
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Linear4bit
+    from transformers import BitsAndBytesConfig, PreTrainedModel
+    from transformers.quantizers.base import HfQuantizer
+
+CPU_CHUNK_ELEMENTS = 512 * 1024  # a multiple of a block of 64; fits into a core's cache with its temporaries
 
 
 @dataclass(frozen=True)
 class Quant4bitSpec:
-    """How one weight becomes 4-bit.
+    """How one weight is quantized.
 
     Attributes:
-        shape: of the weight as the checkpoint's pieces give it.
-        dtype: what it is cast to first, the model's dtype.
-        is_transposed: whether the layer wants its transpose (GPT-2's Conv1D).
+        shape: of the weight as the checkpoint holds it.
+        dtype: that it is cast to first, the model's dtype.
+        is_transposed: whether the layer needs its transpose (GPT-2's Conv1D).
         quant_type: nf4 or fp4.
-        has_nested_scales: whether the scales are quantised too (`use_bnb_nested_quant`).
-        storage: dtype that the packed bytes are held in; FSDP shards and gathers in it.
+        has_nested_scales: whether the scales are quantized too (`use_bnb_nested_quant`).
+        storage: dtype that holds the packed bytes; FSDP shards and gathers in it.
     """
 
     shape: tuple[int, ...]
@@ -58,14 +56,14 @@ class Quant4bitSpec:
     has_nested_scales: bool
     storage: torch.dtype
 
-    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, "QuantState"]:
         """Return the packed weight, (n, 1) in `storage`, and its quant state."""
         from bitsandbytes.functional import quantize_4bit
 
         weight = values.view(self.shape)
         weight = weight.T.contiguous() if self.is_transposed else weight
         if weight.device.type == "cpu":
-            return self._quantize_in_parts(weight)
+            return self._quantize_in_chunks(weight)
         return quantize_4bit(
             weight.to(self.dtype),
             compress_statistics=self.has_nested_scales,
@@ -73,43 +71,41 @@ class Quant4bitSpec:
             quant_storage=self.storage,
         )
 
-    def _quantize_in_parts(self, weight: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Quantise part by part: the same bytes, without bitsandbytes' CPU temporaries of ten times the weight."""
+    def _quantize_in_chunks(self, weight: torch.Tensor) -> tuple[torch.Tensor, "QuantState"]:
+        """Return the same bytes without bitsandbytes' CPU temporaries, which are ten times the weight."""
         from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
 
-        parts = [
-            quantize_4bit(part.to(self.dtype), quant_type=self.quant_type, quant_storage=self.storage)
-            for part in weight.reshape(-1).split(PART_ELEMENTS)
+        chunks = [
+            quantize_4bit(chunk.to(self.dtype), quant_type=self.quant_type, quant_storage=self.storage)
+            for chunk in weight.reshape(-1).split(CPU_CHUNK_ELEMENTS)
         ]
-        absmax, of_parts = torch.cat([state.absmax for _, state in parts]), parts[0][1]
+        absmax, first_state = torch.cat([state.absmax for _, state in chunks]), chunks[0][1]
         nested: dict[str, Any] = {}
         if self.has_nested_scales:
             nested["offset"] = absmax.mean()
             absmax, nested["state2"] = quantize_blockwise(absmax - nested["offset"], blocksize=256)
-        shared = {name: getattr(of_parts, name) for name in ("code", "blocksize", "quant_type", "dtype")}
+        shared = {name: getattr(first_state, name) for name in ("code", "blocksize", "quant_type", "dtype")}
         state = QuantState(absmax, weight.shape, **shared, **nested)
-        return torch.cat([packed for packed, _ in parts]), state
+        return torch.cat([packed for packed, _ in chunks]), state
 
 
-def prepare_config(config: Any, dtype: torch.dtype) -> Any:
-    """Return the quantisation config with a storage dtype that FSDP can shard. No collective.
+def prepare_config(config: "BitsAndBytesConfig", dtype: torch.dtype) -> "BitsAndBytesConfig":
+    """Return the quantization config with a storage dtype that FSDP can shard. No collective.
 
-    FSDP casts what it gathers to the mixed-precision dtype, so packed bytes survive only in that dtype; and
-    Accelerate leaves integer storage, bitsandbytes' default, out of sharding.
+    FSDP casts what it gathers to the mixed-precision dtype, so packed bytes survive in that dtype only. Accelerate leaves
+    weights in integer storage, bitsandbytes' default, unsharded.
 
     Raises:
-        LoadError: a kind of quantisation that cannot be sharded.
+        LoadError: a kind of quantization that cannot be sharded.
     """
-    import copy
-
     if not getattr(config, "load_in_4bit", False):
         kind = "8-bit" if getattr(config, "load_in_8bit", False) else type(config).__name__
-        raise LoadError(f"{kind} weights cannot be sharded. Rule: 4-bit bitsandbytes. Remedy: load_in_4bit.")
-    wanted = PRECISIONS.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), dtype)
-    if config.bnb_4bit_quant_storage != wanted:
-        distributed.print_main(f"load: 4-bit weights are stored as {wanted}, which FSDP shards and does not cast")
+        raise LoadError(f"{kind} weights cannot be sharded; use 4-bit bitsandbytes weights (load_in_4bit).")
+    storage = mixed_precision_dtype() or dtype
+    if config.bnb_4bit_quant_storage != storage:
+        distributed.print_main(f"load: 4-bit weights are stored as {storage}, which FSDP shards without casting")
     config = copy.deepcopy(config)
-    config.bnb_4bit_quant_storage = wanted
+    config.bnb_4bit_quant_storage = storage
     return config
 
 
@@ -123,202 +119,190 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def replace_linears(model: Any, config: Any, dtype: torch.dtype) -> Any:
-    """Replace a meta model's linear layers by 4-bit ones, still of full shape. Returns the quantizer. No collective.
+def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtype: torch.dtype) -> "HfQuantizer":
+    """Replace a meta model's linear layers by 4-bit ones, still of full shape, and return the quantizer. No collective.
 
     Raises:
-        LoadError: bitsandbytes is missing or does not work here.
+        LoadError: bitsandbytes is missing or does not work on this machine.
     """
     from transformers.quantizers.auto import AutoHfQuantizer
 
     try:
         quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
         quantizer.validate_environment(device_map=None)
-        with _default_dtype(dtype):  # the new layers' biases are made in it
+        with _default_dtype(dtype):  # the new layers' biases get the default dtype
             quantizer.preprocess_model(model=model, device_map={"": "cpu"}, checkpoint_files=None)
     except (ImportError, RuntimeError) as error:
         raise LoadError(
-            f"4-bit weights need bitsandbytes: {str(error).splitlines()[0]} Remedy: pip install bitsandbytes."
+            f"4-bit weights need bitsandbytes: {str(error).splitlines()[0]} Run pip install bitsandbytes."
         ) from error
     return quantizer
 
 
-def pack(model: Any, quantizer: Any, dtype: torch.dtype) -> dict[str, Quant4bitSpec]:
-    """Give the 4-bit layers' meta weights the shape of the packed bytes; return how each is made. No collective."""
+def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torch.dtype) -> dict[str, Quant4bitSpec]:
+    """Give the 4-bit layers' meta weights their packed shape; return how to quantize each. No collective."""
     from bitsandbytes.nn import Linear4bit, Params4bit
     from transformers.pytorch_utils import Conv1D
 
-    recipes = {}
+    specs = {}
     for name, module in model.named_modules():
         if not isinstance(module, Linear4bit):
             continue
-        # In evaluation on CPUs bitsandbytes repacks a layer's weight for good, which a gathered one does not survive.
+        # bitsandbytes repacks a layer's weight for good when it evaluates on a CPU; a gathered weight does not survive that.
         module.support_avx512bf16_for_cpu = False
         old = module.weight
         is_transposed = issubclass(module.source_cls, Conv1D)
         shape = (module.in_features, module.out_features) if is_transposed else tuple(old.shape)
-        recipe = Quant4bitSpec(shape, dtype, is_transposed, old.quant_type, old.compress_statistics, old.quant_storage)
-        num_items = -(-old.numel() // 2) // recipe.storage.itemsize
+        spec = Quant4bitSpec(shape, dtype, is_transposed, old.quant_type, old.compress_statistics, old.quant_storage)
+        num_items = -(-old.numel() // 2) // spec.storage.itemsize
         module.weight = Params4bit(
-            torch.empty((num_items, 1), dtype=recipe.storage, device="meta"),
+            torch.empty((num_items, 1), dtype=spec.storage, device="meta"),
             requires_grad=False,
-            compress_statistics=recipe.has_nested_scales,
-            quant_type=recipe.quant_type,
-            quant_storage=recipe.storage,
+            compress_statistics=spec.has_nested_scales,
+            quant_type=spec.quant_type,
+            quant_storage=spec.storage,
             bnb_quantized=True,
         )
-        recipes[f"{name}.weight"] = recipe
+        specs[f"{name}.weight"] = spec
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model, config=model.config)
-    return recipes
+    return specs
 
 
-def quantize(
-    checkpoint: SafetensorsIndex, pieces: Sequence[TensorRange], recipe: Quant4bitSpec, device: torch.device
-) -> Any:
-    """Read one weight whole and quantise it. On the rank that reads."""
-    wire_dtype = checkpoint.tensors[pieces[0].tensor].dtype
-    values = torch.empty(torch.Size(recipe.shape).numel(), dtype=wire_dtype)
-    read_run(checkpoint, pieces, wire_dtype.itemsize, 0, as_bytes(values))
-    return recipe.quantize(values.to(device))
+def read_and_quantize(
+    index: SafetensorsIndex, ranges: Sequence[TensorRange], spec: Quant4bitSpec, device: torch.device
+) -> tuple[torch.Tensor, "QuantState"]:
+    """Read one full weight and quantize it. For the rank that reads."""
+    stored_dtype = index.tensors[ranges[0].tensor].dtype
+    values = torch.empty(torch.Size(spec.shape).numel(), dtype=stored_dtype)
+    read_elements(index, ranges, 0, values)
+    return spec.quantize(values.to(device))
+
+
+Packed = tuple[ShardTarget, Quant4bitSpec, "Linear4bit"]
 
 
 def scatter(
-    work: Sequence[tuple[ShardTarget, Quant4bitSpec, torch.nn.Module]],
-    checkpoint: SafetensorsIndex | None,
+    work: Sequence[Packed],
+    index: SafetensorsIndex | None,
     group: ShardGroup,
-    checksums: Checksums,
+    checksums: Checksums | None,
     device: torch.device,
-    takes_turns: bool,
 ) -> None:
-    """Fill every rank's slices of the packed weights and every layer's quant state.
+    """Fill every rank's shards of the packed weights and every layer's quant state.
 
     Collective: every rank must call this, with the same work in the same order.
 
     Args:
-        work: packed destination, how it is made, and the layer, for each 4-bit weight.
-        checkpoint: on global rank 0, or on every rank with `takes_turns`.
-        group: how the packed weights are cut and copied.
-        checksums: of what rank 0 sent, for every member; filled where one rank reads.
-        device: where to quantise.
-        takes_turns: each rank of the first copy reads and quantises one weight of each round.
+        work: packed target, how to quantize it, and its layer, for each 4-bit weight.
+        index: on global rank 0, or, without `checksums`, on every rank.
+        group: how the packed weights are sharded and replicated.
+        checksums: of what rank 0 sends, filled there; None if the ranks of the first replica take turns reading.
+        device: where to quantize.
     """
-    owners = group.ranks if takes_turns else group.ranks[:1]
-    sizes = [sum(count for _, count in item.runs) * item.dtype.itemsize for item, _, _ in work]
-    mine: Iterator[Any] = iter(())
-    made: Any = None
-    if checkpoint is not None and distributed.rank() in owners:
-        mine = _quantize_each(work[list(owners).index(distributed.rank()) :: len(owners)], checkpoint, device)
-    for number, (destination, _, layer) in enumerate(progress.each(work, "load 4-bit weights", sizes=sizes)):
-        turn = number % len(owners)
+    readers = group.ranks if checksums is None else group.ranks[:1]
+    sizes = [sum(count for _, count in target.shard_ranges) * target.dtype.itemsize for target, _, _ in work]
+    own: Iterator[tuple[torch.Tensor, QuantState]] = iter(())
+    if index is not None and distributed.rank() in readers:
+        own = _quantize_each(work[list(readers).index(distributed.rank()) :: len(readers)], index, device)
+    quantized: tuple[torch.Tensor, QuantState] | None = None
+    for number, (target, _, layer) in enumerate(progress.each(work, "load 4-bit weights", sizes=sizes)):
+        turn = number % len(readers)
         if turn == 0:
             with distributed.sync_errors():
-                made = next(mine, None)  # all owners are at it at the same time
+                quantized = next(own, None)  # all readers quantize at the same time
         packed = state = None
-        if distributed.rank() == owners[turn]:
-            packed, state = made
-            if not takes_turns:
-                _add_checksums(checksums, destination, packed)
-        _send_slices(destination, packed, group, turn)
-        layer.quant_state = broadcast_state(state, owners[turn], device)
+        if distributed.rank() == readers[turn] and quantized is not None:
+            packed, state = quantized
+            if checksums is not None:
+                _add_checksums(checksums, target, packed)
+        _send_shards(target, packed, group, turn)
+        layer.quant_state = broadcast_state(state, readers[turn], device)
 
 
 def _quantize_each(
-    own: Sequence[tuple[ShardTarget, Quant4bitSpec, torch.nn.Module]],
-    checkpoint: SafetensorsIndex,
-    device: torch.device,
-) -> Iterator[Any]:
-    """Quantise this rank's weights, each when it is asked for."""
-    wanted = (run for destination, _, _ in own for run in whole_in_files(checkpoint, destination.pieces))
-    ahead = ReadAhead(checkpoint, wanted)
-    for destination, recipe, _ in own:
-        yield quantize(checkpoint, destination.pieces, recipe, device)
-        ahead.advance(sum(num_bytes for _, _, num_bytes in whole_in_files(checkpoint, destination.pieces)))
+    work: Sequence[Packed], index: SafetensorsIndex, device: torch.device
+) -> Iterator[tuple[torch.Tensor, "QuantState"]]:
+    """Quantize this rank's weights, each when it is asked for."""
+    prefetcher = Prefetcher(index, (part for target, _, _ in work for part in byte_ranges(index, target.ranges)))
+    for target, spec, _ in work:
+        yield read_and_quantize(index, target.ranges, spec, device)
+        prefetcher.advance(sum(num_bytes for _, _, num_bytes in byte_ranges(index, target.ranges)))
 
 
-def _send_slices(destination: ShardTarget, packed: torch.Tensor | None, group: ShardGroup, owner: int) -> None:
-    local = destination.local
-    if group.holds_first_copy:
-        slices = None
+def _send_shards(target: ShardTarget, packed: torch.Tensor | None, group: ShardGroup, reader: int) -> None:
+    local = target.local
+    if group.is_first_replica:
+        longest = max(count for _, count in target.shard_ranges)
+        shards = None
         if packed is not None:
-            longest = max(count for _, count in destination.runs)
-            slices = [_padded(packed.view(-1)[first : first + count], longest) for first, count in destination.runs]
-        received = torch.empty(max(count for _, count in destination.runs), dtype=local.dtype, device=local.device)
-        _scatter_bytes(received, slices, group.ranks[owner], group.group)
+            flat = packed.view(-1)
+            shards = [_pad(flat[first : first + count], longest) for first, count in target.shard_ranges]
+        received = torch.empty(longest, dtype=local.dtype, device=local.device)
+        _scatter_bytes(received, shards, group.ranks[reader], group.group)
         local.copy_(received[: local.numel()])
-    if group.copies is not None and local.numel():
-        dist.broadcast(as_bytes(local), group_src=0, group=group.copies)
+    if group.replicate_group is not None and local.numel():
+        dist.broadcast(as_bytes(local), group_src=0, group=group.replicate_group)
 
 
-def _scatter_bytes(received: torch.Tensor, slices: Any, source: int, group: Any) -> None:
+def _scatter_bytes(
+    received: torch.Tensor, shards: list[torch.Tensor] | None, source: int, group: dist.ProcessGroup | None
+) -> None:
     if not dist.is_initialized():
-        received.copy_(slices[0])
+        assert shards is not None
+        received.copy_(shards[0])
         return
-    outgoing = None if slices is None else [as_bytes(slice_.to(received.device)) for slice_ in slices]
+    outgoing = None if shards is None else [as_bytes(shard.to(received.device)) for shard in shards]
     dist.scatter(as_bytes(received), outgoing, src=source, group=group)
 
 
-def _padded(run: torch.Tensor, length: int) -> torch.Tensor:
-    return torch.nn.functional.pad(run, (0, length - run.numel())) if run.numel() < length else run.contiguous()
+def _pad(values: torch.Tensor, length: int) -> torch.Tensor:
+    padding = length - values.numel()
+    return torch.nn.functional.pad(values, (0, padding)) if padding else values.contiguous()
 
 
-def _add_checksums(checksums: Checksums, destination: ShardTarget, packed: torch.Tensor) -> None:
-    for position, (first, count) in enumerate(destination.runs):
-        checksums.add(destination.name, position, 0, packed.view(-1)[first : first + count].cpu())
+def _add_checksums(checksums: Checksums, target: ShardTarget, packed: torch.Tensor) -> None:
+    for shard_rank, (first, count) in enumerate(target.shard_ranges):
+        checksums.add(target.name, shard_rank, 0, packed.view(-1)[first : first + count].cpu())
 
 
-def broadcast_state(state: Any, source: int, device: torch.device) -> Any:
+def broadcast_state(state: "QuantState | None", source: int, device: torch.device) -> "QuantState":
     """Return one rank's quant state on every rank. Collective: every rank must call this."""
     from bitsandbytes.functional import QuantState
 
     if not dist.is_initialized():
+        assert state is not None
         return state
-    tensors: dict[str, Any] = {} if state is None else state.as_dict(packed=True)
-    box: list[Any] = [{key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}]
-    dist.broadcast_object_list(box, src=source)
+    tensors: dict[str, torch.Tensor] = {} if state is None else state.as_dict(packed=True)
+    shapes: list[Any] = [{key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}]
+    dist.broadcast_object_list(shapes, src=source)
     received = {}
-    for key, (shape, dtype) in box[0].items():
+    for key, (shape, dtype) in shapes[0].items():
         tensor = tensors[key].to(device) if key in tensors else torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(tensor, src=source)
         received[key] = tensor
     return state if state is not None else QuantState.from_dict(received, device=device)
 
 
-def unit_weight(source: Any, name: str, layer: torch.nn.Module, device: torch.device) -> torch.nn.Parameter:
-    """Return one packed weight whole, for FSDP1, which flattens it into its unit. Collective."""
-    recipe, pieces = source.quantized[name], source.pieces[name]
-    packed, state = torch.empty_like(layer.weight, device=device).data, None
-    if source.checkpoint is not None and distributed.is_main():
-        packed, state = quantize(source.checkpoint, pieces, recipe, device)
-    if dist.is_initialized():
-        dist.broadcast(as_bytes(packed), src=0)
-    layer.quant_state = broadcast_state(state, 0, device)
-    return torch.nn.Parameter(packed.view(-1, 1), requires_grad=False)
-
-
-def check_states(layers: Sequence[torch.nn.Module]) -> None:
-    """Check that the scales are the same on all ranks (a sample of each). Collective: every rank must call this.
+def check_states(layers: Sequence["Linear4bit"]) -> None:
+    """Check that the scales are equal on all ranks, by a sample of each. Collective: every rank must call this.
 
     Raises:
-        LoadError: the same on every rank; says which rank differs.
+        LoadError: the same on every rank; names the ranks that differ.
     """
     crc = 0
     for layer in layers:
         crc = zlib.crc32(as_bytes(layer.quant_state.absmax[:SAMPLE_ELEMENTS].cpu().contiguous()).numpy(), crc)
-    found = distributed.gather_objects(crc)
-    different = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
+    gathered = distributed.gather_objects(crc)
+    different = [rank for rank, theirs in enumerate(gathered) if theirs != gathered[0]]
     if different:
-        raise LoadError(
-            f"the scales of 4-bit weights on ranks {different} are not rank 0's. Remedy: check the network."
-        )
+        raise LoadError(f"the scales of 4-bit weights on ranks {different} differ from rank 0's. Check the network.")
 
 
-def layer_finder(model: torch.nn.Module) -> Callable[[str], torch.nn.Module]:
-    """Return a function from a base-model parameter name to the module that holds it, whatever wraps it."""
-    from hf_fsdp_recipes.loading import names
-
-    owners = {
-        names.in_base_model(f"{module_name}.weight".lstrip(".")): module
+def layer_finder(model: torch.nn.Module) -> "Callable[[str], Linear4bit]":
+    """Return a function from a base-model parameter name to the module that holds it, whatever wraps the module."""
+    owners: dict[str, Any] = {
+        parameter_names.in_base_model(f"{module_name}.weight".lstrip(".")): module
         for module_name, module in model.named_modules()
         if "weight" in module._parameters
     }

@@ -1,279 +1,211 @@
-"""Moves a checkpoint's bytes from global rank 0 into the shards of all ranks.
+"""Sends a checkpoint's bytes from global rank 0, the only rank that reads, to the shards of all ranks.
 
-Bytes travel in the checkpoint's dtype and are cast on arrival: through pipes to the ranks of rank 0's own machine whose
-shards are in host memory (`lanes.py`), in buckets of messages to others and to copies; nothing larger than two buckets is
-held beside the shards. What each rank gets, and how one reads for itself, is in `destinations.py`.
+Bytes are sent in the checkpoint's dtype, in buckets, and cast on arrival. Rank 0 reads one bucket ahead, so no rank holds
+more than two buckets beyond its shards.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.loading.first_touch import populate
-from hf_fsdp_recipes.loading.lanes import Lanes, lay, pour, take
-from hf_fsdp_recipes.loading.safetensors_index import ReadAhead, Run, SafetensorsIndex
-from hf_fsdp_recipes.loading.shard_layout import (
-    LOAD_TITLE,
-    SAMPLE_ELEMENTS,
-    Checksums,
-    ShardGroup,
-    ShardTarget,
-    as_bytes,
-    fill,
-    fill_from_file,
-    read_run,
-    slice_in_files,
-    whole_in_files,
-)
+from hf_fsdp_recipes.loading.read_ranges import PROGRESS_TITLE, as_bytes, byte_ranges, fill_shard, read_elements
+from hf_fsdp_recipes.loading.safetensors_index import Prefetcher, SafetensorsIndex
+from hf_fsdp_recipes.loading.shard_layout import ShardGroup, ShardTarget
+from hf_fsdp_recipes.loading.verify import Checksums
 from hf_fsdp_recipes.metrics import progress
 
-BUCKET_BYTES = 32 * 1024 * 1024  # what rank 0 stages at once, over all receivers; two buckets are in flight
+BUCKET_BYTES = 32 * 1024 * 1024  # over all ranks of the shard group
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """Elements [start, start + length) of every member's slice of one destination."""
+    """Elements [start, start + length) of every rank's shard of one target."""
 
-    destination: ShardTarget
+    target: ShardTarget
     start: int
     length: int
 
-    def run(self, position: int) -> tuple[int, int]:
-        """Return (first element of the whole parameter, number of elements) for one member."""
-        first, count = self.destination.runs[position]
+    def range(self, shard_rank: int) -> tuple[int, int]:
+        """Return (first element of the full parameter, number of elements) for one rank."""
+        first, count = self.target.shard_ranges[shard_rank]
         return first + self.start, max(0, min(count - self.start, self.length))
 
-    def num_bytes(self, position: int) -> int:
-        return self.run(position)[1] * self.destination.wire_dtype.itemsize
+    def num_bytes(self, shard_rank: int) -> int:
+        return self.range(shard_rank)[1] * self.target.stored_dtype.itemsize
 
 
+_Bucket = Sequence[_Entry]
+
+
+@torch.no_grad()
 def scatter(
-    destinations: Sequence[ShardTarget],
-    checkpoint: SafetensorsIndex | None,
-    group: ShardGroup,
-    checksums: Checksums,
+    targets: Sequence[ShardTarget], index: SafetensorsIndex | None, group: ShardGroup, checksums: Checksums
 ) -> None:
-    """Fill the slices of all ranks from a checkpoint that only global rank 0 can read.
+    """Fill the shards of all ranks from a checkpoint that only global rank 0 reads.
 
-    Collective: every rank must call this, with the same destinations in the same order.
+    Collective: every rank must call this, with the same targets in the same order.
 
     Args:
-        destinations: the parameters, sorted as the bytes lie in the files; all cut over the same group.
-        checkpoint: on global rank 0; None elsewhere.
-        group: how the parameters are cut and copied.
-        checksums: what rank 0 read, for every member; filled on rank 0 only.
+        targets: the parameters, in the order of their bytes in the files, all sharded over the same group.
+        index: the checkpoint on global rank 0; None elsewhere.
+        group: how the parameters are sharded and replicated.
+        checksums: of what rank 0 reads for every shard; filled on rank 0 only.
     """
-    if not destinations:
-        return
-    lanes = lay(group.ranks, destinations[0].local.device)
-    # Where nothing but lanes leads to the others, an error of one rank can be told to all of them.
-    needs_messages = group.copies is not None or len(lanes.reached) < len(group.ranks) - 1
-    with (
-        contextlib.nullcontext() if needs_messages else distributed.sync_errors(),
-        contextlib.closing(lanes),
-        torch.no_grad(),
-    ):
-        if checkpoint is not None:
-            _send_all(destinations, checkpoint, group, lanes, checksums)
-        elif needs_messages:
-            _receive_all(destinations, group, lanes)
-        else:
-            _fill_from_lane(destinations, group.position, lanes)
+    if targets and index is not None:
+        _send_all(targets, index, group, checksums)
+    elif targets:
+        _receive_all(targets, group)
 
 
-def _member_bytes(num_members: int) -> int:
-    """Return what one member gets of one bucket at most."""
-    return max(BUCKET_BYTES // num_members, 64)
+def _shard_bytes(num_shards: int) -> int:
+    """Return the bytes of one bucket for one shard, at most."""
+    return max(BUCKET_BYTES // num_shards, 64)
 
 
-def _buckets(destinations: Sequence[ShardTarget], num_members: int) -> Iterator[list[_Entry]]:
-    """Cut the destinations into buckets of at most BUCKET_BYTES over all members; the same on every rank."""
+def _buckets(targets: Sequence[ShardTarget], num_shards: int) -> Iterator[_Bucket]:
+    """Split the targets into buckets of at most BUCKET_BYTES over all shards; the same on every rank."""
     bucket: list[_Entry] = []
-    room = budget = _member_bytes(num_members)
-    for destination in destinations:
-        item_bytes = destination.wire_dtype.itemsize
-        longest = max(count for _, count in destination.runs)
+    free = budget = _shard_bytes(num_shards)
+    for target in targets:
+        item_bytes = target.stored_dtype.itemsize
+        longest = max(count for _, count in target.shard_ranges)
         start = 0
         while start < longest:
-            if room < item_bytes:
+            if free < item_bytes:
                 yield bucket
-                bucket, room = [], budget
-            length = min(longest - start, room // item_bytes)
-            bucket.append(_Entry(destination, start, length))
-            start, room = start + length, room - length * item_bytes
+                bucket, free = [], budget
+            length = min(longest - start, free // item_bytes)
+            bucket.append(_Entry(target, start, length))
+            start, free = start + length, free - length * item_bytes
     if bucket:
         yield bucket
 
 
-def _send_all(
-    destinations: Sequence[ShardTarget],
-    checkpoint: SafetensorsIndex,
-    group: ShardGroup,
-    lanes: Lanes,
-    checksums: Checksums,
-) -> None:
-    streams = {place: _stream(destinations, place, checkpoint, checksums) for place in lanes.outgoing}
-    staging = _stage(destinations, checkpoint, group, lanes, checksums)
-    whole_bytes = sum(count * item.wire_dtype.itemsize for item in destinations for _, count in item.runs)
-    wanted = (run for item in destinations for run in whole_in_files(checkpoint, item.pieces))
-    ahead = ReadAhead(checkpoint, wanted)
-    with ThreadPoolExecutor(max_workers=2) as helpers, progress.bar(whole_bytes, LOAD_TITLE) as shown:
-        poured = helpers.submit(pour, lanes, streams, checkpoint)
-        upcoming = helpers.submit(next, staging, None)
+def _send_all(targets: Sequence[ShardTarget], index: SafetensorsIndex, group: ShardGroup, checksums: Checksums) -> None:
+    staged_buckets = _stage(targets, index, group, checksums)
+    total_bytes = sum(count * target.stored_dtype.itemsize for target in targets for _, count in target.shard_ranges)
+    prefetcher = Prefetcher(index, (part for target in targets for part in byte_ranges(index, target.ranges)))
+    with ThreadPoolExecutor(max_workers=1) as reader, progress.bar(total_bytes, PROGRESS_TITLE) as bar:
+        upcoming = reader.submit(next, staged_buckets, None)
         while (staged := upcoming.result()) is not None:
-            if poured.done():
-                poured.result()  # its error is told now, not when the network has been served
             bucket, buffers = staged
-            device = bucket[0].destination.local.device
-            outgoing = {group.ranks[place]: buffer.to(device) for place, buffer in buffers.items()}
-            requests = _exchange(dist.isend, outgoing, group)
-            upcoming = helpers.submit(next, staging, None)
-            own = _fill_own(bucket, checkpoint, group, checksums)
-            _pass_to_copies(own, bucket, group)
+            device = bucket[0].target.local.device
+            requests = _exchange(dist.isend, {group.ranks[r]: b.to(device) for r, b in buffers.items()}, group)
+            upcoming = reader.submit(next, staged_buckets, None)
+            own = _fill_own(bucket, index, group, checksums)
+            _send_to_replicas(own, group)
             _wait(requests)
-            num_bytes = sum(entry.num_bytes(place) for entry in bucket for place in range(len(group.ranks)))
-            ahead.advance(num_bytes)
-            shown.update(num_bytes)
-        poured.result()
-
-
-def _stream(
-    destinations: Sequence[ShardTarget], place: int, checkpoint: SafetensorsIndex, checksums: Checksums
-) -> Iterator[Run]:
-    """Yield where the bytes of one member's slices lie, in the order in which it takes them."""
-    for destination in destinations:
-        _add_checksum(checksums, destination, place, checkpoint)
-        yield from slice_in_files(checkpoint, destination, place)
-
-
-def _fill_from_lane(destinations: Sequence[ShardTarget], place: int, lanes: Lanes) -> None:
-    """Take this rank's slices one after the other."""
-    assert lanes.incoming is not None
-    lane = lanes.incoming
-    for destination in destinations:
-        fill(destination, 0, destination.runs[place][1], lambda _, out: take(lane, out))
+            num_bytes = sum(entry.num_bytes(r) for entry in bucket for r in range(len(group.ranks)))
+            prefetcher.advance(num_bytes)
+            bar.update(num_bytes)
 
 
 def _stage(
-    destinations: Sequence[ShardTarget],
-    checkpoint: SafetensorsIndex,
-    group: ShardGroup,
-    lanes: Lanes,
-    checksums: Checksums,
-) -> Iterator[tuple[list[_Entry], dict[int, torch.Tensor]]]:
-    """Read bucket after bucket of what members without a lane get: one byte buffer for each that gets any."""
-    others = [place for place in range(len(group.ranks)) if place != group.position and place not in lanes.reached]
-    # Two buckets' memory, used in turn: fresh memory costs more than reading into it.
-    memory = torch.empty((2, len(others), _member_bytes(len(group.ranks))), dtype=torch.uint8)
-    for number, bucket in enumerate(_buckets(destinations, len(group.ranks))):
+    targets: Sequence[ShardTarget], index: SafetensorsIndex, group: ShardGroup, checksums: Checksums
+) -> Iterator[tuple[_Bucket, dict[int, torch.Tensor]]]:
+    """Read bucket after bucket: one byte buffer for each other rank that has elements in it."""
+    others = [r for r in range(len(group.ranks)) if r != group.shard_rank]
+    # Two buckets' memory, used in turn: page faults of new memory cost more than the reading.
+    memory = torch.empty((2, len(others), _shard_bytes(len(group.ranks))), dtype=torch.uint8)
+    for number, bucket in enumerate(_buckets(targets, len(group.ranks))):
         buffers = {}
-        for row, place in zip(memory[number % 2], others, strict=True):
-            num_bytes = sum(entry.num_bytes(place) for entry in bucket)
+        for row, shard_rank in zip(memory[number % 2], others, strict=True):
+            num_bytes = sum(entry.num_bytes(shard_rank) for entry in bucket)
             if num_bytes:
-                buffers[place] = row[:num_bytes]
-                _read_bucket(bucket, buffers[place], checkpoint, place)
-            _add_checksums(checksums, bucket, place, checkpoint)
+                buffers[shard_rank] = row[:num_bytes]
+                _read_bucket(bucket, buffers[shard_rank], index, shard_rank)
+            _add_checksums(checksums, bucket, shard_rank, index)
         yield bucket, buffers
 
 
-def _read_bucket(bucket: Sequence[_Entry], buffer: torch.Tensor, checkpoint: SafetensorsIndex, position: int) -> None:
-    for entry, part in _parts(bucket, buffer, position):
-        first, _ = entry.run(position)
-        destination = entry.destination
-        read_run(checkpoint, destination.pieces, destination.wire_dtype.itemsize, first, part)
+def _read_bucket(bucket: _Bucket, buffer: torch.Tensor, index: SafetensorsIndex, shard_rank: int) -> None:
+    for entry, part in _parts(bucket, buffer, shard_rank):
+        first, count = entry.range(shard_rank)
+        offset = 0
+        for tensor, start, num_bytes in byte_ranges(index, entry.target.ranges, first, count):
+            index.read_into(part[offset : offset + num_bytes], tensor, start)
+            offset += num_bytes
 
 
-def _add_checksums(checksums: Checksums, bucket: Sequence[_Entry], place: int, checkpoint: SafetensorsIndex) -> None:
-    for entry in bucket:
-        if entry.start == 0:
-            _add_checksum(checksums, entry.destination, place, checkpoint)
+def _add_checksums(checksums: Checksums, bucket: _Bucket, shard_rank: int, index: SafetensorsIndex) -> None:
+    """Read what one rank gets of the parameters that begin in a bucket once more, in full or a sample, for its checksum."""
+    for target in (entry.target for entry in bucket if entry.start == 0):
+        first, count = target.shard_ranges[shard_rank]
+        count = checksums.num_covered(count)
+        step = BUCKET_BYTES // target.stored_dtype.itemsize
+        for start in range(0, count, step):
+            elements = torch.empty(min(step, count - start), dtype=target.stored_dtype)
+            read_elements(index, target.ranges, first + start, elements)
+            checksums.add(target.name, shard_rank, start, elements.to(target.dtype))
 
 
-def _add_checksum(checksums: Checksums, destination: ShardTarget, place: int, checkpoint: SafetensorsIndex) -> None:
-    """Read once more what one member gets of a parameter, or its beginning, for the proof of what arrives."""
-    first, count = destination.runs[place]
-    count = count if checksums.covers_all else min(count, SAMPLE_ELEMENTS)
-    step = BUCKET_BYTES // destination.wire_dtype.itemsize
-    for start in range(0, count, step):
-        elements = torch.empty(min(step, count - start), dtype=destination.wire_dtype)
-        read_run(checkpoint, destination.pieces, elements.dtype.itemsize, first + start, as_bytes(elements))
-        checksums.add(destination.name, place, start, elements.to(destination.dtype))
-
-
-def _parts(bucket: Sequence[_Entry], buffer: torch.Tensor, position: int) -> Iterator[tuple[_Entry, torch.Tensor]]:
-    """Walk a member's byte buffer, entry by entry."""
+def _parts(bucket: _Bucket, buffer: torch.Tensor, shard_rank: int) -> Iterator[tuple[_Entry, torch.Tensor]]:
+    """Split one rank's byte buffer into the entries of a bucket."""
     offset = 0
     for entry in bucket:
-        num_bytes = entry.num_bytes(position)
+        num_bytes = entry.num_bytes(shard_rank)
         if num_bytes:
             yield entry, buffer[offset : offset + num_bytes]
         offset += num_bytes
 
 
-def _fill_own(
-    bucket: Sequence[_Entry], checkpoint: SafetensorsIndex, group: ShardGroup, checksums: Checksums
-) -> torch.Tensor | None:
-    """Fill rank 0's slices; return their bytes as sent to copies, where there are copies."""
-    if group.copies is None:
+def _fill_own(bucket: _Bucket, index: SafetensorsIndex, group: ShardGroup, checksums: Checksums) -> torch.Tensor | None:
+    """Fill rank 0's shards; return their bytes for the replicas, if there are any."""
+    if group.replicate_group is None:
         for entry in bucket:
-            first, count = entry.run(group.position)
-            if count:
-                fill_from_file(entry.destination, checkpoint, first, entry.start, count)
+            _, count = entry.range(group.shard_rank)
+            fill_shard(entry.target, index, group.shard_rank, entry.start, count)
         return None
-    own = torch.empty(sum(entry.num_bytes(group.position) for entry in bucket), dtype=torch.uint8)
-    _read_bucket(bucket, own, checkpoint, group.position)
-    _add_checksums(checksums, bucket, group.position, checkpoint)
-    _unpack(own, bucket, group.position)
-    return own.to(bucket[0].destination.local.device)
+    own = torch.empty(sum(entry.num_bytes(group.shard_rank) for entry in bucket), dtype=torch.uint8)
+    _read_bucket(bucket, own, index, group.shard_rank)
+    _add_checksums(checksums, bucket, group.shard_rank, index)
+    _unpack(own, bucket, group.shard_rank)
+    return own.to(bucket[0].target.local.device)
 
 
-def _receive_all(destinations: Sequence[ShardTarget], group: ShardGroup, lanes: Lanes) -> None:
-    """Take bucket after bucket, from messages, the lane or another copy, and hand them on to further copies."""
+def _receive_all(targets: Sequence[ShardTarget], group: ShardGroup) -> None:
+    """Receive bucket after bucket, from rank 0 or from another replica, and send them on to further replicas."""
     pending = None
-    num_members = len(group.ranks)
-    memory = torch.empty((2, _member_bytes(num_members)), dtype=torch.uint8, device=destinations[0].local.device)
-    for number, bucket in enumerate(_buckets(destinations, num_members)):
-        buffer = memory[number % 2, : sum(entry.num_bytes(group.position) for entry in bucket)]
+    num_shards = len(group.ranks)
+    memory = torch.empty((2, _shard_bytes(num_shards)), dtype=torch.uint8, device=targets[0].local.device)
+    for number, bucket in enumerate(_buckets(targets, num_shards)):
+        buffer = memory[number % 2, : sum(entry.num_bytes(group.shard_rank) for entry in bucket)]
         requests = []
-        if lanes.incoming is not None:
-            take(lanes.incoming, buffer)
-        elif group.holds_first_copy and buffer.numel():
+        if group.is_first_replica and buffer.numel():
             requests = _exchange(dist.irecv, {group.ranks[0]: buffer}, group)
         if pending:
-            _land(*pending, group)
+            _receive(*pending, group)
         pending = (bucket, buffer, requests)
     if pending:
-        _land(*pending, group)
+        _receive(*pending, group)
 
 
-def _land(bucket, buffer, requests, group: ShardGroup) -> None:  # type: ignore[no-untyped-def]
+def _receive(bucket: _Bucket, buffer: torch.Tensor, requests: Sequence[dist.Work], group: ShardGroup) -> None:
     _wait(requests)
-    _pass_to_copies(buffer, bucket, group)
-    _unpack(buffer, bucket, group.position)
+    _send_to_replicas(buffer, group)
+    _unpack(buffer, bucket, group.shard_rank)
 
 
-def _pass_to_copies(buffer: torch.Tensor | None, bucket: Sequence[_Entry], group: ShardGroup) -> None:
-    """Hand a member's bytes on to the same place in the other copies. Collective over `group.copies`."""
-    if group.copies is not None and buffer is not None and buffer.numel():
-        dist.broadcast(buffer, group_src=0, group=group.copies)
+def _send_to_replicas(buffer: torch.Tensor | None, group: ShardGroup) -> None:
+    """Broadcast one shard's bytes from the first replica. Collective over `group.replicate_group`."""
+    if group.replicate_group is not None and buffer is not None and buffer.numel():
+        dist.broadcast(buffer, group_src=0, group=group.replicate_group)
 
 
-def _unpack(buffer: torch.Tensor, bucket: Sequence[_Entry], position: int) -> None:
-    for entry, part in _parts(bucket, buffer, position):
-        wire_dtype = entry.destination.wire_dtype
-        aligned = part if part.storage_offset() % wire_dtype.itemsize == 0 else part.clone()
-        _, count = entry.run(position)
-        local = entry.destination.local[entry.start : entry.start + count]
-        populate(local)
-        local.copy_(aligned.view(wire_dtype))
+def _unpack(buffer: torch.Tensor, bucket: _Bucket, shard_rank: int) -> None:
+    for entry, part in _parts(bucket, buffer, shard_rank):
+        stored_dtype = entry.target.stored_dtype
+        aligned = part if part.storage_offset() % stored_dtype.itemsize == 0 else part.clone()
+        _, count = entry.range(shard_rank)
+        entry.target.local[entry.start : entry.start + count].copy_(aligned.view(stored_dtype))
 
 
-def _exchange(operation, buffers: Mapping[int, torch.Tensor], group: ShardGroup) -> list[dist.Work]:  # type: ignore[no-untyped-def]
+def _exchange(
+    operation: Callable[..., dist.Work | None], buffers: Mapping[int, torch.Tensor], group: ShardGroup
+) -> list[dist.Work]:
     operations = [dist.P2POp(operation, buffer, peer, group=group.group) for peer, buffer in buffers.items()]
     return dist.batch_isend_irecv(operations) if operations else []
 
@@ -283,19 +215,18 @@ def _wait(requests: Sequence[dist.Work]) -> None:
         request.wait()
 
 
-def broadcast_whole(destination: ShardTarget, checkpoint: SafetensorsIndex | None, device: torch.device) -> None:
-    """Give every rank all of a parameter or buffer that only global rank 0 can read.
+@torch.no_grad()
+def broadcast_full(target: ShardTarget, index: SafetensorsIndex | None, device: torch.device) -> None:
+    """Give every rank a full parameter or buffer that only global rank 0 reads.
 
-    Collective: every rank must call this, with `local` holding the whole tensor.
+    Collective: every rank must call this, with a `target` whose `local` holds the full tensor.
     """
-    count = destination.local.numel()
-    step = max(1, BUCKET_BYTES // destination.wire_dtype.itemsize)
-    with torch.no_grad():
-        for start in range(0, count, step):
-            staging = torch.empty(min(step, count - start), dtype=destination.wire_dtype)
-            if checkpoint is not None:
-                read_run(checkpoint, destination.pieces, staging.dtype.itemsize, start, as_bytes(staging))
-            if dist.is_initialized():
-                staging = staging.to(device)
-                dist.broadcast(staging, src=0)
-            destination.local[start : start + staging.numel()].copy_(staging)
+    step = max(1, BUCKET_BYTES // target.stored_dtype.itemsize)
+    for start in range(0, target.local.numel(), step):
+        staging = torch.empty(min(step, target.local.numel() - start), dtype=target.stored_dtype)
+        if index is not None:
+            read_elements(index, target.ranges, start, staging)
+        if dist.is_initialized():
+            staging = staging.to(device)
+            dist.broadcast(as_bytes(staging), src=0)
+        target.local[start : start + staging.numel()].copy_(staging)

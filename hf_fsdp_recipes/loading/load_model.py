@@ -1,172 +1,129 @@
-"""Builds a model whose parameters are on meta on every rank; the weights arrive when Accelerate shards it.
+"""`load_model`: `from_pretrained` for FSDP, without a full model on any rank.
 
-`load_model` is from_pretrained for FSDP: global rank 0 reads headers, says what the checkpoint holds, and
-every rank builds the same empty model around that. No weight is read here (`arrival.py` does that, into the
-shards), and without FSDP this is plain from_pretrained.
+Global rank 0 reads config and headers, and every rank builds the same model on meta from them. The weights are read when
+Accelerate shards the model (`materialize.py`). Without FSDP this is plain `from_pretrained`.
 """
 
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, get_args
 
 from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.environment import is_fsdp_requested, is_true
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading import bnb_4bit, missing, resize
-from hf_fsdp_recipes.loading.bnb_4bit import Quant4bitSpec
-from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, StoredTensor, open_checkpoint
+from hf_fsdp_recipes.loading.build_on_meta import build_on_meta, read_config, resolve_directory, resolve_dtype
+from hf_fsdp_recipes.loading.checkpoint_source import CheckpointSource, Source, Verify, attach_source
+from hf_fsdp_recipes.loading.materialize import MetaModelLoader
+from hf_fsdp_recipes.loading.safetensors_index import (
+    DeferredErrorIndex,
+    SafetensorsIndex,
+    StoredTensor,
+    open_index,
+    read_header,
+)
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange, WeightMapping
 from hf_fsdp_recipes.metrics import stages
-from hf_fsdp_recipes.patches import cpu_ranks, loading, wrapping
+from hf_fsdp_recipes.patches import cpu_ranks, registry
+from hf_fsdp_recipes.patches.accelerate import register_meta_model_handler
+from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
-SOURCE_ATTRIBUTE = "_checkpoint_source"
-# What a Hub download leaves out: weights in other formats than safetensors.
-HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]
-
-
-@dataclass
-class CheckpointSource:
-    """What has to arrive in a model that was built on meta, and from where.
-
-    Attributes:
-        checkpoint: the files; only on ranks that read (rank 0, or every rank with `direct`).
-        stored: what the checkpoint holds, on every rank.
-        pieces: for each entry of the model's state dict, what fills it.
-        verify: whether checksums cover a sample of every tensor or all of it.
-        resized: how rows that were added to embeddings since are filled: mean or initialised; None for none.
-        quantized: how each 4-bit weight is made of its pieces.
-    """
-
-    name_or_path: str
-    checkpoint: SafetensorsIndex | None
-    stored: dict[str, StoredTensor]
-    pieces: dict[str, list[TensorRange]]
-    source: Literal["rank0", "direct"] = "rank0"
-    verify: Literal["sample", "full"] = "sample"
-    resized: str | None = None
-    quantized: dict[str, Quant4bitSpec] = field(default_factory=dict)
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 
 def load_model(
     name_or_path: str | os.PathLike[str],
     *,
-    source: Literal["rank0", "direct"] = "rank0",
-    verify: Literal["sample", "full"] = "sample",
+    source: Source = "rank0",
+    verify: Verify = "sample",
     **from_pretrained_kwargs: Any,
-) -> Any:
-    """Load a causal language model so that no rank ever holds more than its shard and a small constant.
+) -> "PreTrainedModel":
+    """Load a causal language model without any rank holding more host memory than its shard and a small constant.
 
-    Collective: every rank must call this. Turns on FSDP on CPU ranks when the launcher asked for that.
+    Collective: every rank must call this. Turns FSDP on for CPU ranks if the launcher asked for that.
 
     Args:
         name_or_path: a local directory or a Hub id, as in `from_pretrained`.
-        source: `rank0`, where global rank 0 alone reads the weights and sends every rank its slice, or
-            `direct`, where each rank reads its own byte ranges (the files must be visible to all distributed).
-        verify: checksums over a `sample` of every tensor's slice, or over all of it (`full`).
-        **from_pretrained_kwargs: as in `from_pretrained`: dtype, attn_implementation, revision, token,
-            trust_remote_code, config, quantization_config (4-bit bitsandbytes; weights are quantised on
-            arrival), and overrides of config fields.
+        source: which ranks read the weights. `rank0`: global rank 0 reads them and sends every rank its shard. `direct`:
+            every rank reads its own byte ranges, so all must see the files. `auto`: `direct` if every rank sees rank 0's
+            files, else `rank0`.
+        verify: checksums over a `sample` of every shard, or over all of it (`full`).
+        **from_pretrained_kwargs: as in `from_pretrained`: dtype, attn_implementation, revision, token, trust_remote_code,
+            config, quantization_config (4-bit bitsandbytes; weights are quantized while they load), and overrides of
+            config fields.
 
     Returns:
-        A PreTrainedModel. Under FSDP its parameters are on meta and get their values, sharded, when
-        Accelerate prepares the model with its optimizer (Trainer does that in `train`); non-persistent
-        buffers are real. Without FSDP it is what `from_pretrained` returns.
+        The model. Under FSDP its parameters are on meta, and get their values when Accelerate prepares the model with its
+        optimizer, which Trainer does in `train()`; buffers are real. Without FSDP it is what `from_pretrained` returns.
 
     Raises:
-        LoadError: the same on every rank, before anything is read: no such model, a pickled, truncated or
-            lying checkpoint, shapes that differ from the config's, a conversion that cannot be read by slices.
+        LoadError: the same on every rank, before any weight is read: there is no such model, the checkpoint is pickled,
+            truncated or inconsistent, shapes differ from the config's, or a weight cannot be read shard by shard.
     """
-    if source not in ("rank0", "direct") or verify not in ("sample", "full"):
-        raise LoadError(f"source={source!r}, verify={verify!r}. Rule: rank0 or direct; sample or full.")
-    cpu_ranks.enable()
-    _start_process_group()
-    if not is_fsdp_asked_for():
-        return _load_plainly(str(name_or_path), from_pretrained_kwargs)
-    wrapping.install()
-    loading.install()
+    if source not in get_args(Source) or verify not in get_args(Verify):
+        raise LoadError(
+            f"source is {source!r} and verify is {verify!r}. Use source rank0, direct or auto, and verify sample or full."
+        )
+    _prepare_process()
+    if not is_fsdp_requested():
+        return _load_without_fsdp(str(name_or_path), from_pretrained_kwargs)
     with stages.record("build on meta"):
         return _load_on_meta(str(name_or_path), source, verify, from_pretrained_kwargs)
 
 
-def initialise_model(
+def initialize_model(
     config_name: str, *, overrides: str | None = None, dtype: Any = "float32", **from_config_kwargs: Any
-) -> Any:
-    """Build a causal language model with new weights, made on rank 0 by the model's own init and sent out in slices.
+) -> "PreTrainedModel":
+    """Build a causal language model with new weights, made on rank 0 by the model's own init.
 
-    Collective: every rank must call this. Rank 0 holds the whole new model until it is sharded.
+    Collective: every rank must call this. Rank 0 holds the full new model until it is sharded.
 
     Args:
         config_name: a config.json, a directory with one, or a Hub id.
-        overrides: changes to the config, `hidden_size=768,num_hidden_layers=12`.
+        overrides: of config fields, `hidden_size=768,num_hidden_layers=12`.
         dtype: of the parameters.
         **from_config_kwargs: as in `AutoModelForCausalLM.from_config`: attn_implementation.
 
     Raises:
-        LoadError: the same on every rank: no such config, or a field that it does not have.
+        LoadError: the same on every rank: there is no such config, or it lacks a field.
     """
-    cpu_ranks.enable()
-    _start_process_group()
-    config = None
+    _prepare_process()
     with distributed.sync_errors():
         config = read_config(config_name, overrides)
-    given = {key: value for key, value in from_config_kwargs.items() if value is not None}
-    if "attn_implementation" in given:
-        config._attn_implementation = given["attn_implementation"]
-    if not is_fsdp_asked_for():
+    attention = from_config_kwargs.get("attn_implementation")
+    if attention is not None:
+        config._attn_implementation = attention
+    if not is_fsdp_requested():
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_config(config, dtype=resolve_dtype(dtype, config, {}))
-    wrapping.install()
-    loading.install()
-    model = None
     with distributed.sync_errors():
         model = build_on_meta(config, resolve_dtype(dtype, config, {}))
-        source = CheckpointSource("the new model", SafetensorsIndex(()) if distributed.is_main() else None, {}, {})
-        missing.prepare(model, source, is_new=True)
-    setattr(model, SOURCE_ATTRIBUTE, source)
-    resize.track_resize(model, source)
+        found = CheckpointSource("the new model", DeferredErrorIndex(()) if distributed.is_main() else None, {}, {})
+        missing.complete_ranges(model, found, is_new=True)
+    attach_source(model, found)
+    resize.track_resize(model, found)
     return model
 
 
-def read_config(name: str, overrides: str | None = None) -> Any:
-    """Read a config from a file, a directory or the Hub, and change fields of it. Any rank; no collective.
-
-    Raises:
-        LoadError: no such config, or a field that it does not have.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(name)
-        if overrides:
-            config.update_from_string(overrides)
-            config = type(config).from_dict(config.to_dict())  # checks the whole again
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise LoadError(
-            f"the config {name} (config_overrides: {overrides}) cannot be used: {str(error).splitlines()[-1].strip()}"
-        ) from error
-    return config
-
-
-def is_fsdp_asked_for() -> bool:
-    """Tell whether the launcher or TrainingArguments turned on FSDP through Accelerate."""
-    return cpu_ranks.is_true(os.environ.get("ACCELERATE_USE_FSDP", "false"))
-
-
-def _start_process_group() -> None:
+def _prepare_process() -> None:
+    """Start the process group and apply the patches that this run needs."""
+    wait_for_gloo_at_exit()
+    cpu_ranks.enable()
     if distributed.world_size() > 1 and not distributed.is_distributed():
         from accelerate import PartialState
 
-        PartialState(cpu=cpu_ranks.is_true(os.environ.get("ACCELERATE_USE_CPU", "false")))
+        PartialState(cpu=is_true(os.environ.get("ACCELERATE_USE_CPU", "false")))
+    if is_fsdp_requested():
+        registry.apply("size wrap")
+        registry.apply("loading")
+        register_meta_model_handler(MetaModelLoader())
 
 
-def _load_plainly(name_or_path: str, kwargs: dict[str, Any]) -> Any:
+def _load_without_fsdp(name_or_path: str, kwargs: dict[str, Any]) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
-    model = None
     with distributed.sync_errors():
         resolve_directory(name_or_path, kwargs)
         try:
@@ -176,19 +133,19 @@ def _load_plainly(name_or_path: str, kwargs: dict[str, Any]) -> Any:
     return model
 
 
-def _load_on_meta(name_or_path: str, source: Any, verify: Any, kwargs: dict[str, Any]) -> Any:
+def _load_on_meta(name_or_path: str, source: Source, verify: Verify, kwargs: dict[str, Any]) -> "PreTrainedModel":
     kwargs = dict(kwargs)
     dtype = kwargs.pop("dtype", "auto")
     quantization = kwargs.pop("quantization_config", None)
-    checkpoint: SafetensorsIndex | None = None
+    index: SafetensorsIndex | None = None
 
     def describe() -> tuple[Any, Any, dict[str, StoredTensor]]:
-        nonlocal checkpoint
-        config, generation_config, checkpoint = _describe(name_or_path, kwargs)
-        return config, generation_config, checkpoint.tensors
+        nonlocal index
+        config, generation_config, index = _describe(name_or_path, kwargs)
+        return config, generation_config, index.tensors
 
     config, generation_config, stored = distributed.run_on_main(describe)
-    model = found = None
+    is_direct = source == "direct" or (source == "auto" and _do_all_ranks_see(stored))
     with distributed.sync_errors():
         dtype = resolve_dtype(dtype, config, stored)
         model = build_on_meta(config, dtype, kwargs.get("trust_remote_code", False))
@@ -198,19 +155,26 @@ def _load_on_meta(name_or_path: str, source: Any, verify: Any, kwargs: dict[str,
             quantizer = bnb_4bit.replace_linears(model, quantization, dtype)
         if generation_config is not None:
             model.generation_config = generation_config
-        pieces = _map_pieces(model, stored, name_or_path)
-        if source == "direct" and checkpoint is None:
-            checkpoint = open_checkpoint(resolve_directory(name_or_path, kwargs))
-        found = CheckpointSource(name_or_path, checkpoint, stored, pieces, source, verify)
-        missing.prepare(model, found)
+        ranges = _map_ranges(model, stored, name_or_path)
+        if is_direct and index is None:
+            is_shared = source == "auto"
+            index = (
+                SafetensorsIndex(stored.values()) if is_shared else open_index(resolve_directory(name_or_path, kwargs))
+            )
+        if not is_direct and index is not None:
+            index = DeferredErrorIndex(index.tensors.values())
+        found = CheckpointSource(name_or_path, index, stored, ranges, is_direct, verify)
+        missing.complete_ranges(model, found)
         if quantizer is not None:
-            found.quantized = bnb_4bit.pack(model, quantizer, dtype)
-    setattr(model, SOURCE_ATTRIBUTE, found)
+            found.quantized = bnb_4bit.pack_weights(model, quantizer, dtype)
+    attach_source(model, found)
     resize.track_resize(model, found)
     return model
 
 
-def _describe(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Any, Any, SafetensorsIndex]:
+def _describe(
+    name_or_path: str, kwargs: dict[str, Any]
+) -> tuple["PreTrainedConfig", "GenerationConfig | None", SafetensorsIndex]:
     """Read config, generation config and weight headers. Main rank only."""
     from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
@@ -229,8 +193,8 @@ def _describe(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Any, Any, Safe
         raise LoadError(f"the config of {name_or_path} cannot be read: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise LoadError(
-            f"{name_or_path} is quantised already, and its packed weights cannot be sharded as they are. Rule: weights are "
-            f"quantised on arrival. Remedy: name the unquantised model and set load_in_4bit."
+            f"{name_or_path} is quantized already, and packed weights cannot be sharded. Name the unquantized model and set "
+            f"load_in_4bit, which quantizes while it loads."
         )
     if "attn_implementation" in rest:
         config._attn_implementation = rest["attn_implementation"]
@@ -238,91 +202,49 @@ def _describe(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Any, Any, Safe
     generation_config = None
     if (directory / "generation_config.json").is_file():
         generation_config = GenerationConfig.from_pretrained(directory)
-    return config, generation_config, open_checkpoint(directory)
+    return config, generation_config, open_index(directory)
 
 
-def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
-    """Return the local directory of a model, downloading it where it is a Hub id."""
-    if Path(name_or_path).is_dir():
-        return Path(name_or_path) / (kwargs.get("subfolder") or "")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
+def _do_all_ranks_see(stored: dict[str, StoredTensor]) -> bool:
+    """Tell whether every rank finds files with the same headers under rank 0's paths. Collective."""
+    by_file: dict[Path, dict[str, StoredTensor]] = {}
+    for tensor in stored.values():
+        by_file.setdefault(tensor.file, {})[tensor.name] = tensor
     try:
-        return Path(
-            snapshot_download(
-                name_or_path, allow_patterns=HUB_PATTERNS, revision=kwargs.get("revision"), token=kwargs.get("token")
-            )
+        sees = all(
+            expected.items() <= {tensor.name: tensor for tensor in read_header(file)}.items()
+            for file, expected in by_file.items()
         )
-    except HFValidationError as error:
-        raise LoadError(f"{name_or_path} is neither a directory nor a Hub id. Remedy: check the path.") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise LoadError(
-            f"{name_or_path} is no directory here and could not be fetched from the Hub: {str(error).splitlines()[0]} "
-            f"Remedy: check the name, the network and, for a gated model, the token."
-        ) from error
+    except (OSError, LoadError):
+        sees = False
+    blind = [rank for rank, sees_files in enumerate(distributed.gather_objects(sees)) if not sees_files]
+    reason = f"ranks {blind[:3]} do not see its files, so rank 0 reads for all" if blind else "every rank reads its own"
+    distributed.print_main(f"load: {reason}")
+    return not blind
 
 
-def resolve_dtype(dtype: Any, config: Any, stored: dict[str, StoredTensor]) -> torch.dtype:
-    """Return the parameters' dtype as `from_pretrained` would choose it."""
-    if isinstance(dtype, str) and dtype != "auto":
-        dtype = getattr(torch, dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise LoadError("dtype must be auto, float32, bfloat16, float16 or a torch.dtype")
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype is None:
-        return torch.get_default_dtype()
-    if isinstance(getattr(config, "dtype", None), torch.dtype):
-        return config.dtype
-    return next((tensor.dtype for tensor in stored.values() if tensor.dtype.is_floating_point), torch.float32)
-
-
-def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """Build the causal language model of a config with meta parameters and real buffers. No collective."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    try:
-        with init_empty_weights(include_buffers=False), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    except (ValueError, ImportError) as error:
-        raise LoadError(f"a {config.model_type!r} model cannot be built: {error}") from error
-    _initialise_buffers(model)
-    model.tie_weights()  # moving each parameter to meta as it is registered has undone the ties
-    for pattern, kept_dtype in model._get_dtype_plan(dtype).items():
-        for name, parameter in model.named_parameters():
-            if pattern in name:
-                parameter.data = parameter.data.to(kept_dtype)
-    return model.eval()
-
-
-def _initialise_buffers(model: Any) -> None:
-    """Run the model's own init where it can matter: weights on meta have no values, buffers do."""
-    for module in model.modules():
-        module._is_hf_initialized = next(module.buffers(recurse=False), None) is None
-    model.initialize_weights()
-
-
-def _map_pieces(model: Any, stored: dict[str, StoredTensor], name_or_path: str) -> dict[str, list[TensorRange]]:
+def _map_ranges(
+    model: "PreTrainedModel", stored: dict[str, StoredTensor], name_or_path: str
+) -> dict[str, list[TensorRange]]:
     state = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    pieces, unexpected = WeightMapping(model).to_parameters({n: t.shape for n, t in stored.items()}, shapes)
+    ranges, unexpected = WeightMapping(model).to_parameters({n: t.shape for n, t in stored.items()}, shapes)
     wrong = [
-        f"{name}: {list(stored[p[0].tensor].shape)} in the checkpoint, {list(shapes[name])} by the config"
-        for name, p in pieces.items()
-        if len(p) == 1
-        and tuple(stored[p[0].tensor].shape) != shapes[name]
-        and p[0].shape == stored[p[0].tensor].shape
-        and p[0].num_elements != state[name].numel()
+        f"{name}: {list(stored[r[0].tensor].shape)} in the checkpoint, {list(shapes[name])} in the config"
+        for name, r in ranges.items()
+        if len(r) == 1
+        and tuple(stored[r[0].tensor].shape) != shapes[name]
+        and r[0].shape == stored[r[0].tensor].shape
+        and r[0].num_elements != state[name].numel()
     ]
     if wrong:
         raise LoadError(
-            f"{len(wrong)} tensors of {name_or_path} have another shape than its config says: {'; '.join(wrong[:3])}. "
-            f"Remedy: check that config.json belongs to the weights."
+            f"{len(wrong)} tensors of {name_or_path} do not have the shape that its config gives: {'; '.join(wrong[:3])}. Check "
+            f"that config.json belongs to the weights."
         )
-    ignored = [name for name in unexpected if "rotary_emb.inv_freq" not in name and "position_ids" not in name]
-    if ignored:
-        missing.warn_main(f"{name_or_path}: {len(ignored)} tensors fit nowhere and stay unread: {ignored[:3]}")
-    return pieces
+    unused = [name for name in unexpected if "rotary_emb.inv_freq" not in name and "position_ids" not in name]
+    if unused:
+        distributed.warn_main(
+            f"{name_or_path}: {len(unused)} tensors match no parameter and are not loaded: {unused[:3]}"
+        )
+    return ranges

@@ -1,100 +1,121 @@
-"""Proves after loading that the model is whole: nothing on meta, ties tied, buffers equal, bytes as read.
+"""Verifies a freshly loaded model: nothing on meta, ties tied, buffers equal on all ranks, bytes as rank 0 read them.
 
-Cheap and always on. Reads the shards; changes nothing.
+Cheap and always on: checksums cover a sample of each shard unless `verify="full"`.
 """
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading.missing import warn_main
-from hf_fsdp_recipes.loading.shard_layout import SAMPLE_ELEMENTS, Checksums, ShardTarget, as_bytes
+from hf_fsdp_recipes.loading.read_ranges import as_bytes
+from hf_fsdp_recipes.loading.shard_layout import ShardTarget
+
+SAMPLE_ELEMENTS = 1024  # of each shard
 
 
-def check(
-    model: torch.nn.Module,
-    destinations: Sequence[ShardTarget],
-    expected: Checksums,
-    position: int,
-    covers_direct: bool = False,
+@dataclass
+class Checksums:
+    """Running CRC-32 by (parameter, shard rank), over elements in the parameter's own dtype."""
+
+    covers_all: bool
+    values: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def num_covered(self, count: int) -> int:
+        """Return how many of a shard's `count` elements the checksum covers."""
+        return count if self.covers_all else min(count, SAMPLE_ELEMENTS)
+
+    def add(self, name: str, shard_rank: int, start: int, elements: torch.Tensor) -> None:
+        """Add elements (1-D, in the parameter's dtype, CPU) that lie `start` elements into the shard."""
+        if not self.covers_all:
+            elements = elements[: max(0, SAMPLE_ELEMENTS - start)]
+        if elements.numel():
+            key = (name, shard_rank)
+            self.values[key] = zlib.crc32(as_bytes(elements.contiguous()).numpy(), self.values.get(key, 0))
+
+
+def check_model(
+    model: torch.nn.Module, targets: Sequence[ShardTarget], expected: Checksums | None, shard_rank: int
 ) -> None:
     """Check a freshly loaded model. Collective: every rank must call this.
 
     Args:
         model: the model, sharded or not.
-        destinations: what was filled, with this rank's slices.
-        expected: rank 0's checksums of what it read.
-        position: this rank's place in the cut.
-        covers_direct: every rank read for itself, so there is nothing to compare with rank 0's reading.
+        targets: what was filled, with this rank's shards.
+        expected: rank 0's checksums of what it read; None if every rank read for itself.
+        shard_rank: which shard this rank holds.
 
     Raises:
-        LoadError: the same on every rank; names the first parameter or buffer that is not as it should be.
+        LoadError: the same on every rank; names the first parameter or buffer that is wrong.
     """
-    if not covers_direct:
+    if expected is not None:
         expected.values = distributed.broadcast_object(expected.values)
     with distributed.sync_errors():
         left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
         if left:
             raise LoadError(f"{len(left)} tensors are still on meta after loading: {left[:3]}")
-        check_ties(model)
-        if not covers_direct:
-            _check_bytes(destinations, expected, position)
-    check_buffers(model, destinations)
+        _check_ties(model)
+        if expected is not None:
+            _check_bytes(targets, expected, shard_rank)
+    check_buffers(model, targets)
 
 
-def check_ties(model: torch.nn.Module) -> None:
-    """Check that what the config ties is one tensor. Any rank, no collective."""
+def _check_ties(model: torch.nn.Module) -> None:
+    """Check that weights which the config ties are one tensor."""
     for module in model.modules():
-        for target, origin in (getattr(module, "all_tied_weights_keys", None) or {}).items():
+        tied: dict[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
+        for target, origin in tied.items():
             try:
                 pair = [module.get_parameter(name) for name in (target, origin)]
             except AttributeError:
-                continue  # PEFT wrapped one of the two; it keeps its own account of ties
+                continue  # PEFT has wrapped one of them and keeps track of the tie itself
             if pair[0] is not pair[1]:
-                raise LoadError(f"{target} and {origin} are tied by the config and are two tensors after loading")
+                raise LoadError(f"{target} and {origin} are tied by the config but are two tensors after loading")
 
 
-def check_buffers(model: torch.nn.Module, destinations: Sequence[ShardTarget] = ()) -> None:
-    """Check that all buffers are the same on all ranks, and warn of NaN in what arrived anywhere.
+def check_buffers(model: torch.nn.Module, targets: Sequence[ShardTarget] = ()) -> None:
+    """Check that all buffers are equal on all ranks, and warn of NaN in what was loaded on any rank.
 
-    Collective: every rank must call this. One exchange for both, however many ranks there are.
+    Collective: every rank must call this. A single exchange, whatever the number of ranks.
+
+    Raises:
+        LoadError: the same on every rank; names the first buffer that differs, and the rank.
     """
-    mine = {name: _crc(buffer) for name, buffer in model.named_buffers()}
-    gathered = distributed.gather_objects((mine, _with_nan(destinations)))
+    own = {name: _crc(buffer) for name, buffer in model.named_buffers()}
+    gathered = distributed.gather_objects((own, _find_nan(targets)))
     with distributed.sync_errors():
         for rank, (theirs, _) in enumerate(gathered):
-            different = [name for name in mine if theirs.get(name) != mine[name]]
+            different = [name for name in own if theirs.get(name) != own[name]]
             if different:
-                raise LoadError(f"buffer {different[0]!r} differs between rank {distributed.rank()} and rank {rank}")
+                raise LoadError(f"buffer {different[0]!r} differs between ranks {distributed.rank()} and {rank}")
     found = sorted({name for _, names in gathered for name in names})
     if found:
-        warn_main(f"{len(found)} parameters hold NaN in the checkpoint itself: {found[:3]}")
+        distributed.warn_main(f"{len(found)} parameters hold NaN in the checkpoint itself: {found[:3]}")
 
 
-def _check_bytes(destinations: Sequence[ShardTarget], expected: Checksums, position: int) -> None:
-    arrived = Checksums(expected.covers_all)
-    for destination in destinations:
-        if (destination.name, position) not in expected.values:
+def _check_bytes(targets: Sequence[ShardTarget], expected: Checksums, shard_rank: int) -> None:
+    actual = Checksums(expected.covers_all)
+    step = 4 * 1024 * 1024
+    for target in targets:
+        key = (target.name, shard_rank)
+        if key not in expected.values:
             continue
-        slice_ = destination.local if expected.covers_all else destination.local[:SAMPLE_ELEMENTS]
-        step = 4 * 1024 * 1024
-        for start in range(0, slice_.numel(), step):
-            arrived.add(destination.name, position, start, slice_[start : start + step].cpu())
-        key = (destination.name, position)
-        if arrived.values[key] != expected.values[key]:
+        covered = target.local[: expected.num_covered(target.local.numel())]
+        for start in range(0, covered.numel(), step):
+            actual.add(target.name, shard_rank, start, covered[start : start + step].cpu())
+        if actual.values[key] != expected.values[key]:
             raise LoadError(
-                f"{destination.name}: what arrived on rank {distributed.rank()} is not what rank 0 read (CRC-32 "
-                f"{arrived.values[key]:08x}, not {expected.values[key]:08x}). Remedy: check the network and memory."
+                f"{target.name}: rank {distributed.rank()} received other bytes than rank 0 read (CRC-32 "
+                f"{actual.values[key]:08x}, expected {expected.values[key]:08x}). Check the network and the memory."
             )
 
 
-def _with_nan(destinations: Sequence[ShardTarget]) -> list[str]:
-    return [d.name for d in destinations if not d.is_packed and torch.isnan(d.local[:SAMPLE_ELEMENTS]).any()]
+def _find_nan(targets: Sequence[ShardTarget]) -> list[str]:
+    return [t.name for t in targets if not t.is_packed and torch.isnan(t.local[:SAMPLE_ELEMENTS]).any()]
 
 
-def _crc(tensor: Any) -> int:
+def _crc(tensor: torch.Tensor) -> int:
     return zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy())

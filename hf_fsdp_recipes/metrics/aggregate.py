@@ -1,28 +1,25 @@
-"""The figures of one logging window: from the numbers of every rank to one entry of metrics.jsonl.
-
-Pure arithmetic; measures nothing and asks no rank.
-"""
+"""Metrics of all ranks between two logged steps, combined into one entry of metrics.jsonl. Arithmetic only."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 
-from hf_fsdp_recipes.metrics.clock import PARTS
-from hf_fsdp_recipes.metrics.flops import ModelFlops, Work
+from hf_fsdp_recipes.metrics.clock import PHASES
+from hf_fsdp_recipes.metrics.flops import ModelFlops, TokenCounts
 
-NOT_TRAINING = ("save", "evaluation")  # parts that throughput leaves out
+NOT_TRAINING = ("save", "evaluation")  # phases that throughput leaves out
 RATES = ("tokens_per_second", "tokens_per_second_per_device", "model_flops_per_second_per_device", "mfu", "hfu")
 
 
 @dataclass(frozen=True)
-class Speed:
-    """What turns tokens and seconds into FLOP/s and utilisation.
+class MfuInputs:
+    """What turns tokens per second into FLOP/s, MFU and HFU.
 
     Attributes:
-        flops: the model's, or None where they cannot be told.
-        peak_flops: dense peak of one device in FLOP/s, or None where it is not known.
+        flops: the model's, or None if unknown.
+        peak_flops: dense peak FLOP/s of one device, or None if unknown.
         is_recomputed: whether activation checkpointing repeats the forward pass.
     """
 
@@ -32,8 +29,8 @@ class Speed:
 
 
 @dataclass
-class RankWindow:
-    """What one rank measured in one window; `seconds` has an entry for each of `clock.PARTS`."""
+class RankMetrics:
+    """What one rank measured since the last logged step; `seconds` has an entry per phase of the clock."""
 
     host_bytes: int = 0
     device_bytes: int = 0
@@ -42,69 +39,66 @@ class RankWindow:
     device_reserved_peak_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def as_integers(self) -> list[int]:
-        """Return the numbers in a fixed order, seconds as microseconds."""
-        *numbers, seconds = asdict(self).values()
-        return [*numbers, *(round(seconds[part] * 1e6) for part in PARTS)]
+
+NUM_COUNTS = len(fields(TokenCounts))
+MEMORY = [entry.name for entry in fields(RankMetrics) if entry.name != "seconds"]
 
 
-NUM_WORK = 3  # tokens, pairs, window pairs go first
-MEMORY = [name for name in RankWindow.__dataclass_fields__ if name != "seconds"]
-
-
-def pack(work: torch.Tensor, measured: RankWindow) -> torch.Tensor:
-    """Put a rank's numbers into one tensor for the gather, without waiting for the device."""
-    return torch.cat([work, torch.tensor(measured.as_integers(), dtype=torch.int64).to(work.device, non_blocking=True)])
-
-
-def summarize(rows: Sequence[Sequence[int]], num_steps: int, speed: Speed) -> dict[str, Any]:
-    """Return the figures of a window over all ranks.
+def pack(counts: torch.Tensor, metrics: RankMetrics) -> torch.Tensor:
+    """Return one rank's token counts, memory and phases as an int64 tensor to gather, without synchronizing.
 
     Args:
-        rows: what `pack` packed, of every rank.
-        num_steps: optimizer steps in the window.
-        speed: of this run.
+        counts: (3,) int64 on the rank's device: the fields of `TokenCounts`.
+        metrics: the rank's metrics; their seconds become microseconds.
+    """
+    *memory, seconds = asdict(metrics).values()
+    integers = [*memory, *(round(seconds[phase] * 1e6) for phase in PHASES)]
+    return torch.cat([counts, torch.tensor(integers, dtype=torch.int64).to(counts.device, non_blocking=True)])
+
+
+def summarize(rows: Sequence[Sequence[int]], num_steps: int, inputs: MfuInputs) -> dict[str, Any]:
+    """Return the metrics of all ranks as an entry of metrics.jsonl.
+
+    Args:
+        rows: what `pack` returned on each rank.
+        num_steps: optimizer steps since the last logged step.
+        inputs: this run's.
 
     Returns:
-        Memory as lists, rank by rank; `seconds` of each part as the mean of the ranks; `tokens` of all ranks;
-        throughput and utilisation over the time that was spent on training. A figure that cannot be told is left out.
+        Memory as lists with one value per rank, `seconds` per phase as the mean over ranks, `tokens` of all ranks, and
+        throughput and utilization over the training time. Unknown metrics are left out.
     """
-    work = Work(*(sum(row[i] for row in rows) for i in range(NUM_WORK)))
-    memory = {name: [row[NUM_WORK + i] for row in rows] for i, name in enumerate(MEMORY)}
-    begin = NUM_WORK + len(MEMORY)
-    seconds = {part: sum(row[begin + i] for row in rows) / len(rows) / 1e6 for i, part in enumerate(PARTS)}
-    training = sum(value for part, value in seconds.items() if part not in NOT_TRAINING)
-    entry: dict[str, Any] = {"num_steps": num_steps, "tokens": work.tokens}
+    counts = TokenCounts(*(sum(row[i] for row in rows) for i in range(NUM_COUNTS)))
+    memory = {name: [row[NUM_COUNTS + i] for row in rows] for i, name in enumerate(MEMORY)}
+    start = NUM_COUNTS + len(MEMORY)
+    seconds = {phase: sum(row[start + i] for row in rows) / len(rows) / 1e6 for i, phase in enumerate(PHASES)}
+    training = sum(value for phase, value in seconds.items() if phase not in NOT_TRAINING)
+    entry: dict[str, Any] = {"num_steps": num_steps, "tokens": counts.tokens}
     if num_steps > 0 and training > 0:
         entry["step_seconds"] = training / num_steps
-        entry |= throughput(work.tokens, training, len(rows))
-        entry |= utilisation(work, training, len(rows), speed)
-    return entry | {"seconds": {part: round(value, 6) for part, value in seconds.items()}} | memory
+        entry |= _rates(counts, training, len(rows), inputs) if counts.tokens else {}
+    return entry | {"seconds": {phase: round(value, 6) for phase, value in seconds.items()}} | memory
 
 
-def throughput(tokens: int, seconds: float, num_ranks: int) -> dict[str, float]:
-    """Return tokens a second, of all ranks and of each."""
-    if tokens == 0:
-        return {}
-    return {"tokens_per_second": tokens / seconds, "tokens_per_second_per_device": tokens / seconds / num_ranks}
-
-
-def utilisation(work: Work, seconds: float, num_ranks: int, speed: Speed) -> dict[str, float]:
-    """Return model FLOP/s a device, and MFU (with recomputation also HFU) where the peak is known."""
-    if speed.flops is None or work.tokens == 0:
-        return {}
+def _rates(counts: TokenCounts, seconds: float, num_ranks: int, inputs: MfuInputs) -> dict[str, float]:
     device_seconds = seconds * num_ranks
-    found = {"model_flops_per_second_per_device": speed.flops.training(work) / device_seconds}
-    if speed.peak_flops:
-        found["mfu"] = found["model_flops_per_second_per_device"] / speed.peak_flops
-        if speed.is_recomputed:
-            found["hfu"] = speed.flops.hardware(work) / device_seconds / speed.peak_flops
-    return found
+    rates = {
+        "tokens_per_second": counts.tokens / seconds,
+        "tokens_per_second_per_device": counts.tokens / device_seconds,
+    }
+    if inputs.flops is None:
+        return rates
+    rates["model_flops_per_second_per_device"] = inputs.flops.training(counts) / device_seconds
+    if inputs.peak_flops:
+        rates["mfu"] = rates["model_flops_per_second_per_device"] / inputs.peak_flops
+        if inputs.is_recomputed:
+            rates["hfu"] = inputs.flops.hardware(counts) / device_seconds / inputs.peak_flops
+    return rates
 
 
 def average(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the mean of each rate over the training time of the entries that are no warm-up; nothing if all are."""
-    found = {}
+    """Return the mean of each rate over the training time of all entries after the warm-up."""
+    means = {}
     for rate in RATES:
         spans = [
             (entry[rate], entry["step_seconds"] * entry.get("num_steps", 1))
@@ -113,5 +107,5 @@ def average(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
         ]
         total = sum(seconds for _, seconds in spans)
         if total > 0:
-            found[rate] = sum(value * seconds for value, seconds in spans) / total
-    return found
+            means[rate] = sum(value * seconds for value, seconds in spans) / total
+    return means

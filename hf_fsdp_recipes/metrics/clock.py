@@ -1,8 +1,7 @@
-"""Divides a run's wall time into parts: data, forward and backward, optimizer, save, evaluation, the rest.
+"""Wall time of a run by phase: data, forward and backward, optimizer, save, evaluation, other.
 
-A mark ends the part that went before it. On an accelerator a mark is an event in its queue of work, so that a part
-is the time in which the device did it (or stood still for it), not the time in which Python asked for it; nothing
-waits until the sums are taken.
+A mark ends a phase. On an accelerator a mark is an event on the current stream, so a phase lasts as long as the device
+worked on it or idled in it, no matter when Python launched the work. Only reading the totals synchronizes.
 """
 
 import contextlib
@@ -10,70 +9,70 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-MAX_MARKS = 4096  # kept until they are added up: some hundred steps
-PARTS = ("data", "forward_backward", "optimizer", "save", "evaluation", "other")
+MAX_MARKS = 4096  # marks kept before they are summed: a few hundred steps
+PHASES = ("data", "forward_backward", "optimizer", "save", "evaluation", "other")
 
 
 class Clock:
-    """Marks of one rank. Does nothing until it is started. No collectives."""
+    """Time of one rank by phase. Ignores marks until it is started."""
 
     def __init__(self) -> None:
-        self._marks: list[tuple[str, Any]] = []  # the part that ends here, and when
-        self._seconds = dict.fromkeys(PARTS, 0.0)  # of marks that have been added up
+        self._marks: list[tuple[str, Any]] = []  # phases that ended, and when
+        self._seconds = dict.fromkeys(PHASES, 0.0)  # of marks that were summed
         self._device: Any = None
         self._is_running = False
 
     def start(self, device: Any = None) -> None:
-        """Start, or start anew.
+        """Start or restart.
 
         Args:
-            device: the accelerator's module (`torch.cuda`), or None for the host's clock.
+            device: the accelerator's module (`torch.cuda`), or None to use the host's clock.
         """
         self._device = device if hasattr(device, "Event") else None
         self._is_running = True
         self._marks.clear()
         self.mark("other")
-        self.drop()
+        self.reset()
 
     def stop(self) -> None:
-        """Stop; marks are ignored from here on."""
+        """Stop; later marks are ignored."""
         self._is_running = False
         self._marks.clear()
 
-    def mark(self, part: str) -> None:
-        """End a part now."""
+    def mark(self, phase: str) -> None:
+        """End a phase now."""
         if not self._is_running:
             return
-        self._marks.append((part, self._now()))
+        self._marks.append((phase, self._now()))
         if len(self._marks) > MAX_MARKS:
-            self._add_up()
+            self._sum_marks()
 
     @contextlib.contextmanager
-    def spending(self, part: str, after: str) -> Iterator[None]:
-        """Count a block as one part, and what went before it as another."""
+    def spending(self, phase: str, after: str) -> Iterator[None]:
+        """Count a block as one phase, and the time since the last mark as another."""
         self.mark(after)
         try:
             yield
         finally:
-            self.mark(part)
+            self.mark(phase)
 
-    def drop(self) -> None:
-        """Forget all but the last mark."""
+    def reset(self) -> None:
+        """Forget the time before the last mark."""
         del self._marks[:-1]
-        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._seconds = dict.fromkeys(PHASES, 0.0)
 
-    def take(self) -> dict[str, float]:
-        """Return the seconds of each part since the last `take`, `drop` or `start`; on a device, wait for the last mark."""
-        self._add_up()
+    def pop(self) -> dict[str, float]:
+        """Return the seconds of each phase up to the last mark, and reset. On a device, wait for that mark."""
+        self._sum_marks()
         seconds = self._seconds
-        self.drop()
+        self.reset()
         return seconds
 
-    def _add_up(self) -> None:
+    def _sum_marks(self) -> None:
         if self._device is not None and self._marks:
             self._marks[-1][1].synchronize()
-        for (_, begin), (part, end) in zip(self._marks, self._marks[1:], strict=False):
-            self._seconds[part] += begin.elapsed_time(end) / 1e3 if self._device is not None else end - begin
+        for (_, begin), (phase, end) in zip(self._marks, self._marks[1:], strict=False):
+            self._seconds[phase] += begin.elapsed_time(end) / 1e3 if self._device is not None else end - begin
         del self._marks[:-1]
 
     def _now(self) -> Any:
@@ -84,4 +83,4 @@ class Clock:
         return event
 
 
-clock = Clock()  # of this process: MetricsCallback runs it, and rooms above mark what they spend
+clock = Clock()  # this process's clock: MetricsCallback starts it, other modules mark the phases they are in

@@ -1,13 +1,11 @@
-"""Model FLOPs of training: what the model's own matrix products cost, whatever the hardware repeats.
+"""Model FLOPs of a training step, counted from the model's matrix products.
 
-A token costs 2 FLOPs a matmul parameter forward, 2 backward for the activations, and 2 more for the gradient of
-each parameter that is trained: 6 in full training, a little over 4 under LoRA. Attention costs 2 matrix products
-over all pairs of tokens of a sequence, causal or not, and twice that backward. Embedding look-ups, norms and the
-loss are not counted; a mixture of experts counts the experts that a token meets.
+A token costs 2 FLOPs per matmul parameter in the forward pass, 2 in the backward pass for the activations, and 2 more
+for the gradient of each trained parameter: 6 in full fine-tuning, a little over 4 with LoRA. Attention costs two matrix
+products over all pairs of tokens of a sequence, causal or not, and twice that in the backward pass. Embedding look-ups,
+norms and the loss do not count. A mixture of experts counts the experts that each token is routed to.
 
-Source: PaLM (arXiv:2204.02311), appendix B, whose attention term of 12 * layers * heads * head_dim * length this is.
-
-Does not measure, and does not know devices (see `peaks`).
+Source: PaLM (arXiv:2204.02311), appendix B; its attention term is 12 * layers * heads * head_dim * length.
 """
 
 import re
@@ -24,13 +22,13 @@ NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a number of sequences ask of a model.
+class TokenCounts:
+    """Sizes of a set of sequences, as far as FLOPs depend on them.
 
     Attributes:
-        tokens: sum of the sequences' lengths, padding left out.
+        tokens: sum of the sequence lengths, without padding.
         pairs: sum of length * length.
-        window_pairs: sum of length * min(length, window); the same as `pairs` without a window.
+        window_pairs: sum of length * min(length, window); equals `pairs` without a window.
     """
 
     tokens: int
@@ -38,8 +36,8 @@ class Work:
     window_pairs: int
 
     @classmethod
-    def of(cls, lengths: Iterable[int], window: int | None = None) -> "Work":
-        """Add up the work of sequences of these lengths in tokens."""
+    def of(cls, lengths: Iterable[int], window: int | None = None) -> "TokenCounts":
+        """Count sequences of these lengths in tokens."""
         lengths = list(lengths)
         windowed = sum(length * min(length, window or length) for length in lengths)
         return cls(sum(lengths), sum(length * length for length in lengths), windowed)
@@ -47,15 +45,15 @@ class Work:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """The parts of a model that cost FLOPs.
+    """Sizes of a model that determine its FLOPs.
 
     Attributes:
-        matmul_parameters: parameters that one token is multiplied with.
+        matmul_parameters: parameters in the matrix products of one token.
         trainable_parameters: those of them that get a gradient.
-        head_parameters: those of the language model head, which activation checkpointing does not repeat.
-        attention_width: heads * (query dim + value dim), summed over the layers that see the whole sequence.
-        window_width: the same over the layers with a sliding window.
-        window: that window in tokens, or None.
+        head_parameters: those in the language model head, which activation checkpointing does not recompute.
+        attention_width: heads * (query dim + value dim), summed over the layers with full attention.
+        window_width: the same, summed over the layers with sliding-window attention.
+        window: length of that window in tokens, or None.
     """
 
     matmul_parameters: int
@@ -65,35 +63,37 @@ class ModelFlops:
     window_width: int
     window: int | None
 
-    def forward(self, work: Work) -> int:
+    def forward(self, counts: TokenCounts) -> int:
         """Return the FLOPs of a forward pass."""
-        return 2 * self.matmul_parameters * work.tokens + self._attention(work)
+        return 2 * self.matmul_parameters * counts.tokens + self._attention(counts)
 
-    def training(self, work: Work) -> int:
+    def training(self, counts: TokenCounts) -> int:
         """Return the model FLOPs of a forward and a backward pass: the numerator of MFU."""
         per_token = 4 * self.matmul_parameters + 2 * self.trainable_parameters
-        return per_token * work.tokens + 3 * self._attention(work)
+        return per_token * counts.tokens + 3 * self._attention(counts)
 
-    def hardware(self, work: Work) -> int:
-        """Return the FLOPs of training with activation checkpointing: one more forward pass of all layers.
+    def hardware(self, counts: TokenCounts) -> int:
+        """Return the FLOPs with activation checkpointing, which repeats the forward pass: the numerator of HFU.
 
-        At most: torch stops repeating a layer where nothing more is needed, and not all layers need be checkpointed.
+        This is an upper bound: torch stops recomputing a layer once it has what it needs, and some layers may not be
+        checkpointed.
         """
-        return self.training(work) + self.forward(work) - 2 * self.head_parameters * work.tokens
+        return self.training(counts) + self.forward(counts) - 2 * self.head_parameters * counts.tokens
 
-    def _attention(self, work: Work) -> int:
-        return 2 * (self.attention_width * work.pairs + self.window_width * work.window_pairs)
+    def _attention(self, counts: TokenCounts) -> int:
+        return 2 * (self.attention_width * counts.pairs + self.window_width * counts.window_pairs)
 
 
 def count_flops(model: nn.Module) -> ModelFlops:
-    """Find what costs FLOPs in a transformers or PEFT model, whole, on meta or sharded by FSDP2.
+    """Count the parameters and attention widths that determine a model's FLOPs.
 
-    Of a model of several modalities the language model alone is counted. Under LoRA the backward pass is taken to
-    go through every layer; below the first adapter it does not, at most a few products of the first layer.
+    The model is a transformers or PEFT model: unsharded, on the meta device, or sharded by FSDP2. Of a multimodal model
+    only the language model counts. With LoRA the backward pass is assumed to go through every layer; in fact it stops
+    below the first adapter, which saves a few products of the first layer at most.
 
     Raises:
-        ValueError: the model's FLOPs cannot be told: no transformers config, an encoder-decoder, parameters that
-            FSDP1 has flattened, or experts without a known number of active ones.
+        ValueError: the model has no transformers config, is an encoder-decoder, has parameters flattened by FSDP1, or
+            has experts whose number per token is unknown.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
@@ -101,16 +101,16 @@ def count_flops(model: nn.Module) -> ModelFlops:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{type(model).__name__} is an encoder-decoder")
     if any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules()):
-        raise ValueError("FSDP1 has flattened the parameters; add the callback when the Trainer is built")
+        raise ValueError("FSDP1 has flattened the parameters; pass MetricsCallback to the Trainer's constructor")
     text_config = config.get_text_config()
-    found = list(_matmuls(model, text_config))
+    matmuls = list(_matmuls(model, text_config))
     head = getattr(model, "get_output_embeddings", lambda: None)()
     full, windowed = _attention_layers(text_config)
     width = _attention_width(text_config)
     return ModelFlops(
-        matmul_parameters=sum(count for _, count, _ in found),
-        trainable_parameters=sum(count for _, count, is_trained in found if is_trained),
-        head_parameters=sum(count for module, count, _ in found if module is head),
+        matmul_parameters=sum(count for _, count, _ in matmuls),
+        trainable_parameters=sum(count for _, count, is_trained in matmuls if is_trained),
+        head_parameters=sum(count for module, count, _ in matmuls if module is head),
         attention_width=full * width,
         window_width=windowed * width,
         window=_window(text_config),
@@ -118,50 +118,38 @@ def count_flops(model: nn.Module) -> ModelFlops:
 
 
 def _matmuls(model: nn.Module, config: Any) -> Iterator[tuple[nn.Module, int, bool]]:
-    """Yield (module, parameters that one token is multiplied with, whether they are trained)."""
+    """Yield (module, parameters in the matrix products of one token, whether they are trained)."""
     for name, module in model.named_modules():
-        # PEFT's modules_to_save keeps the module that it stands in for.
+        # PEFT's modules_to_save keeps the original of each module that it replaces.
         if OTHER_MODALITIES.search(name) or "original_module" in name.split("."):
             continue
-        share = _active_share(config) if EXPERT_OF_A_LIST.search(f".{name}.") else 1.0
-        if hasattr(module, "in_features") and hasattr(module, "out_features") and _has_weight(module):
-            # Quantised layers keep these numbers where their weight is packed.
+        share = 1.0
+        if EXPERT_OF_A_LIST.search(f".{name}."):
+            share = _active_experts(config) / _first_of(config, NUM_EXPERTS, "the number of experts")
+        # A PEFT layer exposes its base layer's attributes, but owns no weight; the base layer is visited by itself.
+        if hasattr(module, "in_features") and hasattr(module, "out_features") and "weight" in module._parameters:
+            # The features, because quantized layers pack their weight.
             yield module, round(module.in_features * module.out_features * share), module.weight.requires_grad
             continue
         for key, parameter in module.named_parameters(recurse=False):
             if isinstance(module, nn.Embedding) or key.endswith("bias"):
                 continue
-            if parameter.ndim == 3 and not isinstance(module, nn.Conv1d):
-                yield module, _active_of(parameter, config), parameter.requires_grad
+            if parameter.ndim == 3 and not isinstance(module, nn.Conv1d):  # experts in one tensor
+                active = parameter.numel() // parameter.shape[0] * _active_experts(config)
+                yield module, active, parameter.requires_grad
             elif parameter.ndim >= 2 and key == "weight":  # GPT-2's Conv1D, routers, convolutions
                 yield module, round(parameter.numel() * share), parameter.requires_grad
 
 
-def _has_weight(module: nn.Module) -> bool:
-    # A PEFT layer shows its base layer's features and weight, and the base layer comes by itself.
-    return "weight" in module._parameters
-
-
-def _active_of(experts: nn.Parameter, config: Any) -> int:
-    return experts.numel() // experts.shape[0] * _active_experts(config)
-
-
-def _active_share(config: Any) -> float:
-    total = _first_of(config, NUM_EXPERTS)
-    if total is None:
-        raise ValueError(f"{type(config).__name__} does not say how many experts there are")
-    return _active_experts(config) / total
-
-
 def _active_experts(config: Any) -> int:
-    active = _first_of(config, ACTIVE_EXPERTS)
-    if active is None:
-        raise ValueError(f"{type(config).__name__} does not say how many experts a token meets")
-    return active
+    return _first_of(config, ACTIVE_EXPERTS, "the number of experts per token")
 
 
-def _first_of(config: Any, names: Sequence[str]) -> int | None:
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+def _first_of(config: Any, names: Sequence[str], meaning: str) -> int:
+    for name in names:
+        if isinstance(value := getattr(config, name, None), int):
+            return value
+    raise ValueError(f"{type(config).__name__} does not define {meaning}")
 
 
 def _attention_width(config: Any) -> int:
@@ -173,7 +161,7 @@ def _attention_width(config: Any) -> int:
 
 
 def _attention_layers(config: Any) -> tuple[int, int]:
-    """Return how many layers attend to the whole sequence and how many to a window; others (state space) to none."""
+    """Return the numbers of layers with full and with windowed attention; others, such as state space layers, have none."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if not kinds:
         return (0, config.num_hidden_layers) if _window(config) else (config.num_hidden_layers, 0)

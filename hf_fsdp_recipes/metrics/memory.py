@@ -1,6 +1,6 @@
-"""Where the figures of memory come from: host and device bytes. Reads; keeps no history.
+"""Host and device memory of this process, in bytes.
 
-Host memory is anonymous (RssAnon + RssShmem): pages of memory-mapped files belong to the kernel's cache.
+Host memory is anonymous memory (RssAnon + RssShmem), because pages of memory-mapped files belong to the page cache.
 """
 
 import threading
@@ -12,7 +12,7 @@ import torch
 
 
 def host_bytes(process: int | str = "self") -> int:
-    """Return the anonymous resident memory of a process in bytes: this one, or the one of an id."""
+    """Return the anonymous resident memory of this process, or of the process with an id."""
     total = 0
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith(("RssAnon:", "RssShmem:")):
@@ -21,7 +21,7 @@ def host_bytes(process: int | str = "self") -> int:
 
 
 def device_bytes() -> tuple[int, int]:
-    """Return (allocated now, peak allocated) on this rank's accelerator in bytes; zeros on CPU ranks."""
+    """Return (allocated now, peak allocated) on this rank's accelerator; zeros without one."""
     if not torch.accelerator.is_available():
         return 0, 0
     return torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated()
@@ -33,24 +33,24 @@ def find_device_module(device: torch.device) -> Any:
 
 
 class DeviceMemory:
-    """Allocated bytes of this rank's accelerator over a window of steps; zeros on CPU ranks. No collectives.
+    """Memory allocated on this rank's accelerator between two logged steps; zeros on CPU ranks.
 
     Args:
-        device: the accelerator's module, or None; one without memory counters (`torch.mps`) counts as None.
+        device: the accelerator's module, or None. A module without memory counters (`torch.mps`) counts as None.
     """
 
     def __init__(self, device: Any = None) -> None:
         self._device = device if hasattr(device, "reset_peak_memory_stats") else None
         self._valley_bytes: int | None = None
 
-    def sample(self) -> None:
-        """Look between two steps, where activations and gradients are gone: the valley."""
+    def sample_valley(self) -> None:
+        """Record the allocated memory; call it between steps, after activations and gradients are freed."""
         if self._device is not None:
             now = self._device.memory_allocated()
             self._valley_bytes = now if self._valley_bytes is None else min(now, self._valley_bytes)
 
-    def take(self) -> tuple[int, int, int, int]:
-        """Return (now, valley, peak, reserved peak) in bytes since the last `take`, and begin a new window."""
+    def pop(self) -> tuple[int, int, int, int]:
+        """Return (allocated now, valley, peak, peak reserved) since the last `pop`, and reset the peaks."""
         if self._device is None:
             return 0, 0, 0, 0
         now, peak = self._device.memory_allocated(), self._device.max_memory_allocated()
@@ -62,11 +62,11 @@ class DeviceMemory:
 
 
 class HostPeak:
-    """Sample host memory in a thread while a block runs.
+    """Peak host memory while a block runs, sampled in a thread.
 
     Attributes:
         before_bytes, peak_bytes, after_bytes: anonymous resident memory of this process.
-        seconds: how long the block took.
+        seconds: duration of the block.
     """
 
     def __init__(self, interval_seconds: float = 0.01) -> None:
@@ -82,7 +82,7 @@ class HostPeak:
         self._thread.start()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.seconds = time.perf_counter() - self._started
         self._stop.set()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, appended as things happen; survives a kill and a resume."""
+"""metrics.jsonl: one JSON object per line, appended during the run; survives a kill and a resume."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a metrics.jsonl; a torn line, as a kill leaves it, is passed over."""
+    """Return the entries of a metrics.jsonl, skipping a line that a kill left incomplete."""
     entries = []
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
@@ -20,21 +20,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def append(path: Path, entry: dict[str, Any]) -> None:
-    """Write one line at once, so that a kill tears at most this one. Main rank only."""
+    """Append an entry in one write, so that a kill damages at most this line. Rank 0 only."""
     with path.open("a") as stream:
         stream.write(json.dumps(entry) + "\n")
 
 
 def begin(path: Path, step: int, entries: Sequence[dict[str, Any]]) -> None:
-    """Begin the file of a run, or go on with it after a resume. Main rank only.
+    """Create the file of a run, or continue it after a resume. Rank 0 only.
 
-    What the run will measure again is dropped. The file is written beside the old one and replaces it, so that a
-    kill costs no line.
+    Entries of steps that the run will repeat are dropped. The new file replaces the old one atomically.
 
     Args:
-        path: the file; its directory is made.
-        step: the step that the run starts after; 0 begins anew.
-        entries: the first lines of this start.
+        path: the file; its directory is created.
+        step: the last step before this start; 0 discards an existing file.
+        entries: first entries of this start.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [entry for entry in read_metrics(path) if entry.get("step", 0) <= step] if step else []
@@ -44,6 +43,6 @@ def begin(path: Path, step: int, entries: Sequence[dict[str, Any]]) -> None:
 
 
 def last_of_each_step(entries: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Return the entries that have `key`, by step; of a step that was repeated after a resume, the last one."""
+    """Return the entries that have `key`, in order of steps; the last one of a step that a resume repeated."""
     found = {entry["step"]: entry for entry in entries if key in entry}
     return [found[step] for step in sorted(found)]

@@ -1,7 +1,7 @@
-"""Progress of long operations: how much of how much, how fast, how long still. On rank 0's terminal; silent elsewhere.
+"""Progress bars of long operations on rank 0's terminal; silent on other ranks and without a terminal.
 
-A thin name over tqdm, so that bars agree with Trainer's. Costs an addition an update: tqdm draws ten times a second at
-most. Whoever turns off the bars of transformers or of the Hub turns off these.
+Thin wrappers around tqdm, so that the bars look like Trainer's. Turning off the bars of transformers or of the Hub
+turns these off too.
 """
 
 import sys
@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 
 def is_shown() -> bool:
-    """Tell whether this process shows progress: rank 0, with a terminal, and nobody has turned bars off."""
+    """Return whether this process shows progress: it is rank 0, has a terminal, and bars are not turned off."""
     terminal = sys.__stderr__
     if terminal is None or terminal.closed or not terminal.isatty() or not distributed.is_main():
         return False
@@ -26,16 +26,16 @@ def is_shown() -> bool:
     return logging.is_progress_bar_enabled() and not are_progress_bars_disabled()
 
 
-def bar(total: float | None, title: str, unit: str = "B", **style: Any) -> Any:
-    """Return a tqdm bar: `with bar(num_bytes, "load") as shown: shown.update(bucket_bytes)`. No collective.
+def bar(total: float | None, title: str, unit: str = "B", **style: Any) -> tqdm:
+    """Return a progress bar: `with bar(num_bytes, "load") as shown: shown.update(chunk_bytes)`.
 
     Args:
-        total: what will be reached, or None where nobody knows.
+        total: size of the operation, or None if unknown.
         title: what is being done.
-        unit: bytes, shown with their prefixes, or the name of what is counted.
+        unit: "B" to show bytes with their prefixes, or the name of what is counted.
         **style: further arguments of tqdm.
     """
-    # Not sys.stderr: some callers hold that back to keep upstream's notes off the terminal.
+    # sys.__stderr__, because some callers redirect sys.stderr to hide upstream's messages.
     return tqdm(
         total=total,
         desc=title,
@@ -48,13 +48,8 @@ def bar(total: float | None, title: str, unit: str = "B", **style: Any) -> Any:
     )
 
 
-def in_words(num_bytes: int) -> str:
-    """Return a number of bytes as the bars write it, `12.3MB`."""
-    return f"{tqdm.format_sizeof(num_bytes)}B"
-
-
 def each(items: Sequence[Item], title: str, unit: str = "B", sizes: Sequence[int] | None = None) -> Iterator[Item]:
-    """Yield the items and show how far it is, by their sizes in bytes or, where those are not told, by their number."""
+    """Yield the items behind a progress bar, which advances by their sizes in bytes, or by one if there are none."""
     steps = sizes or [1] * len(items)
     with bar(sum(steps), title, unit) as shown:
         for item, step in zip(items, steps, strict=True):
@@ -63,12 +58,17 @@ def each(items: Sequence[Item], title: str, unit: str = "B", sizes: Sequence[int
 
 
 def say(line: str) -> None:
-    """Print a line above the bars, where bars are shown. No collective."""
+    """Print a line to the terminal above the bars, if bars are shown."""
     if is_shown():
         tqdm.write(line, file=sys.__stderr__)
 
 
 def print_above(line: str) -> None:
-    """Print a line to standard output, above the bars where bars are shown. No collective."""
+    """Print a line to standard output, above any bars."""
     tqdm.write(line, file=sys.stdout)
     sys.stdout.flush()
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return a size as the bars show it, for example `12.3MB`."""
+    return f"{tqdm.format_sizeof(num_bytes)}B"

@@ -1,6 +1,6 @@
-"""The report of a run: one page and plots from metrics.jsonl. Reads that file, and knows nothing else.
+"""The report of a run: report.md and its plots, rendered from metrics.jsonl alone.
 
-So it can be written of a run that is under way, was killed, or was resumed.
+A report can therefore be written for a run that is still going, was killed, or was resumed.
 """
 
 import statistics
@@ -9,39 +9,37 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_recipes.errors import DataError
-from hf_fsdp_recipes.metrics import aggregate
-from hf_fsdp_recipes.metrics.clock import PARTS
+from hf_fsdp_recipes.metrics import aggregate, stages
+from hf_fsdp_recipes.metrics.clock import PHASES
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, last_of_each_step, read_metrics
 
 REPORT_FILE = "report.md"
 LOSS_PLOT, THROUGHPUT_PLOT, MEMORY_PLOT = "loss.png", "throughput.png", "memory.png"
-MAX_STAGE_RANKS = 4  # rows of the table of loading; the largest of the others follow in metrics.jsonl
 
+Entry = dict[str, Any]
 Row = tuple[str, str]
 
 
 def render(output_dir: Path) -> Path:
-    """Write the report of a directory that someone names.
+    """Write the report of a run's output directory, and return its path.
 
     Raises:
-        DataError: there is no metrics.jsonl.
+        DataError: the directory has no metrics.jsonl.
     """
     if not (output_dir / METRICS_FILE).is_file():
-        raise DataError(
-            f"{output_dir} holds no {METRICS_FILE}. Rule: a run with `report: true` writes one into its output_dir."
-        )
+        raise DataError(f"{output_dir} has no {METRICS_FILE}. Runs with `report: true` write one to their output_dir.")
     return write_report(output_dir)
 
 
 def write_report(output_dir: Path, notes: Sequence[str] = ()) -> Path:
-    """Write `report.md` and its plots beside a metrics.jsonl. Main rank only.
+    """Write `report.md` and its plots next to metrics.jsonl. Rank 0 only.
 
     Args:
-        output_dir: the run's directory.
-        notes: paragraphs to add at the end.
+        output_dir: the run's output directory.
+        notes: paragraphs to append.
 
     Returns:
-        The report.
+        The path of the report.
     """
     entries = read_metrics(output_dir / METRICS_FILE)
     starts = [entry for entry in entries if "run" in entry]
@@ -49,14 +47,14 @@ def write_report(output_dir: Path, notes: Sequence[str] = ()) -> Path:
     lines = [f"# {starts[-1]['run'] if starts else output_dir.name}", ""]
     if steps:
         evaluations = last_of_each_step(entries, "eval_loss")
-        rows = (
-            _run_rows(starts, steps) + _loss_rows(steps, evaluations) + _speed_rows(starts, steps) + _memory_rows(steps)
-        )
-        lines += [*_table(("", ""), rows), "", *_write_plots(output_dir, steps, evaluations)]
-        lines += _split_section(steps + last_of_each_step(entries, "ended_at_step")[-1:])
+        rows = _run_rows(starts, steps) + _loss_rows(steps, evaluations)
+        rows += _throughput_rows(starts, steps) + _memory_rows(steps)
+        lines += [*_table("metric", "value", rows), *_write_plots(output_dir, steps, evaluations)]
+        lines += _phase_section(steps + last_of_each_step(entries, "ended_at_step")[-1:])
     else:
-        lines += ["No step was logged.", ""]
-    lines += _stage_section([entry for entry in entries if "stage" in entry])
+        lines += ["No steps logged.", ""]
+    if loaded := [stages.Stage(**entry) for entry in entries if "stage" in entry]:
+        lines += ["## Loading", "", "```", stages.format_table(loaded), "```", ""]
     for note in notes:
         lines += [note, ""]
     report = output_dir / REPORT_FILE
@@ -64,14 +62,14 @@ def write_report(output_dir: Path, notes: Sequence[str] = ()) -> Path:
     return report
 
 
-def _write_plots(output_dir: Path, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> list[str]:
-    from hf_fsdp_recipes.metrics import plots
+def _write_plots(output_dir: Path, steps: list[Entry], evaluations: list[Entry]) -> list[str]:
+    from hf_fsdp_recipes.metrics import plots  # imports matplotlib
 
-    figures = {LOSS_PLOT: ("training loss", plots.draw_loss(steps, evaluations))}
+    figures = {LOSS_PLOT: ("Loss", plots.draw_loss(steps, evaluations))}
     if any("step_seconds" in entry for entry in steps):
-        figures[THROUGHPUT_PLOT] = ("throughput", plots.draw_throughput(steps))
+        figures[THROUGHPUT_PLOT] = ("Throughput", plots.draw_throughput(steps))
     if any(entry.get("host_bytes") for entry in steps):
-        figures[MEMORY_PLOT] = ("memory", plots.draw_memory(steps))
+        figures[MEMORY_PLOT] = ("Memory", plots.draw_memory(steps))
     lines = []
     for name, (title, figure) in figures.items():
         figure.savefig(output_dir / name)
@@ -79,106 +77,96 @@ def _write_plots(output_dir: Path, steps: list[dict[str, Any]], evaluations: lis
     return lines
 
 
-def _table(head: Row, rows: Sequence[Row]) -> list[str]:
-    return [f"| {head[0]} | {head[1]} |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+def _table(name: str, value: str, rows: Sequence[Row]) -> list[str]:
+    return [f"| {name} | {value} |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
 
 
-def _run_rows(starts: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[Row]:
+def _run_rows(starts: list[Entry], steps: list[Entry]) -> list[Row]:
     done = steps[-1]["step"]
-    rows = [("steps", f"{done:,}")]
     if not starts:
-        return rows
+        return [("steps", f"{done:,}")]
     start = starts[-1]
-    if done < start["max_steps"]:
-        rows = [("steps", f"{done:,} of {start['max_steps']:,}: under way, stopped or killed")]
-    resumed = [f"{entry['from_step']:,}" for entry in starts if entry["from_step"]]
-    if resumed:
-        rows.append(("resumed after step", ", ".join(resumed)))
+    is_finished = done >= start["max_steps"]
+    rows = [("steps", f"{done:,}" + f" of {start['max_steps']:,} (in progress or interrupted)" * (not is_finished))]
+    if resumed := [f"{entry['from_step']:,}" for entry in starts if entry["from_step"]]:
+        rows.append(("resumed from step", ", ".join(resumed)))
     parameters = f"{start['num_parameters']:,} parameters"
     if "matmul_parameters" in start:
-        parameters += f", {start['matmul_parameters']:,} of them multiplied with each token"
-    rows.append(("model", f"{Path(start['model']).name or 'of its own making'}: {parameters}"))
-    batch, accumulation = start["batch_per_device"], start["gradient_accumulation_steps"]
-    rows.append(("ranks", f"{start['num_ranks']} x {start['device']}, {start['dtype']}"))
-    rows.append(("sequences a step", f"{batch} a rank x {start['num_ranks']} ranks x {accumulation} accumulated"))
-    return rows
+        parameters += f", {start['matmul_parameters']:,} of them in each token's matrix products"
+    batch, ranks, accumulation = (
+        start[key] for key in ("batch_per_device", "num_ranks", "gradient_accumulation_steps")
+    )
+    return [
+        *rows,
+        ("model", f"{Path(start['model']).name or 'unnamed'}: {parameters}"),
+        ("ranks", f"{ranks} x {start['device']}, {start['dtype']}"),
+        (
+            "batch size",
+            f"{batch * ranks * accumulation:,} = {batch} per rank x {ranks} ranks x {accumulation} accumulated",
+        ),
+    ]
 
 
-def _loss_rows(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> list[Row]:
+def _loss_rows(steps: list[Entry], evaluations: list[Entry]) -> list[Row]:
     losses = [entry["loss"] for entry in steps]
     edge = max(1, min(5, len(losses) // 2))
     first, last = sum(losses[:edge]) / edge, sum(losses[-edge:]) / edge
     change = f" ({(last - first) / first:+.0%})" if first else ""
     rows = [
-        (f"loss, mean of the first {edge} logged steps", f"{first:.4f}"),
-        (f"loss, mean of the last {edge} logged steps", f"{last:.4f}{change}"),
+        (f"training loss, mean of the first {edge} logged steps", f"{first:.4f}"),
+        (f"training loss, mean of the last {edge} logged steps", f"{last:.4f}{change}"),
     ]
     if evaluations:
         rows.append(("evaluation loss, last", f"{evaluations[-1]['eval_loss']:.4f}"))
     return rows
 
 
-def _speed_rows(starts: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[Row]:
+def _throughput_rows(starts: list[Entry], steps: list[Entry]) -> list[Row]:
     average = aggregate.average(steps)
     measured = [entry for entry in steps if not entry.get("is_warmup")] or steps
     rows = []
     if seconds := [entry["step_seconds"] for entry in measured if "step_seconds" in entry]:
-        rows.append(("seconds a step, median", f"{statistics.median(seconds):.2f}"))
+        rows.append(("step time, median", f"{statistics.median(seconds):.2f} s"))
     if "tokens_per_second" in average:
-        each = average.get("tokens_per_second_per_device")
-        share = f" ({each:,.0f} a rank)" if each else ""
-        rows.append(("tokens a second, mean, padding not counted", f"{average['tokens_per_second']:,.0f}{share}"))
+        per_rank = f" ({average['tokens_per_second_per_device']:,.0f} per rank)"
+        rows.append(("throughput, mean, padding excluded", f"{average['tokens_per_second']:,.0f} tokens/s{per_rank}"))
     elif any(entry.get("is_warmup") for entry in steps):
-        rows.append(("tokens a second", "not averaged: the run has not outlasted its warm-up"))
+        rows.append(("throughput", "n/a (the run ended during warm-up)"))
     if "mfu" in average:
-        rows.append(("model FLOPs utilisation (MFU)", f"{average['mfu']:.1%} of the dense peak"))
+        rows.append(("MFU", f"{average['mfu']:.1%} of dense peak FLOP/s"))
     elif starts and "no_mfu" in starts[-1]:
-        rows.append(("model FLOPs utilisation (MFU)", f"not told: {starts[-1]['no_mfu']}"))
+        rows.append(("MFU", f"n/a ({starts[-1]['no_mfu']})"))
     if "hfu" in average:
-        rows.append(("the same with recomputed activations (HFU)", f"{average['hfu']:.1%}"))
+        rows.append(("HFU, which also counts recomputed activations", f"{average['hfu']:.1%}"))
     if rate := average.get("model_flops_per_second_per_device"):
         shown = f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:,.1f} GFLOP/s"
-        rows.append(("model FLOPs of a rank", shown))
+        rows.append(("model FLOP/s per rank", shown))
     return rows
 
 
-def _memory_rows(steps: list[dict[str, Any]]) -> list[Row]:
+def _memory_rows(steps: list[Entry]) -> list[Row]:
     rows = []
-    if host := [max(entry["host_bytes"]) for entry in steps if entry.get("host_bytes")]:
-        rows.append(("host memory of the largest rank, peak of the logged steps", f"{max(host) / 1e6:,.0f} MB"))
-    device = [entry for entry in steps if any(entry.get("device_peak_bytes", []))]
-    if device:
-        peak = max(max(entry["device_peak_bytes"]) for entry in device)
-        rows.append(("device memory of the largest rank, peak", f"{peak / 1e9:,.2f} GB"))
-    if valleys := [max(entry["device_valley_bytes"]) for entry in device if entry.get("device_valley_bytes")]:
-        rows.append(("the same between steps (valley)", f"{min(valleys) / 1e9:,.2f} GB"))
-    if reserved := [max(entry.get("device_reserved_peak_bytes") or [0]) for entry in device]:
-        rows.append(("device memory reserved by the allocator, peak", f"{max(reserved) / 1e9:,.2f} GB"))
+    for name, key, extreme in (
+        ("host memory, peak over logged steps", "host_bytes", max),
+        ("device memory allocated, peak", "device_peak_bytes", max),
+        ("device memory allocated between steps (valley)", "device_valley_bytes", min),
+        ("device memory reserved by the allocator, peak", "device_reserved_peak_bytes", max),
+    ):
+        if largest := [max(entry[key]) for entry in steps if any(entry.get(key) or ())]:
+            rows.append((f"{name}, largest rank", f"{extreme(largest) / 1e9:,.2f} GB"))
     return rows
 
 
-def _split_section(steps: list[dict[str, Any]]) -> list[str]:
+def _phase_section(steps: list[Entry]) -> list[str]:
     measured = [entry for entry in steps if "seconds" in entry]
-    total = {part: sum(entry["seconds"].get(part, 0.0) for entry in measured) for part in PARTS}
-    num_steps, whole = sum(entry.get("num_steps", 1) for entry in measured), sum(total.values())
-    if whole == 0:
+    total = {phase: sum(entry["seconds"].get(phase, 0.0) for entry in measured) for phase in PHASES}
+    num_steps, all_seconds = sum(entry.get("num_steps", 1) for entry in measured), sum(total.values())
+    if all_seconds == 0:
         return []
-    names = {"forward_backward": "forward, backward and clipping", "other": "logging and the rest"}
+    names = {"forward_backward": "forward, backward and clipping", "other": "other (logging, for example)"}
     rows = [
-        (names.get(part, part), f"{seconds / num_steps:.3f} s ({seconds / whole:.1%})")
-        for part, seconds in total.items()
+        (names.get(phase, phase), f"{seconds / num_steps:.3f} s ({seconds / all_seconds:.1%})")
+        for phase, seconds in total.items()
         if seconds > 0
     ]
-    return [*_table(("part of a step", "mean of the ranks, all steps"), rows), ""]
-
-
-def _stage_section(found: list[dict[str, Any]]) -> list[str]:
-    shown = [entry for entry in found if entry["rank"] < MAX_STAGE_RANKS]
-    if not shown:
-        return []
-    lines = ["| loading | rank | seconds | host MB before | after | peak |", "|---|---|---|---|---|---|"]
-    for entry in shown:
-        host = (entry["host_before_bytes"], entry["host_after_bytes"], entry["host_peak_bytes"])
-        memory = " | ".join(f"{value / 1e6:,.0f}" for value in host)
-        lines.append(f"| {entry['stage']} | {entry['rank']} | {entry['seconds']:.2f} | {memory} |")
-    return [*lines, ""]
+    return ["## Time per step", "", *_table("phase", "mean over all ranks and steps", rows)]

@@ -1,4 +1,4 @@
-"""The name of a run: date, model, nodes, GPUs a node, epochs, batch.
+"""Default names of runs: date, model, nodes, GPUs per node, epochs, batch size.
 
 Source: the log files of AMD's article on FSDP with ROCm, fsdp_training_DATE_modelVersion_#node_#gpuPerNode_#epoch_#batchSize.
 """
@@ -6,28 +6,24 @@ Source: the log files of AMD's article on FSDP with ROCm, fsdp_training_DATE_mod
 import os
 from datetime import datetime
 from pathlib import PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
-def run_name(date: datetime, model: str, num_nodes: int, gpus_per_node: int, epochs: float | str, batch: int) -> str:
-    """Return the name of a run.
+def default_run_name(training: "TrainingArguments", model: str, date: datetime | None = None) -> str:
+    """Return the default name of a run, with node and GPU counts from the launcher's environment.
 
     Args:
-        date: when it starts, to the minute.
-        model: Hub id or directory; its last part is taken.
-        num_nodes: nodes.
-        gpus_per_node: ranks on each.
-        epochs: passes over the data, or what ends the run instead ("48steps").
-        batch: sequences a GPU in one forward pass.
+        training: gives the number of steps or epochs, and the batch size per GPU.
+        model: Hub id or directory, of which the last part is used.
+        date: start of the run; default: now.
     """
-    epochs = epochs if isinstance(epochs, str) else f"{epochs:g}"
-    fields = (f"{date:%Y%m%d-%H%M}", PurePosixPath(model).name, num_nodes, gpus_per_node, epochs, batch)
-    return "_".join(["fsdp_training", *map(str, fields)])
-
-
-def default_run_name(training: Any, model: str) -> str:
-    """Return the name of a run that starts now with these TrainingArguments. No collective; rank 0's is used."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    num_nodes = max(1, int(os.environ.get("WORLD_SIZE", "1")) // ranks_here)
-    epochs = f"{training.max_steps}steps" if training.max_steps > 0 else training.num_train_epochs
-    return run_name(datetime.now(), model, num_nodes, ranks_here, epochs, training.per_device_train_batch_size)
+    gpus_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_nodes = max(1, int(os.environ.get("WORLD_SIZE", "1")) // gpus_per_node)
+    length = f"{training.max_steps}steps" if training.max_steps > 0 else f"{training.num_train_epochs:g}"
+    return (
+        f"fsdp_training_{date or datetime.now():%Y%m%d-%H%M}_{PurePosixPath(model).name}_{num_nodes}_{gpus_per_node}"
+        f"_{length}_{training.per_device_train_batch_size}"
+    )

@@ -1,19 +1,19 @@
-"""Memory and seconds of the stages before the first step, per rank: what loading cost, as a table.
+"""Memory and time of the loading stages before the first step, per rank.
 
-Stages are recorded as they happen and kept until the table is asked for; MetricsCallback writes them into
-metrics.jsonl. Source of the table's form: the memory log of the Llama-2-70B FSDP article of Hugging Face.
+Each rank records its stages; `show` gathers and prints them as a table. MetricsCallback writes them to metrics.jsonl,
+and the report has the same table. It follows the memory log in Hugging Face's Llama-2-70B FSDP article.
 """
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.metrics import memory
 
-MAX_RANKS_SHOWN = 16
+MAX_RANKS_SHOWN = 16  # the others are in metrics.jsonl
 _recorded: list["Stage"] = []
-gathered: list["Stage"] = []  # of all ranks, on all ranks; MetricsCallback takes them from here
+gathered: list["Stage"] = []  # of all ranks; MetricsCallback writes and clears them
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,10 @@ class Stage:
     device_after_bytes: int
     device_peak_bytes: int
 
-    def as_metrics(self) -> dict[str, float | int | str]:
-        """Return the stage as a line of metrics.jsonl."""
-        return asdict(self)
-
 
 @contextlib.contextmanager
 def record(name: str) -> Iterator[None]:
-    """Record memory and seconds of a block on this rank. No collective."""
+    """Record the memory and time of a block on this rank."""
     device_before, _ = memory.device_bytes()
     with memory.HostPeak() as host:
         yield
@@ -47,7 +43,7 @@ def record(name: str) -> Iterator[None]:
 
 
 def show() -> None:
-    """Print the stages of all ranks recorded so far, on rank 0. Collective: every rank must call this."""
+    """Print the recorded stages of all ranks on rank 0. Collective: every rank must call this."""
     found = [stage for mine in distributed.gather_objects(list(_recorded)) for stage in mine]
     _recorded.clear()
     gathered.extend(found)
@@ -55,19 +51,18 @@ def show() -> None:
 
 
 def format_table(stages: Sequence[Stage]) -> str:
-    """Return the stages as a table in MB, ranks beyond the first few left out."""
+    """Return the stages of the first ranks as a table in MB."""
     has_device = any(stage.device_peak_bytes for stage in stages)
-    head = f"{'stage':<16} {'rank':>4} {'seconds':>8}   host MB: {'before':>8} {'after':>8} {'peak':>8}"
-    lines = [head + (f"   device MB: {'before':>8} {'after':>8} {'peak':>8}" if has_device else "")]
-    for stage in stages:
-        if stage.rank >= MAX_RANKS_SHOWN:
-            continue
-        host = (stage.host_before_bytes, stage.host_after_bytes, stage.host_peak_bytes)
-        device = (stage.device_before_bytes, stage.device_after_bytes, stage.device_peak_bytes)
-        line = f"{stage.stage:<16} {stage.rank:>4} {stage.seconds:>8.2f}            " + _in_mb(host)
-        lines.append(line + ("              " + _in_mb(device) if has_device else ""))
+    columns = f"{'before':>8} {'after':>8} {'peak':>8}"
+    lines = [f"{'stage':<16} {'rank':>4} {'seconds':>8}   host MB: {columns}" + f"   device MB: {columns}" * has_device]
+    for stage in (one for one in stages if one.rank < MAX_RANKS_SHOWN):
+        line = f"{stage.stage:<16} {stage.rank:>4} {stage.seconds:>8.2f}            "
+        line += _format_mb(stage.host_before_bytes, stage.host_after_bytes, stage.host_peak_bytes)
+        if has_device:
+            line += " " * 14 + _format_mb(stage.device_before_bytes, stage.device_after_bytes, stage.device_peak_bytes)
+        lines.append(line)
     return "\n".join(lines)
 
 
-def _in_mb(values: Sequence[int]) -> str:
+def _format_mb(*values: int) -> str:
     return " ".join(f"{value / 1e6:>8,.0f}" for value in values)

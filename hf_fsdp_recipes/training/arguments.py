@@ -1,137 +1,115 @@
-"""The recipes' arguments: TRL's and Trainer's own dataclasses, and the few that this package adds.
+"""The recipes' arguments: TRL's and Trainer's dataclasses, and the fields that this package adds.
 
-A recipe is a YAML of any of these fields; the command line overrides it. Checks what can be checked from the
-arguments alone; loads nothing.
+A recipe is a YAML file of any of these fields; the command line overrides it. What can be checked from the arguments
+alone is checked here, before anything is loaded.
 """
 
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
+from hf_fsdp_recipes.environment import fsdp_version, mixed_precision
 from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.patches import cpu_ranks
-from hf_fsdp_recipes.training.feature_checks import check_speed
+from hf_fsdp_recipes.training.feature_checks import check_features
+
+if TYPE_CHECKING:
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+
+
+def _argument(default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
 
 
 @dataclass
 class RecipeArguments:
     """What this package adds to TRL's arguments."""
 
-    attention: str = field(
-        default="auto",
-        metadata={
-            "help": "Attention: auto takes the fastest one that is installed and says which.",
-            "choices": ["auto", "flash", "sdpa", "eager", "flex"],
-        },
+    attention: Literal["auto", "flash", "sdpa", "eager", "flex"] = _argument(
+        "auto", "Attention implementation; auto picks the newest installed FlashAttention, or else the model's default."
     )
-    config_name: str | None = field(
-        default=None,
-        metadata={"help": "Train a new model of this config (a directory, a config.json or a Hub id) from scratch."},
+    config_name: str | None = _argument(
+        None,
+        "Config of a new model to train from scratch, instead of model_name_or_path; a directory, a config.json or a Hub id.",
     )
-    config_overrides: str | None = field(
-        default=None, metadata={"help": "Changes to that config: hidden_size=768,num_hidden_layers=12."}
+    config_overrides: str | None = _argument(
+        None, "Changes to the config of the new model, such as hidden_size=768,num_hidden_layers=12."
     )
-    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer, where it is not the model's."})
+    tokenizer_name: str | None = _argument(
+        None, "Directory or Hub id of the tokenizer, if it is not the model's own; required with config_name."
+    )
     special_tokens: list[str] | None = field(
-        default=None, metadata={"help": "Tokens to add; their embeddings start as the mean of the others."}
-    )
-    compile_blocks: bool = field(
-        default=False,
-        metadata={"help": "torch.compile every block of the model by itself (FSDP2); compiling takes minutes once."},
-    )
-    dry_run: bool = field(
-        default=False,
-        metadata={"help": "Check the recipe and show batches and memory; load no weights and train nothing."},
-    )
-    load_source: str = field(
-        default="rank0",
-        metadata={
-            "help": "Who reads the weights: rank0 (it alone, and sends slices) or direct (each rank its own ranges).",
-            "choices": ["rank0", "direct"],
-        },
-    )
-    export: bool = field(
-        default=True,
-        metadata={"help": "Write the final weights into <output_dir>/export; false for a run that is only measured."},
-    )
-    export_dtype: str | None = field(
         default=None,
-        metadata={"help": "Dtype of the exported weights, bfloat16 say; default: the parameters' own."},
+        metadata={"help": "Special tokens to add; their embeddings start as the mean of the existing ones."},
     )
-    export_max_shard_size: str = field(
-        default="5GB", metadata={"help": "Largest file of the export, as in save_pretrained."}
+    compile_blocks: bool = _argument(
+        False,
+        "Compile each transformer block separately with torch.compile (FSDP2 only); adds minutes to the first steps.",
     )
-    merge_adapter: bool = field(
-        default=False,
-        metadata={"help": "Also write <output_dir>/export_merged: the base model with the LoRA weights in it."},
+    dry_run: bool = _argument(
+        False, "Check the recipe and print batch sizes and memory, without loading weights or training."
     )
-    adapter_dtype: str = field(
-        default="auto",
-        metadata={
-            "help": "Dtype that adapters train in; auto: float32, under FSDP1 that of the base weights.",
-            "choices": ["auto", "float32", "bfloat16", "float16"],
-        },
+    load_source: Literal["rank0", "direct"] = _argument(
+        "rank0",
+        "How ranks get their slices of the weights; with rank0, rank 0 reads and sends them; with direct, each rank reads "
+        "its own.",
     )
-    verify_export: str = field(
-        default="auto",
-        metadata={
-            "help": "Compare the export's logits with the trained model's: logits, off, or auto (below 3B parameters).",
-            "choices": ["auto", "logits", "off"],
-        },
+    export: bool = _argument(
+        True, "Write the final weights to <output_dir>/export; turn it off for runs that are only measured."
     )
-    asynchronous_save: bool = field(
-        default=True,
-        metadata={"help": "Keep training while a checkpoint is written; costs host memory for one copy of the state."},
+    export_dtype: str | None = _argument(
+        None, "Dtype of the exported weights, such as bfloat16; by default the dtype of the trained parameters."
     )
-    prompt_template: str = field(
-        default="alpaca",
-        metadata={
-            "help": "How instruction/input/output rows become prompts: alpaca, or chat (messages).",
-            "choices": ["alpaca", "chat"],
-        },
+    export_max_shard_size: str = _argument("5GB", "Maximum size of one exported file, as in save_pretrained.")
+    merge_adapter: bool = _argument(
+        False, "Also write <output_dir>/export_merged, the base model with the LoRA weights merged in."
     )
-    validation_split_percentage: float = field(
-        default=0.0,
-        metadata={"help": "Percent of the training rows held out for evaluation when there is no test split."},
+    adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _argument(
+        "auto", "Dtype in which adapters train; auto is float32, but under FSDP1 the dtype of the base weights."
     )
-    add_special_tokens: bool = field(
-        default=True, metadata={"help": "Text rows: let the tokenizer add its own tokens, the first one above all."}
+    verify_export: Literal["auto", "logits", "off"] = _argument(
+        "auto", "Compare the export's logits with the trained model's; auto does so below 3 billion parameters."
     )
-    append_concat_token: bool = field(default=True, metadata={"help": "Text rows: end each with the end token."})
-    shuffle_buffer_size: int = field(
-        default=1000,
-        metadata={"help": "Rows of a stream that are shuffled (and packed) together; 0 keeps the order of the files."},
+    asynchronous_save: bool = _argument(
+        True, "Write checkpoints in the background while training continues; each rank needs host memory for its state."
     )
-    stopping_strategy: str = field(
-        default="first_exhausted",
-        metadata={
-            "help": "Where a mixture with fractions ends, as in datasets.interleave_datasets; a stream never ends.",
-            "choices": ["first_exhausted", "all_exhausted"],
-        },
+    prompt_template: Literal["alpaca", "chat"] = _argument(
+        "alpaca", "Format for instruction/input/output rows; alpaca makes a text prompt, chat makes messages."
     )
-    report: bool = field(
-        default=True, metadata={"help": "Write metrics.jsonl, report.md and plots into the output directory."}
+    validation_split_percentage: float = _argument(
+        0.0, "Percentage of the training rows to hold out for evaluation if there is no test split."
     )
-    throughput_warmup_steps: int = field(
-        default=3, metadata={"help": "First steps that the report's throughput leaves out."}
+    add_special_tokens: bool = _argument(
+        True, "Let the tokenizer add its special tokens, such as a beginning-of-sequence token, to text rows."
     )
+    append_concat_token: bool = _argument(True, "Append the end-of-sequence token to each text row.")
+    shuffle_buffer_size: int = _argument(
+        1000, "Number of streamed rows to shuffle and pack together; 0 keeps the order of the files."
+    )
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = _argument(
+        "first_exhausted", "When a mixture with fractions ends, as in datasets.interleave_datasets; streams never end."
+    )
+    report: bool = _argument(True, "Write metrics.jsonl, report.md and plots to the output directory.")
+    throughput_warmup_steps: int = _argument(3, "Number of first steps to leave out of the reported throughput.")
 
 
 class Arguments(NamedTuple):
-    """Everything a run is told: TRL's script, SFT, model and mixture arguments, and this package's."""
+    """All arguments of a run: TRL's script, SFT, model and mixture arguments, and this package's."""
 
-    script: Any
-    training: Any
-    model: Any
+    script: "ScriptArguments"
+    training: "SFTConfig"
+    model: "ModelConfig"
     recipe: RecipeArguments
-    mixture: Any
+    mixture: "DatasetMixtureConfig"
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
@@ -140,141 +118,46 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     Turns on FSDP on CPU ranks first, because TrainingArguments starts Accelerate's state.
 
     Raises:
-        RecipeError: an unknown key, a value that a field does not take, or a recipe that is not YAML.
+        RecipeError: an unknown key, an invalid value, or a recipe that is not YAML.
         TemplateError, DataError: arguments that cannot work together.
     """
     cpu_ranks.enable()
+    # Imported after `enable`, which silences what bitsandbytes prints on every CPU rank when TRL imports it.
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, RecipeArguments, DatasetMixtureConfig))
-    parser.set_defaults(**_defaults_from_launch())
-    given = list(sys.argv[1:] if argv is None else argv)
-    complaints = io.StringIO()
+    parser.set_defaults(**_launcher_defaults())
+    usage_errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaints):
-            parsed = parser.parse_args_and_config(given)
+        with contextlib.redirect_stderr(usage_errors):
+            parsed = parser.parse_args_and_config(list(sys.argv[1:] if argv is None else argv))
     except SystemExit as error:
         if not error.code:
             raise  # --help
-        raise RecipeError(complaints.getvalue().strip().splitlines()[-1]) from error
+        raise RecipeError(usage_errors.getvalue().strip().splitlines()[-1]) from error
     except OSError as error:
-        raise RecipeError(f"the recipe cannot be read: {error}. Remedy: check the path after --config.") from error
+        raise RecipeError(f"cannot read the recipe: {error}. Check the path after --config.") from error
     except Exception as error:
-        raise RecipeError(f"{_first_line(error)}{_suggest(str(error), parser)}") from error
+        raise RecipeError(f"{_first_line(error)}{_suggest_name(str(error), parser)}") from error
     arguments = Arguments(*parsed)
-    if isinstance(arguments.model.lora_modules_to_save, str):  # one name in YAML; PEFT would take its letters
-        arguments.model.lora_modules_to_save = [arguments.model.lora_modules_to_save]
+    modules = arguments.model.lora_modules_to_save
+    if isinstance(modules, str):  # a single name in YAML; PEFT would iterate over its letters
+        arguments.model.lora_modules_to_save = [modules]
     check_arguments(arguments)
     return arguments
 
 
-def _defaults_from_launch() -> dict[str, Any]:
-    """Let the template decide precision and device where the recipe does not: TRL would say bf16 regardless."""
+def _launcher_defaults() -> dict[str, Any]:
+    """Let the template set precision and device unless the recipe does; TRL's default is bf16 regardless."""
     defaults: dict[str, Any] = {}
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    precision = mixed_precision()
     if precision is not None:
         defaults |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
     elif not torch.accelerator.is_available():
         defaults["bf16"] = False
-    if cpu_ranks.is_asked_for() or not torch.accelerator.is_available():
+    if cpu_ranks.is_requested() or not torch.accelerator.is_available():
         defaults |= {"use_cpu": True, "dataloader_pin_memory": False}
     return defaults
-
-
-def check_arguments(arguments: Arguments) -> None:
-    """Refuse arguments that would fail, or silently do something else, later on. No collective."""
-    check_model_arguments(arguments)
-    check_data_arguments(arguments)
-    dtype = arguments.recipe.export_dtype
-    if dtype is not None and not getattr(getattr(torch, dtype, None), "is_floating_point", False):
-        raise RecipeError(
-            f"export_dtype: {dtype}. Rule: bfloat16, float16, float32, or nothing for the parameters' own."
-        )
-    if arguments.recipe.merge_adapter and not arguments.model.use_peft:
-        raise RecipeError(
-            "merge_adapter without use_peft: there is no adapter to merge. Remedy: drop one or add the other."
-        )
-    if arguments.recipe.merge_adapter and arguments.model.use_dora:
-        raise RecipeError(
-            "merge_adapter with use_dora. Rule: LoRA and rsLoRA are merged row by row; DoRA is not. Remedy: merge_adapter: "
-            "false, and PEFT's merge_and_unload on the exported adapter."
-        )
-    check_speed(arguments)
-    read_target(arguments.training)
-    check_launch(arguments.training)
-
-
-def check_model_arguments(arguments: Arguments) -> None:
-    """Refuse model arguments that cannot work together. No collective.
-
-    Raises:
-        RecipeError: no model or two, or a new model without what it needs.
-    """
-    name, recipe = arguments.model.model_name_or_path, arguments.recipe
-    if (name is None) == (recipe.config_name is None):
-        raise RecipeError(
-            f"model_name_or_path: {name}, config_name: {recipe.config_name}. Rule: one of them, a model to fine-tune (a "
-            f"directory or Hub id) or the config of a new one. Remedy: add it to the recipe."
-        )
-    if recipe.config_name is None:
-        if recipe.config_overrides is not None:
-            raise RecipeError("config_overrides changes a new model's config. Remedy: name one in config_name.")
-        return
-    if recipe.tokenizer_name is None:
-        raise RecipeError("a new model (config_name) needs tokenizer_name, a directory or Hub id with a tokenizer.")
-    if arguments.model.use_peft or arguments.model.load_in_4bit:
-        raise RecipeError("a new model (config_name) has nothing to adapt or quantise. Remedy: drop use_peft.")
-
-
-def check_data_arguments(arguments: Arguments) -> None:
-    """Refuse data arguments that cannot work together. No collective.
-
-    Raises:
-        DataError: no dataset, percentages or fractions that are none, or a stream without max_steps.
-    """
-    script, training, recipe, mixture = arguments.script, arguments.training, arguments.recipe, arguments.mixture
-    if script.dataset_name is None and not mixture.datasets:
-        raise DataError(
-            "no dataset. Rule: dataset_name is a Hub id, a file or a folder (or datasets, a list of them). Remedy: add it to "
-            "the recipe."
-        )
-    if not 0 <= recipe.validation_split_percentage < 100:
-        raise DataError(f"validation_split_percentage: {recipe.validation_split_percentage}. Rule: 0 to below 100.")
-    fractions = [part.fraction for part in mixture.datasets if part.fraction is not None]
-    if fractions and (len(fractions) < len(mixture.datasets) or min(fractions) <= 0):
-        raise DataError(f"fractions of datasets: {fractions}. Rule: a positive number for every part, or for none.")
-    if not is_streaming(arguments):
-        return
-    if training.max_steps <= 0:
-        raise DataError("a stream has no end and max_steps is not set. Remedy: max_steps, or dataset_streaming: false.")
-    if len(mixture.datasets) > 1 and not fractions:
-        raise DataError("streams are mixed by their shares. Remedy: give each part of datasets a fraction.")
-    if recipe.shuffle_buffer_size < 0:
-        raise DataError(f"shuffle_buffer_size: {recipe.shuffle_buffer_size}. Rule: rows, or 0.")
-
-
-def is_streaming(arguments: Any) -> bool:
-    """Tell whether rows are read while training; a mixture has a field of its own for that, TRL's `streaming`."""
-    return bool(arguments.mixture.streaming if arguments.mixture.datasets else arguments.script.dataset_streaming)
-
-
-def check_launch(training: Any) -> None:
-    """Refuse a launch whose ranks would not train one model together. No collective.
-
-    Raises:
-        TemplateError: several ranks without FSDP, or ranks that do not know of each other.
-    """
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched > 1 and training.world_size != launched:
-        raise TemplateError(
-            f"{launched} ranks were launched and each believes to be one of {training.world_size}. Rule: they train one "
-            f"model. Remedy: launch with a template of accelerate_configs/ (accelerate launch --config_file ...)."
-        )
-    if launched > 1 and not cpu_ranks.is_true(os.environ.get("ACCELERATE_USE_FSDP", "false")):
-        raise TemplateError(
-            f"{launched} ranks were launched without FSDP. Rule: the recipes shard. Remedy: accelerate launch --config_file "
-            f"accelerate_configs/fsdp2_full_shard.yaml (fsdp2_cpu.yaml without a GPU), or distributed_type: FSDP in yours."
-        )
 
 
 def _first_line(error: Exception) -> str:
@@ -282,14 +165,105 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _suggest(message: str, parser: Any) -> str:
-    """Name the nearest known argument where the message quotes an unknown one."""
-    import re
-    from difflib import get_close_matches
-
+def _suggest_name(message: str, parser: "TrlParser") -> str:
+    """Suggest the closest argument name if the message quotes an unknown one."""
     known = [action.dest for action in parser._actions]
-    for word in re.findall(r"'-*([A-Za-z_]\w+)'?", message):
-        close = get_close_matches(word, known, n=1)
-        if word not in known and close:
-            return f" Remedy: did you mean {close[0]}?"
+    for name in re.findall(r"'-*([A-Za-z_]\w+)'?", message):
+        close = get_close_matches(name, known, n=1)
+        if name not in known and close:
+            return f" Did you mean {close[0]}?"
     return ""
+
+
+def check_arguments(arguments: Arguments) -> None:
+    """Refuse arguments that would fail later, or silently do something else. No collective.
+
+    Raises:
+        RecipeError, DataError, TemplateError: with the value and what to change.
+    """
+    _check_model(arguments)
+    _check_data(arguments)
+    _check_export(arguments)
+    check_features(arguments)
+    read_target(arguments.training)
+    _check_launch(arguments.training)
+
+
+def _check_model(arguments: Arguments) -> None:
+    name, recipe = arguments.model.model_name_or_path, arguments.recipe
+    if (name is None) == (recipe.config_name is None):
+        raise RecipeError(
+            f"model_name_or_path is {name} and config_name is {recipe.config_name}. Set exactly one: a model to fine-tune, or "
+            f"the config of a new one."
+        )
+    if recipe.config_name is None:
+        if recipe.config_overrides is not None:
+            raise RecipeError("config_overrides applies to new models only. Set config_name, or drop it.")
+        return
+    if recipe.tokenizer_name is None:
+        raise RecipeError("a new model (config_name) needs a tokenizer. Set tokenizer_name to a directory or Hub id.")
+    if arguments.model.use_peft or arguments.model.load_in_4bit:
+        raise RecipeError(
+            "a new model (config_name) cannot use adapters or 4-bit weights. Drop use_peft and load_in_4bit."
+        )
+
+
+def _check_data(arguments: Arguments) -> None:
+    script, training, recipe, mixture = arguments.script, arguments.training, arguments.recipe, arguments.mixture
+    if script.dataset_name is None and not mixture.datasets:
+        raise DataError(
+            "there is no dataset. Set dataset_name to a Hub id, file or directory, or datasets to a list of them."
+        )
+    if not 0 <= recipe.validation_split_percentage < 100:
+        raise DataError(
+            f"validation_split_percentage is {recipe.validation_split_percentage}. Choose a value from 0 to below 100."
+        )
+    if training.packing and training.max_length is None:
+        raise DataError("packing: true needs a sequence length. Set max_length.")
+    fractions = [part.fraction for part in mixture.datasets if part.fraction is not None]
+    if fractions and (len(fractions) < len(mixture.datasets) or min(fractions) <= 0):
+        raise DataError(
+            f"the fractions in datasets are {fractions}. Give every part a positive fraction, or none of them."
+        )
+    if not is_streaming(arguments):
+        return
+    if training.max_steps <= 0:
+        raise DataError("a stream has no end, so max_steps is required. Set it, or set dataset_streaming: false.")
+    if len(mixture.datasets) > 1 and not fractions:
+        raise DataError("streams are mixed by fraction. Give each part of datasets a fraction.")
+    if recipe.shuffle_buffer_size < 0:
+        raise DataError(f"shuffle_buffer_size is {recipe.shuffle_buffer_size}. Set a number of rows, or 0.")
+
+
+def is_streaming(arguments: Arguments) -> bool:
+    """Tell whether rows are read during training. For a mixture, TRL has a separate field, `streaming`."""
+    return bool(arguments.mixture.streaming if arguments.mixture.datasets else arguments.script.dataset_streaming)
+
+
+def _check_export(arguments: Arguments) -> None:
+    recipe, model = arguments.recipe, arguments.model
+    dtype = recipe.export_dtype
+    if dtype is not None and not getattr(getattr(torch, dtype, None), "is_floating_point", False):
+        raise RecipeError(f"export_dtype is {dtype}. Set bfloat16, float16 or float32, or drop it.")
+    if recipe.merge_adapter and not model.use_peft:
+        raise RecipeError("merge_adapter needs an adapter. Set use_peft: true, or drop merge_adapter.")
+    if recipe.merge_adapter and model.use_dora:
+        raise RecipeError(
+            "merge_adapter does not support DoRA. Set merge_adapter: false, and call PEFT's merge_and_unload on the exported "
+            "adapter."
+        )
+
+
+def _check_launch(training: "SFTConfig") -> None:
+    """Refuse a launch whose ranks would not train one model together."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1 and training.world_size != launched:
+        raise TemplateError(
+            f"WORLD_SIZE is {launched} but Trainer's world size is {training.world_size}. Start the script with accelerate "
+            f"launch --config_file and a template of accelerate_configs/."
+        )
+    if launched > 1 and fsdp_version() is None:
+        raise TemplateError(
+            f"{launched} ranks were launched without FSDP, which the recipes need. Use accelerate launch --config_file "
+            f"accelerate_configs/fsdp2_full_shard.yaml (fsdp2_cpu.yaml without a GPU), or set distributed_type: FSDP."
+        )

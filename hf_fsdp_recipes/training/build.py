@@ -1,10 +1,7 @@
-"""Joins loader, data, callbacks and TRL into one SFTTrainer, and ends a run with an export or an error.
-
-Everything that can be checked is checked before the model is loaded.
-"""
+"""Builds the SFTTrainer of a recipe, finds what to resume from, and exports the trained model."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
@@ -13,7 +10,8 @@ from hf_fsdp_recipes.callback import ShardedCheckpointCallback
 from hf_fsdp_recipes.checkpointing.layout import check_named, latest_checkpoint, quarantine_incomplete
 from hf_fsdp_recipes.checkpointing.resume import keep_global_batch
 from hf_fsdp_recipes.errors import ExportError
-from hf_fsdp_recipes.export.from_model import export_checkpoint, export_model
+from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
+from hf_fsdp_recipes.export.from_model import export_model
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.export.verify_files import has_weights
 from hf_fsdp_recipes.export.verify_logits import check_logits
@@ -22,32 +20,41 @@ from hf_fsdp_recipes.metrics.run_name import default_run_name
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training import dtypes, feature_checks
 from hf_fsdp_recipes.training.arguments import Arguments
-from hf_fsdp_recipes.training.data.dataset import load_rows
-from hf_fsdp_recipes.training.data.tokenize import TrainingRows
 from hf_fsdp_recipes.training.model import build_model
+from hf_fsdp_recipes.training.sharded_optimizer import sharded_optimizer
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer
 
-MAX_VERIFIED_PARAMETERS = 3_000_000_000  # rank 0 loads the export whole to compare
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+    from trl import SFTTrainer
+
+    from hf_fsdp_recipes.training.data.preparation import TrainingRows
+
+MAX_VERIFIED_PARAMETERS = 3_000_000_000  # to compare logits, rank 0 loads the complete export
 
 
-def build_trainer(arguments: Arguments) -> Any:
+def build_trainer(arguments: Arguments) -> "SFTTrainer":
     """Build a TRL SFTTrainer that loads, trains and saves sharded.
 
-    Collective: every rank must call this, with the same arguments.
+    Everything that can be checked is checked before the model is loaded. Collective: every rank must call this, with the
+    same arguments.
 
     Returns:
-        The trainer; `train()` shards the model and fills it.
+        The trainer. `train()` shards the model and reads its weights.
 
     Raises:
         DataError, LoadError, TemplateError: the same on every rank.
     """
+    cpu_ranks.enable()
+    # Imported after `enable`, which silences what bitsandbytes prints on every CPU rank when TRL imports it.
     from trl import get_peft_config
 
-    cpu_ranks.enable()
+    from hf_fsdp_recipes.training.data.dataset import load_rows
+
     tokenizer = load_tokenizer(arguments)
     rows = load_rows(arguments, tokenizer)
     model = build_model(arguments, tokenizer)
-    feature_checks.compile_blocks(arguments)
+    feature_checks.enable_block_compilation(arguments)
     trainer_class, callbacks = _trainer_class(arguments, rows)
     name = arguments.model.model_name_or_path or arguments.recipe.config_name or "model"
     arguments.training.run_name = arguments.training.run_name or default_run_name(arguments.training, name)
@@ -59,119 +66,118 @@ def build_trainer(arguments: Arguments) -> Any:
         processing_class=tokenizer,
         peft_config=get_peft_config(arguments.model),
         callbacks=callbacks,
-        optimizer_cls_and_kwargs=feature_checks.sharded_optimizer(arguments.training),
+        optimizer_cls_and_kwargs=sharded_optimizer(arguments.training),
     )
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    dtypes.settle(trainer.model, getattr(plugin, "fsdp_version", None), arguments.recipe.adapter_dtype)
+    dtypes.cast_trainable(trainer.model, getattr(plugin, "fsdp_version", None), arguments.recipe.adapter_dtype)
     place_before_reporters(trainer)
     return trainer
 
 
-def _trainer_class(arguments: Arguments, rows: TrainingRows) -> tuple[Any, list[Any]]:
-    """Return SFTTrainer, or the one for streams, and the callbacks that go with it."""
+def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[SFTTrainer], list[TrainerCallback]]":
+    """Return the trainer class for these rows, SFTTrainer or StreamTrainer, and the run's callbacks."""
     from trl import SFTTrainer
 
-    trainer_class, checkpoint_files, callbacks = SFTTrainer, None, []
-    if isinstance(rows.train, IterableDataset):
-        from hf_fsdp_recipes.training.data.stream_trainer import PositionCallback, StreamTrainer
+    from hf_fsdp_recipes.training.data.stream_trainer import PositionCallback, StreamTrainer
 
+    trainer_class, rank_files = SFTTrainer, None
+    callbacks: list[TrainerCallback] = []
+    if isinstance(rows.train, IterableDataset):
         position = PositionCallback(rows.train)
-        trainer_class, checkpoint_files, callbacks = StreamTrainer, position.checkpoint_files, [position]
+        trainer_class, rank_files, callbacks = StreamTrainer, position.checkpoint_files, [position]
     hub = read_target(arguments.training)
-    # Trainer would ask the Hub for a repository before training, and end the run if that fails.
+    # With push_to_hub, Trainer creates the repository before training and ends the run if that fails.
     arguments.training.push_to_hub = False
-    is_asynchronous = arguments.recipe.asynchronous_save
-    callbacks.append(ShardedCheckpointCallback(asynchronous=is_asynchronous, hub=hub, rank_files=checkpoint_files))
-    callbacks.append(dtypes.MastersCallback(arguments.recipe.adapter_dtype))
-    if arguments.recipe.report:
-        callbacks.append(MetricsCallback(throughput_warmup_steps=arguments.recipe.throughput_warmup_steps))
+    recipe = arguments.recipe
+    callbacks.append(ShardedCheckpointCallback(asynchronous=recipe.asynchronous_save, hub=hub, rank_files=rank_files))
+    callbacks.append(dtypes.MasterWeightsCallback(recipe.adapter_dtype))
+    if recipe.report:
+        callbacks.append(MetricsCallback(throughput_warmup_steps=recipe.throughput_warmup_steps))
     return trainer_class, callbacks
 
 
 def find_resume(arguments: Arguments) -> str | None:
-    """Return the checkpoint to resume from: a path as given, or with `auto` the newest complete one, if any.
+    """Return the checkpoint to resume from, or None to start at step 0.
 
-    Collective: every rank must call this; rank 0 looks (checksums of the newest are read).
+    `resume_from_checkpoint` is a path, or `auto` for the newest complete checkpoint, if any. Keeps the global batch size
+    if the number of ranks has changed. Collective: every rank must call this; rank 0 reads and verifies the files.
 
     Raises:
-        CheckpointError: a path was given and there is no complete checkpoint.
+        CheckpointError: the path is not a complete checkpoint.
     """
-    wish = arguments.training.resume_from_checkpoint
-    if wish in (None, False, "", "no"):
+    requested = arguments.training.resume_from_checkpoint
+    if requested in (None, False, "", "no"):
         return None
-    found = distributed.run_on_main(lambda: _find_checkpoint(str(wish), arguments.training.output_dir))
-    if found is None:
-        distributed.print_main(
-            f"resume: no complete checkpoint in {arguments.training.output_dir}; starting from step 0"
-        )
+    output_dir = arguments.training.output_dir
+    checkpoint = distributed.run_on_main(lambda: _find_checkpoint(str(requested), output_dir))
+    if checkpoint is None:
+        distributed.print_main(f"resume: no complete checkpoint in {output_dir}; starting from step 0")
         return None
-    distributed.print_main(f"resume: from {found}")
+    distributed.print_main(f"resume: from {checkpoint}")
     with distributed.sync_errors():
-        keep_global_batch(arguments.training, found)
-    return str(found)
+        keep_global_batch(arguments.training, checkpoint)
+    return str(checkpoint)
 
 
-def _find_checkpoint(wish: str, output_dir: str) -> Path | None:
-    """Look for what was asked for; with `auto`, move aside what cannot be resumed from. Main rank only."""
-    if wish.lower() not in ("auto", "true"):
-        check_named(Path(wish))
-        return Path(wish)
-    found = latest_checkpoint(output_dir)
+def _find_checkpoint(requested: str, output_dir: str) -> Path | None:
+    if requested.lower() not in ("auto", "true"):
+        check_named(Path(requested))
+        return Path(requested)
+    newest = latest_checkpoint(output_dir)
     quarantine_incomplete(output_dir)
-    return found
+    return newest
 
 
-def _export_merged(trainer: Any, arguments: Arguments, adapter: Path, common: dict[str, Any]) -> None:
-    """Write `<output_dir>/export_merged`. Collective: every rank must call this."""
-    merged = Path(arguments.training.output_dir) / "export_merged"
-    if not arguments.model.load_in_4bit:
-        export_model(trainer.model, merged, merge_adapter=True, **common)
-        return
-    base, size = arguments.model.model_name_or_path, common["max_shard_size"]
-    distributed.print_main(f"merge: into {base} as it is in its files; the 4-bit weights of training are not exported")
-    export_checkpoint(adapter, merged, base_model=base, dtype=common["dtype"], max_shard_size=size, merge_adapter=True)
-
-
-def _is_verified(trainer: Any, wish: str) -> bool:
-    if wish != "auto":
-        return wish == "logits"
-    return sum(parameter.numel() for parameter in trainer.model.parameters()) < MAX_VERIFIED_PARAMETERS
-
-
-def finish(trainer: Any, arguments: Arguments) -> Path | None:
-    """Export the trained model into `<output_dir>/export`, and the merged one where asked for; nothing if not wanted.
+def finish(trainer: "SFTTrainer", arguments: Arguments) -> Path | None:
+    """Export the trained model to `<output_dir>/export`, then verify and push it if the recipe asks for that.
 
     Collective: every rank must call this, after training.
 
+    Returns:
+        The export's directory, or None with `export: false`.
+
     Raises:
-        ExportError: the same on every rank; a run that exports never ends well without weights in `export/`.
+        ExportError: the same on every rank, if `export/` has no weights or not the trained ones.
     """
     output = Path(arguments.training.output_dir)
     if not arguments.recipe.export:
-        distributed.print_main("not exported: the recipe says export: false")
+        distributed.print_main("not exported: the recipe sets export: false")
         return None
-    common: dict[str, Any] = {
+    options: dict[str, Any] = {
         "dtype": arguments.recipe.export_dtype,
         "max_shard_size": arguments.recipe.export_max_shard_size,
-        "tokenizer": trainer.processing_class,
     }
-    exported = export_model(trainer.model, output / "export", **common)
+    export = export_model(trainer.model, output / "export", tokenizer=trainer.processing_class, **options)
     if arguments.recipe.merge_adapter:
-        _export_merged(trainer, arguments, exported, common)
-    if _is_verified(trainer, arguments.recipe.verify_export):
-        difference = check_logits(trainer.model, exported, trainer.processing_class)
+        _export_merged(trainer, arguments, export, options)
+    if _verifies_logits(trainer, arguments.recipe.verify_export):
+        difference = check_logits(trainer.model, export, trainer.processing_class)
         distributed.print_main(
             f"verified: the export's logits differ from the trained model's by {difference:.1e} at most"
         )
     with distributed.sync_errors():
-        if not has_weights(exported):
-            raise ExportError(f"{exported} holds no weights after the export. The checkpoints in {output} are intact.")
-    distributed.print_main(f"exported: {exported}")
-    _push(trainer, exported)
-    return exported
-
-
-def _push(trainer: Any, export: Path) -> None:
+        if not has_weights(export):
+            raise ExportError(f"{export} has no weights after the export. The checkpoints in {output} are intact.")
+    distributed.print_main(f"exported: {export}")
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ShardedCheckpointCallback):
             callback.push_export(export)
+    return export
+
+
+def _export_merged(trainer: "SFTTrainer", arguments: Arguments, adapter: Path, options: dict[str, Any]) -> None:
+    """Write `<output_dir>/export_merged`. Collective: every rank must call this."""
+    merged = Path(arguments.training.output_dir) / "export_merged"
+    if not arguments.model.load_in_4bit:
+        tokenizer = trainer.processing_class
+        export_model(trainer.model, merged, merge_adapter=True, tokenizer=tokenizer, **options)
+        return
+    base = arguments.model.model_name_or_path
+    distributed.print_main(f"merge: into the original weights of {base}, not the 4-bit ones of training")
+    export_checkpoint(adapter, merged, base_model=base, merge_adapter=True, **options)
+
+
+def _verifies_logits(trainer: "SFTTrainer", verify_export: str) -> bool:
+    if verify_export != "auto":
+        return verify_export == "logits"
+    return sum(parameter.numel() for parameter in trainer.model.parameters()) < MAX_VERIFIED_PARAMETERS

@@ -1,137 +1,138 @@
-"""Which dtype trains: settled once, before sharding, so that no rank finds out in the middle of it.
+"""Which dtype each parameter trains in, settled before sharding so that no rank fails halfway through it.
 
-What trains under FSDP2 is kept in float32 and cast to the mixed-precision dtype where it is gathered. FSDP1
-flattens each unit, which takes one dtype for all of a unit, so there adapters follow the base weights. Casts
-nothing that is frozen.
+Under FSDP2, trainable parameters stay in float32 and are cast to the mixed-precision dtype when they are gathered. FSDP1
+flattens each unit into one tensor of one dtype, so there adapters take the dtype of the base weights. Frozen parameters
+are never cast.
 
-Source: trl 1.16 `sft_trainer.py` (makes adapters of 4-bit models bfloat16); torch 2.13 `_flat_param.py` (one
-dtype a unit); accelerate 1.15 `fsdp_utils.py` (upcasts what trains, but not beside 4-bit weights).
+Source: trl 1.16 `sft_trainer.py` (casts adapters of 4-bit models to bfloat16); torch 2.13 `_flat_param.py` (one dtype
+per unit); accelerate 1.15 `fsdp_utils.py` (upcasts trainable parameters, except with 4-bit weights).
 """
 
-import os
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import TemplateError
-from hf_fsdp_recipes.loading.bnb_4bit import PRECISIONS
+from hf_fsdp_recipes.precision import mixed_precision_dtype
+
+if TYPE_CHECKING:
+    from trl import ModelConfig
 
 
-def follow_precision(model_arguments: Any) -> None:
-    """Give what stays frozen beside 4-bit weights the mixed-precision dtype; masters of it would serve nobody.
+def set_frozen_dtype(model_arguments: "ModelConfig") -> None:
+    """Give frozen parameters next to 4-bit weights the mixed-precision dtype; fp32 master weights of them are useless.
 
-    Changes `dtype` where it is TRL's default; the quantisation config takes its compute dtype from there too.
+    Changes `dtype` if it has TRL's default. The quantization config takes its compute dtype from there too.
     """
-    precision = PRECISIONS.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+    precision = mixed_precision_dtype()
     if model_arguments.load_in_4bit and precision is not None and model_arguments.dtype in (None, "auto", "float32"):
         model_arguments.dtype = str(precision).removeprefix("torch.")
 
 
-def settle(model: torch.nn.Module, fsdp_version: int | None, wish: str = "auto") -> None:
-    """Cast what trains, print a census on rank 0, refuse what cannot be sharded. Every rank; no collective.
+def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dtype: str = "auto") -> None:
+    """Cast adapters to the dtype they train in, print the dtypes on rank 0, and refuse what FSDP1 cannot shard.
+
+    Every rank calls this, before sharding; no collective.
 
     Args:
-        model: with its adapters, before sharding.
+        model: with its adapters.
         fsdp_version: 1, 2, or None without FSDP.
-        wish: auto, or a dtype's name for the adapters.
+        adapter_dtype: auto, or the name of a dtype.
 
     Raises:
-        TemplateError: under FSDP1, parameters of more than one dtype; names some of the fewer kind.
+        TemplateError: under FSDP1, parameters of more than one dtype, or a separate copy of the output head.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     if frozen and fsdp_version is not None:
-        dtype = _adapter_dtype(frozen, fsdp_version, wish)
-        for parameter in trainable:
-            parameter.data = parameter.data.to(dtype)
-    distributed.print_main(f"dtypes: {describe(model)}")
+        dtype = _adapter_dtype(frozen, fsdp_version, adapter_dtype)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+    distributed.print_main(f"dtypes: {describe_dtypes(model)}")
     if fsdp_version == 1:
-        _check_uniform(model)
+        _check_uniform_dtype(model)
         _check_head(model)
 
 
-def _adapter_dtype(frozen: list[torch.nn.Parameter], fsdp_version: int, wish: str) -> torch.dtype:
-    if wish != "auto":
-        return getattr(torch, wish)
+def _adapter_dtype(frozen: list[torch.nn.Parameter], fsdp_version: int, adapter_dtype: str) -> torch.dtype:
+    if adapter_dtype != "auto":
+        return getattr(torch, adapter_dtype)
     return torch.float32 if fsdp_version == 2 else frozen[0].dtype
 
 
-def describe(model: torch.nn.Module) -> str:
-    """Return how many elements of which dtype train and are frozen, 4-bit weights by what holds them."""
-    census: Counter[tuple[str, str]] = Counter()
+def describe_dtypes(model: torch.nn.Module) -> str:
+    """Return the number of trainable and frozen elements of each dtype. 4-bit weights count by their storage dtype."""
+    counts: Counter[tuple[str, str]] = Counter()
     for parameter in model.parameters():
-        is_packed = type(parameter).__name__ == "Params4bit"
-        kind = "training" if parameter.requires_grad else "frozen 4-bit in" if is_packed else "frozen"
-        census[kind, str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
-    return ", ".join(f"{count:,} {kind} {dtype}" for (kind, dtype), count in sorted(census.items()))
+        is_4bit = type(parameter).__name__ == "Params4bit"
+        kind = "trainable" if parameter.requires_grad else "frozen 4-bit in" if is_4bit else "frozen"
+        counts[kind, str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    return ", ".join(f"{count:,} {kind} {dtype}" for (kind, dtype), count in sorted(counts.items()))
 
 
-class MastersCallback(TrainerCallback):
-    """Sees, when training begins, that what trains in mixed precision has float32 masters, and says so once.
+class MasterWeightsCallback(TrainerCallback):
+    """Checks at the start of mixed-precision training that trainable parameters have fp32 master weights.
 
     Args:
-        wish: as in `settle`; a dtype that was asked for is not looked at.
+        adapter_dtype: as in `cast_trainable`; a dtype that the user chose is not checked.
     """
 
-    def __init__(self, wish: str = "auto") -> None:
-        self.wish = wish
+    def __init__(self, adapter_dtype: str = "auto") -> None:
+        self.adapter_dtype = adapter_dtype
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Check the sharded model. Every rank; no collective: all have the same dtypes."""
-        in_mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") in PRECISIONS
-        if in_mixed_precision and self.wish == "auto" and not _is_flat_4bit(model):
-            check_masters(model)
+        """Check the sharded model. Every rank; no collective, because all ranks see the same dtypes."""
+        if mixed_precision_dtype() is not None and self.adapter_dtype == "auto" and not _is_fsdp1_4bit(model):
+            check_master_weights(model)
 
 
-def check_masters(model: torch.nn.Module) -> None:
-    """Refuse to train in less than float32 between the steps.
+def check_master_weights(model: torch.nn.Module) -> None:
+    """Refuse trainable parameters that are kept in less than float32 between steps.
 
     Raises:
-        TemplateError: names some of the parameters that are not float32.
+        TemplateError: names some of these parameters.
     """
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    lower = [f"{name} ({parameter.dtype})" for name, parameter in trained.items() if parameter.dtype != torch.float32]
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    lower = [f"{name} ({parameter.dtype})" for name, parameter in trainable.items() if parameter.dtype != torch.float32]
     if lower:
         raise TemplateError(
-            f"{len(lower)} parameters would train without float32 masters: {', '.join(lower[:3])}. Rule: in mixed precision "
-            f"what trains is float32 and cast where it is used. Remedy: mixed_precision: 'no' in the template, or "
-            f"adapter_dtype, if that is what you want."
+            f"{len(lower)} trainable parameters have no fp32 master weights: {', '.join(lower[:3])}. If that is intended, set "
+            f"mixed_precision: 'no' in the template, or adapter_dtype in the recipe."
         )
-    distributed.print_main(
-        f"masters: {sum(parameter.numel() for parameter in trained.values()):,} elements train in float32"
-    )
+    num_elements = sum(parameter.numel() for parameter in trainable.values())
+    distributed.print_main(f"fp32 master weights: {num_elements:,} elements")
 
 
-def _is_flat_4bit(model: torch.nn.Module) -> bool:
-    """Tell whether FSDP1 holds 4-bit weights: adapters share their units, and so their dtype."""
+def _is_fsdp1_4bit(model: torch.nn.Module) -> bool:
+    """Tell whether FSDP1 holds 4-bit weights, so that adapters share the dtype of their unit."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     is_4bit = any(getattr(module, "is_loaded_in_4bit", False) for module in model.modules())
     return is_4bit and bool(FSDP.fsdp_modules(model))
 
 
-def _check_uniform(model: torch.nn.Module) -> None:
-    census = Counter(parameter.dtype for parameter in model.parameters())
-    if len(census) < 2:
+def _check_uniform_dtype(model: torch.nn.Module) -> None:
+    counts = Counter(parameter.dtype for parameter in model.parameters())
+    if len(counts) < 2:
         return
-    common = census.most_common(1)[0][0]
-    offenders = [f"{name} ({p.dtype})" for name, p in model.named_parameters() if p.dtype != common]
+    common = counts.most_common(1)[0][0]
+    others = [f"{name} ({p.dtype})" for name, p in model.named_parameters() if p.dtype != common]
     raise TemplateError(
-        f"{len(offenders)} parameters are not {common} like the rest: {', '.join(offenders[:3])}. Rule: FSDP1 flattens a "
-        f"unit's parameters, which takes one dtype. Remedy: an fsdp2 template, or dtype: {str(common).removeprefix('torch.')}."
+        f"FSDP1 needs one dtype for all parameters, but {len(others)} are not {common}: {', '.join(others[:3])}. Use an fsdp2 "
+        f"template, or set dtype: {str(common).removeprefix('torch.')}."
     )
 
 
 def _check_head(model: torch.nn.Module) -> None:
-    """Refuse a saved copy of the output head, whose weight TRL's fused loss finds flattened under FSDP1."""
+    """Refuse PEFT's copy of the output head: TRL's fused loss reads its weight, which FSDP1 has flattened."""
     from peft.utils import ModulesToSaveWrapper
 
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(head, ModulesToSaveWrapper):
         raise TemplateError(
-            "lora_modules_to_save names the output head. Rule: TRL's loss multiplies by the head's weight, which FSDP1 holds "
-            "flat. Remedy: an fsdp2 template, or leave the head out."
+            "lora_modules_to_save names the output head, which TRL's fused loss cannot read under FSDP1. Use an fsdp2 "
+            "template, or leave the head out."
         )

@@ -1,154 +1,108 @@
-"""What makes training faster or smaller: checked before anything is loaded, and torch.compile block by block.
+"""Checks that speed and memory features can work on this launch, and turns on torch.compile block by block.
 
-Every switch is Trainer's or TRL's own but `compile_blocks`. Here stands what each of them needs, because without it
-they fail in the first step only, or silently do nothing. Speeds nothing up by itself.
+All features but `compile_blocks` are Trainer's or TRL's own. Without these checks an unsupported one fails in the first
+step, or silently does nothing.
 
-Source: transformers 5.23 `trainer_optimizer.py` (which optimizers are whose); bitsandbytes 0.50 `optim/optimizer.py`
-(`state_dict` hides states in a nested dict, which FSDP1's `optim_state_dict` cannot compare); trl 1.16
-`activation_offloading.py` (asks torch for its accelerator); accelerate 1.15 `_prepare_fsdp2`, `compile_regions_fsdp2`.
+Source: trl 1.16 `activation_offloading.py` (needs an accelerator); accelerate 1.15 `_prepare_fsdp2`,
+`compile_regions_fsdp2`; transformers 5.23 `trainer_optimizer.py` (which library an optimizer comes from).
 """
 
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
+
+from accelerate.utils import parse_flag_from_env
 
 from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.environment import fsdp_version
 from hf_fsdp_recipes.errors import RecipeError
-from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training import attention
+from hf_fsdp_recipes.training.sharded_optimizer import is_bitsandbytes_optimizer, optimizer_errors, optimizer_name
+
+if TYPE_CHECKING:
+    from trl import SFTConfig
+
+    from hf_fsdp_recipes.training.arguments import Arguments, RecipeArguments
 
 REGIONAL_COMPILATION = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
 TORCHAO_OPTIMIZERS = ("adamw_torch_8bit", "adamw_torch_4bit")
 
 
-def check_speed(arguments: Any) -> None:
-    """Refuse what is not installed, what these ranks cannot do and what does not work together. No collective.
+def check_features(arguments: "Arguments") -> None:
+    """Refuse features that are not installed, not supported on these ranks, or in conflict. No collective.
 
-    A dry run may be on another machine than the job: it is asked only whether things work together.
+    A dry run may be on another machine than the job, so it checks for conflicts only.
 
     Raises:
-        RecipeError: all such values at once, each with its rule and a remedy.
+        RecipeError: names all such settings at once.
     """
     training, recipe = arguments.training, arguments.recipe
-    optimizer = _optimizer_name(training)
-    faults = [
-        *optimizer_faults(optimizer, _fsdp_version()),
-        *_padding_faults(training),
-        *_compilation_faults(training, recipe),
-    ]
+    optimizer = optimizer_name(training)
+    errors = [*optimizer_errors(optimizer, fsdp_version()), *_conflicts(training, recipe)]
     if not recipe.dry_run:
-        attention.choose(recipe.attention, training.use_cpu)
-        faults += [
-            *_kernel_faults(training),
-            *_installation_faults(optimizer),
-            *_activation_faults(training),
-        ]
-    if faults:
-        raise RecipeError(" ".join(faults))
+        attention.select_implementation(recipe.attention, training.use_cpu)
+        errors += [*_accelerator_errors(training), *_installation_errors(optimizer)]
+    if errors:
+        raise RecipeError(" ".join(errors))
 
 
-def _kernel_faults(training: Any) -> Iterator[str]:
+def _accelerator_errors(training: "SFTConfig") -> Iterator[str]:
+    if training.activation_offloading and training.use_cpu:
+        yield (
+            "activation_offloading: true needs an accelerator, but the ranks run on CPUs. Set it to false; "
+            "gradient_checkpointing: true saves memory on CPUs too."
+        )
     if not training.use_liger_kernel:
         return
     missing = [name for name in ("liger_kernel", "triton") if find_spec(name) is None]
-    if training.use_cpu or missing:
-        reason = "the ranks are CPUs" if training.use_cpu else f"{' and '.join(missing)} cannot be imported"
+    if training.use_cpu:
+        yield "use_liger_kernel: true needs a GPU, but the ranks run on CPUs. Set it to false."
+    elif missing:
         yield (
-            f"use_liger_kernel: true, and {reason}. Rule: Liger's kernels are written in Triton, for accelerators. Remedy: "
-            f"use_liger_kernel: false, or pip install liger-kernel triton on a GPU machine."
+            f"use_liger_kernel: true needs {' and '.join(missing)}. Run pip install liger-kernel triton, or set it to false."
         )
 
 
-def is_of_bitsandbytes(optimizer: str) -> bool:
-    """Tell whether Trainer takes this optimizer from bitsandbytes."""
-    return optimizer in ("adamw_8bit", "adamw_bnb_8bit") or optimizer.startswith(
-        ("paged_", "lion_", "ademamix", "rmsprop_bnb")
-    )
+def _installation_errors(optimizer: str) -> Iterator[str]:
+    for library, is_used in (
+        ("torchao", optimizer in TORCHAO_OPTIMIZERS),
+        ("bitsandbytes", is_bitsandbytes_optimizer(optimizer)),
+    ):
+        if is_used and find_spec(library) is None:
+            yield f"optim: {optimizer} needs {library}. Run pip install {library}, or use optim: adamw_torch_fused."
 
 
-def optimizer_faults(optimizer: str, fsdp_version: int | None) -> Iterator[str]:
-    """Yield why an optimizer does not work under an FSDP version (None: without FSDP). No collective."""
-    if fsdp_version == 1 and is_of_bitsandbytes(optimizer):
-        yield (
-            f"optim: {optimizer} under FSDP1. Rule: the state of bitsandbytes' optimizers cannot be gathered for a "
-            f"checkpoint there. Remedy: an fsdp2_*.yaml template, or adamw_torch_fused."
-        )
-    if fsdp_version == 2 and "ademamix" in optimizer:
-        yield (
-            f"optim: {optimizer} under FSDP2. Rule: AdEMAMix keeps two averages in one tensor, which is not cut as the "
-            f"parameter is. Remedy: paged_adamw_32bit or adamw_8bit."
-        )
-
-
-def sharded_optimizer(training: Any) -> tuple[type, dict[str, Any]] | None:
-    """Return Trainer's `optimizer_cls_and_kwargs` where FSDP2 needs another class than Trainer's own. No collective."""
-    if _fsdp_version() != 2 or not is_of_bitsandbytes(_optimizer_name(training)):
-        return None
-    from hf_fsdp_recipes.training import sharded_optimizer
-
-    return sharded_optimizer.sharded_optimizer(training)
-
-
-def _optimizer_name(training: Any) -> str:
-    return str(getattr(training.optim, "value", training.optim))
-
-
-def _installation_faults(optimizer: str) -> Iterator[str]:
-    if optimizer in TORCHAO_OPTIMIZERS and find_spec("torchao") is None:
-        yield f"optim: {optimizer}, and torchao is not installed. Remedy: pip install torchao, or optim: adamw_torch_fused."
-    if not is_of_bitsandbytes(optimizer):
-        return
-    if find_spec("bitsandbytes") is None:
-        yield f"optim: {optimizer}, and bitsandbytes is not installed. Remedy: pip install bitsandbytes, or optim: adamw_torch."
-
-
-def _padding_faults(training: Any) -> Iterator[str]:
+def _conflicts(training: "SFTConfig", recipe: "RecipeArguments") -> Iterator[str]:
     if training.padding_free and not training.packing and training.max_length is not None:
         yield (
-            f"padding_free: true and max_length: {training.max_length} without packing. Rule: TRL cuts no rows there. Remedy: "
+            f"padding_free: true ignores max_length: {training.max_length}, because TRL does not truncate rows there. Set "
             f"max_length: null, or packing: true, which has no padding either."
         )
-
-
-def _activation_faults(training: Any) -> Iterator[str]:
-    if training.activation_offloading and training.use_cpu:
+    recomputes = training.activation_checkpointing or training.gradient_checkpointing
+    if recomputes and parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
         yield (
-            "activation_offloading: true, and the ranks are CPUs. Rule: it moves activations from an accelerator to the "
-            "host. Remedy: activation_offloading: false; gradient_checkpointing: true saves memory here too."
+            "gradient_checkpointing: true (TRL's default) and fsdp_activation_checkpointing: true in the template would "
+            "recompute layers twice. Set gradient_checkpointing: false in the recipe."
         )
-    in_template = cpu_ranks.is_true(os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false"))
-    if in_template and (training.activation_checkpointing or training.gradient_checkpointing):
+    if recipe.compile_blocks and fsdp_version() != 2:
         yield (
-            "gradient_checkpointing: true (TRL's default) and fsdp_activation_checkpointing: true in the template. Rule: a "
-            "layer is recomputed once. Remedy: gradient_checkpointing: false in the recipe."
+            "compile_blocks: true needs FSDP2, where Accelerate compiles blocks in place. Use an fsdp2_*.yaml template, or "
+            "set compile_blocks: false."
         )
-
-
-def _compilation_faults(training: Any, recipe: Any) -> Iterator[str]:
-    version = _fsdp_version()
-    if recipe.compile_blocks and version != 2:
+    if training.torch_compile and fsdp_version() == 1 and parse_flag_from_env(REGIONAL_COMPILATION):
         yield (
-            "compile_blocks: true without FSDP2. Rule: there Accelerate compiles blocks in place; elsewhere it wraps them, "
-            "which FSDP1 does not survive. Remedy: an fsdp2_*.yaml template, or compile_blocks: false."
-        )
-    if training.torch_compile and version == 1 and cpu_ranks.is_true(os.environ.get(REGIONAL_COMPILATION, "false")):
-        yield (
-            "torch_compile: true and dynamo_use_regional_compilation: true in an FSDP1 template. Rule: Accelerate cannot wrap "
-            "the blocks of an FSDP1 model. Remedy: an fsdp2_*.yaml template with compile_blocks: true, or no compilation."
+            "torch_compile: true with dynamo_use_regional_compilation: true does not work under FSDP1, because Accelerate "
+            "cannot wrap the blocks of an FSDP1 model. Use an fsdp2_*.yaml template with compile_blocks: true, or turn "
+            "compilation off."
         )
 
 
-def _fsdp_version() -> int | None:
-    if not cpu_ranks.is_true(os.environ.get("ACCELERATE_USE_FSDP", "false")):
-        return None
-    return int(os.environ.get("FSDP_VERSION", "1"))
+def enable_block_compilation(arguments: "Arguments") -> None:
+    """Turn on torch.compile for each block of the model if the recipe sets `compile_blocks`. No collective.
 
-
-def compile_blocks(arguments: Any) -> None:
-    """Turn on torch.compile for each block of the model, where asked for. Before the Trainer is built; no collective.
-
-    Trainer's `torch_compile` alone compiles the model as one; what makes it blocks is a variable of Accelerate's.
+    Call it before the Trainer is built. Trainer's `torch_compile` alone compiles the model in one piece; a variable of
+    Accelerate's makes it compile blocks.
     """
     if not arguments.recipe.compile_blocks:
         return
@@ -156,4 +110,4 @@ def compile_blocks(arguments: Any) -> None:
     training.torch_compile = True
     training.torch_compile_backend = training.torch_compile_backend or "inductor"
     os.environ[REGIONAL_COMPILATION] = "true"
-    distributed.print_main(f"torch.compile: each block by itself, {training.torch_compile_backend}")
+    distributed.print_main(f"torch.compile: each block separately, backend {training.torch_compile_backend}")

@@ -1,137 +1,72 @@
-"""bitsandbytes' optimizers under FSDP2: each rank steps the rows that it holds.
+"""bitsandbytes' paged and 8-bit optimizers for FSDP2."""
 
-Their operators take no DTensor, and need none: an update looks at one element, or at a block of 256 of them. The
-states that they make for a rank's rows become DTensors, cut like the parameter, so that torch DCP saves and loads
-them. Paged states stay paged, also after a resume. The blocks of 8-bit states belong to a rank's rows: they are
-resumed on the same number of ranks only (`save/resume.py` refuses the rest).
+from typing import TYPE_CHECKING, Any
 
-    Trainer(..., optimizer_cls_and_kwargs=sharded_optimizer(training_arguments))
-
-Source: bitsandbytes 0.50 `optim/optimizer.py`: `init_state`, `update_step` and `prefetch_state` get a parameter and
-keep its state under it in `self.state`.
-"""
-
-import inspect
-from collections.abc import Callable
-from importlib.metadata import version
-from typing import Any
-
-import torch
-from torch.distributed.tensor import DTensor, Shard
-
+from hf_fsdp_recipes.environment import fsdp_version
 from hf_fsdp_recipes.errors import RecipeError
-from hf_fsdp_recipes.patches import saving
+from hf_fsdp_recipes.patches.bitsandbytes import shard_optimizer_class
 
-BLOCK_ELEMENTS = 256  # what one scale of an 8-bit state covers
+if TYPE_CHECKING:
+    import torch
+    from transformers import TrainingArguments
 
 
-def sharded_optimizer(training_arguments: Any) -> tuple[type, dict[str, Any]]:
-    """Return what Trainer takes as `optimizer_cls_and_kwargs`, for an `optim` of bitsandbytes. Any rank; no collective.
+def sharded_optimizer(args: "TrainingArguments") -> "tuple[type[torch.optim.Optimizer], dict[str, Any]] | None":
+    """Make `optim: adamw_8bit` and bitsandbytes' other optimizers work under FSDP2.
+
+    They fail on sharded parameters in the first step. The class returned here updates each rank's own rows; checkpoints
+    save and resume its state. Pass the result to any Trainer:
+
+        trainer = SFTTrainer(..., args=args, optimizer_cls_and_kwargs=sharded_optimizer(args))
+
+    Any rank may call this; no collective.
 
     Args:
-        training_arguments: with `optim`, `learning_rate`, `adam_beta1` and so on.
+        args: Trainer's arguments; `optim`, `optim_args`, `learning_rate`, `weight_decay`, `adam_beta1` and so on apply.
+
+    Returns:
+        What Trainer takes as `optimizer_cls_and_kwargs`, or None if `args.optim` is not one of bitsandbytes', so that
+        Trainer makes its own.
 
     Raises:
         ImportError: bitsandbytes is not installed.
-        RecipeError: it steps parameters differently now.
+        RecipeError: the optimizer does not work under the launched FSDP version, or bitsandbytes' interface has changed.
     """
+    name = optimizer_name(args)
+    if not is_bitsandbytes_optimizer(name):
+        return None
+    if errors := optimizer_errors(name, fsdp_version()):
+        raise RecipeError(" ".join(errors))
     from transformers import Trainer
 
-    optimizer_class, settings = Trainer.get_optimizer_cls_and_kwargs(training_arguments)
-    for name in ("init_state", "update_step"):
-        found = list(inspect.signature(getattr(optimizer_class, name, int)).parameters)
-        if found != ["self", "group", "p", "gindex", "pindex"]:
-            raise RecipeError(
-                f"bitsandbytes {version('bitsandbytes')}: {name} takes {found}. Rule: tried with 0.50, which steps one "
-                f"parameter at a time. Remedy: install that, or optim: adamw_torch_fused."
-            )
-    # Trainer knows bitsandbytes' classes by the name of their module, and keeps embeddings in 32 bits then.
-    return type(f"Sharded{optimizer_class.__name__}", (_OnShards, optimizer_class), {"__module__": __name__}), settings
+    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
+    return shard_optimizer_class(optimizer_class), kwargs
 
 
-class _OnShards:
-    """Stands before one of bitsandbytes' classes and hands it local tensors; other parameters pass through."""
-
-    state: dict[torch.Tensor, dict[str, Any]]  # these three are the other class's
-    is_paged: bool
-    get_state_buffer: Callable[..., torch.Tensor]
-
-    def init_state(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
-        if not isinstance(p, DTensor):
-            return super().init_state(group, p, gindex, pindex)  # type: ignore[misc]
-        # Of the largest shard's size on every rank, so that all choose the same dtype and number of blocks.
-        largest = _largest_shard(p)
-        super().init_state(group, largest, gindex, pindex)  # type: ignore[misc]
-        made = self.state.pop(largest)
-        self.state[p] = {name: _spread(name, value, p) for name, value in made.items()}
-
-    def update_step(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
-        if not isinstance(p, DTensor):
-            return super().update_step(group, p, gindex, pindex)  # type: ignore[misc]
-        state = self.state[p]
-        shard = p.to_local().detach()
-        if not shard.numel():
-            state["step"] += 1
-            return
-        shard.grad = p.grad.to_local()
-        self.state[shard] = {name: _own(name, value, shard) for name, value in state.items()}
-        super().update_step(group, shard, gindex, pindex)  # type: ignore[misc]
-        state["step"] = self.state.pop(shard)["step"]
-
-    def prefetch_state(self, p: torch.Tensor) -> None:
-        if not isinstance(p, DTensor):
-            return super().prefetch_state(p)  # type: ignore[misc]
-        from bitsandbytes.functional import prefetch_tensor
-
-        for value in self.state[p].values():
-            if getattr(value, "is_paged", False):
-                prefetch_tensor(value.to_local())
-
-    def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """Load the state as bitsandbytes does, into paged memory where that was asked for."""
-        super().load_state_dict(state_dict, move_to_device)  # type: ignore[misc]
-        for p, state in self.state.items():
-            if isinstance(p, DTensor) and self.is_paged:
-                self._move_to_pages(p, state)
-
-    def _move_to_pages(self, p: DTensor, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            if name.startswith("state") and isinstance(value, DTensor):
-                buffer = self.get_state_buffer(p.to_local(), dtype=value.dtype)
-                buffer.copy_(value.to_local())
-                state[name] = _spread(name, buffer, p)
+def optimizer_name(args: "TrainingArguments") -> str:
+    """Return `optim` as a string; Trainer keeps an enum."""
+    return str(getattr(args.optim, "value", args.optim))
 
 
-def _num_shards(p: DTensor) -> int:
-    cut = [size for size, placement in zip(p.device_mesh.shape, p.placements, strict=True) if placement == Shard(0)]
-    return torch.Size(cut).numel()
+def is_bitsandbytes_optimizer(name: str) -> bool:
+    """Tell whether Trainer takes this optimizer from bitsandbytes."""
+    return name in ("adamw_8bit", "adamw_bnb_8bit") or name.startswith(("paged_", "lion_", "ademamix", "rmsprop_bnb"))
 
 
-def _largest_shard(p: DTensor) -> torch.Tensor:
-    """Return a tensor of the shape of the first rank's shard, which is this rank's own where rows divide evenly."""
-    shard = p.to_local().detach()
-    rows = -(-p.shape[0] // _num_shards(p)) if p.ndim else 1
-    return shard if not p.ndim or shard.shape[0] == rows else shard.new_empty((rows, *shard.shape[1:]))
+def optimizer_errors(name: str, version: int | None) -> list[str]:
+    """Return why an optimizer does not work under an FSDP version (None: without FSDP).
 
-
-def _spread(name: str, value: Any, p: DTensor) -> Any:
-    """Return one entry of a shard's state as it is kept: what differs from rank to rank as a DTensor."""
-    if name.startswith("state"):
-        rows = p.to_local().shape[0] if p.ndim else 1
-        own = value if not p.ndim or value.shape[0] == rows else value[:rows]
-        spread = saving.put_local(torch.empty_like(p, dtype=own.dtype, requires_grad=False), own)
-        if getattr(value, "is_paged", False):  # bitsandbytes looks for both
-            own.is_paged, own.page_deviceid = True, value.page_deviceid
-            spread.is_paged = True
-        return spread
-    if name.startswith("absmax"):  # as many on every rank; the last ranks may use fewer
-        return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False)
-    return value
-
-
-def _own(name: str, value: Any, shard: torch.Tensor) -> Any:
-    """Return an entry of the state as bitsandbytes expects it for this rank's rows."""
-    if not isinstance(value, DTensor):
-        return value
-    own = value.to_local()
-    return own[: -(-shard.numel() // BLOCK_ELEMENTS)] if name.startswith("absmax") else own
+    Source: bitsandbytes 0.50 `optim/optimizer.py`: `state_dict` nests the states in a dict, which FSDP1's
+    `optim_state_dict` compares as if it were a number.
+    """
+    if version == 1 and is_bitsandbytes_optimizer(name):
+        return [
+            f"optim: {name} cannot be saved in checkpoints under FSDP1. Use an fsdp2_*.yaml template, or "
+            f"optim: adamw_torch_fused."
+        ]
+    if version == 2 and "ademamix" in name:
+        return [
+            f"optim: {name} does not work under FSDP2, because AdEMAMix keeps two averages in one tensor, which cannot be "
+            f"sharded like the parameter. Use paged_adamw_32bit or adamw_8bit."
+        ]
+    return []

@@ -1,31 +1,31 @@
-"""A small model of the same architecture: the same classes, ties and rules, with fewer and thinner layers.
-
-For trying out what only the architecture decides. Knows configs, not weights.
-"""
+"""A tiny model of the same architecture: the same classes, weight tying and masking, with few and small layers."""
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 NUM_LAYERS = 2
 HEAD_SIZE = 16
 MAX_HEADS = 4
 MAX_EXPERTS = 4
-# Fields that count layers by position; the first NUM_LAYERS entries are kept.
+# Fields with one entry per layer; the first NUM_LAYERS entries are kept.
 PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers", "attention_layers")
 
 
-def shrink_config(config: Any, vocab_size: int | None = None) -> Any:
-    """Return a config of the same class for a model of a few hundred thousand parameters at most.
+def tiny_config(config: "PretrainedConfig", vocab_size: int | None = None) -> "PretrainedConfig":
+    """Return a config of the same class for a model of at most a few hundred thousand parameters.
 
     Args:
         config: a transformers config; it is not changed.
-        vocab_size: rows of the embedding; None keeps them.
+        vocab_size: rows of the embedding; None keeps the number.
     """
-    small = copy.deepcopy(config)
-    text = small.get_text_config()
+    tiny = copy.deepcopy(config)
+    text = tiny.get_text_config()
     heads = min(text.num_attention_heads, MAX_HEADS)
     groups = getattr(text, "num_key_value_heads", None)
-    if groups:  # as many queries a key as there were, where that divides
+    if groups:  # keeps the number of queries per key if it divides
         text.num_key_value_heads = max(1, heads * groups // text.num_attention_heads)
     text.num_attention_heads = heads
     text.hidden_size = heads * HEAD_SIZE
@@ -47,4 +47,4 @@ def shrink_config(config: Any, vocab_size: int | None = None) -> Any:
         text.vocab_size = vocab_size
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(text, name, None)
-    return small
+    return tiny

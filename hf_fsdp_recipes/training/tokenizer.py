@@ -1,53 +1,64 @@
-"""The tokenizer: loaded once, as SFTTrainer will have it, and told apart from another one."""
+"""The recipe's tokenizer: loaded once, completed as SFTTrainer completes it, and hashed to recognize it again."""
 
 import copy
 import hashlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import DataError, LoadError
 
-PROBE = "The 3 quick brown Foxes, née Fuchs,\n\tjump: don't they?  <s>"  # what normalizers and pre-tokenizers differ in
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from trl import SFTConfig
+
+    from hf_fsdp_recipes.training.arguments import Arguments
+
+# Text on which normalizers and pre-tokenizers differ; part of the hash.
+PROBE = "The 3 quick brown Foxes, née Fuchs,\n\tjump: don't they?  <s>"
+CLONED_VOCABULARY_MULTIPLE = 64  # TRL pads the vocabulary to this when it clones a chat template
 
 
-def load_tokenizer(arguments: Any) -> Any:
-    """Load the model's tokenizer on rank 0 and hand it to all. Collective: every rank must call this."""
+def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
+    """Load the recipe's tokenizer on rank 0 and broadcast it. Collective: every rank must call this.
+
+    Raises:
+        LoadError: the same on every rank.
+    """
     from transformers import AutoTokenizer
 
     name = arguments.recipe.tokenizer_name or arguments.model.model_name_or_path
     revision = None if arguments.recipe.tokenizer_name else arguments.model.model_revision
 
-    def read() -> Any:
+    def read() -> "PreTrainedTokenizerBase":
         try:
             tokenizer = AutoTokenizer.from_pretrained(
-                name, revision=revision, trust_remote_code=getattr(arguments.training, "trust_remote_code", False)
+                name, revision=revision, trust_remote_code=arguments.training.trust_remote_code
             )
             tokenizer.add_tokens(arguments.recipe.special_tokens or [], special_tokens=True)
         except Exception as error:
             raise LoadError(
-                f"no tokenizer at {name}: {str(error).splitlines()[0]} Remedy: check the "
-                f"name; a directory needs config.json, safetensors and tokenizer.json."
+                f"cannot load a tokenizer from {name}: {str(error).splitlines()[0]} Check the name; a local directory needs "
+                f"tokenizer.json and config.json."
             ) from error
         return tokenizer
 
     return distributed.run_on_main(read)
 
 
-def tokenizer_for_rows(tokenizer: Any, training: Any) -> Any:
-    """Return a copy with the end token and chat template that SFTTrainer will give it. No collective.
+def tokenizer_for_rows(tokenizer: "PreTrainedTokenizerBase", training: "SFTConfig") -> "PreTrainedTokenizerBase":
+    """Return a copy with the end token and chat template that SFTTrainer will set later. No collective.
 
-    Source: trl 1.16, SFTTrainer.__init__, which does this to tokenizer and model together, before it prepares rows.
+    Source: trl 1.16 `SFTTrainer.__init__`, which changes tokenizer and model together before it prepares rows.
 
     Raises:
-        DataError: no such token, or no chat template at `chat_template_path`.
+        DataError: `eos_token` is not in the vocabulary, or `chat_template_path` cannot be read.
     """
     tokenizer = copy.deepcopy(tokenizer)
     if training.eos_token is not None:
         if training.eos_token not in tokenizer.get_vocab():
-            raise DataError(f"eos_token: {training.eos_token!r} is not in the vocabulary. Remedy: name one that is.")
+            raise DataError(f"eos_token: {training.eos_token!r} is not in the vocabulary. Choose a token that is.")
         tokenizer.eos_token = training.eos_token
     path = training.chat_template_path
     if path is None:
@@ -59,27 +70,29 @@ def tokenizer_for_rows(tokenizer: Any, training: Any) -> Any:
             _clone_chat_template(tokenizer, path)
     except Exception as error:
         raise DataError(
-            f"chat_template_path: {path} cannot be read: {str(error).splitlines()[0]} Remedy: a .jinja file, or a model."
+            f"chat_template_path: {path} cannot be read: {str(error).splitlines()[0]} Pass a .jinja file or a model with a "
+            f"chat template."
         ) from error
     return tokenizer
 
 
-def _clone_chat_template(tokenizer: Any, source: str) -> None:
-    """Take template and tokens over from another tokenizer as TRL does, without a model to resize."""
-    from trl import clone_chat_template
+def _clone_chat_template(tokenizer: "PreTrainedTokenizerBase", source_path: str) -> None:
+    """Copy template and tokens from another tokenizer, as `trl.clone_chat_template` does, which needs a model too."""
+    from transformers import AddedToken, AutoTokenizer
 
-    model = SimpleNamespace(vocab_size=0, can_generate=lambda: False)
-    model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
+    source = AutoTokenizer.from_pretrained(source_path)
+    tokenizer.chat_template = source.get_chat_template()
+    added = source.added_tokens_decoder.values()
+    tokenizer.add_tokens([token for token in added if token.content not in tokenizer.vocab])
+    tokenizer.eos_token = source.eos_token
+    index = 0
+    while len(tokenizer.vocab) % CLONED_VOCABULARY_MULTIPLE:
+        tokenizer.add_tokens(AddedToken(f"<extra_id_{index}>"))
+        index += 1
 
-    def resize(new_num_tokens: int, pad_to_multiple_of: int) -> None:
-        model.vocab_size = -(-new_num_tokens // pad_to_multiple_of) * pad_to_multiple_of
 
-    model.resize_token_embeddings = resize
-    clone_chat_template(model, tokenizer, source)
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """Return a SHA-256 of what decides how rows become tokens: vocabulary, template, special tokens, a probe."""
+def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return a SHA-256 of everything that decides how rows become tokens: vocabulary, template, special tokens, a probe."""
     facts = [
         sorted(tokenizer.get_vocab().items()),
         tokenizer.chat_template,

@@ -1,12 +1,12 @@
 #!/bin/bash
-# recipes/launch.slurm behind the six positional arguments of ROCm's FSDP scripts, for one node or many:
+# recipes/launch.slurm with the six positional arguments of ROCm's FSDP scripts, for one node or many:
 #
 #   sbatch --nodes=2 recipes/slurm/finetune.sh n_proc_per_node n_epoch n_batchsize model_path model_size save_model
 #   sbatch --nodes=2 recipes/slurm/finetune.sh 8 1 16 ./meta-llama/Llama-2-7b-hf 2-7B True
 #
-# n_batchsize is that of one GPU, model_size a label in the name of the run. save_model True writes a checkpoint after
-# each epoch, False none; the trained model is exported either way. DATASET (default: tatsu-lab/alpaca) and launch.slurm's
-# own variables come from the environment, and more arguments of recipes/sft.py may follow the six.
+# n_batchsize is the batch size per GPU; model_size is only a label in the name of the run. save_model True writes a
+# checkpoint after each epoch, False writes none; the trained model is exported either way. The environment sets DATASET
+# (default: tatsu-lab/alpaca) and launch.slurm's variables. More arguments for recipes/sft.py may follow the six.
 #SBATCH --ntasks-per-node=1
 #SBATCH --open-mode=append
 #SBATCH --requeue
@@ -20,11 +20,11 @@ shift 6
 case $save_model in
   True | true) strategy=epoch ;;
   False | false) strategy=no ;;
-  *) echo "save_model is $save_model; it is True or False" >&2; exit 2 ;;
+  *) echo "save_model is $save_model; set it to True or False" >&2; exit 2 ;;
 esac
 
 export NPROC_PER_NODE=$n_proc_per_node
-# With the job's id: the same after a requeue, another for the next submission.
+# The job id keeps the name stable across requeues and different for the next submission.
 run=fsdp_${model_size}_${SLURM_NNODES}node_${n_proc_per_node}proc_${n_epoch}epoch_batch${n_batchsize}_job$SLURM_JOB_ID
 exec bash recipes/launch.slurm --model_name_or_path "$model_path" --dataset_name "${DATASET:-tatsu-lab/alpaca}" \
   --num_train_epochs "$n_epoch" --per_device_train_batch_size "$n_batchsize" --save_strategy "$strategy" \

@@ -1,4 +1,4 @@
-"""What the ranks of the data tests run: the recipe's own parts, with a note of who did what."""
+"""What the ranks of the data tests run: the parts of a recipe, recording what each rank did."""
 
 import json
 import os
@@ -38,25 +38,19 @@ def train(argv: Sequence[str], *, record: str | None = None) -> dict[str, Any]:
     }
 
 
-class SlowTokenize:
-    """TRL's tokenizing of a row, slowed down, with a note of the rank that did it."""
-
-    def __init__(self, notes: str, seconds: float) -> None:
-        from trl.trainer import sft_trainer
-
-        self.notes, self.seconds, self.upstream = notes, seconds, sft_trainer._tokenize
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        time.sleep(self.seconds)
-        with (Path(self.notes) / f"rank-{os.environ['RANK']}").open("a") as file:
-            file.write(".")
-        return self.upstream(*arguments, **keywords)
-
-
 def train_with_slow_tokenizing(argv: Sequence[str], notes: str, seconds: float) -> dict[str, Any]:
-    from trl.trainer import sft_trainer
+    """Run a recipe whose rows take `seconds` each to tokenize; the file `rank-<n>` in `notes` gets a dot per row."""
+    from hf_fsdp_recipes.training.data.row_tokenizer import RowTokenizer
 
-    sft_trainer._tokenize = SlowTokenize(notes, seconds)
+    upstream = RowTokenizer.__call__
+
+    def tokenize_slowly(self: RowTokenizer, row: Any) -> dict[str, Any]:
+        time.sleep(seconds)
+        with (Path(notes) / f"rank-{os.environ['RANK']}").open("a") as file:
+            file.write(".")
+        return upstream(self, row)
+
+    RowTokenizer.__call__ = tokenize_slowly  # type: ignore[method-assign]
     return train(argv)
 
 

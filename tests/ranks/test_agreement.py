@@ -1,10 +1,5 @@
 """What one rank decides or fails at, all ranks learn."""
 
-import subprocess
-import sys
-
-import pytest
-
 from tests.ranks.harness import run_ranks
 
 VALUE = ["made on rank 0"] * 3
@@ -49,21 +44,3 @@ def test_ranks_agree_on_what_happened():
     found = run_ranks(_outcomes, 3)
     for number, (how, failing_rank, kind, expected) in enumerate(CASES):
         assert [outcomes[number] for outcomes in found] == expected, (how, failing_rank, kind)
-
-
-@pytest.mark.parametrize(("after", "code"), [("", 0), ("raise KeyError('afterwards')", 1)])
-def test_finished_process_says_its_last_words_and_meets_no_destructor(after, code):
-    script = f"""
-import atexit, sys
-from hf_fsdp_recipes import distributed
-class Aborts:
-    def __del__(self):
-        print("taken down")
-kept = Aborts()
-atexit.register(lambda: print("reporter"))
-distributed.skip_destructors_at_exit()
-sys.stdout.write("last words, ")
-{after}
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (code, "last words, reporter\n"), done.stderr

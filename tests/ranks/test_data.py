@@ -1,4 +1,4 @@
-"""Data on several ranks: prepared once, waited for patiently, streamed without overlap and resumed to the row."""
+"""Data on several ranks is prepared once without timeouts, streamed without overlap, and resumed at the right row."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def argv(tiny_model, tmp_path, monkeypatch):
 
     def make(name, **settings):
         defaults = {"model_name_or_path": tiny_model("llama"), "dataset_name": name, "output_dir": tmp_path / "run"}
-        return [word for key, value in (defaults | COMMON | settings).items() for word in (f"--{key}", str(value))]
+        return [part for key, value in (defaults | COMMON | settings).items() for part in (f"--{key}", str(value))]
 
     return make
 
@@ -58,7 +58,7 @@ def test_ranks_wait_for_tokenizing_longer_than_the_collective_timeout(argv, text
         environment=ranks_environment(tmp_path),
     )
     assert len(results[0]["losses"]) == 2
-    # The other rank found what rank 0 had made.
+    # The other rank read what rank 0 had cached.
     assert [path.name for path in notes.iterdir()] == ["rank-0"]
     assert (notes / "rank-0").stat().st_size == len(SENTENCES)
 
@@ -70,7 +70,7 @@ def numbered(count):
     return [{"text": f"row {number} of the stream"} for number in range(count)]
 
 
-def test_every_rank_streams_its_own_part_and_none_is_left_out(argv, tmp_path):
+def test_ranks_stream_disjoint_rows(argv, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", numbered(24))
     results = run_ranks(train_recording, 2, argv(file, **STREAM), environment=ranks_environment(tmp_path))
     first, second = ([tuple(row) for batch in result["batches"] for row in batch] for result in results)
@@ -82,24 +82,24 @@ def train_recording(argv):
     return train(argv, record="batches")
 
 
-def test_evaluation_on_a_stream_gives_what_it_gives_on_rows_that_are_all_there(argv, tmp_path):
+def test_evaluation_on_a_stream_equals_evaluation_on_a_dataset(argv, tmp_path):
     folder = tmp_path / "rows"
     folder.mkdir()
     write_rows(folder / "train.jsonl", numbered(24))
     write_rows(folder / "test.jsonl", numbered(16))
     at_start = {"eval_strategy": "steps", "eval_on_start": True, "max_steps": 1, "per_device_eval_batch_size": 4}
     streamed = launch(argv(folder, **STREAM | at_start, report=True), tmp_path)
-    counted = launch(argv(folder, **at_start), tmp_path)
-    assert streamed[0]["evaluations"][0] == counted[0]["evaluations"][0]
+    loaded = launch(argv(folder, **at_start), tmp_path)
+    assert streamed[0]["evaluations"][0] == loaded[0]["evaluations"][0]
 
 
-def test_resumed_stream_goes_on_at_the_row_where_it_stopped(argv, tmp_path):
+def test_resumed_stream_continues_at_the_row_where_it_stopped(argv, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", numbered(61))  # passes and blocks end in the middle of the run
     settings = STREAM | {"packing": True, "max_length": 48, "gradient_accumulation_steps": 2, "max_steps": 9}
-    whole = run_ranks(
+    uninterrupted = run_ranks(
         train_recording,
         2,
-        argv(file, **settings, output_dir=tmp_path / "whole"),
+        argv(file, **settings, output_dir=tmp_path / "uninterrupted"),
         environment=ranks_environment(tmp_path),
     )
     part = [*argv(file, **settings), "--save_strategy", "steps", "--save_steps", "5"]
@@ -108,14 +108,14 @@ def test_resumed_stream_goes_on_at_the_row_where_it_stopped(argv, tmp_path):
         train_recording, 2, [*part, "--resume_from_checkpoint", "auto"], environment=ranks_environment(tmp_path)
     )
     for rank in range(2):
-        assert len(whole[rank]["batches"]) == 18
-        assert resumed[rank]["batches"] == whole[rank]["batches"][10:]
-    assert resumed[0]["losses"] == whole[0]["losses"]
-    assert resumed[0]["epochs"] == whole[0]["epochs"]
+        assert len(uninterrupted[rank]["batches"]) == 18
+        assert resumed[rank]["batches"] == uninterrupted[rank]["batches"][10:]
+    assert resumed[0]["losses"] == uninterrupted[0]["losses"]
+    assert resumed[0]["epochs"] == uninterrupted[0]["epochs"]
 
 
 def train_until(argv, stop):
-    """Train up to a step and its checkpoint, and leave as a killed run would."""
+    """Train up to a step and its checkpoint, then stop."""
     from hf_fsdp_recipes.training import build
 
     upstream = build.build_trainer

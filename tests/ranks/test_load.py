@@ -1,10 +1,7 @@
 """The loader against stock loading, on real gloo ranks: the same losses, digit for digit."""
 
-import contextlib
 import json
-import os
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -111,204 +108,67 @@ def test_every_value_arrives_on_four_ranks_that_read_for_themselves(tiny_model, 
         assert seen[3][name] == tensor.float().tolist(), name
 
 
-def _shards_through_small_buckets(model_dir, data, output, keywords, apart):
-    """As `_shards`, in many buckets; the ranks `apart` are made to see nothing of rank 0's process."""
-    from hf_fsdp_recipes import distributed
-    from hf_fsdp_recipes.loading import distribute, lanes, materialize
+def _shards_through_small_buckets(model_dir, data, output, keywords):
+    """As `_shards`, in many buckets."""
+    from hf_fsdp_recipes.loading import distribute, materialize
 
     distribute.BUCKET_BYTES = 4096
-    lanes.LANE_BYTES = 4096
-    laid = []
-    lay = lanes.lay
-    distribute.lay = lambda *arguments: laid.append(lay(*arguments)) or laid[-1]
-    if distributed.rank() in apart:
-        lanes._open = lambda *_: None
     scatter = materialize.scatter
 
-    def scatter_and_count(destinations, checkpoint, group, checksums):
-        num_open = _num_open_descriptors()
-        scatter(destinations, checkpoint, group, checksums)
-        assert _num_open_descriptors() == num_open
-        if checkpoint is not None:  # every slice that was sent is proved, also rank 0's where it has copies
-            sent = range(0 if group.copies is not None else 1, len(group.ranks))
-            wanted = {(item.name, place) for item in destinations for place in sent if item.runs[place][1]}
-            assert checksums.values.keys() == wanted
+    def scatter_and_check_sums(targets, index, group, checksums):
+        scatter(targets, index, group, checksums)
+        if index is not None:  # every shard that was sent has a checksum, also rank 0's own if it has replicas
+            sent = range(0 if group.replicate_group is not None else 1, len(group.ranks))
+            expected = {(target.name, r) for target in targets for r in sent if target.shard_ranges[r][1]}
+            assert checksums.values.keys() == expected
 
-    materialize.scatter = scatter_and_count
-    return _shards(model_dir, data, output, keywords), sorted(laid[0].reached)
+    materialize.scatter = scatter_and_check_sums
+    return _shards(model_dir, data, output, keywords)
 
 
-def _num_open_descriptors():
-    links = []
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another thread has closed it
-            links.append(os.readlink(path))
-    return sum(link.startswith(("pipe:", "/memfd:")) for link in links)
-
-
-@pytest.mark.parametrize(("apart", "reached"), [((), [1, 2, 3]), ((2,), [1, 3]), ((1, 2, 3), [])])
-def test_neighbours_are_fed_through_lanes_and_others_by_messages(tiny_model, text_file, tmp_path, apart, reached):
+@pytest.mark.parametrize("parallel", [None, HYBRID])
+def test_every_value_arrives_through_small_buckets(tiny_model, text_file, tmp_path, parallel):
     from safetensors.torch import load_file
 
     model = tiny_model("llama", "bfloat16")
     keywords = {"dtype": "bfloat16", "load_arguments": {"verify": "full"}}
-    found = run_ranks(
-        _shards_through_small_buckets,
-        4,
-        model,
-        text_file,
-        tmp_path,
-        keywords,
-        apart,
-        environment=fsdp_environment(FSDP2),
-    )
-    assert [lanes for _, lanes in found] == [reached] * 4
+    environment = fsdp_environment(FSDP2, parallel)
+    found = run_ranks(_shards_through_small_buckets, 4, model, text_file, tmp_path, keywords, environment=environment)
     for name, tensor in load_file(model / "model.safetensors").items():
-        assert found[3][0][name] == tensor.float().tolist(), name
+        assert found[3][name] == tensor.float().tolist(), name
 
 
-def test_copies_of_a_hybrid_mesh_are_fed_through_small_buckets(tiny_model, text_file, tmp_path):
-    from safetensors.torch import load_file
+def _auto_choice(model_dir, data, output, blind_rank):
+    """Return whether `source="auto"` let every rank read; `blind_rank` sees none of the files."""
+    from hf_fsdp_recipes import distributed, load_model
+    from hf_fsdp_recipes.errors import LoadError
+    from hf_fsdp_recipes.loading import load_model as module
+    from hf_fsdp_recipes.loading.checkpoint_source import find_source
 
+    if distributed.rank() == blind_rank:
+        import sys
+
+        def see_nothing(file):
+            raise LoadError(f"{file} does not exist")
+
+        sys.modules["hf_fsdp_recipes.loading.load_model"].read_header = see_nothing
+    del module
+    model = load_model(str(model_dir), source="auto")
+    return find_source(model)[1].is_direct
+
+
+@pytest.mark.parametrize(("blind_rank", "is_direct"), [(None, True), (1, False)])
+def test_auto_reads_directly_only_if_every_rank_sees_the_files(tiny_model, text_file, tmp_path, blind_rank, is_direct):
+    arguments = (tiny_model("llama"), text_file, tmp_path, blind_rank)
+    assert run_ranks(_auto_choice, 2, *arguments, environment=fsdp_environment(FSDP2)) == [is_direct] * 2
+
+
+def test_auto_equals_stock_loading(tiny_model, text_file, tmp_path):
     model = tiny_model("llama", "bfloat16")
-    keywords = {"dtype": "bfloat16", "load_arguments": {"verify": "full"}}
-    environment = fsdp_environment(FSDP2, HYBRID)
-    found = run_ranks(
-        _shards_through_small_buckets, 4, model, text_file, tmp_path, keywords, (), environment=environment
-    )
-    assert [lanes for _, lanes in found] == [[1]] * 4
-    for name, tensor in load_file(model / "model.safetensors").items():
-        assert found[3][0][name] == tensor.float().tolist(), name
-
-
-def test_pipe_of_another_process_is_not_taken_for_rank_0s(tmp_path):
-    from hf_fsdp_recipes.loading import lanes
-
-    ours, outgoing, (proof, token, far_ends) = lanes._make([1])
-    file = tmp_path / "other"
-    file.write_bytes(token)
-    link = tmp_path / "link"
-    link.symlink_to(file)
-    opened = lanes._open(proof, token, far_ends[1])
-    assert opened is not None
-    assert lanes._open(proof, b"y" * lanes.TOKEN_BYTES, far_ends[1]) is None
-    assert lanes._open(str(link), token, far_ends[1]) is None
-    for descriptor in (opened, *ours, *outgoing.values()):
-        os.close(descriptor)
-    assert lanes._open(proof, token, far_ends[1]) is None
-
-
-def test_no_lanes_are_laid_where_nothing_can_be_shared(monkeypatch):
-    from hf_fsdp_recipes.loading import lanes
-
-    def refuse(*_):
-        raise OSError("too many open files")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "pipe2", refuse)
-        (proof,), outgoing, (_, _, far_ends) = lanes._make([1, 2])
-    assert outgoing == far_ends == {}
-    os.close(proof)
-    monkeypatch.delattr(os, "memfd_create")
-    assert lanes._make([1, 2]) == ([], {}, None)
-
-
-def _stored(tmp_path, num_bytes):
-    import torch
-    from safetensors.torch import save_file
-
-    from hf_fsdp_recipes.loading.safetensors_index import open_checkpoint
-
-    values = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
-    save_file({"w": values}, tmp_path / "model.safetensors")
-    return values, open_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("fault", [None, "cannot splice", "in memory"])
-def test_lane_carries_more_than_it_holds_in_order(tmp_path, monkeypatch, fault):
-    import errno
-    import threading
-
-    import torch
-
-    from hf_fsdp_recipes.loading import lanes
-
-    values, checkpoint = _stored(tmp_path, 300_001)
-    if fault == "cannot splice":
-
-        def refuse(*_, **__):
-            raise OSError(errno.EINVAL, "no such operation here")
-
-        monkeypatch.setattr(os, "splice", refuse)
-    if fault == "in memory":
-        checkpoint.keep(checkpoint.tensors["w"], values)
-    monkeypatch.setattr(lanes, "LANE_BYTES", 8192)
-    ours, outgoing, (proof, token, far_ends) = lanes._make([1, 2])
-    incoming = {place: lanes._open(proof, token, far_ends[place]) for place in outgoing}
-    for descriptor in ours:
-        os.close(descriptor)
-    tensor = checkpoint.tensors["w"]
-    streams = {1: [(tensor, 0, 100_000), (tensor, 99_999, 2)], 2: [(tensor, 7, 299_994)]}
-    found = {1: torch.empty(100_002, dtype=torch.uint8), 2: torch.empty(299_994, dtype=torch.uint8)}
-    takers = [threading.Thread(target=lanes.take, args=(incoming[place], found[place])) for place in found]
-    for taker in takers:
-        taker.start()
-    lanes.pour(lanes.Lanes(outgoing), streams, checkpoint)
-    for taker in takers:
-        taker.join(timeout=10)
-    assert torch.equal(found[1], torch.cat([values[:100_000], values[99_999:100_001]]))
-    assert torch.equal(found[2], values[7:300_001])
-    for descriptor in incoming.values():
-        os.close(descriptor)
-
-
-def test_lane_whose_other_end_has_gone_ends_at_once(tmp_path):
-    import torch
-
-    from hf_fsdp_recipes.errors import LoadError
-    from hf_fsdp_recipes.loading import lanes
-
-    _, checkpoint = _stored(tmp_path, 3_000_000)
-    ours, outgoing, (proof, token, far_ends) = lanes._make([1, 2])
-    incoming = lanes._open(proof, token, far_ends[2])
-    for descriptor in ours:
-        os.close(descriptor)  # nobody is at the end of 1's lane now
-    laid = lanes.Lanes(outgoing)
-    tensor = checkpoint.tensors["w"]
-    lanes.pour(laid, {1: [(tensor, 0, 3_000_000)], 2: [(tensor, 0, 10)]}, checkpoint)
-    assert laid.outgoing == {}
-    with pytest.raises(LoadError, match="rank 0 ended"):
-        lanes.take(incoming, torch.empty(11, dtype=torch.uint8))
-    os.close(incoming)
-
-
-def test_lane_that_stands_still_is_given_up(tmp_path, monkeypatch):
-    import torch
-
-    from hf_fsdp_recipes.errors import LoadError
-    from hf_fsdp_recipes.loading import lanes
-
-    monkeypatch.setattr(lanes, "PATIENCE_SECONDS", 0.2)
-    _, checkpoint = _stored(tmp_path, 3_000_000)
-    ours, outgoing, _ = lanes._make([1])
-    with pytest.raises(LoadError, match="taken"):
-        lanes.pour(lanes.Lanes(outgoing), {1: [(checkpoint.tensors["w"], 0, 3_000_000)]}, checkpoint)
-    far, near = os.pipe()
-    with pytest.raises(LoadError, match="sent no weights"):
-        lanes.take(far, torch.empty(1, dtype=torch.uint8))
-    for descriptor in (*ours, far, near):
-        os.close(descriptor)
-
-
-def test_populating_leaves_values_as_they_are():
-    import torch
-
-    from hf_fsdp_recipes.loading.first_touch import populate
-
-    values = torch.arange(5000, dtype=torch.float64)
-    populate(values[3:4999])
-    populate(values[:0])
-    assert values.tolist() == list(range(5000))
+    keywords = {"dtype": "float32"}
+    _, ours = both(model, text_file, tmp_path, fsdp_environment(FSDP2), loader="auto", **keywords)
+    stock, _ = both(model, text_file, tmp_path / "again", fsdp_environment(FSDP2), **keywords)
+    assert ours == stock
 
 
 def _load_only(model_dir, keywords):
@@ -429,14 +289,12 @@ def test_adapter_that_cannot_be_made_on_arrival_is_refused_by_name(
     assert word in errors[0][1]
 
 
-def _lose_a_file_while_loading(model_dir, data, output, apart):
-    """Truncate the weights when their headers have been checked; the ranks `apart` take theirs from messages."""
+def _lose_a_file_while_loading(model_dir, data, output):
+    """Truncate the weights after their headers have been checked."""
     from hf_fsdp_recipes import distributed
-    from hf_fsdp_recipes.loading import distribute, lanes, materialize
+    from hf_fsdp_recipes.loading import distribute, materialize
 
     distribute.BUCKET_BYTES = 4096
-    if distributed.rank() in apart:
-        lanes._open = lambda *_: None
     send = materialize.scatter
 
     def lose_then_send(*arguments):
@@ -450,18 +308,15 @@ def _lose_a_file_while_loading(model_dir, data, output, apart):
     build(str(model_dir), str(data), str(output), steps=1).train()
 
 
-@pytest.mark.parametrize("apart", [(), (2,)])
-def test_file_that_ends_while_it_is_sent_ends_all_ranks(tiny_model, text_file, tmp_path, apart):
+def test_file_that_ends_while_it_is_sent_is_one_error_on_every_rank(tiny_model, text_file, tmp_path):
     model = shutil.copytree(tiny_model("llama", "bfloat16"), tmp_path / "model")
     errors = run_ranks(
-        _lose_a_file_while_loading, 3, model, text_file, tmp_path / "out", apart,
+        _lose_a_file_while_loading, 3, model, text_file, tmp_path / "out",
         environment=fsdp_environment(FSDP2), expect_failure=True, timeout_seconds=60,
     )  # fmt: skip
     assert errors[0][0] == "LoadError"
     assert "inside tensor" in errors[0][1]
-    assert len(errors) == 3
-    if not apart:
-        assert errors[1] == errors[2] == errors[0]
+    assert errors[0] == errors[1] == errors[2]
 
 
 @pytest.mark.parametrize("num_members", [1, 2, 3, 8])
@@ -471,7 +326,7 @@ def test_no_bucket_is_larger_than_its_memory(num_members, monkeypatch):
     from hf_fsdp_recipes.loading import distribute
 
     monkeypatch.setattr(distribute, "BUCKET_BYTES", 1024)
-    budget = distribute._member_bytes(num_members)
+    budget = distribute._shard_bytes(num_members)
     dtypes = [torch.bfloat16, torch.float32, torch.uint8, torch.float64, torch.bfloat16]
     items = []
     for count, dtype in zip([budget // 2 - 1, 77, 1001, 513, 3], dtypes, strict=True):
@@ -482,8 +337,8 @@ def test_no_bucket_is_larger_than_its_memory(num_members, monkeypatch):
         for position in range(num_members):
             assert sum(entry.num_bytes(position) for entry in bucket) <= budget
         for entry in bucket:
-            taken[items.index(entry.destination)] += entry.length
-    assert list(taken.values()) == [item.runs[0][1] for item in items]
+            taken[items.index(entry.target)] += entry.length
+    assert list(taken.values()) == [item.shard_ranges[0][1] for item in items]
 
 
 def _resized(model_dir, data, output, loader, num_tokens):

@@ -37,9 +37,9 @@ def _export_live(model, data, output, keywords):
 
 def _export_offline(checkpoint, output, keywords):
     from hf_fsdp_recipes import export_checkpoint
-    from hf_fsdp_recipes.loading.load_model import _start_process_group
+    from hf_fsdp_recipes.loading.load_model import _prepare_process
 
-    _start_process_group()
+    _prepare_process()
     export_checkpoint(checkpoint, output, **keywords)
 
 

@@ -1,4 +1,4 @@
-"""What makes training faster or smaller leaves the losses where they were, within a bound that is stated here."""
+"""Speed and memory features do not change the losses by more than the bounds below."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
 from tests.ranks.training import LORA, build, losses_of, train_losses
 from tests.recipes.launching import ROOT
 
-# Of the loss, after as many steps; what docs/speed.md says.
+# Relative to the loss; also stated in docs/speed.md.
 BOUNDS = {
     "optimizer": 1e-5,
     "recomputed": 1e-6,
@@ -28,13 +28,13 @@ BOUNDS = {
     "paged": 1e-5,
     "kernels": 1e-6,
 }
-# Where `make test-all` puts Liger's kernels and Triton, so that nothing else sees them.
+# `make test-all` installs Liger's kernels and Triton here, so that no other test imports them.
 KERNELS = Path(sys.prefix) / "kernels"
 
 
 @pytest.fixture(scope="module")
 def eight_rows(tmp_path_factory):
-    """Return a file of eight rows that are one step of two ranks: four rows each, or four packed into one."""
+    """Return a file of eight rows: one step of two ranks with four rows each, or four packed into one."""
     file = tmp_path_factory.mktemp("rows") / "eight.jsonl"
     file.write_text("".join(json.dumps({"text": sentence}) + "\n" for sentence in SENTENCES[:8]))
     return file
@@ -51,7 +51,7 @@ def train_keywords(model, data, output, settings):
 
 
 @pytest.mark.parametrize("fsdp", [FSDP2, pytest.param(FSDP1, marks=pytest.mark.slow)], ids=["fsdp2", "fsdp1"])
-def test_fused_adamw_and_recomputation_train_alike(fsdp, tiny_model, text_file, tmp_path):
+def test_fused_adamw_and_recomputation_keep_the_losses(fsdp, tiny_model, text_file, tmp_path):
     model = tiny_model("llama")
     plain = losses(model, text_file, tmp_path, "plain", fsdp, optim="adamw_torch")
     fused = losses(model, text_file, tmp_path, "fused", fsdp, optim="adamw_torch_fused")
@@ -61,7 +61,7 @@ def test_fused_adamw_and_recomputation_train_alike(fsdp, tiny_model, text_file, 
     assert plain[-1] < plain[0] - 0.3  # the steps did something
 
 
-def test_rows_without_padding_and_packed_rows_train_alike(tiny_model, eight_rows, tmp_path):
+def test_padding_free_and_packed_rows_keep_the_losses(tiny_model, eight_rows, tmp_path):
     model = tiny_model("llama")
     rows = {"per_device_train_batch_size": 4, "max_length": None}
     padded = losses(model, eight_rows, tmp_path, "padded", **rows)
@@ -71,24 +71,24 @@ def test_rows_without_padding_and_packed_rows_train_alike(tiny_model, eight_rows
     assert packed == pytest.approx(padded, rel=BOUNDS["packed"])
 
 
-def test_eight_bit_adamw_without_fsdp_trains_alike(tiny_model, text_file, tmp_path):
+def test_8bit_adamw_without_fsdp_keeps_the_losses(tiny_model, text_file, tmp_path):
     def alone(optimizer):
         settings = {"steps": 4, "lr_scheduler_type": "constant", "optim": optimizer}
         return run_ranks(train_keywords, 1, tiny_model("llama"), text_file, tmp_path / optimizer, settings)[0]
 
-    plain, quantised = alone("adamw_torch"), alone("adamw_8bit")
-    assert quantised == pytest.approx(plain, rel=BOUNDS["8 bit"])
-    assert quantised != plain
+    plain, quantized = alone("adamw_torch"), alone("adamw_8bit")
+    assert quantized == pytest.approx(plain, rel=BOUNDS["8 bit"])
+    assert quantized != plain
 
 
-def test_optimizers_of_bitsandbytes_train_alike_under_fsdp2(tiny_model, text_file, tmp_path):
+def test_bitsandbytes_optimizers_keep_the_losses_under_fsdp2(tiny_model, text_file, tmp_path):
     model = tiny_model("llama")
     plain = losses(model, text_file, tmp_path, "plain", optim="adamw_torch")
     paged = losses(model, text_file, tmp_path, "paged", optim="paged_adamw_32bit")
     assert paged == pytest.approx(plain, rel=BOUNDS["paged"])
-    quantised = losses(model, text_file, tmp_path, "8bit", optim="adamw_8bit")
-    assert quantised == pytest.approx(plain, rel=BOUNDS["8 bit"])
-    assert quantised != paged
+    quantized = losses(model, text_file, tmp_path, "8bit", optim="adamw_8bit")
+    assert quantized == pytest.approx(plain, rel=BOUNDS["8 bit"])
+    assert quantized != paged
 
 
 def train_adapters_in_mixed_precision(model, data, output):
@@ -96,7 +96,7 @@ def train_adapters_in_mixed_precision(model, data, output):
 
     settings = {"dtype": "bfloat16", "bf16": True, "lora": LORA | {"lora_dropout": 0.1}, "steps": 2}
     trainer = build(str(model), str(data), str(output), gradient_checkpointing=True, **settings)
-    dtypes.settle(trainer.model, 1)
+    dtypes.cast_trainable(trainer.model, 1)
     trainer.train()
     return losses_of(trainer)
 
@@ -110,7 +110,7 @@ def test_adapters_under_fsdp1_are_recomputed_in_the_dtype_of_their_first_forward
 
 
 def difference_to_unsharded(name, num_rows):
-    """Step one optimizer on whole tensors and on cut ones with the same gradients; return the largest difference."""
+    """Step an optimizer on full and on sharded tensors with the same gradients; return the largest difference."""
     import torch
     import torch.distributed as dist
     from accelerate import PartialState
@@ -128,15 +128,15 @@ def difference_to_unsharded(name, num_rows):
         return torch.nn.Sequential(torch.nn.Linear(256, num_rows), torch.nn.Linear(num_rows, 2))
 
     args = TrainingArguments(output_dir="unused", optim=name, learning_rate=1e-2, weight_decay=0.1, use_cpu=True)
-    whole, cut = model(), fully_shard(model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    full, sharded_model = model(), fully_shard(model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer_class, settings = Trainer.get_optimizer_cls_and_kwargs(args)
-    unsharded = optimizer_class(whole.parameters(), **settings)
+    unsharded = optimizer_class(full.parameters(), **settings)
     optimizer_class, settings = sharded_optimizer(args)
-    sharded = optimizer_class(cut.parameters(), **settings)
-    pairs = list(zip(whole.parameters(), cut.parameters(), strict=True))
+    sharded = optimizer_class(sharded_model.parameters(), **settings)
+    pairs = list(zip(full.parameters(), sharded_model.parameters(), strict=True))
     for _ in range(3):
         unsharded.zero_grad()
-        whole(torch.randn(8, 256)).pow(2).mean().backward()
+        full(torch.randn(8, 256)).pow(2).mean().backward()
         for mine, theirs in pairs:
             theirs.grad = distribute_tensor(mine.grad, theirs.device_mesh, theirs.placements)
         unsharded.step()
@@ -145,13 +145,13 @@ def difference_to_unsharded(name, num_rows):
 
 
 @pytest.mark.parametrize("name", ["paged_adamw_32bit", "adamw_8bit", "lion_8bit", "rmsprop_bnb"])
-def test_a_sharded_step_is_the_unsharded_one_bit_for_bit(name):
-    # 65 rows over 3 ranks are uneven, the last layer's 2 rows leave a rank without any; rows end with blocks of 256.
+def test_sharded_step_equals_the_unsharded_one(name):
+    # 65 rows over 3 ranks are uneven; of the last layer's 2 rows one rank has none. Rows of the first are blocks of 256.
     assert run_ranks(difference_to_unsharded, 3, name, 65) == [0.0, 0.0, 0.0]
 
 
 def step_with_pages(num_rows):
-    """Step and reload a paged optimizer whose pages are imitated; return which states still are pages, and prefetches."""
+    """Step and reload a paged optimizer with imitated pages; return which states are still paged, and the prefetches."""
     import torch
     import torch.distributed as dist
     from accelerate import PartialState
@@ -180,7 +180,7 @@ def step_with_pages(num_rows):
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
         states = [optimizer.state[p][name] for p in model.parameters() for name in ("state1", "state2")]
-        with torch.no_grad():  # as in a step: otherwise `to_local` makes a view
+        with torch.no_grad():  # as in a step; otherwise `to_local` makes a view
             return [state.is_paged and state.to_local().is_paged for state in states]
 
     before = step()
@@ -188,15 +188,15 @@ def step_with_pages(num_rows):
     return before, step(), len(prefetched), bool(optimizer.state[model.weight]["state1"].full_tensor().any())
 
 
-@pytest.mark.parametrize("num_rows", [4, 5])  # 5 rows over 2 ranks: the second rank's pages are a part of what was made
-def test_pages_stay_pages_in_shards_and_when_resumed(num_rows):
+@pytest.mark.parametrize("num_rows", [4, 5])  # 5 rows over 2 ranks: the second rank uses part of its pages
+def test_paged_states_stay_paged_in_shards_and_after_a_resume(num_rows):
     for before, after, num_prefetched, has_values in run_ranks(step_with_pages, 2, num_rows):
         assert before == after == [True] * 4
         assert (num_prefetched, has_values) == (8, True)
 
 
-def train_on_whole_logits(model, data, output):
-    """Train with a loss of all logits at once, which is what TRL's fused head does without."""
+def train_on_all_logits(model, data, output):
+    """Train with a loss of all logits at once, which TRL's fused head avoids."""
     import torch
 
     def cross_entropy(outputs, labels, num_items_in_batch=None):
@@ -211,54 +211,54 @@ def train_on_whole_logits(model, data, output):
     return losses_of(trainer)
 
 
-def test_fused_head_gives_the_loss_of_whole_logits(tiny_model, text_file, tmp_path):
+def test_fused_head_keeps_the_losses_of_all_logits(tiny_model, text_file, tmp_path):
     model = tiny_model("llama")
-    whole = run_ranks(
-        train_on_whole_logits, 2, model, text_file, tmp_path / "whole", environment=fsdp_environment(FSDP2)
+    all_logits = run_ranks(
+        train_on_all_logits, 2, model, text_file, tmp_path / "all", environment=fsdp_environment(FSDP2)
     )
     fused = losses(model, text_file, tmp_path, "fused")
-    assert whole[0] == pytest.approx(fused, rel=BOUNDS["fused head"])
+    assert all_logits[0] == pytest.approx(fused, rel=BOUNDS["fused head"])
 
 
-def train_with_cpus_as_the_accelerator(model, data, output, settings):
-    """Train with TRL's own offloading of activations, CPUs in the accelerator's place; return losses, tensors moved."""
+def train_with_offloaded_activations(model, data, output, settings):
+    """Train with TRL's activation offloading on CPUs instead of an accelerator; return losses and tensors offloaded."""
     import torch
     from trl.models.activation_offloading import OffloadActivations
 
-    make, moved = OffloadActivations.__init__, []
+    init, offloaded = OffloadActivations.__init__, []
 
-    def make_for_cpus(self, **options):
+    def init_for_cpus(self, **options):
         with mock.patch("torch.accelerator.current_accelerator", lambda *_, **__: torch.device("cpu")):
-            make(self, **options | {"use_pin_memory": False, "use_streams": False})
+            init(self, **options | {"use_pin_memory": False, "use_streams": False})
         pack = self.pack_hook
 
-        def pack_and_note(activation):
+        def pack_and_record(activation):
             number = pack(activation)
-            moved.append(self.tracker[number][1])
+            offloaded.append(self.tracker[number][1])
             return number
 
-        torch.autograd.graph.saved_tensors_hooks.__init__(self, pack_and_note, self.unpack_hook)
+        torch.autograd.graph.saved_tensors_hooks.__init__(self, pack_and_record, self.unpack_hook)
 
-    OffloadActivations.__init__ = make_for_cpus
+    OffloadActivations.__init__ = init_for_cpus
     torch.cpu.empty_cache = lambda: None
-    return train_keywords(model, data, output, settings), sum(moved)
+    return train_keywords(model, data, output, settings), sum(offloaded)
 
 
 @pytest.mark.parametrize("fsdp", [FSDP2, FSDP1], ids=["fsdp2", "fsdp1"])
-def test_activations_that_were_moved_train_alike(fsdp, tiny_model, text_file, tmp_path):
+def test_offloaded_activations_keep_the_losses(fsdp, tiny_model, text_file, tmp_path):
     model = tiny_model("llama")
     plain = losses(model, text_file, tmp_path, "plain", fsdp)
     settings = {"steps": 4, "lr_scheduler_type": "constant", "activation_offloading": True}
-    arguments = (model, text_file, tmp_path / "moved", settings)
-    for found, num_moved in run_ranks(
-        train_with_cpus_as_the_accelerator, 2, *arguments, environment=fsdp_environment(fsdp)
+    arguments = (model, text_file, tmp_path / "offloaded", settings)
+    for found, num_offloaded in run_ranks(
+        train_with_offloaded_activations, 2, *arguments, environment=fsdp_environment(fsdp)
     ):
         assert found == plain
-        assert num_moved > 4 * 20  # a layer saves more than ten
+        assert num_offloaded > 4 * 20  # a layer saves more than ten
 
 
 def train_with_interpreted_kernels(model, data, output, settings):
-    """Train with Liger's own kernels in Triton's interpreter; return losses and which kernels ran."""
+    """Train with Liger's kernels in Triton's interpreter; return the losses and the names of the kernels that ran."""
     sys.path.insert(0, str(KERNELS))
     os.environ["TRITON_INTERPRET"] = "1"
     import numpy
@@ -268,24 +268,24 @@ def train_with_interpreted_kernels(model, data, output, settings):
 
     convert, run, used = interpreter._implicit_cvt, interpreter.GridExecutor.__call__, set()
 
-    def convert_floats_too(value):  # the interpreter of Triton 3.9 hands them to kernels as Python's
+    def convert_floats_too(value):  # the interpreter of Triton 3.9 passes Python floats to kernels
         if not isinstance(value, float):
             return convert(value)
         return tl.tensor(interpreter.TensorHandle(numpy.array([value], dtype=numpy.float32), tl.float32), tl.float32)
 
-    def run_and_note(self, *arguments, **keywords):
+    def run_and_record(self, *arguments, **keywords):
         used.add(self.fn.__name__)
         return run(self, *arguments, **keywords)
 
     interpreter._implicit_cvt = convert_floats_too
-    interpreter.GridExecutor.__call__ = run_and_note
-    rms_norm.rsqrt = lambda value: tl.rsqrt(value)  # its own is a function of CUDA's
+    interpreter.GridExecutor.__call__ = run_and_record
+    rms_norm.rsqrt = lambda value: tl.rsqrt(value)  # its own calls CUDA
     return train_keywords(model, data, output, settings), used
 
 
-@pytest.mark.slow  # for its gigabyte of Triton, not for its seconds
+@pytest.mark.slow  # because it installs a gigabyte of Triton
 @pytest.mark.parametrize("fsdp", [FSDP2, FSDP1], ids=["fsdp2", "fsdp1"])
-def test_kernels_of_liger_train_alike(fsdp, tiny_model, text_file, tmp_path):
+def test_liger_kernels_keep_the_losses(fsdp, tiny_model, text_file, tmp_path):
     if not KERNELS.is_dir():
         pytest.skip(f"no {KERNELS}; make test-all installs it")
     model = tiny_model("llama")
@@ -307,7 +307,7 @@ def run_recipe(settings, file):
 
 
 def recipe(model, data, output, **changes):
-    """Return settings of a recipe with rows of equal length, so that each block is compiled once."""
+    """Return a recipe with rows of equal length, so that each block is compiled once."""
     return {
         "model_name_or_path": str(model), "dataset_name": str(data), "output_dir": str(output), "max_steps": 4,
         "per_device_train_batch_size": 1, "packing": True, "packing_strategy": "wrapped", "max_length": 32,
@@ -321,7 +321,7 @@ def recipe_losses(output):
 
 
 def stored_names(output):
-    """Return every name in a run's checkpoints and its export."""
+    """Return all tensor names in a run's checkpoints and its export."""
     import torch.distributed.checkpoint as dcp
     from safetensors import safe_open
 
@@ -341,7 +341,7 @@ def stored_names(output):
         pytest.param("inductor", False, marks=pytest.mark.slow),
     ],
 )
-def test_compiled_blocks_train_save_resume_and_export_alike(backend, lora, tiny_model, text_file, tmp_path):
+def test_compiled_blocks_keep_losses_and_names(backend, lora, tiny_model, text_file, tmp_path):
     environment = fsdp_environment(FSDP2)
     common = {"use_peft": True, "lora_target_modules": "all-linear", "lora_dropout": 0.0} if lora else {}
     compiled = common | {"compile_blocks": True, "torch_compile_backend": backend}
@@ -364,7 +364,7 @@ def test_compiled_blocks_train_save_resume_and_export_alike(backend, lora, tiny_
 
 
 @pytest.mark.slow
-def test_whole_model_compiled_trains_alike(tiny_model, text_file, tmp_path):
+def test_compiled_model_keeps_the_losses(tiny_model, text_file, tmp_path):
     environment, file, model = fsdp_environment(FSDP2), tmp_path / "recipe.yaml", tiny_model("llama")
     for name, changes in (("plain", {}), ("compiled", {"torch_compile": True, "torch_compile_backend": "eager"})):
         settings = recipe(model, text_file, tmp_path / name, **changes)

@@ -33,7 +33,7 @@ def build(
     from trl import SFTConfig, SFTTrainer
 
     from hf_fsdp_recipes import load_model
-    from hf_fsdp_recipes.training.feature_checks import sharded_optimizer
+    from hf_fsdp_recipes.training.sharded_optimizer import sharded_optimizer
 
     defaults: dict[str, Any] = {
         "max_steps": steps,

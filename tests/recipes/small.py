@@ -48,9 +48,9 @@ def write_model(model_id: str, directory: Path, vocab_size: int = 320) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from hf_fsdp_recipes.training.tiny_config import shrink_config
+    from hf_fsdp_recipes.training.tiny_config import tiny_config
 
-    config = shrink_config(full_size_config(model_id), vocab_size=vocab_size)
+    config = tiny_config(full_size_config(model_id), vocab_size=vocab_size)
     config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 0
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(directory)

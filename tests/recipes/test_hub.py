@@ -56,9 +56,9 @@ def test_a_hub_that_fails_costs_a_warning_and_nothing_else(hub, tiny_model, text
 
 
 def test_a_push_that_broke_off_goes_on_where_it_was(hub, tiny_model, tmp_path):
-    from hf_fsdp_recipes.export.hub import Pusher, Target
+    from hf_fsdp_recipes.export.hub import HubTarget, Pusher
 
-    pusher = Pusher(Target("someone/again", "end", False, None), tmp_path)
+    pusher = Pusher(HubTarget("someone/again", "end", False, None), tmp_path)
     hub.refuse_commits = 10**6
     assert not pusher.push_export(tiny_model("llama"))
     sent = hub.uploads

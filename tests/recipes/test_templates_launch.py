@@ -1,4 +1,4 @@
-"""Every shipped template is launched for real steps on CPU ranks, and trains what one rank trains."""
+"""Every template, shipped or not, is launched for real steps on CPU ranks, and matches the losses of one rank."""
 
 import json
 
@@ -30,21 +30,34 @@ def arguments(model, data, output, num_ranks):
 @pytest.fixture(scope="module")
 def one_rank_losses(tiny_model, text_file, tmp_path_factory):
     directory = tmp_path_factory.mktemp("one-rank")
-    config, _, _ = cpu_variant(templates.template_directory() / "fsdp2_full_shard.yaml", directory / "one.yaml")
+    config, _, _ = cpu_variant(rendered(templates.find_template("fsdp2_full_shard"), directory), directory / "one.yaml")
     config.write_text(config.read_text().replace("num_processes: 2", "num_processes: 1"))
     result = run(config, arguments(tiny_model("llama"), text_file, directory / "out", 1))
     assert result.returncode == 0, result.stdout
     return losses(directory / "out")
 
 
-def shipped(template):
-    return templates.template_directory() / f"{template.name}.yaml"
+def rendered(template, directory):
+    file = directory / f"{template.name}.yaml"
+    file.write_text(templates.render(template))
+    return file
 
 
-@pytest.mark.parametrize("template", templates.all_templates(), ids=lambda t: t.name)
-def test_template_trains_what_one_rank_trains(template, tiny_model, text_file, tmp_path, one_rank_losses):
-    """In forked ranks with the variables that Accelerate's launcher makes of the file; the launcher itself: below."""
-    config, num_ranks, num_nodes = cpu_variant(shipped(template), tmp_path / "template.yaml")
+def parametrized(is_slow):
+    """Return all templates as parameters, those that `is_slow` selects marked as slow."""
+    marked = [(one, [pytest.mark.slow] if is_slow(one) else []) for one in templates.all_templates()]
+    return pytest.mark.parametrize("template", [pytest.param(one, id=one.name, marks=marks) for one, marks in marked])
+
+
+def combines_variants(template):
+    is_offloaded, is_size_wrapped = template.is_offloaded, template.min_num_params is not None
+    return (is_offloaded or is_size_wrapped) if template.strategy == "no_shard" else (is_offloaded and is_size_wrapped)
+
+
+@parametrized(is_slow=combines_variants)
+def test_template_matches_the_losses_of_one_rank(template, tiny_model, text_file, tmp_path, one_rank_losses):
+    """Runs in forked ranks with the variables that Accelerate's launcher derives from the file."""
+    config, num_ranks, num_nodes = cpu_variant(rendered(template, tmp_path), tmp_path / "template.yaml")
     variables = template_environment(config) | {"LOCAL_WORLD_SIZE": str(num_ranks // num_nodes)}
     output = tmp_path / "out"
     run_ranks(
@@ -53,15 +66,9 @@ def test_template_trains_what_one_rank_trains(template, tiny_model, text_file, t
     check_run(output, num_ranks, one_rank_losses)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        pytest.param(one, id=one.name, marks=[] if one.name in LAUNCHED_ALWAYS else pytest.mark.slow)
-        for one in templates.all_templates()
-    ],
-)
-def test_template_is_launched_by_the_stock_launcher(template, tiny_model, text_file, tmp_path, one_rank_losses):
-    config, num_ranks, num_nodes = cpu_variant(shipped(template), tmp_path / "template.yaml")
+@parametrized(is_slow=lambda template: template.name not in LAUNCHED_ALWAYS)
+def test_template_works_with_the_stock_launcher(template, tiny_model, text_file, tmp_path, one_rank_losses):
+    config, num_ranks, num_nodes = cpu_variant(rendered(template, tmp_path), tmp_path / "template.yaml")
     output = tmp_path / "out"
     result = run(config, arguments(tiny_model("llama"), text_file, output, num_ranks), num_nodes=num_nodes)
     assert result.returncode == 0, result.stdout
@@ -71,7 +78,6 @@ def test_template_is_launched_by_the_stock_launcher(template, tiny_model, text_f
 def check_run(output, num_ranks, one_rank_losses):
     assert losses(output) == pytest.approx(one_rank_losses, rel=1e-4)
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert (
-        len(next(m for m in reversed(metrics) if "host_bytes" in m)["host_bytes"]) == num_ranks
-    )  # so many ranks trained together, not each for itself
+    measured = [entry["host_bytes"] for entry in metrics if "host_bytes" in entry]
+    assert len(measured[-1]) == num_ranks  # the ranks formed one group
     assert (output / "export" / "model.safetensors").is_file()

@@ -98,7 +98,7 @@ def test_failed_run_shows_the_first_rank_and_stops_the_jobs_after_it(submit, clu
     traceback = failed.text().split("the first traceback, from ")[1]
     assert "/node1/" in traceback.splitlines()[0]
     assert traceback.rstrip().endswith("ArithmeticError: rank of no use")
-    assert re.search("last words.*\nRecipeError: .*none of these.*\n?$", refused.text())
+    assert re.search("errors found in .*\nRecipeError: .*none of these.*\n?$", refused.text())
     assert "Dependency" in cluster.run("scontrol", "show", "job", next_id)
 
 

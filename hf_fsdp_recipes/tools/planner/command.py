@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     model: Annotated[Optional[str], typer.Option(help="Hub id, model directory or config.json.")] = None,
-    template: Annotated[str, typer.Option(help="Shipped template, or path of an Accelerate config.")] = (
+    template: Annotated[str, typer.Option(help="Name of a template, or path of an Accelerate config.")] = (
         "fsdp2_full_shard"
     ),
     config: Annotated[Optional[Path], typer.Option(help="Recipe to take settings from.")] = None,
@@ -72,7 +72,7 @@ def run(
     with _silence_upstream():
         # Imports torch and transformers, which would slow down every other command.
         from hf_fsdp_recipes.configs.strategy import find_strategy
-        from hf_fsdp_recipes.loading.load_model import read_config
+        from hf_fsdp_recipes.loading.build_on_meta import read_config
         from hf_fsdp_recipes.tools.planner import plan_table, suggestions
         from hf_fsdp_recipes.tools.planner.communication import estimate_traffic
         from hf_fsdp_recipes.tools.planner.job_options import make_job, read_recipe

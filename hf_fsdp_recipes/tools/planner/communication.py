@@ -7,7 +7,7 @@ So the seconds rank strategies; they do not predict step times.
 
 from dataclasses import dataclass
 
-from hf_fsdp_recipes.metrics.flops import Work
+from hf_fsdp_recipes.metrics.flops import TokenCounts
 from hf_fsdp_recipes.tools.planner.fsdp_units import FsdpUnit
 from hf_fsdp_recipes.tools.planner.memory_planner import MemoryPlan
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
@@ -70,7 +70,7 @@ def step_flops(plan: MemoryPlan) -> int | None:
     job, flops = plan.job, plan.flops
     if flops is None:
         return None
-    full = Work.of([job.length] * job.batch * job.accumulation, flops.window)
+    full = TokenCounts.of([job.length] * job.batch * job.accumulation, flops.window)
     causal_pairs = full.pairs // 2  # attention kernels skip the masked half
-    work = Work(full.tokens, causal_pairs, min(causal_pairs, full.window_pairs))
+    work = TokenCounts(full.tokens, causal_pairs, min(causal_pairs, full.window_pairs))
     return flops.hardware(work) if job.gradient_checkpointing else flops.training(work)

@@ -8,8 +8,9 @@ import torch
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.configs import validate
 from hf_fsdp_recipes.configs.strategy import read_strategy
+from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import TemplateError
-from hf_fsdp_recipes.loading.load_model import build_on_meta
+from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.tools.planner import plan_table, recipe_checks
 from hf_fsdp_recipes.tools.planner.communication import estimate_traffic
@@ -82,10 +83,10 @@ def template_from_environment() -> dict[str, Any]:
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     config: dict[str, Any] = {
-        "distributed_type": "FSDP" if validate.is_true(os.environ.get("ACCELERATE_USE_FSDP", "false")) else "NO",
+        "distributed_type": "FSDP" if is_true(os.environ.get("ACCELERATE_USE_FSDP", "false")) else "NO",
         "mixed_precision": precision,
         # On a machine without GPUs, a mixed-precision template is planned for the GPUs that it was written for.
-        "use_cpu": cpu_ranks.is_asked_for() and precision == "no",
+        "use_cpu": cpu_ranks.is_requested() and precision == "no",
         "num_processes": num_ranks,
         "num_machines": max(1, num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))),
         "fsdp_config": fsdp,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_fsdp_recipes.errors import PlanError
-from hf_fsdp_recipes.patches import wrapping
+from hf_fsdp_recipes.patches import registry
 from hf_fsdp_recipes.tools.planner.meta_model import MetaModel, Parameter, list_parameters
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
 
@@ -144,7 +144,7 @@ def _make_plugin(model: MetaModel, job: TrainingJob) -> "FullyShardedDataParalle
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     strategy = job.strategy
-    wrapping.install()
+    registry.apply("size wrap")
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=strategy.version,
         auto_wrap_policy="transformer_based_wrap" if strategy.min_num_params is None else "size_based_wrap",

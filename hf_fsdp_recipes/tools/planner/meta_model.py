@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Union
 import torch
 
 from hf_fsdp_recipes.errors import LoadError, PlanError
-from hf_fsdp_recipes.loading.load_model import build_on_meta
+from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 
 from hf_fsdp_recipes.checkpointing import disk_estimate
 from hf_fsdp_recipes.configs import validate
-from hf_fsdp_recipes.loading.load_model import read_config
+from hf_fsdp_recipes.loading.build_on_meta import read_config
 from hf_fsdp_recipes.tools.planner.job_options import flatten_arguments
 from hf_fsdp_recipes.units import format_bytes
 
@@ -57,7 +57,7 @@ def output_faults(arguments: "Arguments") -> Iterator[str]:
         )
 
 
-def estimate_space(arguments: "Arguments") -> disk_estimate.Need | None:
+def estimate_space(arguments: "Arguments") -> disk_estimate.DiskEstimate | None:
     """Return the disk space that the run will use, or None for a new model."""
     if arguments.model.model_name_or_path is None:
         return None

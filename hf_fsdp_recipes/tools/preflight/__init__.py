@@ -1,1 +1,1 @@
-"""Checks that the nodes of a job can work together before the job starts."""
+"""Checks that the nodes of a job can work together, before the job starts."""

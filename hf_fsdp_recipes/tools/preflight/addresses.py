@@ -1,172 +1,155 @@
-"""What can be wrong between a node and the master's address and port, and how to say it.
-
-Names, addresses, ports and who holds them; sends nothing.
-"""
+"""The master address and port as this host sees them: resolving, listening, connecting, and what went wrong."""
 
 import contextlib
 import errno
 import ipaddress
 import socket
+import time
 
 import psutil
 
-TEMPORARY = getattr(socket, "EAI_AGAIN", -3)
-
-
-def is_loopback(address: str) -> bool:
-    """Tell whether an address reaches no other host; a name that does not resolve is no loopback."""
-    found = resolve(address)
-    return bool(found) and all(ipaddress.ip_address(each.split("%")[0]).is_loopback for each in found)
-
-
-def is_written_loopback(address: str) -> bool:
-    """Tell whether an address means loopback on every host, not only where a name happens to."""
-    return address == "localhost" or address.startswith(("127.", "::1"))
+_ATTEMPT_SECONDS = 3.0
 
 
 def resolve(address: str) -> list[str]:
-    """Return the addresses of a name, or an empty list."""
+    """Return the IP addresses of a name, or an empty list if it does not resolve."""
     try:
         return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(address, None)))
     except OSError:
         return []
 
 
-def own_addresses() -> list[str]:
-    """Return this host's addresses, loopback aside."""
-    found = [
-        entry.address
-        for entries in psutil.net_if_addrs().values()
+def describe(address: str) -> str:
+    """Return a name with its first IP address in parentheses; an IP address unchanged."""
+    found = resolve(address)
+    return address if not found or address in found else f"{address} ({found[0]})"
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether an address resolves on this host to loopback only."""
+    found = resolve(address)
+    return bool(found) and all(_is_loopback_ip(each) for each in found)
+
+
+def is_written_loopback(address: str) -> bool:
+    """Tell whether an address means loopback on every host; a host's own name may mean it on that host only."""
+    return address == "localhost" or address.startswith(("127.", "::1"))
+
+
+def _is_loopback_ip(address: str) -> bool:
+    return ipaddress.ip_address(address.split("%")[0]).is_loopback
+
+
+def _own_interfaces() -> dict[str, str]:
+    """Return the interface of each of this host's IP addresses, loopback excluded."""
+    return {
+        entry.address: name
+        for name, entries in psutil.net_if_addrs().items()
         for entry in entries
-        if entry.family in (socket.AF_INET, socket.AF_INET6)
-    ]
-    return [each for each in found if not ipaddress.ip_address(each.split("%")[0]).is_loopback]
+        if entry.family in (socket.AF_INET, socket.AF_INET6) and not _is_loopback_ip(entry.address)
+    }
 
 
-def find_interface_to(address: str, port: int) -> str | None:
-    """Return the name of the interface through which an address is reached; sends nothing.
-
-    For an address of this host, the interface that others reach it through.
-    """
-    return _find_interface(_own_address_towards(address, port) or next(iter(own_addresses()), ""))
-
-
-def _own_address_towards(address: str, port: int) -> str | None:
-    try:
-        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+def find_interface_to(address: str) -> str:
+    """Return the network interface that routes to an address, or this host's first if the address is its own."""
+    interfaces = _own_interfaces()
+    source = ""
+    with contextlib.suppress(OSError):
+        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)
-            own = str(probe.getsockname()[0])
-    except OSError:
-        return None
-    return None if ipaddress.ip_address(own.split("%")[0]).is_loopback else own
-
-
-def _find_interface(address: str) -> str | None:
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in entries):
-            return name
-    return None
+            probe.connect(target)  # picks a route without sending a packet
+            source = str(probe.getsockname()[0])
+    return interfaces.get(source) or next(iter(interfaces.values()), "eth0")
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen where number 0 has to.
-
-    On all interfaces, as torch's TCPStore does, except for a loopback address that was written as such: a host's
-    own name often means 127.0.1.1 on that host alone.
+    """Listen for the other nodes on all interfaces, as torch's TCPStore does.
 
     Raises:
         OSError: EADDRNOTAVAIL if the address is not this host's, EADDRINUSE if the port is taken.
     """
-    family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.bind((place[0], 0))
-    if is_written_loopback(address):
-        return _server(family, str(place[0]), port)
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # IPv6 may be switched off
-            return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-    return _server(socket.AF_INET, "", port)
+        probe.bind((target[0], 0))
+    with contextlib.suppress(OSError, ValueError):  # IPv6 may be disabled
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=1024)
 
 
-def _server(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
-    return socket.create_server((host, port), family=family, backlog=1024)
+def wait_for_listener(address: str, port: int, deadline: float) -> None:
+    """Wait until a TCP connection succeeds; `deadline` is a `time.monotonic()` value.
+
+    TCPStore's own client reports every failure as a timeout; the error raised here tells them apart.
+
+    Raises:
+        OSError: the last attempt's; at once for a name that does not exist.
+    """
+    while True:
+        attempt_seconds = max(0.1, min(_ATTEMPT_SECONDS, deadline - time.monotonic()))
+        try:
+            return socket.create_connection((address, port), attempt_seconds).close()
+        except OSError as error:
+            is_final = isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
+            if is_final or time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
 
 
-def find_owner(port: int) -> str | None:
-    """Name the process that listens on a port of this host, if the kernel tells."""
-    try:
-        connections = psutil.net_connections("tcp")
-    except (psutil.Error, OSError):
-        return None
-    for connection in connections:
-        is_here = connection.laddr and connection.laddr.port == port
-        if is_here and connection.status == psutil.CONN_LISTEN and connection.pid:
-            with contextlib.suppress(psutil.Error):
+def explain_listen_error(address: str, port: int, error: OSError) -> str:
+    """Explain why node 0 could not listen at the master address."""
+    if isinstance(error, socket.gaierror):
+        return explain_connect_error(address, port, error, 0.0)
+    if error.errno == errno.EADDRINUSE:
+        return explain_port_conflict(address, port)
+    if error.errno == errno.EADDRNOTAVAIL:
+        own = ", ".join(_own_interfaces()) or "loopback only"
+        return (
+            f"master address {describe(address)} is not an address of this host ({own}), but node 0 must listen there. Pass "
+            f"the address of node 0's host (scontrol show hostnames | head -n 1), or start node 0 on that host."
+        )
+    return f"cannot listen at {describe(address)} port {port}: {error.strerror}. Choose another --master-port."
+
+
+def explain_port_conflict(address: str, port: int) -> str:
+    """Explain that another program holds the master port."""
+    is_here = is_loopback(address) or any(each in _own_interfaces() for each in resolve(address))
+    owner = _find_port_owner(port) if is_here else None
+    return (
+        f"port {port} of {describe(address)} is in use by {owner or 'another program'}, but node 0 must listen there. Stop "
+        f"that program or choose another --master-port."
+    )
+
+
+def _find_port_owner(port: int) -> str | None:
+    """Name the process that listens on a port of this host; None without the privilege to see it."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            is_listening = connection.status == psutil.CONN_LISTEN and getattr(connection.laddr, "port", None) == port
+            if is_listening and connection.pid:
                 process = psutil.Process(connection.pid)
                 command = " ".join(process.cmdline())[:80] or process.name()
                 return f"pid {connection.pid} of {process.username()}: {command}"
     return None
 
 
-def is_hopeless(error: OSError) -> bool:
-    """Tell whether trying again cannot help."""
-    return isinstance(error, socket.gaierror) and error.errno != TEMPORARY
-
-
-def explain_refusal(address: str, port: int, error: OSError) -> str:
-    """Say why number 0 could not listen at the master address."""
-    if isinstance(error, socket.gaierror):
-        return explain_silence(address, port, error, 0.0)
-    if error.errno == errno.EADDRINUSE:
-        return explain_taken(address, port)
-    if error.errno == errno.EADDRNOTAVAIL:
-        return (
-            f"master address {_full(address)} is not an address of this host "
-            f"({', '.join(own_addresses()) or 'loopback only'}). Rule: node 0 listens at the master address. Remedy: give "
-            f"that of the host with number 0 (scontrol show hostnames | head -n 1), or start number 0 there."
-        )
-    return f"nobody can listen at {_full(address)} port {port}: {error.strerror}. Remedy: another --master-port."
-
-
-def explain_taken(address: str, port: int) -> str:
-    """Say that another program holds the master port."""
-    owner = find_owner(port) if is_own(address) else None
-    return (
-        f"port {port} of {_full(address)} is taken by {owner or 'another program'}. Rule: node 0 listens there. Remedy: end "
-        f"that program or choose another --master-port."
-    )
-
-
-def is_own(address: str) -> bool:
-    """Tell whether an address is one of this host's."""
-    return is_loopback(address) or bool(set(resolve(address)) & set(own_addresses()))
-
-
-def explain_silence(address: str, port: int, error: OSError, waited_seconds: float) -> str:
-    """Say why a node could not reach number 0."""
-    where, waited = f"{_full(address)} port {port}", f"{waited_seconds:.0f} s"
+def explain_connect_error(address: str, port: int, error: OSError, waited_seconds: float) -> str:
+    """Explain why this node could not reach node 0."""
+    target, waited = f"{describe(address)} port {port}", f"after {waited_seconds:.0f} s"
     if isinstance(error, socket.gaierror):
         return (
-            f"master address {address!r} does not resolve ({error.strerror}). Rule: every node resolves it. Remedy: a name "
-            f"that `getent hosts` knows on every node, or an IP address."
+            f"master address {address!r} does not resolve ({error.strerror}). Pass an IP address, or a name that "
+            f"`getent hosts` resolves on every node."
         )
     if is_loopback(address):
         return (
-            f"nobody of this job listens at {where} after {waited}: a loopback address reaches only the host itself. Rule: "
-            f"every node reaches node 0 at the master address. Remedy: the name or network address of node 0's host."
+            f"no preflight is listening at {target} {waited}. A loopback address reaches only the host itself; pass the name "
+            f"or network address of node 0's host."
         )
     if isinstance(error, ConnectionError):
         return (
-            f"nobody listens at {where} after {waited}. Rule: node 0 listens there. Remedy: check that number 0 was started, "
-            f"on the host of that address, and see its own message."
+            f"nothing is listening at {target} {waited}. Check that node 0 was started on that host, and read its log."
         )
     return (
-        f"{where} cannot be reached in {waited} ({error.strerror or error}). Rule: every node reaches node 0. Remedy: "
-        f"firewall, route, or the address of another network interface of node 0."
+        f"{target} cannot be reached {waited} ({error.strerror or error}). Check the firewall and the routes, or pass the "
+        f"address of another network interface of node 0."
     )
-
-
-def _full(address: str) -> str:
-    found = resolve(address)
-    return address if not found or address in found else f"{address} ({found[0]})"

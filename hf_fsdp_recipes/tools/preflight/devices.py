@@ -1,89 +1,88 @@
-"""What may not differ between the devices of a job's ranks, and when one is too busy to be used.
+"""Whether the devices of all ranks are alike and free enough to train on; compares what the workers report."""
 
-Judges what the measuring processes report; looks at no device itself.
-"""
-
-from typing import Any
+from typing import TypedDict
 
 from hf_fsdp_recipes.errors import PreflightError
-from hf_fsdp_recipes.tools.preflight.node_info import differing
+from hf_fsdp_recipes.tools.preflight.node_info import Row, list_differences, shorten
 
-MIN_FREE_SHARE = 0.5  # below it somebody else computes there
-FREE_SHARE_TO_WARN = 0.9
+MIN_FREE_FRACTION = 0.5  # below this another program is using the device
+WARN_FREE_FRACTION = 0.9
 MEMORY_TOLERANCE = 0.02  # drivers and ECC settings differ a little
 
 
-def check(found: list[list[dict[str, Any]]], names: list[str], ranks_per_node: int) -> None:
-    """Check that every rank has a device like the others' and to itself; `found` holds one dict a local rank.
+class DeviceInfo(TypedDict):
+    """A rank's device; `count` is the number of devices on its node, bytes are 0 if unknown."""
 
-    Raises:
-        PreflightError: kinds, counts or memory differ, too few devices, or a device is busy.
-    """
-    faults = []
-    first = [devices[0] for devices in found]
-    for what, key in (("kind", "kind"), ("number", "count")):
-        odd = differing([str(device[key]) for device in first], names)
-        if odd:
-            faults.append(
-                f"the {what} of devices differs: {odd}. Rule: nodes are alike. Remedy: look there with nvidia-smi"
-            )
-    for name, devices in zip(names, found, strict=True):
-        device = devices[0]
-        if device["kind"] != "cpu" and device["count"] < ranks_per_node:
-            faults.append(
-                f"{name} has {device['count']} {device['kind']} devices for {ranks_per_node} ranks. Rule: one a rank. Remedy: "
-                f"fewer ranks a node, or ask for more devices (--gpus-per-node, CUDA_VISIBLE_DEVICES)"
-            )
-    faults += _memory_faults(found, names) if not faults else []
-    if faults:
-        raise PreflightError("; also: ".join(faults) + ".")
+    kind: str
+    count: int
+    name: str
+    free_bytes: int
+    total_bytes: int
 
 
-def _memory_faults(found: list[list[dict[str, Any]]], names: list[str]) -> list[str]:
-    everything = [
-        (name, index, device)
-        for name, devices in zip(names, found, strict=True)
+def check_devices(devices_by_node: list[list[DeviceInfo]], names: list[str], ranks_per_node: int) -> None:
+    """Raise PreflightError unless every rank has a device of its own that is like the others' and mostly free."""
+    first = [devices[0] for devices in devices_by_node]
+    errors = [
+        f"the {what} of devices differs: {differences}. Compare the nodes' nvidia-smi output."
+        for what, values in (
+            ("type", [device["kind"] for device in first]),
+            ("number", [str(device["count"]) for device in first]),
+        )
+        if (differences := list_differences(values, names))
+    ]
+    errors += [
+        f"{name} has {device['count']} {device['kind']} devices for {ranks_per_node} ranks. Start fewer ranks per node, or "
+        f"request more devices (--gpus-per-node, CUDA_VISIBLE_DEVICES)."
+        for name, device in zip(names, first, strict=True)
+        if device["kind"] != "cpu" and device["count"] < ranks_per_node
+    ]
+    errors = errors or _find_memory_errors(_label_devices(devices_by_node, names))
+    if errors:
+        raise PreflightError(" ".join(errors))
+
+
+def _find_memory_errors(labeled: list[tuple[str, DeviceInfo]]) -> list[str]:
+    by_size = sorted(labeled, key=lambda each: each[1]["total_bytes"])
+    errors = [
+        f"{label} is busy: {device['free_bytes'] / 1e9:.1f} of {device['total_bytes'] / 1e9:.1f} GB free. Stop the process "
+        f"that uses it (nvidia-smi lists it)."
+        for label, device in labeled
+        if device["free_bytes"] < device["total_bytes"] * MIN_FREE_FRACTION
+    ]
+    if by_size[0][1]["total_bytes"] < by_size[-1][1]["total_bytes"] * (1 - MEMORY_TOLERANCE):
+        sizes = "; ".join(
+            f"{label} ({device['name']}) has {device['total_bytes'] / 1e9:.1f} GB"
+            for label, device in (by_size[0], by_size[-1])
+        )
+        errors.append(f"device memory differs: {sizes}. The smallest limits all ranks; use nodes of one kind.")
+    return errors
+
+
+def _label_devices(devices_by_node: list[list[DeviceInfo]], names: list[str]) -> list[tuple[str, DeviceInfo]]:
+    return [
+        (f"device {index} of {name}", device)
+        for name, devices in zip(names, devices_by_node, strict=True)
         for index, device in enumerate(devices)
     ]
-    faults = []
-    smallest = min(everything, key=lambda each: each[2]["total_bytes"])
-    largest = max(everything, key=lambda each: each[2]["total_bytes"])
-    if smallest[2]["total_bytes"] < largest[2]["total_bytes"] * (1 - MEMORY_TOLERANCE):
-        faults.append(
-            f"device memory differs: {_sized(*smallest)}; {_sized(*largest)}. Rule: the smallest rules all ranks. Remedy: "
-            f"nodes of one kind"
-        )
-    for name, index, device in everything:
-        if device["free_bytes"] < device["total_bytes"] * MIN_FREE_SHARE:
-            faults.append(
-                f"device {index} of {name} is busy: {device['free_bytes'] / 1e9:.1f} of {device['total_bytes'] / 1e9:.1f} "
-                f"GB free. Rule: half at least. Remedy: end what runs there (nvidia-smi names it)"
-            )
-    return faults
 
 
-def _sized(name: str, index: int, device: dict[str, Any]) -> str:
-    return f"device {index} of {name} ({device['name']}) has {device['total_bytes'] / 1e9:.1f} GB"
-
-
-def describe(found: list[list[dict[str, Any]]], names: list[str]) -> list[str]:
-    """Return the table's line and warnings."""
-    device = found[0][0]
+def describe(devices_by_node: list[list[DeviceInfo]], names: list[str]) -> list[Row]:
+    """Return the table's row about devices, and a warning about those in use."""
+    labeled = _label_devices(devices_by_node, names)
+    device = labeled[0][1]
     if device["kind"] == "cpu":
-        return [f"{'devices':<10}CPU ranks"]
-    flat = [each for devices in found for each in devices]
-    kinds = ", ".join(sorted({each["name"] for each in flat}))
-    free, total = min(each["free_bytes"] for each in flat), device["total_bytes"]
-    lines = [
-        f"{'devices':<10}{len(flat)} ranks on {device['kind']}, {device['count']} a node: {kinds}, {total / 1e9:.1f} GB, "
-        f"{free / 1e9:.1f} GB free at least"
+        return [("devices", "CPU ranks")]
+    models = ", ".join(sorted({each["name"] for _, each in labeled}))
+    min_free_bytes = min(each["free_bytes"] for _, each in labeled)
+    rows = [
+        (
+            "devices",
+            f"{len(labeled)} ranks on {device['kind']}, {device['count']} devices per node: {models}, "
+            f"{device['total_bytes'] / 1e9:.1f} GB each, at least {min_free_bytes / 1e9:.1f} GB free",
+        )
     ]
-    low = [
-        f"{index} of {name}"
-        for name, devices in zip(names, found, strict=True)
-        for index, each in enumerate(devices)
-        if each["free_bytes"] < each["total_bytes"] * FREE_SHARE_TO_WARN
-    ]
-    if low:
-        lines.append(f"warning: less than {FREE_SHARE_TO_WARN:.0%} of the memory is free on device {', '.join(low)}.")
-    return lines
+    used = [label for label, each in labeled if each["free_bytes"] < each["total_bytes"] * WARN_FREE_FRACTION]
+    if used:
+        rows.append(("warning", f"less than {WARN_FREE_FRACTION:.0%} of the memory is free on {shorten(used)}."))
+    return rows

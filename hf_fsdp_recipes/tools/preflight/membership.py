@@ -1,77 +1,85 @@
-"""Judges who came to the roll call: everybody, once, and under the number and count that they should have.
-
-Knows no connections; gets what the participants announced.
-"""
+"""The nodes that take part in a preflight, and whether each expected one joined exactly once."""
 
 import os
+import socket
 import subprocess
-from typing import Any
+from dataclasses import dataclass, field
 
 from hf_fsdp_recipes.errors import PreflightError
 from hf_fsdp_recipes.tools.preflight import addresses
-from hf_fsdp_recipes.tools.preflight.rendezvous import Seat, named
 
 
-def check(seat: Seat, everybody: list[dict[str, Any]], waited_seconds: float) -> None:
-    """Check that every participant is there exactly once.
+@dataclass(frozen=True)
+class ParticipantInfo:
+    """One node's process: what it was started with, and where it runs.
 
-    Raises:
-        PreflightError: other counts, double, out of range or missing numbers; says who came and who did not.
+    Attributes:
+        node_rank: index of the node; node 0 leads.
+        master_address, master_port: where node 0, or the launcher's agent there, listens.
     """
-    kind, faults = seat.kind, []
-    for who in everybody:
-        if who["count"] != seat.count:
-            faults.append(
-                f"{named(kind, who)} was told of {who['count']} {kind}s and {kind} 0 of {seat.count}. Rule: all are told "
-                f"the same. Remedy: one --num-nodes for all."
-            )
-    by_number: dict[int, list[str]] = {}
-    for who in sorted(everybody, key=lambda who: (who["number"], who["host"], who["pid"])):
-        by_number.setdefault(who["number"], []).append(f"{who['host']}, pid {who['pid']}")
-    for number, places in by_number.items():
-        if len(places) > 1:
-            faults.append(
-                f"{len(places)} processes claim to be {kind} {number}: {' and '.join(places)}. Rule: every {kind} has a number "
-                f"of its own. Remedy: $SLURM_NODEID has to be expanded on the nodes (srun bash -c '...'), not by sbatch."
-            )
-        if not 0 <= number < seat.count:
-            faults.append(f"{kind} {number} ({places[0]}) is out of range. Rule: 0 to {seat.count - 1}.")
-    missing = [number for number in range(seat.count) if number not in by_number]
-    if missing and not faults:
-        faults.append(_explain_missing(seat, by_number, missing, waited_seconds))
-    if faults:
-        raise PreflightError("; also: ".join(faults))
+
+    node_rank: int
+    num_nodes: int
+    ranks_per_node: int
+    master_address: str
+    master_port: int
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    slurm_job_id: str = field(default_factory=lambda: os.environ.get("SLURM_JOB_ID", "none"))
+
+    def __str__(self) -> str:
+        return f"node {self.node_rank} ({self.host}, pid {self.pid})"
 
 
-def _explain_missing(seat: Seat, by_number: dict[int, list[str]], missing: list[int], waited_seconds: float) -> str:
-    kind = seat.kind
-    came = ", ".join(f"{number} ({places[0]})" for number, places in by_number.items())
-    absent = _find_absent_hosts({place.split(",")[0] for places in by_number.values() for place in places})
-    text = (
-        f"{len(missing)} of {seat.count} {kind}s did not come within {waited_seconds:.0f} s: {', '.join(map(str, missing))}"
-        f"{f' (not heard of: {absent})' if absent else ''}; came: {came}."
-    )
-    if addresses.is_written_loopback(seat.master_address):
+def check_members(leader: ParticipantInfo, members: list[ParticipantInfo], waited_seconds: float) -> list[str]:
+    """Return the nodes' names in order, or raise PreflightError if one is missing, duplicated or started differently."""
+    by_rank: dict[int, list[ParticipantInfo]] = {}
+    for member in sorted(members, key=lambda member: (member.node_rank, member.host, member.pid)):
+        by_rank.setdefault(member.node_rank, []).append(member)
+    errors = [
+        f"{member} was started with --num-nodes {member.num_nodes}, node 0 with {leader.num_nodes}; they must match."
+        for member in members
+        if member.num_nodes != leader.num_nodes
+    ]
+    for node_rank, claims in by_rank.items():
+        if len(claims) > 1:
+            processes = " and ".join(f"{claim.host}, pid {claim.pid}" for claim in claims)
+            errors.append(
+                f"{len(claims)} processes claim to be node {node_rank}: {processes}. Give each node its own --node-rank; under "
+                f"Slurm, $SLURM_NODEID must expand on the nodes (srun bash -c '...'), not in the batch script."
+            )
+        if not 0 <= node_rank < leader.num_nodes:
+            errors.append(f"{claims[0]} is out of range: --node-rank must be between 0 and {leader.num_nodes - 1}.")
+    missing = [node_rank for node_rank in range(leader.num_nodes) if node_rank not in by_rank]
+    if missing and not errors:
+        errors.append(_explain_missing(leader, members, missing, waited_seconds))
+    if errors:
+        raise PreflightError(" ".join(errors))
+    return [str(by_rank[node_rank][0]) for node_rank in range(leader.num_nodes)]
+
+
+def _explain_missing(
+    leader: ParticipantInfo, members: list[ParticipantInfo], missing: list[int], waited_seconds: float
+) -> str:
+    hosts = _list_slurm_hosts()
+    absent = ", ".join(f"{each} ({hosts[each]})" if each < len(hosts) else str(each) for each in missing)
+    joined = ", ".join(f"{member.node_rank} ({member.host}, pid {member.pid})" for member in members)
+    text = f"{len(missing)} of {leader.num_nodes} nodes did not join within {waited_seconds:.0f} s: {absent}; joined: {joined}."
+    if addresses.is_written_loopback(leader.master_address):
         return (
-            f"{text} Rule: every {kind} reaches {kind} 0, and master address {seat.master_address} is loopback, which other "
-            f"hosts cannot reach. Remedy: the name or network address of {kind} 0's host."
+            f"{text} Master address {leader.master_address} is loopback, which other hosts cannot reach; pass the name or "
+            f"network address of node 0's host."
         )
     return (
-        f"{text} Rule: all come to {seat.master_address} port {seat.master_port}. Remedy: see the log there; they say why if "
-        f"they run (wrong address, firewall), and nothing if they were never started."
+        f"{text} They must reach {leader.master_address} port {leader.master_port}. Their own logs name a wrong address or a "
+        f"firewall; an empty log means they were never started."
     )
 
 
-def _find_absent_hosts(heard: set[str]) -> str:
-    """Name the hosts of a Slurm job that are not among those heard; nothing outside Slurm."""
-    nodes = os.environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
-        return ""
+def _list_slurm_hosts() -> list[str]:
+    """Return the hosts of the Slurm job by $SLURM_NODEID; empty outside Slurm."""
+    command = ["scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")]
     try:
-        shown = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=3, check=True
-        )
+        return subprocess.run(command, capture_output=True, text=True, timeout=3, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError):
-        return ""
-    short = {host.split(".")[0] for host in heard}
-    return ", ".join(host for host in shown.stdout.split() if host.split(".")[0] not in short)
+        return []

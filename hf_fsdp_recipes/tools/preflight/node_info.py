@@ -1,7 +1,4 @@
-"""What a node is like, and what may not differ between the nodes of a job: versions, code, files, clock, limits.
-
-Collects and compares; neither talks to other nodes nor imports torch.
-"""
+"""What must be the same on all nodes (versions, code, files) and which limits of a node are worth a warning."""
 
 import hashlib
 import os
@@ -9,60 +6,77 @@ import platform
 import resource
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import psutil
 
 from hf_fsdp_recipes.errors import PreflightError
 from hf_fsdp_recipes.tools.preflight import addresses
 
-PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
-SKEW_SECONDS = 2.0
-MIN_SHM_BYTES = 1 << 30  # what NCCL's documentation gives containers: docker run --shm-size=1g
+Row = tuple[str, str]  # one line of the table: a label ("warning" for a warning) and its text
+
+PACKAGES = ("python", "torch", "accelerate", "transformers", "trl", "peft")
+MAX_CLOCK_SKEW_SECONDS = 2.0
+MIN_SHM_BYTES = 1 << 30  # NCCL's documentation: docker run --shm-size=1g
 MIN_OPEN_FILES = 1024
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
-def collect(files: list[Path]) -> dict[str, Any]:
-    """Return the facts of this node; `files` are hashed by their content.
+class NodeInfo(TypedDict):
+    """Facts about a participant's node, as it reports them to the leader."""
 
-    Raises:
-        PreflightError: one of `files` cannot be read.
-    """
-    soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    host: str
+    unix_seconds: float
+    versions: dict[str, str]
+    code_hash: str
+    file_hashes: dict[str, str]
+    num_cores: int
+    memory_bytes: int
+    gloo_error: str | None
+    shm_bytes: int
+    max_open_files: int
+    is_memlock_limited: bool
+    has_infiniband: bool
+
+
+def collect(files: list[Path]) -> NodeInfo:
+    """Return the facts of this node, or raise PreflightError if one of `files`, which are hashed, cannot be read."""
+    max_open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    max_locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return {
-        "unix_seconds": time.time(),
-        "versions": {"python": platform.python_version()} | {name: find_version(name) for name in PACKAGES},
-        "code": hash_code(),
-        "files": {str(file): hash_file(file) for file in files},
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": psutil.virtual_memory().total,
         "host": socket.gethostname(),
-        "gloo": find_gloo_fault(),
+        "unix_seconds": time.time(),
+        "versions": {name: _find_version(name) for name in PACKAGES},
+        "code_hash": _hash_code(),
+        "file_hashes": {str(file): _hash_file(file) for file in files},
+        "num_cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gloo_error": _find_gloo_error(),
         "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
-        "open_files": soft_files if soft_files != resource.RLIM_INFINITY else -1,
-        "is_memlock_limited": locked != resource.RLIM_INFINITY,
+        "max_open_files": max_open_files if max_open_files != resource.RLIM_INFINITY else sys.maxsize,
+        "is_memlock_limited": max_locked_bytes != resource.RLIM_INFINITY,
         "has_infiniband": _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()),
     }
 
 
-def find_version(package: str) -> str:
-    """Return the version of an installed package, or "none"."""
+def _find_version(package: str) -> str:
+    if package == "python":
+        return platform.python_version()
     try:
         return version(package)
     except PackageNotFoundError:
         return "none"
 
 
-def find_gloo_fault() -> str | None:
-    """Return why gloo would listen where no other host reaches it, or None.
+def _find_gloo_error() -> str | None:
+    """Return why gloo would listen at an address that other hosts cannot reach.
 
-    Source: torch 2.13 `ProcessGroupGloo::createDefaultDevice` takes the address of the host's own name.
+    Source: torch 2.13 `ProcessGroupGloo::createDefaultDevice` uses the address of the host's own name.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
@@ -70,130 +84,126 @@ def find_gloo_fault() -> str | None:
     found = addresses.resolve(host)
     if any(not addresses.is_loopback(each) for each in found):
         return None
-    interface = addresses.find_interface_to(host, 0) or "eth0"
     return (
-        f"its own name {host} {f'means {found[0]}' if found else 'does not resolve'} there. Rule: gloo listens at the "
-        f"address of the host's name. Remedy: export GLOO_SOCKET_IFNAME={interface}, or mend /etc/hosts."
+        f"its host name {host} {f'resolves to {found[0]}' if found else 'does not resolve'} there, but gloo listens at that "
+        f"address. Export GLOO_SOCKET_IFNAME={addresses.find_interface_to(host)}, or fix /etc/hosts."
     )
 
 
-def hash_code() -> str:
-    """Return a hash of this package's source, names included."""
-    root = Path(__file__).resolve().parents[1]
+def _hash_code() -> str:
+    """Hash the source of this package, file names included."""
+    root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
         digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:12]
 
 
-def hash_file(file: Path) -> str:
-    """Return a hash of a file's content.
-
-    Raises:
-        PreflightError: it cannot be read here.
-    """
+def _hash_file(file: Path) -> str:
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
     except OSError as error:
         raise PreflightError(
-            f"{file} cannot be read ({error.strerror}). Rule: every node reads the template and the recipe. Remedy: a path "
-            f"on shared storage, or copy it to every node."
+            f"{file} cannot be read ({error.strerror}). Every node reads the template and the recipe: put them on shared "
+            f"storage, or copy them to every node."
         ) from error
 
 
-def check_alike(facts: list[dict[str, Any]], names: list[str]) -> None:
-    """Check what may not differ.
-
-    Raises:
-        PreflightError: versions, code or files differ; all that do, and who has what.
-    """
-    faults = []
-    for package in facts[0]["versions"]:
-        found = differing([each["versions"][package] for each in facts], names)
-        if found:
-            faults.append(f"{package} differs: {found}. Rule: one version. Remedy: the same environment on every node")
-    found = differing([each["code"] for each in facts], names)
-    if found:
-        faults.append(f"the code of hf_fsdp_recipes differs: {found}. Remedy: the same checkout or wheel on every node")
-    for number, file in enumerate(facts[0]["files"]):
-        found = differing([list(each["files"].values())[number] for each in facts], names)
-        if found:
-            faults.append(f"the content of {file} differs: {found}. Remedy: one file, copied anew or on shared storage")
-    if faults:
-        raise PreflightError("; also: ".join(faults) + ".")
+def check_same(nodes: list[NodeInfo], names: list[str]) -> None:
+    """Raise PreflightError if versions, code or files differ between nodes; list all that do, and who has what."""
+    compared = [
+        (package, [node["versions"][package] for node in nodes], "Install the same versions on every node.")
+        for package in PACKAGES
+    ]
+    code = [node["code_hash"] for node in nodes]
+    compared.append(("the code of hf_fsdp_recipes", code, "Use the same checkout or wheel on every node."))
+    for index, file in enumerate(nodes[0]["file_hashes"]):  # by position: nodes may name a file by different paths
+        hashes = [list(node["file_hashes"].values())[index] for node in nodes]
+        compared.append((f"the content of {file}", hashes, "Put it on shared storage, or copy it to every node again."))
+    errors = [
+        f"{what} differs: {differences}. {advice}"
+        for what, values, advice in compared
+        if (differences := list_differences(values, names))
+    ]
+    if errors:
+        raise PreflightError(" ".join(errors))
 
 
-def differing(values: list[str], names: list[str]) -> str | None:
-    """Say who has which value, the rarest last, or None if all have one."""
+def list_differences(values: list[str], names: list[str]) -> str | None:
+    """Return which participants have which value, the most common value first; None if all have the same."""
     holders: dict[str, list[str]] = {}
     for value, name in zip(values, names, strict=True):
         holders.setdefault(value, []).append(name)
     if len(holders) == 1:
         return None
     ordered = sorted(holders.items(), key=lambda item: -len(item[1]))
-    return "; ".join(f"{value} on {shorten(who)}" for value, who in ordered)
+    return "; ".join(f"{value} on {shorten(members)}" for value, members in ordered)
 
 
 def shorten(names: list[str]) -> str:
-    """List names, the first three of many."""
+    """List names, but only the first three of many."""
     return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
-def check_names(facts: list[dict[str, Any]], names: list[str]) -> None:
-    """Check that gloo, over which CPU ranks compute and checkpoints are coordinated, will connect the hosts.
+def check_host_names(nodes: list[NodeInfo], names: list[str]) -> None:
+    """Raise PreflightError if gloo, which CPU ranks and checkpoint coordination use, cannot connect the hosts.
 
-    One host whose name means loopback does no harm, it connects to the others; two of them never find each other.
-
-    Raises:
-        PreflightError: the names of two hosts or more mean their loopback addresses.
+    One host whose name means loopback does no harm: it connects to the others. Two of them cannot reach each other.
     """
-    faults = {each["host"]: f"{name}: {each['gloo']}" for each, name in zip(facts, names, strict=True) if each["gloo"]}
-    if len(faults) > 1:
-        raise PreflightError("; also: ".join(faults.values()))
+    errors = {
+        node["host"]: f"{name}: {node['gloo_error']}"
+        for node, name in zip(nodes, names, strict=True)
+        if node["gloo_error"]
+    }
+    if len(errors) > 1:
+        raise PreflightError(" ".join(errors.values()))
 
 
-def describe(facts: list[dict[str, Any]]) -> list[str]:
-    """Return the table's lines about what all have in common."""
-    versions = ", ".join(f"{name} {number}" for name, number in facts[0]["versions"].items())
-    clocks = [each["unix_seconds"] for each in facts]
-    files = "".join(f", {Path(file).name} {digest}" for file, digest in facts[0]["files"].items())
+def describe(nodes: list[NodeInfo]) -> list[Row]:
+    """Return the table's rows about software and hosts."""
+    first = nodes[0]
+    clocks = [node["unix_seconds"] for node in nodes]
+    files = "".join(f", {Path(file).name} {digest}" for file, digest in first["file_hashes"].items())
     return [
-        f"{'software':<10}{versions}",
-        f"{'content':<10}code {facts[0]['code']}{files}",
-        f"{'hosts':<10}{min(each['cores'] for each in facts)} cores, "
-        f"{min(each['memory_bytes'] for each in facts) / 1e9:,.1f} GB of memory at least",
-        f"{'clocks':<10}{max(clocks) - min(clocks):.2f} s apart at most",
+        ("software", ", ".join(f"{name} {number}" for name, number in first["versions"].items())),
+        ("content", f"code {first['code_hash']}{files}"),
+        (
+            "hosts",
+            f"at least {min(node['num_cores'] for node in nodes)} cores and "
+            f"{min(node['memory_bytes'] for node in nodes) / 1e9:,.1f} GB of memory",
+        ),
+        ("clocks", f"at most {max(clocks) - min(clocks):.2f} s apart"),
     ]
 
 
-def find_warnings(facts: list[dict[str, Any]], names: list[str], num_ranks: int) -> list[str]:
-    """Return what may trouble the run without stopping it."""
+def find_warnings(nodes: list[NodeInfo], names: list[str], num_ranks: int) -> list[str]:
+    """Return what may cause trouble during the run but need not stop it."""
     warnings = []
-    clocks = [each["unix_seconds"] for each in facts]
-    skew = max(clocks) - min(clocks)
-    if skew > SKEW_SECONDS:
-        first, last = names[clocks.index(min(clocks))], names[clocks.index(max(clocks))]
+    clocks = [node["unix_seconds"] for node in nodes]
+    skew_seconds = max(clocks) - min(clocks)
+    if skew_seconds > MAX_CLOCK_SKEW_SECONDS:
+        behind, ahead = names[clocks.index(min(clocks))], names[clocks.index(max(clocks))]
         warnings.append(
-            f"clocks differ by {skew:.1f} s: {last} is ahead of {first}. Rule: {SKEW_SECONDS:.0f} s. Remedy: chrony or ntp."
+            f"clocks differ by {skew_seconds:.1f} s: {ahead} is ahead of {behind}. Synchronize them with chrony or ntp."
         )
     wanted_files = max(MIN_OPEN_FILES, 8 * num_ranks)
-    rules: list[tuple[Callable[[dict[str, Any]], bool], str]] = [
+    checks: list[tuple[Callable[[NodeInfo], bool], str]] = [
         (
-            lambda each: each["shm_bytes"] < MIN_SHM_BYTES,
-            f"/dev/shm is below {MIN_SHM_BYTES >> 30} GiB. Rule: NCCL and data loaders share memory there. Remedy: docker "
-            f"run --shm-size=8g, or --ipc=host.",
+            lambda node: node["shm_bytes"] < MIN_SHM_BYTES,
+            f"/dev/shm is smaller than {MIN_SHM_BYTES >> 30} GiB, which NCCL and data loaders share. Start the container with "
+            f"docker run --shm-size=8g or --ipc=host.",
         ),
         (
-            lambda each: 0 <= each["open_files"] < wanted_files,
-            f"the limit of open files is below {wanted_files}. Remedy: ulimit -n 65536.",
+            lambda node: node["max_open_files"] < wanted_files,
+            f"the limit on open files is below {wanted_files}. Run ulimit -n 65536.",
         ),
         (
-            lambda each: each["has_infiniband"] and each["is_memlock_limited"],
-            "locked memory is limited, which InfiniBand needs. Remedy: ulimit -l unlimited.",
+            lambda node: node["has_infiniband"] and node["is_memlock_limited"],
+            "locked memory is limited, but InfiniBand needs it. Run ulimit -l unlimited.",
         ),
     ]
-    for is_low, text in rules:
-        low = [name for each, name in zip(facts, names, strict=True) if is_low(each)]
+    for is_low, text in checks:
+        low = [name for node, name in zip(nodes, names, strict=True) if is_low(node)]
         if low:
             warnings.append(f"{shorten(low)}: {text}")
     return warnings

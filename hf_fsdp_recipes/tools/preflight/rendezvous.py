@@ -1,199 +1,255 @@
-"""How the participants of a preflight decide something together, whatever carries their words.
+"""Brings the nodes of a preflight together on a c10d store, where all of them reach the same verdict.
 
-Number 0 gathers what all say, judges, and its judgement is everybody's, in the same words. `StoreMeeting` is for ranks
-that torchrun or `accelerate launch` started: their agent has a store on the master port already. Where there is
-none, `rollcall` brings them together.
+Node 0 leads. It hosts a `TCPStore` on the master port; under torchrun and `accelerate launch` the nodes use the one that the
+launcher's agent hosts there. A key that is missing at the deadline names the node that should have written it.
 """
 
-import datetime
+import contextlib
 import json
 import os
-import socket
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_fsdp_recipes.errors import PreflightError
+from hf_fsdp_recipes.tools.preflight import addresses
+from hf_fsdp_recipes.tools.preflight.membership import ParticipantInfo, check_members
 
-FAULT_SECONDS = 2.0  # when one has failed, the others are waited for no longer than this
-GRACE_SECONDS = 5.0  # the others wait this much longer for a verdict than number 0 gathers for it
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
+T = TypeVar("T")
+R = TypeVar("R")
 
-@dataclass(frozen=True)
-class Seat:
-    """Who a participant claims to be, as the launcher told it.
-
-    Attributes:
-        kind: "node" (one process a node) or "rank".
-        number, count: its number among so many.
-        master_address, master_port: where number 0 is to be found.
-        node: the number of its node.
-        local_ranks: the ranks of its node that it answers for, counted from 0 on each node.
-        ranks_per_node: how many there are on a node.
-    """
-
-    kind: str
-    number: int
-    count: int
-    master_address: str
-    master_port: int
-    node: int
-    local_ranks: tuple[int, ...]
-    ranks_per_node: int
+ANSWER_SECONDS = 5.0  # a preflight answers at once; what does not is another program
+FAILURE_GRACE_SECONDS = 2.0  # once one node has failed, how long node 0 waits for the reports of the others
+VERDICT_GRACE_SECONDS = 5.0  # how much longer the others wait for a verdict than node 0 waits for their reports
+CLOSE_SECONDS = 2.0
+_POLL_SECONDS = 0.05
 
 
-def announcement(seat: Seat) -> dict[str, Any]:
-    """Return what a participant says about itself."""
-    return {
-        "number": seat.number,
-        "count": seat.count,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "job": os.environ.get("SLURM_JOB_ID", ""),
-    }
-
-
-def named(kind: str, who: dict[str, Any]) -> str:
-    """Name a participant: node 1 (hostb, pid 77)."""
-    return f"{kind} {who['number']} ({who['host']}, pid {who['pid']})"
-
-
-class Meeting:
-    """Participants that have found each other. Every participant makes the same calls in the same order.
+class Rendezvous:
+    """Nodes that share a store. All must make the same calls in the same order.
 
     Attributes:
-        names: each participant's name, in order; complete at number 0 only.
+        info, leader: this node and node 0.
+        is_leader: whether this process evaluates the reports of all nodes.
+        store, prefix: the shared store, and what precedes its keys on the TCPStore.
+        names: each node's name, in order; with host and pid after `check_membership`.
+        deadline: `time.monotonic()` value at which node 0 stops waiting.
     """
 
-    def __init__(self, seat: Seat, timeout_seconds: float) -> None:
-        self.seat = seat
-        self.names = [f"{seat.kind} {number}" for number in range(seat.count)]
-        self.deadline = time.monotonic() + timeout_seconds
+    def __init__(self, info: ParticipantInfo, timeout_seconds: float) -> None:
+        """Join the store, or raise PreflightError if the master address cannot be used or another job has the port."""
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are reported here, without C++ stack traces
+        from torch.distributed import PrefixStore  # `hf-fsdp --help` must not import torch
 
-    def extend(self, timeout_seconds: float) -> None:
-        """Give what follows so many seconds from now."""
-        self.deadline = time.monotonic() + timeout_seconds
+        self.info = info
+        self.timeout_seconds = timeout_seconds
+        self.extend_deadline(timeout_seconds)
+        self.names = [f"node {node_rank}" for node_rank in range(info.num_nodes)]
+        self.prefix = f"hf-fsdp-preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        tcp_store, self.is_leader = _open_store(info, self.deadline)
+        self.store: Store = PrefixStore(self.prefix, tcp_store)
+        if self.is_leader:
+            self.store.set("leader", json.dumps(asdict(info)))
+        self.leader = self._read_leader()
 
-    def settle(self, stage: str, collect: Callable[[], Any], judge: Callable[[list[Any]], Any]) -> Any:
-        """Collect on every participant, judge at number 0, and return its judgement everywhere.
+    def _read_leader(self) -> ParticipantInfo:
+        info = self.info
+        try:
+            answer_seconds = self.timeout_seconds if _uses_agent_store() else ANSWER_SECONDS
+            self.store.wait(["leader"], timedelta(seconds=answer_seconds))
+        except RuntimeError as error:
+            if _uses_agent_store():
+                raise PreflightError(
+                    f"{info}: node 0 did not join within {answer_seconds:.0f} s; see its log."
+                ) from error
+            raise _port_conflict(info) from error
+        leader = ParticipantInfo(**json.loads(self.store.get("leader")))
+        if leader.slurm_job_id != info.slurm_job_id:
+            raise PreflightError(
+                f"{info}: port {info.master_port} of {info.master_address} is in use by the preflight of Slurm job "
+                f"{leader.slurm_job_id} ({leader.host}, pid {leader.pid}); this is job {info.slurm_job_id}. Choose another "
+                f"--master-port, for example one derived from the job ID."
+            )
+        return leader
 
-        Collective: every participant must call this. Values and judgement must fit into JSON.
+    def check_membership(self) -> None:
+        """Wait for all nodes; raise PreflightError on all if one is missing, duplicated or started differently.
+
+        Collective: every node must call this.
+        """
+        num_joined = self.store.add("num_joined", 1)
+        if num_joined > self.leader.num_nodes:
+            raise PreflightError(
+                f"{self.info} joined after all {self.leader.num_nodes} nodes had. Start one process per node."
+            )
+        self.store.set(f"joining/{num_joined - 1}", json.dumps(asdict(self.info)))
+
+        def evaluate() -> list[str]:
+            members = [ParticipantInfo(**member) for member in self._wait_for_reports("joining") if member is not None]
+            return check_members(self.info, members, self.timeout_seconds)
+
+        self.names = self._agree("joining", evaluate)
+
+    def run_stage(self, stage: str, collect: Callable[[], T], evaluate: Callable[[list[T]], R]) -> R:
+        """Collect a value on every node, evaluate all of them on node 0, and return the result everywhere.
+
+        Collective: every node must call this. Values and result must be serializable as JSON.
 
         Args:
             stage: what is being done, for messages: "comparing versions".
-            collect: returns this participant's value; its PreflightError is everybody's.
-            judge: called at number 0 with all values in order; its PreflightError is everybody's.
+            collect: returns this node's value.
+            evaluate: called on node 0 with the values of all nodes, in order.
 
         Raises:
-            PreflightError: of `collect` or `judge`; a participant left, or was silent until the deadline.
+            PreflightError: the same on every node, if `collect` failed on any, `evaluate` failed on node 0, or a node
+                did not report before the deadline.
         """
         report = attempt(collect)
-        if self.seat.number == 0:
-            verdict = attempt(lambda: judge(self._values(self._gather(stage, report))))
-            self._publish(stage, verdict)
-        else:
-            verdict = self._ask(stage, report)
-        return agreed(verdict)
+        with self._naming_leader(stage):
+            if "error" in report:
+                self.store.set(f"{stage}/failed", "")
+            self.store.set(f"{stage}/{self.info.node_rank}", json.dumps(report))
+        result: R = self._agree(stage, lambda: evaluate(self._gather(stage)))
+        return result
 
-    def is_over(self, stage: str) -> bool:
-        """Tell, from within `collect`, whether the stage has failed elsewhere, so that waiting is in vain."""
-        raise NotImplementedError
+    def has_failed(self, stage: str) -> bool:
+        """Tell, during `collect`, whether the stage has failed elsewhere, so that waiting longer is pointless."""
+        with self._naming_leader(stage):
+            return any(self.store.check([f"{stage}/{key}"]) for key in ("failed", "verdict"))
+
+    def extend_deadline(self, timeout_seconds: float) -> None:
+        """Give the remaining stages this long from now."""
+        self.deadline = time.monotonic() + timeout_seconds
 
     def close(self) -> None:
-        """Leave, and free the port."""
+        """Leave the store. Node 0, whose exit ends the store, gives the others time to read the last verdict."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        with contextlib.suppress(RuntimeError):  # node 0 has exited
+            num_left = self.store.add("num_left", 1)
+            while self.is_leader and num_left < self.store.add("num_joined", 0) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+                num_left = self.store.add("num_left", 0)
 
-    def _values(self, reports: list[dict[str, Any]]) -> list[Any]:
-        faults: dict[str, list[str]] = {}
+    def _agree(self, stage: str, evaluate: Callable[[], Any]) -> Any:
+        """Return or raise on every node what `evaluate` returns or raises on node 0."""
+        if self.is_leader:
+            verdict = attempt(evaluate)
+            self.store.set(f"{stage}/verdict", json.dumps(verdict))
+        else:
+            seconds = max(0.0, self.deadline - time.monotonic()) + VERDICT_GRACE_SECONDS
+            with self._naming_leader(stage):
+                self.store.wait([f"{stage}/verdict"], timedelta(seconds=seconds))
+                verdict = json.loads(self.store.get(f"{stage}/verdict"))
+        if "error" in verdict:
+            error = PreflightError(verdict["error"])
+            error.is_agreed = True
+            raise error
+        return verdict["value"]
+
+    @contextlib.contextmanager
+    def _naming_leader(self, stage: str) -> Iterator[None]:
+        from torch.distributed import DistNetworkError, DistStoreError
+
+        try:
+            yield
+        except DistStoreError as error:
+            raise PreflightError(f"{self.leader} did not respond while {stage}; check that process.") from error
+        except DistNetworkError as error:
+            raise PreflightError(f"{self.leader} exited while {stage}; see its log.") from error
+
+    def _gather(self, stage: str) -> list[Any]:
+        reports = self._wait_for_reports(stage)
+        failed: dict[str, list[str]] = {}
         for name, report in zip(self.names, reports, strict=True):
-            if "fault" in report:
-                faults.setdefault(report["fault"], []).append(name)
-        if faults:
-            raise PreflightError("; also: ".join(f"{', '.join(names)}: {fault}" for fault, names in faults.items()))
-        return [report["value"] for report in reports]
+            if report is not None and "error" in report:
+                failed.setdefault(report["error"], []).append(name)
+        if failed:
+            raise PreflightError(" ".join(f"{', '.join(names)}: {error}" for error, names in failed.items()))
+        silent = [name for name, report in zip(self.names, reports, strict=True) if report is None]
+        if silent:
+            raise PreflightError(f"{', '.join(silent)} did not respond while {stage}; see the log there.")
+        return [report["value"] for report in reports if report is not None]
 
-    def _gather(self, stage: str, report: dict[str, Any]) -> list[dict[str, Any]]:
-        raise NotImplementedError
-
-    def _publish(self, stage: str, verdict: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-    def _ask(self, stage: str, report: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError
+    def _wait_for_reports(self, stage: str) -> list[dict[str, Any] | None]:
+        keys = [f"{stage}/{index}" for index in range(self.info.num_nodes)]
+        deadline = self.deadline
+        while not self.store.check(keys) and time.monotonic() < deadline:
+            if self.store.check([f"{stage}/failed"]):
+                deadline = min(deadline, time.monotonic() + FAILURE_GRACE_SECONDS)
+            time.sleep(_POLL_SECONDS)
+        return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
 
 
 def attempt(work: Callable[[], Any]) -> dict[str, Any]:
-    """Return what work returns, or its fault, ready to be sent."""
+    """Return what `work` returns as {"value": ...}, or its error as {"error": text}, ready for the store."""
     try:
         return {"value": work()}
     except PreflightError as error:
-        return {"fault": str(error)}
+        return {"error": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return {"error": f"{type(error).__name__}: {lines[0][:300].rstrip('.') if lines else 'no message'}."}
 
 
-def agreed(verdict: dict[str, Any]) -> Any:
-    """Return a verdict's value, or raise its fault as an error that everybody raises."""
-    if "fault" in verdict:
-        error = PreflightError(verdict["fault"])
-        error.is_agreed = True
-        raise error
-    return verdict["value"]
+def _uses_agent_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-class StoreMeeting(Meeting):
-    """Ranks that meet at the store of the agent that started them."""
+def _open_store(info: ParticipantInfo, deadline: float) -> tuple["Store", bool]:
+    """Host or join the store on the master port; return it, and whether this process leads."""
+    from torch.distributed import TCPStore
 
-    def __init__(self, seat: Seat, timeout_seconds: float) -> None:
-        from torch.distributed import TCPStore
-
-        super().__init__(seat, timeout_seconds)
-        self._prefix = f"hf-fsdp-preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._store = TCPStore(
-            seat.master_address, seat.master_port, is_master=False, timeout=datetime.timedelta(seconds=timeout_seconds)
-        )
-
-    def call_roll(self) -> None:
-        """Learn who is who. Collective: every rank must call this."""
-
-        def judge(everybody: list[dict[str, Any]]) -> None:
-            self.names = [named(self.seat.kind, who) for who in everybody]
-
-        self.settle("roll call", lambda: announcement(self.seat), judge)
-
-    def _gather(self, stage: str, report: dict[str, Any]) -> list[dict[str, Any]]:
-        if "fault" in report or self.is_over(stage):
-            self.deadline = min(self.deadline, time.monotonic() + FAULT_SECONDS)
-        found = [report, *(self._find(f"{stage}/{number}", 0.0) for number in range(1, self.seat.count))]
-        if any(each is not None and "fault" in each for each in found):
-            return [each or {"value": None} for each in found]
-        silent = [name for name, each in zip(self.names, found, strict=True) if each is None]
-        if silent:
-            raise PreflightError(
-                f"{', '.join(silent)} did not come or was silent in {stage}. Remedy: look at the log there."
-            )
-        return [each for each in found if each is not None]
-
-    def is_over(self, stage: str) -> bool:
-        """Look for a fault's mark."""
-        return self._store.check([f"{self._prefix}/{stage}/fault"])
-
-    def _publish(self, stage: str, verdict: dict[str, Any]) -> None:
-        if "fault" in verdict:
-            self._store.set(f"{self._prefix}/{stage}/fault", "")
-        self._store.set(f"{self._prefix}/{stage}/verdict", json.dumps(verdict))
-
-    def _ask(self, stage: str, report: dict[str, Any]) -> dict[str, Any]:
-        self._store.set(f"{self._prefix}/{stage}/{self.seat.number}", json.dumps(report))
-        if "fault" in report:
-            self._store.set(f"{self._prefix}/{stage}/fault", "")
-        verdict = self._find(f"{stage}/verdict", GRACE_SECONDS)
-        if verdict is None:
-            raise PreflightError(f"{self.names[0]} was silent in {stage}. Remedy: look at the log there.")
-        return verdict
-
-    def _find(self, key: str, grace_seconds: float) -> dict[str, Any] | None:
-        left_seconds = max(0.05, self.deadline + grace_seconds - time.monotonic())
+    address, port = info.master_address, info.master_port
+    listen_error: OSError | None = None
+    if info.node_rank == 0 and not _uses_agent_store():
         try:
-            self._store.wait([f"{self._prefix}/{key}"], datetime.timedelta(seconds=left_seconds))
-        except RuntimeError:  # torch.distributed's errors: time is up, or the store has gone
-            return None
-        return json.loads(self._store.get(f"{self._prefix}/{key}"))
+            listener = addresses.listen(address, port).detach()
+            return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener), True
+        except OSError as error:
+            listen_error = error  # if another process leads already, join it, so that both are named
+    started = time.monotonic()
+    try:
+        addresses.wait_for_listener(address, port, deadline)
+    except OSError as error:
+        reason = (
+            addresses.explain_connect_error(address, port, error, time.monotonic() - started)
+            if listen_error is None
+            else addresses.explain_listen_error(address, port, listen_error)
+        )
+        raise PreflightError(f"{info}: {reason}") from error
+    return _connect(info), info.node_rank == 0 and listen_error is None
+
+
+def _connect(info: ParticipantInfo) -> "Store":
+    from torch.distributed import TCPStore
+
+    stores: list[Store] = []
+
+    def connect() -> None:
+        timeout = timedelta(seconds=ANSWER_SECONDS)
+        with contextlib.suppress(RuntimeError):
+            stores.append(
+                TCPStore(
+                    info.master_address, info.master_port, is_master=False, timeout=timeout, wait_for_workers=False
+                )
+            )
+
+    # In a thread: TCPStore waits without a timeout for the first answer of whatever listens there (torch 2.13).
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(2 * ANSWER_SECONDS)
+    if not stores:
+        raise _port_conflict(info)
+    return stores[0]
+
+
+def _port_conflict(info: ParticipantInfo) -> PreflightError:
+    return PreflightError(f"{info}: {addresses.explain_port_conflict(info.master_address, info.master_port)}")

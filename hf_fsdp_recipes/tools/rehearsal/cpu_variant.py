@@ -1,33 +1,29 @@
-"""Turns anybody's Accelerate FSDP config into one for CPU ranks of this machine: device and counts, nothing else."""
+"""Adapt an Accelerate FSDP config to CPU ranks of this machine."""
 
 import copy
 from typing import Any
 
-RANKS_OF_A_HYBRID = 4  # two copies of two shards
-WITHIN_A_NODE = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
+NUM_HYBRID_RANKS = 4  # two replicas of two shards
+STRATEGY_WITHIN_NODE = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
 
 
 def to_cpu_ranks(config: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
-    """Return a config for CPU ranks on one node that shards, wraps, offloads and casts as the given one does.
+    """Return a copy of a config with only its device and rank counts changed; it shards, wraps and casts as before.
 
-    FSDP1's hybrid strategies copy between nodes, which one launcher cannot have: they become the strategy that
-    they use inside a node.
-
-    Args:
-        config: as read from YAML; it is not changed.
-        num_ranks: ranks to start; a hybrid mesh gets four.
+    FSDP1's hybrid strategies replicate across nodes, and here is only one: they become the strategy that they use
+    within a node. An FSDP2 hybrid mesh gets four ranks, whatever `num_ranks` is.
     """
     config = copy.deepcopy(config)
     fsdp = config["fsdp_config"]
     if "parallelism_config" in config:
-        num_ranks = RANKS_OF_A_HYBRID
+        num_ranks = NUM_HYBRID_RANKS
         config["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": 2,
             "parallelism_config_dp_shard_size": num_ranks // 2,
         }
     strategy = fsdp.get("fsdp_sharding_strategy")
-    if strategy in WITHIN_A_NODE:
-        fsdp["fsdp_sharding_strategy"] = WITHIN_A_NODE[strategy]
+    if strategy in STRATEGY_WITHIN_NODE:
+        fsdp["fsdp_sharding_strategy"] = STRATEGY_WITHIN_NODE[strategy]
     for key in ("rdzv_backend", "dynamo_config", "main_process_ip", "main_process_port", "machine_rank"):
         config.pop(key, None)
     return config | {"use_cpu": True, "num_machines": 1, "num_processes": num_ranks}

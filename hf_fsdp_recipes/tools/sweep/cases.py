@@ -1,7 +1,6 @@
-"""The cases of a sweep: which template on how many ranks, in which directory, with which settings. Starts nothing.
+"""The cases of a sweep: one template on one number of ranks each, with everything that decides what it measures.
 
-What decides a case's figures is kept beside them in case.json, so that a case is run again when that has changed
-and only then.
+`case.json` in a case's directory records these settings, so that a case is repeated only when they change.
 """
 
 import json
@@ -15,14 +14,14 @@ import torch
 import yaml
 
 from hf_fsdp_recipes.configs import templates
+from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import PlanError, TemplateError
-from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, read_metrics
-from hf_fsdp_recipes.patches.cpu_ranks import is_true
+from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE
+from hf_fsdp_recipes.tools.rehearsal.cpu_variant import to_cpu_ranks
 
 CASE_FILE, TEMPLATE_FILE = "case.json", "template.yaml"
-FINISHED, OUT_OF_MEMORY, NOT_RUN = "finished", "OOM", "not run"
-# Steps to measure, and nothing that a measurement does not need.
-MEASURED = (
+# Train and measure; write nothing else.
+MEASURE_ONLY = (
     "--logging_steps", "1", "--save_strategy", "no", "--eval_strategy", "no", "--load_best_model_at_end", "false",
     "--export", "false", "--report", "true", "--report_to", "none", "--push_to_hub", "false", "--disable_tqdm", "true",
 )  # fmt: skip
@@ -30,157 +29,138 @@ ON_CPU = ("--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--tf32", "
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a sweep is asked for.
-
-    Attributes:
-        recipe: the YAML.
-        ranks: numbers of ranks over all nodes.
-        templates: names of shipped templates.
-        output: the sweep's directory.
-        steps: optimizer steps of a case.
-        overrides: `--field value` pairs for the recipe.
-        ranks_per_node: of a full node, where jobs are submitted; None for this machine alone.
-    """
-
-    recipe: Path
-    ranks: Sequence[int]
-    templates: Sequence[str]
-    output: Path
-    steps: int
-    overrides: Sequence[str] = ()
-    ranks_per_node: int | None = None
-
-
-@dataclass(frozen=True)
 class Case:
     """One run of the recipe.
 
     Attributes:
-        template, num_ranks, num_nodes: what it is run with.
-        directory: the run's output_dir.
-        arguments: for recipes/sft.py.
-        config: the Accelerate config, as YAML.
-        settings: all that decides its figures.
+        directory: the run's output directory.
+        settings: everything that decides what the case measures; `config` is the Accelerate config.
     """
 
     template: str
     num_ranks: int
     num_nodes: int
     directory: Path
-    arguments: list[str]
-    config: str
     settings: dict[str, Any]
 
     @property
-    def steps(self) -> int:
-        """The optimizer steps that it takes."""
+    def name(self) -> str:
+        """Template and rank count, for people."""
+        return f"{self.template} on {self.num_ranks} rank{'s'[: self.num_ranks != 1]}"
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps to take."""
         return int(self.settings["steps"])
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether its ranks are CPU ranks."""
-        return bool(yaml.safe_load(self.config).get("use_cpu"))
+        """Whether it trains on CPU ranks."""
+        return bool(self.settings["config"].get("use_cpu"))
+
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of recipes/sft.py."""
+        arguments = ["--config", self.settings["recipe_file"], "--max_steps", str(self.num_steps), *MEASURE_ONLY]
+        arguments += [*(ON_CPU if self.is_on_cpu else ()), *self.settings["overrides"]]
+        return [*arguments, "--output_dir", str(self.directory)]
+
+    def start_record(self) -> None:
+        """Write the config and case.json, and remove the metrics of an earlier run."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / METRICS_FILE).unlink(missing_ok=True)
+        config = yaml.safe_dump(self.settings["config"], sort_keys=False)
+        (self.directory / TEMPLATE_FILE).write_text(config, encoding="utf-8")
+        self._write({name: getattr(self, name) for name in ("template", "num_ranks", "num_nodes", "settings")})
+
+    def finish_record(self, status: str, host_peak_bytes: int) -> None:
+        """Add how the run ended to case.json, and the peak memory of its largest process."""
+        self._write(read_record(self.directory) | {"status": status, "host_peak_bytes": host_peak_bytes})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        (self.directory / CASE_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def make_cases(request: Request) -> tuple[list[Case], list[str]]:
-    """Return every template with every number of ranks, smallest first, and why which of them cannot be.
+def read_record(directory: Path) -> dict[str, Any]:
+    """Return a case.json, or an empty dictionary if there is none or it is damaged."""
+    try:
+        record = json.loads((directory / CASE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def make_cases(
+    recipe_file: Path,
+    ranks: Sequence[int],
+    template_names: Sequence[str],
+    output: Path,
+    num_steps: int,
+    overrides: Sequence[str] = (),
+    ranks_per_node: int | None = None,
+) -> tuple[list[Case], list[str]]:
+    """Return a case for each template and rank count, and why combinations were skipped.
+
+    Args:
+        recipe_file: the recipe's YAML.
+        ranks: rank counts over all nodes.
+        template_names: shipped templates.
+        output: the sweep's directory.
+        num_steps: optimizer steps per case.
+        overrides: `--field value` pairs for the recipe.
+        ranks_per_node: for Slurm jobs; None means CPU ranks or accelerators of this machine.
 
     Raises:
-        PlanError: the recipe cannot be read, the machine has fewer accelerators than ranks, or no case can be.
-        TemplateError: a name that is no template.
+        PlanError: the recipe cannot be read, a number is below 1, there are too few accelerators, or no combination
+            is possible.
+        TemplateError: unknown template name.
     """
-    recipe = _read_recipe(request)
-    if min(request.ranks, default=0) < 1 or request.steps < 1 or not request.templates:
+    recipe = _read_recipe(recipe_file)
+    if min(ranks) < 1 or num_steps < 1:
+        raise PlanError(f"--ranks {list(ranks)} and --steps {num_steps}: every number must be at least 1.")
+    is_local, num_devices = ranks_per_node is None, torch.accelerator.device_count()
+    use_cpu = is_local and _is_cpu_machine()
+    if is_local and not use_cpu and max(ranks) > num_devices:
         raise PlanError(
-            f"ranks {list(request.ranks)}, {request.steps} steps. Rule: at least 1 of each, and a template."
+            f"This machine has {num_devices} accelerators, too few for {max(ranks)} ranks. Use fewer ranks, or --submit "
+            "on a cluster."
         )
-    is_here = request.ranks_per_node is None
-    if is_here and not _uses_cpu() and max(request.ranks) > torch.accelerator.device_count():
-        raise PlanError(
-            f"{max(request.ranks)} ranks and {torch.accelerator.device_count()} accelerators. Rule: one for each rank. Remedy: "
-            f"fewer ranks, or --submit for a cluster."
-        )
-    cases, refusals = [], []
-    for template in [templates.find_template(name) for name in dict.fromkeys(request.templates)]:
-        for num_ranks in sorted(set(request.ranks)):
+    settings = {
+        "recipe_file": str(recipe_file),
+        "recipe": json.loads(json.dumps(recipe, default=str)),
+        "overrides": list(overrides),
+        "steps": num_steps,
+    }
+    cases, skipped = [], []
+    for template in [templates.find_template(name) for name in dict.fromkeys(template_names)]:
+        for num_ranks in sorted(set(ranks)):
+            num_nodes = -(-num_ranks // (ranks_per_node or num_ranks))
+            directory = output / f"{template.name}_{num_ranks}ranks"
             try:
-                cases.append(_make_case(request, recipe, template, num_ranks))
+                config = _render(replace(template, num_processes=num_ranks, num_machines=num_nodes), use_cpu)
             except TemplateError as error:
-                refusals.append(f"{template.name} on {num_ranks} ranks cannot be: {error}")
+                skipped.append(f"{template.name} on {num_ranks} ranks: {error}")
+            else:
+                cases.append(Case(template.name, num_ranks, num_nodes, directory, settings | {"config": config}))
     if not cases:
-        raise PlanError(refusals[0] + (" Several nodes need --submit." if is_here else ""))
-    return cases, refusals
+        raise PlanError(skipped[0] + (" Several nodes need --submit." if is_local else ""))
+    return cases, skipped
 
 
-def _read_recipe(request: Request) -> dict[str, Any]:
+def _render(template: templates.Template, use_cpu: bool) -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load(templates.render(template))
+    return to_cpu_ranks(config, template.num_processes) | {"mixed_precision": "no"} if use_cpu else config
+
+
+def _read_recipe(file: Path) -> dict[str, Any]:
     try:
-        recipe = yaml.safe_load(request.recipe.read_text(encoding="utf-8"))
+        recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise PlanError(f"{request.recipe} cannot be read: {error}.") from error
+        raise PlanError(f"The recipe {file} cannot be read: {error}.") from error
     if not isinstance(recipe, dict):
-        raise PlanError(f"{request.recipe} holds no mapping of keys to values.")
+        raise PlanError(f"The recipe {file} is not a mapping of keys to values.")
     return recipe
 
 
-def _make_case(request: Request, recipe: dict[str, Any], template: templates.Template, num_ranks: int) -> Case:
-    num_nodes = 1 if request.ranks_per_node is None else -(-num_ranks // request.ranks_per_node)
-    config = templates.render(replace(template, num_processes=num_ranks, num_machines=num_nodes))
-    if request.ranks_per_node is None and _uses_cpu():
-        config = _for_cpu(config)
-    parsed = yaml.safe_load(config)
-    arguments = ["--config", str(request.recipe), "--max_steps", str(request.steps), *MEASURED]
-    arguments += [*(ON_CPU if parsed.get("use_cpu") else ()), *request.overrides]
-    directory = request.output / f"{template.name}_{num_ranks}ranks"
-    settings = {
-        "recipe_file": str(request.recipe),
-        "recipe": json.loads(json.dumps(recipe, default=str)),
-        "overrides": list(request.overrides),
-        "steps": request.steps,
-        "config": parsed,
-    }
-    arguments += ["--output_dir", str(directory)]
-    return Case(template.name, num_ranks, num_nodes, directory, arguments, config, settings)
-
-
-def _uses_cpu() -> bool:
+def _is_cpu_machine() -> bool:
     return not torch.accelerator.is_available() or is_true(os.environ.get("ACCELERATE_USE_CPU", "false"))
-
-
-def _for_cpu(config: str) -> str:
-    """Return a template for CPU ranks: device, precision and compiler, nothing else."""
-    changed = yaml.safe_load(config) | {"use_cpu": True, "mixed_precision": "no"}
-    changed.pop("dynamo_config", None)
-    return yaml.safe_dump(changed, sort_keys=False)
-
-
-def begin(case: Case) -> None:
-    """Write what a case is about to be run with."""
-    case.directory.mkdir(parents=True, exist_ok=True)
-    (case.directory / METRICS_FILE).unlink(missing_ok=True)
-    (case.directory / TEMPLATE_FILE).write_text(case.config, encoding="utf-8")
-    facts = {"template": case.template, "num_ranks": case.num_ranks, "num_nodes": case.num_nodes}
-    _write(case.directory, facts | {"settings": case.settings})
-
-
-def end(case: Case, outcome: str, host_peak_bytes: int) -> None:
-    """Add how a case ended: its outcome, and the peak of its largest process."""
-    _write(case.directory, read(case.directory) | {"outcome": outcome, "host_peak_bytes": host_peak_bytes})
-
-
-def read(directory: Path) -> dict[str, Any]:
-    """Return what case.json says of a case, or nothing where there is none."""
-    try:
-        facts = json.loads((directory / CASE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
-
-
-def _write(directory: Path, facts: dict[str, Any]) -> None:
-    (directory / CASE_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-
-
-def has_finished(directory: Path, steps: int) -> bool:
-    """Tell whether a run's metrics say that it took all its steps."""
-    return any(entry.get("ended_at_step") == steps for entry in read_metrics(directory / METRICS_FILE))

@@ -1,100 +1,138 @@
-"""What a sweep found: the figures of every case, as a table and as JSON. Reads what the cases have left.
+"""What the cases of a sweep measured, as a table and as JSON.
 
-Source of the figures' choice: the results section of AMD's article on FSDP with ROCm (memory, epoch time and step time
-against the number of GPUs, with the cases that ran out of memory among the results).
+The choice of columns (memory, epoch and step time by number of GPUs, out-of-memory cases included) follows the results
+section of AMD's article on FSDP with ROCm.
 """
 
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_recipes.metrics import aggregate
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, last_of_each_step, read_metrics
-from hf_fsdp_recipes.tools.sweep import cases, run_status
+from hf_fsdp_recipes.tools.sweep.cases import CASE_FILE, read_record
+from hf_fsdp_recipes.tools.sweep.run_status import FINISHED, OUT_OF_MEMORY, find_status
 
 TABLE_FILE, JSON_FILE = "sweep.md", "sweep.json"
-DEVICE_RESERVED, HOST_SAMPLED, HOST_LOGGED = "device", "host", "host at logged steps"
-MEMORY_MEANS = {
-    DEVICE_RESERVED: "reserved by the allocator on the device",
-    HOST_SAMPLED: "anonymous memory of the host, sampled five times a second from the start of the run to its end",
-    HOST_LOGGED: "anonymous memory of the host after each step",
+DEVICE, HOST_SAMPLED, HOST_LOGGED = "device", "host", "host at logged steps"
+MEMORY_KINDS = {
+    DEVICE: "reserved by the device allocator",
+    HOST_SAMPLED: "anonymous host memory, sampled five times per second over the entire run",
+    HOST_LOGGED: "anonymous host memory after each step",
 }
-
-Result = dict[str, Any]
-
-
-def collect(directory: Path) -> list[Result]:
-    """Return the result of every case in a sweep's directory, by template and number of ranks."""
-    found = [_result(file.parent) for file in directory.glob(f"*/{cases.CASE_FILE}")]
-    return sorted(found, key=lambda result: (result["template"], result["num_ranks"]))
+RUN_FACTS = (
+    "device", "dtype", "num_parameters", "batch_per_device", "gradient_accumulation_steps", "num_rows", "no_mfu"
+)  # fmt: skip
+RATES = ("tokens_per_second", "tokens_per_second_per_device", "mfu")
 
 
-def _result(directory: Path) -> Result:
-    case = cases.read(directory)
-    steps = int(case["settings"]["steps"])
-    result = {name: case[name] for name in ("template", "num_ranks", "num_nodes")} | {"steps": steps}
-    result["recipe"] = case["settings"]["recipe_file"]
-    result["outcome"] = case.get("outcome") or run_status.find_outcome(directory, steps)
-    if result["outcome"] != cases.FINISHED:
-        return result
+@dataclass(frozen=True)
+class Result:
+    """What a case measured; None if unknown, or if the case did not finish.
+
+    Attributes:
+        status: as `run_status.find_status` returns it.
+        num_rows: training sequences after packing; None for a stream.
+        no_mfu: why there is no MFU.
+        peak_memory_bytes: of the largest rank; `memory_kind` is a key of `MEMORY_KINDS`.
+        step_seconds: median over the `measured_steps` after the warm-up.
+        epoch_seconds: extrapolated from `step_seconds` to `epoch_steps`.
+    """
+
+    template: str
+    num_ranks: int
+    num_nodes: int
+    steps: int
+    recipe: str
+    status: str
+    device: str | None = None
+    dtype: str | None = None
+    num_parameters: int | None = None
+    batch_per_device: int | None = None
+    gradient_accumulation_steps: int | None = None
+    num_rows: int | None = None
+    no_mfu: str | None = None
+    peak_memory_bytes: int | None = None
+    memory_kind: str | None = None
+    measured_steps: int | None = None
+    step_seconds: float | None = None
+    epoch_steps: int | None = None
+    epoch_seconds: float | None = None
+    tokens_per_second: float | None = None
+    tokens_per_second_per_device: float | None = None
+    mfu: float | None = None
+
+
+def read_results(directory: Path) -> list[Result]:
+    """Return the results of a sweep, sorted by template and rank count."""
+    found = [_read_result(file.parent) for file in directory.glob(f"*/{CASE_FILE}")]
+    return sorted(found, key=lambda result: (result.template, result.num_ranks))
+
+
+def _read_result(directory: Path) -> Result:
+    record = read_record(directory)
+    settings = record["settings"]
+    found = {name: record[name] for name in ("template", "num_ranks", "num_nodes")}
+    found |= {"steps": settings["steps"], "recipe": settings["recipe_file"]}
+    found["status"] = record.get("status") or find_status(directory, settings["steps"])
+    if found["status"] != FINISHED:
+        return Result(**found)
     entries = read_metrics(directory / METRICS_FILE)
-    start = [entry for entry in entries if "run" in entry][-1]
     logged = last_of_each_step(entries, "loss")
-    for name in (
-        "device",
-        "dtype",
-        "num_parameters",
-        "batch_per_device",
-        "gradient_accumulation_steps",
-        "num_rows",
-        "no_mfu",
-    ):
-        if name in start:
-            result[name] = start[name]
-    return result | _memory(logged, case) | _speed(logged, result)
+    start = [entry for entry in entries if "run" in entry][-1]
+    found |= {name: start[name] for name in RUN_FACTS if name in start}
+    return Result(**found, **_memory(logged, record), **_speed(logged, found))
 
 
-def _memory(logged: Sequence[Result], case: Result) -> Result:
-    """Return the peak of the largest rank in bytes, and what of."""
-    for name, kind in (("device_reserved_peak_bytes", DEVICE_RESERVED), ("device_peak_bytes", DEVICE_RESERVED)):
-        peaks = [max(entry.get(name) or [0]) for entry in logged]
-        if any(peaks):
-            return {"peak_memory_bytes": max(peaks), "memory_kind": kind}
-    if case.get("host_peak_bytes"):
-        return {"peak_memory_bytes": case["host_peak_bytes"], "memory_kind": HOST_SAMPLED}
+def _memory(logged: Sequence[dict[str, Any]], record: dict[str, Any]) -> dict[str, Any]:
+    for name in ("device_reserved_peak_bytes", "device_peak_bytes"):
+        peak_bytes = max((max(entry.get(name) or [0]) for entry in logged), default=0)
+        if peak_bytes:
+            return {"peak_memory_bytes": peak_bytes, "memory_kind": DEVICE}
+    if record.get("host_peak_bytes"):
+        return {"peak_memory_bytes": record["host_peak_bytes"], "memory_kind": HOST_SAMPLED}
     host = [max(entry["host_bytes"]) for entry in logged if entry.get("host_bytes")]
     return {"peak_memory_bytes": max(host), "memory_kind": HOST_LOGGED} if host else {}
 
 
-def _speed(logged: Sequence[Result], result: Result) -> Result:
-    """Return step and epoch time and throughput of the steps after the warm-up; nothing where there are none."""
+def _speed(logged: Sequence[dict[str, Any]], run: dict[str, Any]) -> dict[str, Any]:
+    """Return times and rates of the steps after the warm-up, or nothing if there are none."""
     measured = [entry for entry in logged if "step_seconds" in entry and not entry.get("is_warmup")]
     if not measured:
         return {}
-    found: Result = {"measured_steps": len(measured)}
-    found["step_seconds"] = statistics.median(entry["step_seconds"] for entry in measured)
-    if "num_rows" in result:
-        rows_a_step = result["batch_per_device"] * result["num_ranks"] * result["gradient_accumulation_steps"]
-        found["epoch_steps"] = -(-result["num_rows"] // rows_a_step)
-        found["epoch_seconds"] = found["step_seconds"] * found["epoch_steps"]
+    seconds = statistics.median(entry["step_seconds"] for entry in measured)
+    found: dict[str, Any] = {"measured_steps": len(measured), "step_seconds": seconds}
+    if "num_rows" in run:
+        rows_per_step = run["batch_per_device"] * run["num_ranks"] * run["gradient_accumulation_steps"]
+        epoch_steps = -(-run["num_rows"] // rows_per_step)
+        found |= {"epoch_steps": epoch_steps, "epoch_seconds": seconds * epoch_steps}
     rates = aggregate.average(measured)
-    return found | {
-        name: rates[name] for name in ("tokens_per_second", "tokens_per_second_per_device", "mfu") if name in rates
-    }
+    return found | {name: rates[name] for name in RATES if name in rates}
 
 
 def write_json(directory: Path, results: Sequence[Result]) -> None:
-    """Write sweep.json."""
-    (directory / JSON_FILE).write_text(json.dumps({"cases": list(results)}, indent=1) + "\n", encoding="utf-8")
+    """Write sweep.json, without unknown values."""
+    cases = [{key: value for key, value in asdict(result).items() if value is not None} for result in results]
+    (directory / JSON_FILE).write_text(json.dumps({"cases": cases}, indent=1) + "\n", encoding="utf-8")
 
 
 def write_table(directory: Path, results: Sequence[Result], plots: Sequence[tuple[str, str]]) -> Path:
-    """Write sweep.md: the table, what its figures mean, and the plots (title and file)."""
-    finished = [result for result in results if result["outcome"] == cases.FINISHED]
-    lines = [f"# Sweep of {Path(results[0]['recipe']).name}", "", *_head(finished), *_rows(results), ""]
-    lines += [f"- {note}" for note in _notes(results, finished)] + [""]
+    """Write sweep.md: the table, notes on its figures, and the plots given as (title, file name)."""
+    finished = [result for result in results if result.status == FINISHED]
+    lines = [f"# Sweep of {Path(results[0].recipe).name}", ""]
+    lines += [_describe_run(finished[0]), ""] if finished else []
+    lines += [
+        "| template | ranks | peak memory per rank | epoch (h:mm:ss) | step | tokens/s | tokens/s per rank | MFU |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        *(f"| {' | '.join(_cells(result))} |" for result in results),
+        "",
+        *(f"- {note}" for note in [*_notes(finished), *_failures(results)]),
+        "",
+    ]
     for title, file in plots:
         lines += [f"![{title}]({file})", ""]
     table = directory / TABLE_FILE
@@ -102,75 +140,50 @@ def write_table(directory: Path, results: Sequence[Result], plots: Sequence[tupl
     return table
 
 
-def _head(finished: Sequence[Result]) -> list[str]:
-    if not finished:
-        return []
-    first = finished[0]
-    batch, accumulation = first["batch_per_device"], first["gradient_accumulation_steps"]
-    described = f"{first['num_parameters']:,} parameters, {batch} sequence{'s'[: batch != 1]} a rank and micro-batch"
-    described += f", {accumulation} accumulated" if accumulation > 1 else ""
-    return [f"{described}; {first['device']}, {first['dtype']}.", ""]
-
-
-def _rows(results: Sequence[Result]) -> list[str]:
-    lines = [
-        "| template | ranks | peak memory of a rank | epoch | step | tokens/s | tokens/s and rank | MFU |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for result in results:
-        lines.append("| " + " | ".join(_cells(result)) + " |")
-    return lines
+def _describe_run(result: Result) -> str:
+    batch, accumulation = result.batch_per_device, result.gradient_accumulation_steps
+    text = f"{result.num_parameters:,} parameters; {batch} sequence{'s'[: batch != 1]} per rank and micro-batch"
+    text += f", {accumulation} micro-batches per step" if accumulation != 1 else ""
+    return f"{text}; {result.device}, {result.dtype}."
 
 
 def _cells(result: Result) -> list[str]:
-    ranks = str(result["num_ranks"]) + (f" on {result['num_nodes']} nodes" if result["num_nodes"] > 1 else "")
-    if result["outcome"] != cases.FINISHED:
-        return [result["template"], ranks, result["outcome"].split(":")[0], *["–"] * 5]
-
-    def shown(name: str, written: Any) -> str:
-        return written(result[name]) if name in result else "–"
-
-    return [
-        result["template"],
-        ranks,
-        shown("peak_memory_bytes", lambda value: f"{value / 1e9:,.2f} GB"),
-        shown("epoch_seconds", duration),
-        shown("step_seconds", lambda value: f"{value:.3g} s"),
-        shown("tokens_per_second", _rate),
-        shown("tokens_per_second_per_device", _rate),
-        shown("mfu", lambda value: f"{value:.1%}"),
+    ranks = str(result.num_ranks) + (f" on {result.num_nodes} nodes" if result.num_nodes > 1 else "")
+    epoch = None if result.epoch_seconds is None else timedelta(seconds=round(result.epoch_seconds))
+    memory_gb = None if result.peak_memory_bytes is None else result.peak_memory_bytes / 1e9
+    memory = ("{:,.2f} GB", memory_gb) if result.status == FINISHED else ("{}", result.status.split(":")[0])
+    figures: list[tuple[str, object]] = [
+        memory,
+        ("{}", epoch),
+        ("{:.3g} s", result.step_seconds),
+        ("{:,.1f}", result.tokens_per_second),
+        ("{:,.1f}", result.tokens_per_second_per_device),
+        ("{:.1%}", result.mfu),
     ]
+    return [result.template, ranks, *("–" if value is None else text.format(value) for text, value in figures)]
 
 
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Write a time in the unit that suits it."""
-    for size, unit in ((3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"
-
-
-def _notes(results: Sequence[Result], finished: Sequence[Result]) -> list[str]:
-    notes = []
-    for kind in sorted({result["memory_kind"] for result in finished if "memory_kind" in result}):
-        notes.append(f"Peak memory: {MEMORY_MEANS[kind]}, of the largest rank.")
-    if measured := sorted({result["measured_steps"] for result in finished if "measured_steps" in result}):
-        notes.append(
-            f"Step: median of {'/'.join(map(str, measured))} steps after the warm-up; tokens: padding not counted."
-        )
+def _notes(finished: Sequence[Result]) -> list[str]:
+    """Return how the figures were measured, and why some are missing."""
+    kinds = sorted({result.memory_kind for result in finished if result.memory_kind})
+    notes = [f"Peak memory: largest rank; {MEMORY_KINDS[kind]}." for kind in kinds]
+    measured = sorted({result.measured_steps for result in finished if result.measured_steps})
+    if measured:
+        counts = "/".join(map(str, measured))
+        notes.append(f"Step: median of {counts} steps after the warm-up. Tokens: padding not counted.")
     elif finished:
-        notes.append("No step time: no case has outlasted its warm-up (throughput_warmup_steps). Remedy: more --steps.")
-    if rows := sorted({result["num_rows"] for result in finished if "epoch_seconds" in result}):
-        sequences = "/".join(f"{count:,}" for count in rows)
-        notes.append(f"Epoch: extrapolated, the step's time for all {sequences} sequences; no epoch was run.")
+        notes.append("Step: n/a (every case ended within its throughput_warmup_steps; use more --steps).")
+    if rows := sorted({result.num_rows for result in finished if result.epoch_seconds and result.num_rows}):
+        counts = "/".join(f"{count:,}" for count in rows)
+        notes.append(f"Epoch: extrapolated from the step time to all {counts} sequences; no full epoch was run.")
     elif measured:
-        notes.append("Epoch: not told, a stream has none.")
-    notes += [f"MFU: not told, {reason}." for reason in sorted({r["no_mfu"] for r in finished if "no_mfu" in r})]
-    for result in results:
-        if result["outcome"] not in (cases.FINISHED, cases.OUT_OF_MEMORY):
-            notes.append(f"{result['template']} on {result['num_ranks']} ranks: {result['outcome']}.")
-    return notes
+        notes.append("Epoch: n/a (the dataset is streamed).")
+    return notes + [f"MFU: n/a ({reason})." for reason in sorted({r.no_mfu for r in finished if r.no_mfu})]
+
+
+def _failures(results: Sequence[Result]) -> list[str]:
+    return [
+        f"{result.template} on {result.num_ranks} ranks: {result.status}."
+        for result in results
+        if result.status not in (FINISHED, OUT_OF_MEMORY)
+    ]

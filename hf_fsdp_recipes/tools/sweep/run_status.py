@@ -1,77 +1,80 @@
-"""How a run ended, from its exit status and its log: finished, out of memory, or failed and why. Starts nothing."""
+"""How a run ended, read from its exit status, metrics and logs: finished, out of memory, failed or not run."""
 
 import re
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, read_metrics
-from hf_fsdp_recipes.tools.sweep import cases
+from hf_fsdp_recipes.tools.subprocess_runner import find_error
 
+FINISHED, OUT_OF_MEMORY, NOT_RUN = "finished", "OOM", "not run"
 LOG_FILE, JOB_LOG_FILE, RANK_LOGS = "log.txt", "slurm.log", "logs"
-MAX_REASON = 160  # characters
-# torch's allocators on devices and on the host, Python's own, and what Slurm says when the kernel has killed a task.
-# Source: torch 2.13 `c10/cuda/CUDACachingAllocator.cpp` (HIP is the same file), `c10/core/impl/alloc_cpu.cpp`; slurmstepd.
-OUT_OF_MEMORY = re.compile(
+MAX_REASON_CHARACTERS = 160
+# Messages of torch's device and host allocators, of Python, and of Slurm after the kernel has killed a task.
+# Source: torch 2.13 `c10/cuda/CUDACachingAllocator.cpp` (HIP shares it), `c10/core/impl/alloc_cpu.cpp`; slurmstepd.
+OUT_OF_MEMORY_MESSAGE = re.compile(
     r"OutOfMemoryError|(CUDA|HIP|XPU|NPU) out of memory|DefaultCPUAllocator: (can't|not enough)"
     r"|^(\[rank\d+\]: ?)?MemoryError\b|Cannot allocate memory|oom_kill event|oom-kill|OUT_OF_MEMORY",
     re.MULTILINE,
 )
-KILLED = re.compile(r"exitcode *: -9|Signal 9 \(SIGKILL\)")
-REASON = re.compile(r"^(?:\[[^\]\n]*\]:? ?)*((?:\w+\.)*\w*(?:Error|Exception): .*)$", re.MULTILINE)
-LAUNCHERS_OWN = "ChildFailedError"
+RANK_KILLED = re.compile(r"exitcode *: -9|Signal 9 \(SIGKILL\)")
 
 
-class Ending(NamedTuple):
-    """What the machine says about a run that is over.
+class RunExit(NamedTuple):
+    """How a process that we started ended.
 
     Attributes:
         status: the launcher's exit status.
-        was_short_of_memory: whether the kernel has killed a process for its memory meanwhile.
-        is_late: whether it was ended because it took too long.
+        kernel_killed: whether the kernel killed a process on this machine for lack of memory during the run.
+        timed_out: whether the run was killed at its time limit.
+        host_peak_bytes: peak anonymous memory of the run's largest process.
     """
 
     status: int
-    was_short_of_memory: bool = False
-    is_late: bool = False
+    kernel_killed: bool = False
+    timed_out: bool = False
+    host_peak_bytes: int = 0
 
 
-def find_outcome(directory: Path, steps: int, ending: Ending | None = None) -> str:
-    """Return finished, OOM, `failed: why`, or not run.
+def find_status(directory: Path, num_steps: int, run_exit: RunExit | None = None) -> str:
+    """Return "finished", "OOM", "not run", or "failed: " and the reason.
 
     Args:
-        directory: the run's.
-        steps: how many it should have taken.
-        ending: None for a run that somebody else has started.
+        directory: the run's output directory.
+        num_steps: optimizer steps the run should have taken.
+        run_exit: None for a run that another process started, such as a Slurm job.
     """
-    if cases.has_finished(directory, steps) and (ending is None or ending.status == 0):
-        return cases.FINISHED
-    text = _read_logs(directory)
-    if OUT_OF_MEMORY.search(text):
-        return cases.OUT_OF_MEMORY
-    was_killed = ending is not None and (ending.status in (-9, 137) or KILLED.search(text) is not None)
-    if was_killed and ending is not None and ending.was_short_of_memory:
-        return cases.OUT_OF_MEMORY
-    if ending is not None and ending.is_late:
-        return "failed: did not end within its time"
-    reasons = [found for found in REASON.findall(text) if LAUNCHERS_OWN not in found]
-    if reasons:
-        return f"failed: {_shortened(reasons[0])}"
-    if KILLED.search(text):
-        return "failed: a rank was killed (SIGKILL), and the kernel says nothing of memory"
-    if ending is not None:
-        return f"failed: status {ending.status}, no error in its log"
-    done = max((entry["step"] for entry in read_metrics(directory / METRICS_FILE) if "loss" in entry), default=0)
-    if not text and not done:
-        return cases.NOT_RUN
-    return f"failed: after {done} of {steps} steps, or under way; no error in its log"
+    if has_finished(directory, num_steps) and (run_exit is None or run_exit.status == 0):
+        return FINISHED
+    log = _read_logs(directory)
+    was_killed = RANK_KILLED.search(log) is not None or (run_exit is not None and run_exit.status in (-9, 137))
+    if OUT_OF_MEMORY_MESSAGE.search(log) or (was_killed and run_exit is not None and run_exit.kernel_killed):
+        return OUT_OF_MEMORY
+    if run_exit is not None and run_exit.timed_out:
+        return "failed: exceeded its time limit"
+    if error := find_error(log):
+        return f"failed: {textwrap.shorten(error, MAX_REASON_CHARACTERS, placeholder='...')}"
+    if was_killed:
+        return "failed: a rank was killed (SIGKILL), but not by the kernel for lack of memory"
+    if run_exit is not None:
+        return f"failed: exit status {run_exit.status}, no error in its log"
+    num_done = count_steps(directory)
+    if not log and not num_done:
+        return NOT_RUN
+    return f"failed: {num_done} of {num_steps} steps and no error in its log; it may still be running"
+
+
+def has_finished(directory: Path, num_steps: int) -> bool:
+    """Return whether a run's metrics record that it took all its steps."""
+    return any(entry.get("ended_at_step") == num_steps for entry in read_metrics(directory / METRICS_FILE))
+
+
+def count_steps(directory: Path) -> int:
+    """Return the last step that a run has logged."""
+    return max((entry["step"] for entry in read_metrics(directory / METRICS_FILE) if "loss" in entry), default=0)
 
 
 def _read_logs(directory: Path) -> str:
-    files = [directory / LOG_FILE, directory / JOB_LOG_FILE]
-    files += sorted(file for file in (directory / RANK_LOGS).rglob("*") if file.is_file())
+    files = [directory / LOG_FILE, directory / JOB_LOG_FILE, *sorted((directory / RANK_LOGS).rglob("*"))]
     return "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file())
-
-
-def _shortened(reason: str) -> str:
-    reason = " ".join(reason.split())
-    return reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 3] + "..."

@@ -1,114 +1,97 @@
-"""A sweep's figures: memory, epoch time and step time against ranks, and the strategies against each other.
+"""Plots of a sweep: memory, epoch time and step time by rank count, and the strategies compared.
 
-Draws results; reads no file. Each function returns a Figure, so that what is in it can be looked at.
-Source: figure 1 of AMD's article on FSDP with ROCm; the advice to compare strategies by MFU is that of Prime
-Intellect's multi-node FSDP tutorial.
+The first follows figure 1 of AMD's article on FSDP with ROCm. Comparing strategies by MFU follows Prime Intellect's
+multi-node FSDP tutorial.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from hf_fsdp_recipes.metrics.plots import RANK_COLOURS, style
-from hf_fsdp_recipes.tools.sweep.cases import FINISHED, OUT_OF_MEMORY
-from hf_fsdp_recipes.tools.sweep.results import DEVICE_RESERVED, Result
+from hf_fsdp_recipes.metrics.plots import RANK_COLORS, style
+from hf_fsdp_recipes.tools.sweep.results import DEVICE, Result
+from hf_fsdp_recipes.tools.sweep.run_status import OUT_OF_MEMORY
 
 MARKERS = "osD^vPX*"
-OOM_STACK = 0.07  # of a panel's height, between the marks of two templates
+OOM_LABEL_HEIGHT = 0.07  # of the panel's height, so that the labels of several templates do not overlap
 
 
 def draw_scaling(results: Sequence[Result]) -> Figure:
-    """Draw peak memory, epoch time and step time against the number of ranks, a line a template, OOM marked."""
+    """Draw peak memory, epoch time and step time by rank count: one line per template, OOM marked."""
     figure = Figure(figsize=(14, 5.0), dpi=110, layout=ConstrainedLayoutEngine(wspace=0.06))
     panels = figure.subplots(1, 3)
-    size, unit = _time_unit([result["epoch_seconds"] for result in results if "epoch_seconds" in result])
-    memory = f"{_memory_name(results)} of the largest rank, GB"
-    _draw_panel(panels[0], results, "peak_memory_bytes", 1e9, "Peak memory", memory)
-    _draw_panel(panels[1], results, "epoch_seconds", size, "Epoch time, extrapolated", f"{unit} an epoch")
-    _draw_panel(panels[2], results, "step_seconds", 1, "Step time", "seconds a step")
+    longest = max((result.epoch_seconds or 0.0 for result in results), default=0.0)
+    size, unit = (3600, "hours") if longest >= 7200 else (60, "minutes") if longest >= 120 else (1, "seconds")
+    _draw_panel(panels[0], results, "peak_memory_bytes", 1e9, "Peak memory", _memory_label(results))
+    _draw_panel(panels[1], results, "epoch_seconds", size, "Epoch time, extrapolated", f"{unit} per epoch")
+    _draw_panel(panels[2], results, "step_seconds", 1, "Step time", "seconds per step")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False)
     return figure
 
 
 def draw_strategies(results: Sequence[Result]) -> Figure:
-    """Draw MFU, or tokens a second where it is not known, against memory: a point a template, at most ranks."""
-    num_ranks = max((result["num_ranks"] for result in results if _rate(result)), default=0)
-    here = [result for result in results if result["num_ranks"] == num_ranks]
-    finished = [result for result in here if _rate(result)]
-    rate = "mfu" if finished and all("mfu" in result for result in finished) else "tokens_per_second"
+    """Draw MFU against memory at the largest rank count, one point per template; tokens/s if MFU is unknown."""
+    points = [result for result in results if result.peak_memory_bytes and result.tokens_per_second]
+    num_ranks = max((result.num_ranks for result in points), default=0)
+    points = [result for result in points if result.num_ranks == num_ranks]
+    has_mfu = all(result.mfu is not None for result in points)
     figure = Figure(figsize=(8, 5.0), dpi=110, layout="constrained")
     axes = figure.subplots()
-    for name, colour, marker in _looks(results):
-        for result in (one for one in here if one["template"] == name):
-            if result in finished:
-                value = result[rate] * (100 if rate == "mfu" else 1)
-                memory = result["peak_memory_bytes"] / 1e9
-                axes.plot([memory], [value], marker, color=colour, markersize=9, label=name)
+    for name, color, marker in _line_styles(results):
+        for result in results:
+            if (result.template, result.num_ranks) != (name, num_ranks):
+                continue
+            if result in points:
+                value = 100 * (result.mfu or 0.0) if has_mfu else result.tokens_per_second
+                memory = (result.peak_memory_bytes or 0) / 1e9
+                axes.plot([memory], [value], marker, color=color, markersize=9, label=name)
             else:
-                axes.plot([], [], "x", color=colour, markersize=8, label=f"{name}: {result['outcome'].split(':')[0]}")
-    label = "MFU, % of the dense peak" if rate == "mfu" else "tokens a second, all ranks"
-    title = f"Strategies at {num_ranks} rank{'s'[: num_ranks != 1]}: up is faster, left is less memory"
-    style(axes, title, f"peak {_memory_name(results)} of the largest rank, GB", label)
-    axes.set_xlim(0, 1.12 * max((result["peak_memory_bytes"] / 1e9 for result in finished), default=1.0))
-    axes.set_ylim(0, 1.12 * axes.dataLim.y1 if finished else 1.0)
+                axes.plot([], [], "x", color=color, markersize=8, label=f"{name}: {result.status.split(':')[0]}")
+    title = f"Strategies at {num_ranks} rank{'s'[: num_ranks != 1]} (up: faster, left: less memory)"
+    style(axes, title, f"peak {_memory_label(results)}", "MFU, % of dense peak" if has_mfu else "tokens/s, all ranks")
+    axes.set_xlim(0, 1.12 * max((result.peak_memory_bytes or 0 for result in points), default=1e9) / 1e9)
+    axes.set_ylim(0, 1.12 * axes.dataLim.y1 if points else 1.0)
     axes.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
-def _rate(result: Result) -> bool:
-    return "peak_memory_bytes" in result and "tokens_per_second" in result
+def _line_styles(results: Sequence[Result]) -> list[tuple[str, str, str]]:
+    """Return name, color and marker of each template, the same in both plots."""
+    names = dict.fromkeys(result.template for result in results)
+    return [(name, RANK_COLORS[i % len(RANK_COLORS)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)]
 
 
-def _looks(results: Sequence[Result]) -> list[tuple[str, str, str]]:
-    """Return name, colour and marker of each template: the same in every figure."""
-    names = dict.fromkeys(result["template"] for result in results)
-    return [(name, RANK_COLOURS[i % len(RANK_COLOURS)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)]
-
-
-def _draw_panel(axes: Axes, results: Sequence[Result], key: str, size: float, title: str, unit: str) -> None:
-    ranks = sorted({result["num_ranks"] for result in results})
-    out: dict[int, int] = {}
-    for name, colour, marker in _looks(results):
-        mine = [result for result in results if result["template"] == name]
-        points = [(result["num_ranks"], result[key] / size) for result in mine if key in result]
-        axes.plot(*(zip(*points, strict=True) if points else ([], [])), f"{marker}-", color=colour, label=name)
-        for result in mine:
-            if result["outcome"] == OUT_OF_MEMORY:
-                _mark_out_of_memory(axes, result["num_ranks"], out.setdefault(result["num_ranks"], 0), colour)
-                out[result["num_ranks"]] += 1
+def _draw_panel(axes: Axes, results: Sequence[Result], field: str, size: float, title: str, label: str) -> None:
+    """Draw a field of the results, divided by `size`, against the rank count."""
+    ranks = sorted({result.num_ranks for result in results})
+    values = {result: getattr(result, field) / size for result in results if getattr(result, field) is not None}
+    num_oom_labels = dict.fromkeys(ranks, 0)
+    for name, color, marker in _line_styles(results):
+        points = [(result.num_ranks, value) for result, value in values.items() if result.template == name]
+        axes.plot(*(zip(*points, strict=True) if points else ([], [])), f"{marker}-", color=color, label=name)
+        for result in results:
+            if result.template == name and result.status == OUT_OF_MEMORY:
+                height = 1 - (num_oom_labels[result.num_ranks] + 0.8) * OOM_LABEL_HEIGHT
+                num_oom_labels[result.num_ranks] += 1
+                position = axes.get_xaxis_transform()
+                axes.text(
+                    result.num_ranks, height, "OOM", color=color, fontweight="bold", ha="center", transform=position
+                )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(ranks))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticklabels([str(count) for count in ranks])
     axes.set_xlim(ranks[0] / 1.3, ranks[-1] * 1.3)
-    style(axes, title, "ranks", unit)
-    highest = max((result[key] / size for result in results if key in result), default=1.0)
-    axes.set_ylim(0, 1.08 * highest / (1 - OOM_STACK * max(out.values(), default=0)))  # the marks stand above all lines
+    style(axes, title, "ranks", label)
+    height_for_lines = 1 - OOM_LABEL_HEIGHT * max(num_oom_labels.values())  # the OOM labels are above all lines
+    axes.set_ylim(0, 1.08 * max(values.values(), default=1.0) / height_for_lines)
 
 
-def _mark_out_of_memory(axes: Axes, num_ranks: int, place: int, colour: str) -> None:
-    """Write OOM over the number of ranks, one below the other where several templates ran out of memory."""
-    height = 1 - (place + 0.8) * OOM_STACK
-    axes.text(
-        num_ranks, height, "OOM", color=colour, fontweight="bold", ha="center", transform=axes.get_xaxis_transform()
-    )
-
-
-def _memory_name(results: Sequence[Result]) -> str:
-    kinds: set[Any] = {
-        result["memory_kind"] for result in results if result["outcome"] == FINISHED and "memory_kind" in result
-    }
-    return "reserved device memory" if DEVICE_RESERVED in kinds else "anonymous host memory"
-
-
-def _time_unit(seconds: Sequence[float]) -> tuple[float, str]:
-    longest = max(seconds, default=0.0)
-    return next(
-        ((size, unit) for size, unit in ((3600, "hours"), (60, "minutes")) if longest >= 2 * size), (1, "seconds")
-    )
+def _memory_label(results: Sequence[Result]) -> str:
+    is_on_device = any(result.memory_kind == DEVICE for result in results)
+    return f"{'reserved device' if is_on_device else 'anonymous host'} memory of the largest rank, GB"

@@ -1,178 +1,125 @@
-"""`hf-fsdp sweep`: the same recipe over numbers of ranks and templates; one table and plots of what it costs.
+"""Run every case of a sweep on this machine, and summarize what they measured.
 
-A case that runs out of memory is a result like any other, and one that fails for another reason is named; the sweep
-goes on. Runs on this machine, or writes the Slurm jobs and collects what they have left.
+A case that runs out of memory is a result; one that fails for another reason is reported, and the sweep goes on.
 """
 
-import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
+
 from hf_fsdp_recipes.errors import PlanError
-from hf_fsdp_recipes.metrics import progress
-from hf_fsdp_recipes.tools.sweep import cases, results, run_status, trial
+from hf_fsdp_recipes.metrics import memory, progress
+from hf_fsdp_recipes.tools import subprocess_runner
+from hf_fsdp_recipes.tools.sweep import results, run_status
+from hf_fsdp_recipes.tools.sweep.cases import TEMPLATE_FILE, Case, read_record
 
 SCALING_PLOT, STRATEGIES_PLOT = "scaling.png", "strategies.png"
-SUBMIT_FILE = "submit.sh"
+SAMPLE_SECONDS = 0.2  # between two samples of host memory
+SAMPLES_PER_CHECK = 5  # new processes and new steps are looked up once per this many samples
 
 
-def command(
-    recipe: Path | None,
-    ranks: str,
-    templates: str,
-    output: Path | None,
-    steps: int,
-    overrides: Sequence[str],
-    script: Path,
-    time_limit_minutes: float,
-    gpus_per_node: int,
-    is_submitting: bool,
-    collected: Path | None,
-) -> str:
-    """Do what the command line asks for and return what to print.
+def run_cases(cases: Sequence[Case], script: Path, time_limit_seconds: float) -> None:
+    """Run each case that has no result yet, one after the other, and print how each ended."""
+    with progress.bar(sum(case.num_steps for case in cases), "sweep", "step") as shown:
+        num_before = 0
+        for number, case in enumerate(cases, 1):
+            shown.set_description(f"case {number}/{len(cases)}, {case.name}")
 
-    Raises:
-        PlanError, TemplateError: it cannot be done as asked, or no case has finished.
+            def show_step(step: int, num_before: int = num_before) -> None:
+                shown.update(num_before + step - shown.n)
+
+            known = find_result(case)
+            status = known or run_case(case, script, time_limit_seconds, show_step)
+            show_step(case.num_steps)
+            num_before += case.num_steps
+            progress.print_above(f"{case.name}: {status}" + (" (earlier run)" if known else ""))
+
+
+def find_result(case: Case) -> str | None:
+    """Return the status of an earlier run with the same settings if it finished or ran out of memory, or None."""
+    record = read_record(case.directory)
+    if record.get("settings") != case.settings:
+        return None
+    status = record.get("status") or run_status.find_status(case.directory, case.num_steps)
+    if status == run_status.FINISHED and not run_status.has_finished(case.directory, case.num_steps):
+        return None
+    return status if status in (run_status.FINISHED, run_status.OUT_OF_MEMORY) else None
+
+
+def run_case(case: Case, script: Path, time_limit_seconds: float, show_step: Callable[[int], None]) -> str:
+    """Run a case, record its result in its directory, and return its status.
+
+    Args:
+        case: what to run.
+        script: what `accelerate launch` starts.
+        time_limit_seconds: when to kill it.
+        show_step: called about once per second with the number of steps taken so far.
     """
-    if collected is not None:
-        return _written(collected)
-    if recipe is None:
-        raise PlanError("no recipe. Rule: hf-fsdp sweep recipes/X.yaml --ranks 1,2,4, or --collect DIR.")
-    output = output or Path("runs") / f"sweep_{recipe.stem}"
-    per_node = gpus_per_node if is_submitting else None
-    names = [name.strip().removesuffix(".yaml") for name in templates.split(",")]
-    request = cases.Request(recipe, _numbers(ranks), names, output, steps, tuple(overrides), per_node)
-    if is_submitting:
-        return submit(request)
-    if not script.is_file():
-        raise PlanError(f"no {script} here. Remedy: start from the root of a checkout, or --script.")
-    run(request, script, time_limit_minutes * 60)
-    return _written(output)
+    case.start_record()
+    config, log = case.directory / TEMPLATE_FILE, case.directory / run_status.LOG_FILE
+    with subprocess_runner.launch(config, script, case.arguments, log, on_cpu=case.is_on_cpu) as run:
+        run_exit = follow(run, time_limit_seconds, lambda: show_step(run_status.count_steps(case.directory)))
+    status = run_status.find_status(case.directory, case.num_steps, run_exit)
+    case.finish_record(status, run_exit.host_peak_bytes)
+    return status
 
 
-def _numbers(text: str) -> list[int]:
+def follow(run: subprocess_runner.Run, time_limit_seconds: float, check: Callable[[], None]) -> run_status.RunExit:
+    """Wait for a run, sample its host memory, and return how it ended; `check` is called about once per second."""
+    num_kills, host_peak_bytes, timed_out = _count_kernel_kills(), 0, False
     try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise PlanError(f"ranks {text!r}. Rule: numbers with commas between, 1,2,4 say.") from error
+        for count in run.poll(time_limit_seconds, SAMPLE_SECONDS):
+            if count % SAMPLES_PER_CHECK == 0:
+                processes = run.processes()
+                check()
+            host_peak_bytes = max([host_peak_bytes, *map(_host_bytes, processes)])
+    except TimeoutError:
+        timed_out = True
+    status = -9 if timed_out else run.exit_status or 0
+    return run_status.RunExit(status, _count_kernel_kills() > num_kills, timed_out, host_peak_bytes)
 
 
-def run(request: cases.Request, script: Path, time_limit_seconds: float) -> None:
-    """Run every case that has no result yet, one after the other, and print each outcome."""
-    wanted, refusals = cases.make_cases(request)
-    for refusal in refusals:
-        print(f"left out: {refusal}", flush=True)
-    with progress.bar(request.steps * len(wanted), "sweep", "step") as shown:
-        for number, case in enumerate(wanted):
-            name = f"{case.template} on {case.num_ranks} rank{'s'[: case.num_ranks != 1]}"
-            shown.set_description(f"case {number + 1}/{len(wanted)}, {name}")
-            before = number * request.steps
-
-            def on_step(step: int, before: int = before) -> None:
-                shown.update(before + step - shown.n)
-
-            found = find_result(case)
-            is_new = found is None
-            found = found or trial.run(case, script, time_limit_seconds, on_step)
-            on_step(request.steps)
-            _say(f"{name}: {found}" + ("" if is_new else " (as before)"))
+def _host_bytes(process: psutil.Process) -> int:
+    try:
+        return memory.host_bytes(process.pid)
+    except OSError:
+        return 0  # it has exited
 
 
-def _say(line: str) -> None:
-    if progress.is_shown():
-        progress.say(line)
-    else:
-        print(line, flush=True)
+def _count_kernel_kills() -> int:
+    """Return how many processes the kernel has killed for lack of memory since boot."""
+    file = Path("/proc/vmstat")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
-def find_result(case: cases.Case) -> str | None:
-    """Return the outcome of an earlier run with the same settings, if it finished or ran out of memory, or None."""
-    known = cases.read(case.directory)
-    if known.get("settings") != case.settings:
-        return None
-    found = known.get("outcome") or run_status.find_outcome(case.directory, case.steps)
-    if found == cases.FINISHED and not cases.has_finished(case.directory, case.steps):
-        return None
-    return found if found in (cases.FINISHED, cases.OUT_OF_MEMORY) else None
-
-
-def submit(request: cases.Request) -> str:
-    """Write a job for every case that has no result yet; return how to submit them."""
-    wanted, refusals = cases.make_cases(request)
-    lines = [
-        "#!/bin/bash",
-        "# One job a case. From the root of the checkout, then: hf-fsdp sweep --collect DIR",
-        "set -e",
-    ]
-    new = [case for case in wanted if find_result(case) is None]
-    for case in new:
-        cases.begin(case)
-        lines.append(job_line(case))
-    request.output.mkdir(parents=True, exist_ok=True)
-    file = request.output / SUBMIT_FILE
-    file.write_text("\n".join(lines).replace("DIR", str(request.output), 1) + "\n", encoding="utf-8")
-    told = [f"left out: {refusal}" for refusal in refusals]
-    return "\n".join(
-        [*told, f"{len(new)} jobs: bash {file}; when they have ended: hf-fsdp sweep --collect {request.output}"]
-    )
-
-
-def job_line(case: cases.Case) -> str:
-    """Return the command that submits a case through recipes/launch.slurm, whose variables these are."""
-    per_node = -(-case.num_ranks // case.num_nodes)
-    directory = case.directory
-    variables = {
-        "TEMPLATE": directory / cases.TEMPLATE_FILE,
-        "NPROC_PER_NODE": per_node,
-        "LOG_DIR": directory / run_status.RANK_LOGS,
-    }
-    options = [
-        f"--nodes={case.num_nodes}",
-        f"--job-name={directory.name}",
-        f"--output={directory / run_status.JOB_LOG_FILE}",
-    ]
-    options += [] if case.is_on_cpu else [f"--gpus-per-node={per_node}"]
-    assigned = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
-    return f"{assigned} sbatch {shlex.join([*options, 'recipes/launch.slurm', *case.arguments])}"
-
-
-def _written(directory: Path) -> str:
-    """Write table and plots of a directory.
+def write_summary(directory: Path) -> Path:
+    """Write sweep.json, sweep.md and the plots from what the cases have written so far; return sweep.md.
 
     Raises:
-        PlanError: it holds no case, or none has finished or run out of memory.
+        PlanError: the directory has no cases, or none has a result.
     """
-    table = write(directory)
-    return f"sweep: {table}\n\n" + "\n".join(line for line in table.read_text().splitlines() if line.startswith("|"))
-
-
-def write(directory: Path) -> Path:
-    """Write sweep.json, sweep.md and its plots from what the cases have left; return the table.
-
-    Raises:
-        PlanError: it holds no case, or none has a result.
-    """
-    found = results.collect(directory)
+    found = results.read_results(directory)
     if not found:
-        raise PlanError(
-            f"{directory} holds no case of a sweep. Rule: hf-fsdp sweep writes one into each of its folders."
-        )
+        raise PlanError(f"{directory} has no cases of a sweep. Pass the directory that `hf-fsdp sweep` wrote.")
     results.write_json(directory, found)
-    table = results.write_table(directory, found, _draw(directory, found))
-    if not any(result["outcome"] in (cases.FINISHED, cases.OUT_OF_MEMORY) for result in found):
+    table = results.write_table(directory, found, _draw_plots(directory, found))
+    if all(result.status not in (run_status.FINISHED, run_status.OUT_OF_MEMORY) for result in found):
         first = found[0]
-        raise PlanError(f"no case has finished: {first['template']} on {first['num_ranks']} ranks: {first['outcome']}.")
+        raise PlanError(f"No case has a result. {first.template} on {first.num_ranks} ranks: {first.status}.")
     return table
 
 
-def _draw(directory: Path, found: list[results.Result]) -> list[tuple[str, str]]:
-    if not any(result["outcome"] == cases.FINISHED for result in found):
+def _draw_plots(directory: Path, found: list[results.Result]) -> list[tuple[str, str]]:
+    """Write the plots; return their titles and file names."""
+    if not any(result.status == run_status.FINISHED for result in found):
         return []
-    from hf_fsdp_recipes.tools.sweep import scaling_plots
+    from hf_fsdp_recipes.tools.sweep import scaling_plots  # loads matplotlib
 
     scaling_plots.draw_scaling(found).savefig(directory / SCALING_PLOT)
-    drawn = [("memory, epoch time and step time against ranks", SCALING_PLOT)]
-    if any("tokens_per_second" in result for result in found):
+    plots = [("memory, epoch time and step time by rank count", SCALING_PLOT)]
+    if any(result.tokens_per_second for result in found):
         scaling_plots.draw_strategies(found).savefig(directory / STRATEGIES_PLOT)
-        drawn.append(("strategies", STRATEGIES_PLOT))
-    return drawn
+        plots.append(("strategies compared", STRATEGIES_PLOT))
+    return plots

@@ -1,8 +1,7 @@
-"""Rows that are read while training: every rank its own part, prepared block by block, resumable to the row.
+"""Rows that are read during training: each rank reads its own part, in blocks, and can resume at any row.
 
-A block is `shuffle_buffer_size` rows as they were read. It is prepared as a whole dataset would be (`preparation`),
-shuffled, and used up before the next one, so a position is "so many rows into the block that starts here", and going
-on from it costs reading one block again. Does not know of Trainer; `stream_trainer` does.
+A block of `shuffle_buffer_size` rows is prepared like a full dataset, shuffled, and used up before the next one. A
+position is therefore the start of a block and an offset into it, and resuming costs reading one block again.
 """
 
 from collections.abc import Iterator
@@ -12,78 +11,80 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from datasets import Dataset, concatenate_datasets, disable_progress_bars
+from datasets import IterableDataset as HubIterableDataset
+from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset
+from transformers import PreTrainedTokenizerBase
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import DataError
-from hf_fsdp_recipes.training.data import filtering
-from hf_fsdp_recipes.training.data.filtering import Tally
-from hf_fsdp_recipes.training.data.read_files import Part, load_parts
-from hf_fsdp_recipes.training.data.tokenize import COLUMNS, Preparation, TrainingRows
+from hf_fsdp_recipes.training.arguments import Arguments
+from hf_fsdp_recipes.training.data.dataset_parts import DatasetPart, load_parts
+from hf_fsdp_recipes.training.data.filtering import RowCounts, check_any_kept
+from hf_fsdp_recipes.training.data.preparation import Preparation, TrainingRows, packs_evaluation
 
-DEFAULT_BLOCK_ROWS = 1000  # where nothing is shuffled; TRL packs as many rows at a time
+DEFAULT_BLOCK_ROWS = 1000  # without shuffling; TRL packs as many rows at a time
 
 
-class Source:
-    """One dataset's rows for this rank, pass after pass.
+class StreamSource:
+    """This rank's rows of one dataset, pass after pass.
 
     Args:
-        rows: a `datasets.IterableDataset` of all ranks' rows.
-        num_ranks: how many ranks share them; whole files go to a rank where their number divides, otherwise every
+        rows: all ranks' rows. A rank gets complete files if their number is a multiple of the ranks', otherwise every
             `num_ranks`-th row. Source: datasets 5.2, split_dataset_by_node.
+        fraction: the dataset's share of a mixture.
     """
 
-    def __init__(self, name: str, rows: Any, fraction: float | None, rank: int, num_ranks: int) -> None:
-        from datasets.distributed import split_dataset_by_node
-
+    def __init__(self, name: str, rows: HubIterableDataset, fraction: float | None, rank: int, num_ranks: int) -> None:
         self.name, self.fraction = name, fraction
         self.features = rows.features
         self.num_read = 0
         self._rows = split_dataset_by_node(rows, rank, num_ranks)
-        self._begin(0, None)
+        self._start_pass(0, None)
 
-    def _begin(self, num_passes: int, state: dict[str, Any] | None) -> None:
-        """Start a pass, at its first row or at a state of `datasets`."""
+    def _start_pass(self, num_passes: int, state: dict[str, Any] | None) -> None:
+        """Start a pass at its first row, or at a state of `datasets`."""
         self.num_passes = num_passes
-        self._rows.set_epoch(num_passes)  # another order of the files
+        self._rows.set_epoch(num_passes)  # changes the order of the files
         self._rows.load_state_dict(state)
         self._iterator: Iterator[dict[str, Any]] = iter(self._rows)
-        # Until its first row is read, `datasets` answers with the state of the iteration before.
-        self._begun_from, self._has_read = state, False
+        # Before the first row is read, `datasets` still reports the state of the previous iteration.
+        self._start_state, self._has_read = state, False
 
-    def take(self, count: int) -> list[dict[str, Any]]:
-        """Read up to `count` rows; fewer at the end of a pass.
+    def read(self, count: int) -> list[dict[str, Any]]:
+        """Read up to `count` rows, fewer at the end of a pass.
 
         Raises:
-            DataError: a whole pass without a row.
+            DataError: a full pass has no rows.
         """
         if count == 0:
             return []
         for _ in range(2):
-            found = list(islice(self._iterator, count))
-            self.num_read, self._has_read = self.num_read + len(found), True
-            if len(found) < count:
-                self._begin(self.num_passes + 1, None)
-            if found:
-                return found
+            rows = list(islice(self._iterator, count))
+            self.num_read, self._has_read = self.num_read + len(rows), True
+            if len(rows) < count:
+                self._start_pass(self.num_passes + 1, None)
+            if rows:
+                return rows
         raise DataError(
             f"{self.name} has no rows for rank {distributed.rank()}; every rank needs a part of the stream. Use fewer ranks."
         )
 
     def skip(self, count: int) -> None:
-        """Read so many rows and forget them."""
+        """Read `count` rows and discard them."""
         while count > 0:
-            count -= len(self.take(min(count, DEFAULT_BLOCK_ROWS)))
+            count -= len(self.read(min(count, DEFAULT_BLOCK_ROWS)))
 
-    def position(self) -> dict[str, Any]:
-        """Return where the next row is, ready for JSON."""
-        facts = {"name": self.name, "num_passes": self.num_passes, "num_read": self.num_read}
-        return facts | {"state": self._rows.state_dict() if self._has_read else self._begun_from}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the next row, ready for JSON."""
+        state = self._rows.state_dict() if self._has_read else self._start_state
+        return {"name": self.name, "num_passes": self.num_passes, "num_read": self.num_read, "state": state}
 
-    def go_to(self, position: dict[str, Any]) -> None:
-        """Continue where `position` was taken, on the same number of ranks."""
-        self.num_read = position["num_read"]
-        self._begin(position["num_passes"], position["state"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position, on the same number of ranks."""
+        self.num_read = state["num_read"]
+        self._start_pass(state["num_passes"], state["state"])
 
 
 @dataclass
@@ -92,156 +93,149 @@ class Block:
 
     rows: list[dict[str, Any]]
     start: dict[str, Any]
-    tally: Tally = field(default_factory=Tally)
+    counts: RowCounts = field(default_factory=RowCounts)
 
 
 class RowStream(IterableDataset):
-    """Training rows without end, of one or several sources by their fractions.
+    """An endless stream of training rows from one source, or from several by their fractions.
 
-    Iterating reads ahead by one block, in a thread. Mixed sources never end a mixture: each starts anew by itself.
+    While one block is used, a thread reads the next. In a mixture, each source restarts when it ends.
 
     Args:
-        shuffle_rows: rows that are shuffled together; 0 keeps their order.
-        is_endless: False stops after one pass of the only source.
+        shuffle_rows: number of rows that are shuffled together; 0 keeps their order.
+        is_endless: False stops after one pass over a single source.
     """
 
     def __init__(
-        self, sources: list[Source], preparation: Preparation, packing: bool, seed: int, shuffle_rows: int,
+        self, sources: list[StreamSource], preparation: Preparation, packing: bool, seed: int, shuffle_rows: int,
         is_endless: bool = True,
     ) -> None:  # fmt: skip
         self.sources = sources
-        self.tally = Tally()  # of what was read so far
+        self.counts = RowCounts()  # of all rows read so far
         self._preparation, self._packing = preparation, packing
         self._seed, self._shuffles = seed, shuffle_rows > 0
         self._block_rows = shuffle_rows or DEFAULT_BLOCK_ROWS
         self._is_endless = is_endless
-        self._num_blocks = 0
-        self._block: Block | None = None  # the one that is being used up
-        self._offset = 0
-        self._coming: Future[Block | None] | None = None
+        self._reset(0, 0)
+
+    def _reset(self, num_blocks: int, offset: int) -> None:
+        self._num_blocks, self._offset = num_blocks, offset
+        self._block: Block | None = None  # the one in use
+        self._next_block: Future[Block | None] | None = None
+        self.counts = RowCounts()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield rows from the position on; iterating again goes on from there."""
+        """Yield rows from the current position on; a second iteration continues there."""
         with ThreadPoolExecutor(1, thread_name_prefix="row-stream") as pool:
             block = self.first_block()
             while block is not None:
-                self._coming = self._coming or pool.submit(self._read_block)
+                self._next_block = self._next_block or pool.submit(self._read_block)
                 while self._offset < len(block.rows):
                     self._offset += 1
                     yield block.rows[self._offset - 1]
-                block, self._coming = self._coming.result(), None
+                block, self._next_block = self._next_block.result(), None
                 if block is not None:
-                    self.tally += block.tally
+                    self.counts += block.counts
                     self._block, self._offset = block, 0
 
     def first_block(self) -> Block | None:
-        """Return the block at the position, reading it where that has not happened yet.
+        """Return the block at the current position; reads it if needed.
 
         Raises:
-            DataError: nothing of a whole pass can be trained on.
+            DataError: a full pass has no row to train on.
         """
         if self._block is None:
             self._block = self._read_block()
-            self.tally += Tally() if self._block is None else self._block.tally
+            self.counts += RowCounts() if self._block is None else self._block.counts
         return self._block
 
     def _read_block(self) -> Block | None:
-        """Read and prepare blocks until one holds rows that can be trained on; None at the end of a finite stream."""
-        begun, tally = self._passes(), Tally()
-        while self._is_endless or self._passes() == 0:
-            start = {"num_blocks": self._num_blocks, "sources": [source.position() for source in self.sources]}
+        """Read and prepare blocks until one has rows to train on; return None at the end of a finite stream."""
+        first_pass, counts = self._num_passes(), RowCounts()
+        while self._is_endless or self._num_passes() == 0:
+            start = {"num_blocks": self._num_blocks, "sources": [source.state_dict() for source in self.sources]}
             rng = np.random.default_rng([self._seed, self._num_blocks])
-            rows, found = self._prepare([source.take(count) for source, count in self._draw(rng)])
+            rows, counts_of_block = self._prepare([source.read(count) for source, count in self._draw(rng)])
             self._num_blocks += 1
-            tally += found
+            counts += counts_of_block
             if rows is not None and len(rows):
                 order = rng.permutation(len(rows)) if self._shuffles else range(len(rows))
-                return Block([rows[int(i)] for i in order], start, tally)
-            if self._passes() >= begun + 2:
+                return Block([rows[int(i)] for i in order], start, counts)
+            if self._num_passes() >= first_pass + 2:
                 break
         if self._is_endless:
-            filtering.check_kept(tally, self.sources[0].name, self._preparation.max_length(self._packing))
+            check_any_kept(counts, self.sources[0].name, self._preparation.max_length(self._packing))
         return None
 
-    def _passes(self) -> int:
+    def _num_passes(self) -> int:
         return min(source.num_passes for source in self.sources)
 
-    def _draw(self, rng: Any) -> list[tuple[Source, int]]:
-        """Return how many rows of a block come from which source."""
+    def _draw(self, rng: np.random.Generator) -> list[tuple[StreamSource, int]]:
+        """Return the number of rows that each source contributes to a block."""
         if len(self.sources) == 1:
             return [(self.sources[0], self._block_rows)]
         fractions = np.array([source.fraction for source in self.sources], dtype=float)
         counts = rng.multinomial(self._block_rows, fractions / fractions.sum())
         return list(zip(self.sources, map(int, counts), strict=True))
 
-    def _prepare(self, read: list[list[dict[str, Any]]]) -> tuple[Any, Tally]:
-        from datasets import Dataset, concatenate_datasets, disable_progress_bars
-
-        disable_progress_bars()  # one a block and step would be all that is seen
-        tally, parts = Tally(), []
+    def _prepare(self, read: list[list[dict[str, Any]]]) -> tuple[Dataset | None, RowCounts]:
+        disable_progress_bars()  # there would be one per block and step
+        counts, parts = RowCounts(), []
         for source, rows in zip(self.sources, read, strict=True):
             if rows:
                 raw = Dataset.from_list(rows, features=source.features)
-                tokenized, found = self._preparation.tokenize(raw, source.name, self._packing)
-                tally += found
+                tokenized, counts_of_source = self._preparation.tokenize(raw, source.name, self._packing)
+                counts += counts_of_source
                 parts += [tokenized] if len(tokenized) else []
         if not parts:
-            return None, tally
-        finished = self._preparation.finish(concatenate_datasets(parts), "stream", self._packing)
-        return finished.select_columns([name for name in COLUMNS if name in finished.column_names]), tally
+            return None, counts
+        return self._preparation.pack(concatenate_datasets(parts), "stream", self._packing), counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next row is, ready for JSON."""
+        """Return the position of the next row, ready for JSON."""
         block = self.first_block()
         return {"start": block.start if block else None, "offset": self._offset}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, on the same number of ranks."""
+        """Continue at a saved position, on the same number of ranks."""
         for source, position in zip(self.sources, state["start"]["sources"], strict=True):
-            source.go_to(position)
-        self._forget(state["start"]["num_blocks"], state["offset"])
+            source.load_state_dict(position)
+        self._reset(state["start"]["num_blocks"], state["offset"])
 
-    def skip(self, num_read: list[int]) -> None:
-        """Start anew, behind so many rows of each source."""
-        for source, count in zip(self.sources, num_read, strict=True):
+    def skip(self, num_rows: list[int]) -> None:
+        """Skip that many rows of each source, without preparing them."""
+        for source, count in zip(self.sources, num_rows, strict=True):
             source.skip(count)
-        self._forget(0, 0)
-
-    def _forget(self, num_blocks: int, offset: int) -> None:
-        self._num_blocks, self._offset = num_blocks, offset
-        self._block, self._coming, self.tally = None, None, Tally()
+        self._reset(0, 0)
 
 
-def open_streams(arguments: Any, tokenizer: Any) -> TrainingRows:
-    """Open this rank's part of what a run streams, and read the first block of it. Every rank; no collective.
+def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
+    """Open this rank's part of the streams and read its first block. Every rank calls this; no collective.
 
     Raises:
-        DataError: nothing to read, or nothing of a whole pass that can be trained on.
+        DataError: nothing to read, or a full pass has no row to train on.
     """
-    training, recipe = arguments.training, arguments.recipe
+    training = arguments.training
     preparation, parts = Preparation(arguments, tokenizer), load_parts(arguments)
-    sources = [
-        Source(part.name, part.train, part.fraction, distributed.rank(), distributed.world_size()) for part in parts
-    ]
-    train = RowStream(sources, preparation, training.packing, training.seed, recipe.shuffle_buffer_size)
+    rank, num_ranks = distributed.rank(), distributed.world_size()
+    sources = [StreamSource(part.name, part.train, part.fraction, rank, num_ranks) for part in parts]
+    train = RowStream(sources, preparation, training.packing, training.seed, arguments.recipe.shuffle_buffer_size)
     train.first_block()
-    return TrainingRows(train, _open_evaluation(parts, preparation, training))
+    return TrainingRows(train, _open_evaluation(parts, preparation, packs_evaluation(arguments)))
 
 
-def _open_evaluation(parts: list[Part], preparation: Preparation, training: Any) -> Any:
-    """Return one pass over the evaluation rows as a `datasets.IterableDataset`, which Accelerate splits over ranks."""
-    from datasets import IterableDataset as HubIterable
-    from datasets import concatenate_datasets
-
-    packing = training.packing if training.eval_packing is None else training.eval_packing
+def _open_evaluation(parts: list[DatasetPart], preparation: Preparation, packing: bool) -> HubIterableDataset | None:
+    """Return one pass over the evaluation rows as a `datasets` stream, which Accelerate splits over the ranks."""
     streams = [
-        HubIterable.from_generator(_one_pass, gen_kwargs={"part": part, "preparation": preparation, "packing": packing})
+        HubIterableDataset.from_generator(
+            _one_pass, gen_kwargs={"part": part, "preparation": preparation, "packing": packing}
+        )
         for part in parts
         if part.evaluation is not None
     ]
     return concatenate_datasets(streams) if streams else None
 
 
-def _one_pass(part: Part, preparation: Preparation, packing: bool) -> Iterator[dict[str, Any]]:
-    source = Source(part.name, part.evaluation, None, 0, 1)
+def _one_pass(part: DatasetPart, preparation: Preparation, packing: bool) -> Iterator[dict[str, Any]]:
+    source = StreamSource(part.name, part.evaluation, None, 0, 1)
     yield from RowStream([source], preparation, packing, 0, 0, is_endless=False)

@@ -1,0 +1,60 @@
+"""Fine-tune a causal language model with your own `Trainer`: sharded loading, resumable checkpoints, a final export.
+
+    accelerate launch --config_file accelerate_configs/fsdp2_full_shard.yaml examples/own_trainer.py \
+        --model Qwen/Qwen3-8B --data my_rows.jsonl --output_dir runs/mine
+
+`my_rows.jsonl` has one {"text": "..."} per line. If the run stops, start the same command again: it resumes from the
+newest complete checkpoint. The trained model ends up in `<output_dir>/export`, which `from_pretrained` loads.
+On a machine without a GPU use accelerate_configs/fsdp2_cpu.yaml.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from datasets import load_dataset
+from transformers import AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint, load_model
+
+
+def main() -> None:
+    """Train with the options from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="directory or Hub id")
+    parser.add_argument("--data", required=True, help="JSON lines file with a text column")
+    parser.add_argument("--output_dir", required=True, type=Path)
+    parser.add_argument("--max_steps", type=int, default=1000)
+    parser.add_argument("--save_steps", type=int, default=100)
+    options = parser.parse_args()
+
+    model = load_model(options.model, dtype="float32")  # replaces AutoModelForCausalLM.from_pretrained
+    arguments = TrainingArguments(
+        output_dir=str(options.output_dir),
+        per_device_train_batch_size=4,
+        learning_rate=1e-5,
+        bf16=torch.accelerator.is_available(),
+        max_steps=options.max_steps,
+        save_steps=options.save_steps,
+        logging_steps=1,
+        report_to="none",
+    )
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    with arguments.main_process_first():  # rank 0 tokenizes, the others read its cache
+        rows = load_dataset("json", data_files=options.data, split="train")
+        rows = rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=1024), remove_columns=["text"])
+
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=rows,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        processing_class=tokenizer,
+        callbacks=[ShardedCheckpointCallback(export_dir=options.output_dir / "export")],
+    )
+    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))  # None starts from step 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""torch DCP's file writer on files that bypass the page cache and take their checksums while they are written.
+
+Source: torch 2.13 `distributed/checkpoint/filesystem.py`: FileSystemWriter writes through its own `fs`.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from hf_fsdp_recipes.checkpointing.direct_io import ChecksummedStream
+
+
+class DirectWriter(FileSystemWriter):
+    """A DCP writer whose `.distcp` files are durable when they are closed; `.metadata` is left to the caller.
+
+    Attributes:
+        manifest_entries: bytes and checksum of each `.distcp` file that this rank has written, by name.
+
+    Args:
+        directory: to write into.
+        notify: called with the number of bytes of each write.
+    """
+
+    def __init__(self, directory: Path, notify: Callable[[int], Any] = lambda num_bytes: None) -> None:
+        super().__init__(directory, sync_files=False)
+        self.manifest_entries: dict[str, dict[str, Any]] = {}
+        self.fs = _DirectFileSystem(notify, self.manifest_entries)
+
+
+class _DirectFileSystem(FileSystem):
+    def __init__(self, notify: Callable[[int], Any], manifest_entries: dict[str, dict[str, Any]]) -> None:
+        self._notify = notify
+        self._manifest_entries = manifest_entries
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        if mode != "wb" or not str(path).endswith(".distcp"):
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with ChecksummedStream(Path(path), self._notify) as stream:
+            yield stream
+        self._manifest_entries[Path(path).name] = stream.manifest_entry()

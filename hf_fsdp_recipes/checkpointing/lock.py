@@ -1,0 +1,44 @@
+"""Keeps two runs from writing checkpoints into one directory."""
+
+import os
+import socket
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from hf_fsdp_recipes.errors import CheckpointError
+
+LOCK_FILE = ".writer.lock"
+OWNER_FILE = ".writer.owner"
+
+
+def lock_directory(output_dir: str | os.PathLike[str], wait_seconds: float = 60.0) -> FileLock:
+    """Lock a run's output directory for this process; release the returned lock when the run ends. Main rank only.
+
+    Waits for what is left of the run that this one replaces. On file systems without locks nothing is locked.
+
+    Raises:
+        CheckpointError: another process still holds the lock after `wait_seconds`, or the directory is not writable.
+    """
+    directory = Path(output_dir)
+    lock = FileLock(directory / LOCK_FILE)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=wait_seconds, poll_interval=0.5)
+        (directory / OWNER_FILE).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+    except Timeout as error:
+        raise CheckpointError(
+            f"{output_dir} is in use by another run ({_read_owner(directory)}). Stop that run, or choose another output_dir."
+        ) from error
+    except NotImplementedError:
+        pass  # the file system has no locks
+    except OSError as error:
+        raise CheckpointError(f"{directory} is not writable: {error.strerror}. Check its permissions.") from error
+    return lock
+
+
+def _read_owner(directory: Path) -> str:
+    try:
+        return (directory / OWNER_FILE).read_text()
+    except OSError:
+        return "unknown process"

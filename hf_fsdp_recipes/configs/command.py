@@ -1,0 +1,102 @@
+"""`hf-fsdp config`: lists, prints, renders and validates Accelerate FSDP configs."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Optional
+
+import typer
+
+from hf_fsdp_recipes.configs import templates, validate
+from hf_fsdp_recipes.errors import TemplateError
+
+config_app = typer.Typer(help="List, render and check Accelerate FSDP configs.", no_args_is_help=True)
+STRATEGY_HELP = f"One of {', '.join(templates.STRATEGIES)}."
+
+
+def register(app: typer.Typer) -> None:
+    """Add the `config` subcommands to `hf-fsdp`."""
+    app.add_typer(config_app, name="config")
+
+
+@config_app.command("list")
+def list_templates() -> None:
+    """List the shipped templates and what each is for."""
+    for template in templates.shipped_templates():
+        print(f"{template.name:<27} {template.notes[-1][0]}")
+
+
+@config_app.command("path")
+def print_path() -> None:
+    """Print the directory of the shipped templates."""
+    print(templates.template_directory())
+
+
+@config_app.command("show")
+def show(
+    name: Annotated[str, typer.Argument(help="Name of a template: one from `config list`, or its variant.")],
+) -> None:
+    """Print a template."""
+    print(templates.render(templates.find_template(name)), end="")
+
+
+@config_app.command("render")
+def render(
+    name: Annotated[Optional[str], typer.Argument(help="Template to start from, instead of --strategy.")] = None,
+    strategy: Annotated[Optional[templates.Strategy], typer.Option(help=STRATEGY_HELP)] = None,
+    fsdp_version: Annotated[Optional[int], typer.Option(min=1, max=2, help="Default: 2, or 1 for no_shard.")] = None,
+    offload: Annotated[bool, typer.Option("--offload", help="Keep parameters and optimizer state on the CPU.")] = False,
+    wrap: Annotated[
+        Optional[Literal["layer", "size"]], typer.Option(help="Make FSDP units by layer or by size.")
+    ] = None,
+    min_num_params: Annotated[
+        Optional[int], typer.Option(help="Parameters a unit must exceed; implies --wrap size.")
+    ] = None,
+    wrap_class: Annotated[Optional[str], typer.Option(help="Layer class to wrap; default: the model's own.")] = None,
+    num_machines: Annotated[Optional[int], typer.Option(help="Number of nodes.")] = None,
+    num_processes: Annotated[Optional[int], typer.Option(help="Number of ranks on all nodes together.")] = None,
+    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="File to write; default: stdout.")] = None,
+) -> None:
+    """Write a config for any combination of strategy, FSDP version, offload, wrapping and machine size."""
+    if (name is None) == (strategy is None):
+        raise TemplateError("Pass either a template name or --strategy, for example --strategy full_shard.")
+    if wrap == "layer" and min_num_params is not None:
+        raise TemplateError("--min-num-params needs --wrap size.")
+    template = templates.find_template(name or ("no_shard" if strategy == "no_shard" else f"fsdp2_{strategy}"))
+    if wrap is not None:
+        template = replace(template, min_num_params=templates.DEFAULT_MIN_NUM_PARAMS if wrap == "size" else None)
+    given: dict[str, Any] = {
+        "version": fsdp_version,
+        "is_offloaded": offload or None,
+        "min_num_params": min_num_params,
+        "wrap_class": wrap_class,
+        "num_machines": num_machines,
+        "num_processes": num_processes,
+    }
+    text = templates.render(replace(template, **{key: value for key, value in given.items() if value is not None}))
+    if output is None:
+        print(text, end="")
+    else:
+        output.write_text(text, encoding="utf-8")
+
+
+@config_app.command("render-all", hidden=True)
+def render_all() -> None:
+    """Rewrite the shipped files of a checkout."""
+    for template in templates.shipped_templates():
+        (templates.template_directory() / f"{template.name}.yaml").write_text(
+            templates.render(template), encoding="utf-8"
+        )
+
+
+@config_app.command("check")
+def check(
+    file: Annotated[Path, typer.Argument(help="An Accelerate config file.")],
+    model: Annotated[
+        Optional[str], typer.Option(help="Directory or Hub id of the model whose layers it wraps.")
+    ] = None,
+) -> None:
+    """Report all faults of a config at once; exit status 1 if there are any."""
+    faults = validate.find_faults(validate.read_config(file), validate.module_classes(model) if model else None)
+    if faults:
+        raise TemplateError(f"{file} has {len(faults)} fault{'s' * (len(faults) > 1)}:\n  - " + "\n  - ".join(faults))
+    print(f"{file}: no faults found")

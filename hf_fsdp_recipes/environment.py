@@ -1,0 +1,23 @@
+"""Reads what `accelerate launch` passes to a rank through the environment, and flags of config files."""
+
+import os
+
+
+def is_true(value: object) -> bool:
+    """Parse a flag of the environment or of a YAML file as Accelerate does."""
+    return str(value).lower() in ("true", "1", "yes", "on", "y", "t")
+
+
+def is_fsdp_requested() -> bool:
+    """Tell whether the launcher, or a TrainingArguments, turned FSDP on through Accelerate."""
+    return is_true(os.environ.get("ACCELERATE_USE_FSDP", "false"))
+
+
+def fsdp_version() -> int | None:
+    """Return 1 or 2, or None if FSDP is off."""
+    return int(os.environ.get("FSDP_VERSION", "1")) if is_fsdp_requested() else None
+
+
+def mixed_precision() -> str | None:
+    """Return no, bf16, fp16 or fp8, or None if the launcher did not set it."""
+    return os.environ.get("ACCELERATE_MIXED_PRECISION")

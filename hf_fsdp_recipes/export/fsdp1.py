@@ -1,0 +1,59 @@
+"""What FSDP1's flat parameters hold on this rank.
+
+Source: torch 2.13 `distributed/fsdp/_flat_param.py`, `FlatParamHandle` and `_ShardParamInfo`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._flat_param import FlatParameter
+
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.loading.shard_layout import Slice
+from hf_fsdp_recipes.parameter_names import without_wrappers
+
+
+def is_flat(tensor: torch.Tensor) -> bool:
+    """Tell whether a parameter is a flattened unit."""
+    return isinstance(tensor, FlatParameter)
+
+
+def flat_slices(model: torch.nn.Module) -> dict[str, Slice]:
+    """Return this rank's slices of the parameters that FSDP1 has flattened, by name; none under FSDP2.
+
+    Raises:
+        ExportError: this torch keeps flat parameters differently.
+    """
+    return dict(_slices(model))
+
+
+def _slices(model: torch.nn.Module) -> Iterator[tuple[str, Slice]]:
+    prefixes = {id(module): name for name, module in model.named_modules()}
+    for module in FSDP.fsdp_modules(model):
+        handle = module._handle
+        if handle is None:
+            continue
+        flat = handle.flat_param
+        if not hasattr(flat, "_shard_param_infos"):
+            raise ExportError(
+                "this torch keeps FSDP1's flat parameters differently. Install torch 2.11 to 2.13, or use FSDP2."
+            )
+        is_replica = _is_replica(module, handle)
+        infos = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
+        for (leaf, owner, _), shape, info in infos:
+            name = without_wrappers(f"{prefixes[id(owner)]}.{leaf}")
+            is_held = info.in_shard and not is_replica
+            start, count = (info.offset_in_shard, info.numel_in_shard) if is_held else (0, 0)
+            values = flat.detach().reshape(-1)[start : start + count]
+            yield name, Slice(name, tuple(shape), flat.dtype, info.intra_param_start_idx or 0, values)
+
+
+def _is_replica(module: Any, handle: Any) -> bool:
+    if not handle.uses_sharded_strategy:
+        return not distributed.is_main()
+    inter_node = getattr(module, "_inter_node_pg", None)
+    return inter_node is not None and dist.get_rank(inter_node) != 0

@@ -1,0 +1,121 @@
+"""Builds a model from its config alone: parameters on meta, buffers real. No weights, no collectives."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.loading.safetensors_index import StoredTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+# A Hub download leaves out weights in other formats than safetensors.
+HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+
+
+def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
+    """Return the local directory of a model; a Hub id is downloaded.
+
+    Args:
+        name_or_path: a directory or a Hub id.
+        kwargs: of `from_pretrained`; `subfolder`, `revision` and `token` are used.
+
+    Raises:
+        LoadError: it is neither, or cannot be downloaded.
+    """
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path) / (kwargs.get("subfolder") or "")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                name_or_path, allow_patterns=HUB_PATTERNS, revision=kwargs.get("revision"), token=kwargs.get("token")
+            )
+        )
+    except HFValidationError as error:
+        raise LoadError(f"{name_or_path} is neither a directory nor a Hub id. Check the path.") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise LoadError(
+            f"{name_or_path} is not a directory here and cannot be downloaded from the Hub: {str(error).splitlines()[0]} Check "
+            f"the name, the network and, for a gated model, the token."
+        ) from error
+
+
+def read_config(name: str, overrides: str | None = None) -> "PreTrainedConfig":
+    """Read a config from a file, a directory or the Hub, and override fields of it.
+
+    Args:
+        name: a config.json, a directory with one, or a Hub id.
+        overrides: `hidden_size=768,num_hidden_layers=12`.
+
+    Raises:
+        LoadError: there is no such config, or it lacks a field.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+        if overrides:
+            config.update_from_string(overrides)
+            config = type(config).from_dict(config.to_dict())  # validates the changed config
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise LoadError(
+            f"the config {name} (config_overrides: {overrides}) cannot be used: {str(error).splitlines()[-1].strip()}"
+        ) from error
+    return config
+
+
+def resolve_dtype(dtype: Any, config: "PreTrainedConfig", stored: dict[str, StoredTensor]) -> torch.dtype:
+    """Return the parameters' dtype as `from_pretrained` would choose it.
+
+    Raises:
+        LoadError: `dtype` is not a dtype.
+    """
+    if isinstance(dtype, str) and dtype != "auto":
+        found = getattr(torch, dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise LoadError(f"dtype is {dtype!r}. Use auto, float32, bfloat16, float16 or a torch.dtype.")
+        return found
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype is None:
+        return torch.get_default_dtype()
+    if isinstance(getattr(config, "dtype", None), torch.dtype):
+        return config.dtype
+    return next((tensor.dtype for tensor in stored.values() if tensor.dtype.is_floating_point), torch.float32)
+
+
+def build_on_meta(config: "PreTrainedConfig", dtype: torch.dtype, trust_remote_code: bool = False) -> "PreTrainedModel":
+    """Build the causal language model of a config with meta parameters and real buffers, in evaluation mode.
+
+    Raises:
+        LoadError: transformers cannot build it.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    try:
+        with init_empty_weights(include_buffers=False), no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except (ValueError, ImportError) as error:
+        raise LoadError(f"a {config.model_type!r} model cannot be built: {error}") from error
+    _initialize_buffers(model)
+    model.tie_weights()  # init_empty_weights unties what it moves to meta
+    for pattern, kept_dtype in model._get_dtype_plan(dtype).items():
+        for name, parameter in model.named_parameters():
+            if pattern in name:
+                parameter.data = parameter.data.to(kept_dtype)
+    return model.eval()
+
+
+def _initialize_buffers(model: "PreTrainedModel") -> None:
+    """Run the model's own init on modules with buffers only: weights on meta have no values to initialize."""
+    for module in model.modules():
+        module._is_hf_initialized = next(module.buffers(recurse=False), None) is None
+    model.initialize_weights()

@@ -1,0 +1,104 @@
+"""What `load_model` leaves on a model on meta: which bytes of which files fill each parameter and buffer."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from hf_fsdp_recipes import distributed, parameter_names
+from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.loading import dora
+from hf_fsdp_recipes.loading.bnb_4bit import Quant4bitSpec
+from hf_fsdp_recipes.loading.distribute import broadcast_full
+from hf_fsdp_recipes.loading.safetensors_index import DeferredErrorIndex, SafetensorsIndex, StoredTensor
+from hf_fsdp_recipes.loading.shard_layout import ShardTarget
+from hf_fsdp_recipes.loading.weight_mapping import TensorRange
+
+SOURCE_ATTRIBUTE = "_checkpoint_source"
+Source = Literal["rank0", "direct", "auto"]
+Verify = Literal["sample", "full"]
+
+
+@dataclass
+class CheckpointSource:
+    """The checkpoint of a model whose parameters are still on meta.
+
+    Attributes:
+        name_or_path: for messages.
+        index: the files; only on ranks that read (rank 0, or every rank with `direct`).
+        stored: what the checkpoint holds, on every rank.
+        ranges: for each entry of the model's state dict, what fills it.
+        is_direct: whether every rank reads for itself.
+        verify: whether checksums cover a sample of every shard or all of it.
+        new_rows: how rows added to embeddings are filled, by mean or at random; None if none were added.
+        quantized: how each 4-bit weight is quantized.
+    """
+
+    name_or_path: str
+    index: SafetensorsIndex | None
+    stored: dict[str, StoredTensor]
+    ranges: dict[str, list[TensorRange]]
+    is_direct: bool = False
+    verify: Verify = "sample"
+    new_rows: Literal["mean", "random"] | None = None
+    quantized: dict[str, Quant4bitSpec] = field(default_factory=dict)
+
+
+def attach_source(model: torch.nn.Module, source: CheckpointSource) -> None:
+    """Mark a model as one that has to be filled from `source`."""
+    setattr(model, SOURCE_ATTRIBUTE, source)
+
+
+def find_source(model: torch.nn.Module) -> tuple[Any, CheckpointSource] | None:
+    """Return the module that `load_model` marked and its source, wherever wrappers have put it."""
+    for module in model.modules():
+        source = module.__dict__.get(SOURCE_ATTRIBUTE)
+        if source is not None:
+            return module, source
+    return None
+
+
+def detach_source(marked: torch.nn.Module) -> None:
+    """Remove the mark: the model is filled."""
+    del marked.__dict__[SOURCE_ATTRIBUTE]
+
+
+def check_sources(model: torch.nn.Module, source: CheckpointSource) -> None:
+    """Refuse a model with a meta parameter that nothing fills. Any rank, no collective.
+
+    Raises:
+        LoadError: names the parameters.
+    """
+    unfilled = []
+    for name, parameter in model.named_parameters():
+        is_filled = parameter_names.in_base_model(name) in source.ranges and (
+            not parameter_names.is_adapter(name) or ".modules_to_save." in name
+        )
+        if parameter.is_meta and not is_filled and not dora.is_magnitude(name):
+            unfilled.append(name)
+    if unfilled:
+        raise LoadError(
+            f"{len(unfilled)} parameters are on meta and the checkpoint holds nothing for them: {unfilled[:3]}. Initialize modules "
+            f"that you add after load_model with real values, or load the model with from_pretrained."
+        )
+
+
+def full_target(name: str, tensor: torch.Tensor, source: CheckpointSource) -> ShardTarget:
+    """Describe a tensor that every rank holds in full."""
+    ranges = source.ranges[parameter_names.in_base_model(name)]
+    stored_dtype = source.stored[ranges[0].tensor].dtype
+    return ShardTarget(name, ranges, stored_dtype, tensor.dtype, [(0, tensor.numel())], tensor.detach().view(-1))
+
+
+def fill_buffers(model: torch.nn.Module, source: CheckpointSource, device: torch.device) -> None:
+    """Give every rank the buffers that the checkpoint holds. Collective: every rank must call this."""
+    for name, buffer in model.named_buffers():
+        if parameter_names.in_base_model(name) in source.ranges:
+            staging = torch.empty_like(buffer, device=buffer.device)
+            broadcast_full(full_target(name, staging, source), source.index, device)
+            buffer.copy_(staging)
+
+
+def raise_read_errors(source: CheckpointSource) -> None:
+    """Raise an error of the rank that reads for all others, on every rank. Collective: every rank must call this."""
+    distributed.raise_together(source.index.error if isinstance(source.index, DeferredErrorIndex) else None)

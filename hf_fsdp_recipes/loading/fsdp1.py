@@ -1,0 +1,130 @@
+"""Materializes FSDP1's units one at a time: FSDP1 flattens a unit's full parameters before it shards them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_fsdp_recipes import distributed, parameter_names
+from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.loading import bnb_4bit, dora, resize
+from hf_fsdp_recipes.loading.checkpoint_source import (
+    CheckpointSource,
+    check_sources,
+    full_target,
+    raise_read_errors,
+)
+from hf_fsdp_recipes.loading.distribute import broadcast_full
+from hf_fsdp_recipes.loading.read_ranges import PROGRESS_TITLE, as_bytes
+from hf_fsdp_recipes.metrics import progress
+
+
+def prepare(
+    accelerator: Any, model: torch.nn.Module, source: CheckpointSource, prepare_model: Callable[[], torch.nn.Module]
+) -> torch.nn.Module:
+    """Run Accelerate's `prepare_model` with FSDP1's units filled from the checkpoint.
+
+    Collective: every rank must call this.
+
+    Raises:
+        LoadError: the same on every rank: a parameter without a source, or DoRA.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    plugin.param_init_fn = _unit_filler(model, source, accelerator.device)
+    plugin.sync_module_states = False
+    model = prepare_model()
+    raise_read_errors(source)
+    _refresh_parameter_views(model)
+    return model
+
+
+def _unit_filler(
+    model: torch.nn.Module, source: CheckpointSource, device: torch.device
+) -> Callable[[torch.nn.Module], torch.nn.Module]:
+    """Return FSDP1's `param_init_fn`: it gives one module's own meta parameters rank 0's values.
+
+    Collective: FSDP1 calls it module by module, in the same order on every rank. Buffers are left alone: `to_empty`, the
+    usual way, would also empty real ones (rotary frequencies), and nothing would notice.
+    """
+    with distributed.sync_errors():
+        resize.apply_resize(model, source)
+        _check_no_dora(model)
+        check_sources(model, source)
+    full_names = {id(module): name for name, module in model.named_modules()}
+    num_uses: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        num_uses[id(parameter)] = num_uses.get(id(parameter), 0) + 1
+    shared: dict[int, torch.nn.Parameter] = {}
+    sizes = {id(parameter): parameter.nbytes for parameter in model.parameters() if parameter.is_meta}
+    bar = progress.bar(sum(sizes.values()), PROGRESS_TITLE)
+
+    def fill(module: torch.nn.Module) -> torch.nn.Module:
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.is_meta:
+                continue
+            real = shared.get(id(parameter))
+            if real is None:
+                name = f"{full_names[id(module)]}.{leaf}".lstrip(".")
+                real = _full_parameter(name, module, parameter, source, device)
+                bar.update(sizes[id(parameter)])
+                if bar.n == bar.total:
+                    bar.close()  # FSDP1 does not say which call is the last
+                if num_uses[id(parameter)] > 1:
+                    shared[id(parameter)] = real
+            module._parameters[leaf] = real
+        return module
+
+    return fill
+
+
+def _full_parameter(
+    name: str,
+    module: torch.nn.Module,
+    parameter: torch.nn.Parameter,
+    source: CheckpointSource,
+    device: torch.device,
+) -> torch.nn.Parameter:
+    """Return a real parameter with rank 0's values in place of a meta one. Collective: every rank must call this."""
+    base_name = parameter_names.in_base_model(name)
+    if base_name in source.quantized:
+        return _packed_weight(source, base_name, module, device)
+    real = torch.nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+    broadcast_full(full_target(name, real, source), source.index, device)
+    return real
+
+
+def _packed_weight(source: CheckpointSource, name: str, layer: Any, device: torch.device) -> torch.nn.Parameter:
+    """Return one full packed 4-bit weight, which FSDP1 flattens into its unit. Collective."""
+    packed, state = torch.empty_like(layer.weight, device=device).data, None
+    if source.index is not None and distributed.is_main():
+        spec, ranges = source.quantized[name], source.ranges[name]
+        packed, state = bnb_4bit.read_and_quantize(source.index, ranges, spec, device)
+    if dist.is_initialized():
+        dist.broadcast(as_bytes(packed), src=0)
+    layer.quant_state = bnb_4bit.broadcast_state(state, 0, device)
+    return torch.nn.Parameter(packed.view(-1, 1), requires_grad=False)
+
+
+def _check_no_dora(model: torch.nn.Module) -> None:
+    if any(dora.is_magnitude(name) for name, _ in model.named_parameters()):
+        raise LoadError(
+            "use_dora is not supported under FSDP1, which holds lora_A flat while PEFT's DoRA needs its shape. Use an fsdp2 "
+            "template, or LoRA."
+        )
+
+
+def _refresh_parameter_views(model: torch.nn.Module) -> None:
+    """Let FSDP1's parameters show that Accelerate has cast their unit to float32.
+
+    Otherwise they stay views of the old unit until it is resharded for the first time, in the middle of the first forward:
+    PEFT casts a layer's input to the dtype its weights seem to have, and recomputation finds another dtype than the forward.
+
+    Source: torch 2.13 `_flat_param.py`, `FlatParamHandle._use_sharded_views`.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    for module in FSDP.fsdp_modules(model):
+        handle = module._handle
+        if handle is not None and handle._use_orig_params:
+            handle._use_sharded_views()

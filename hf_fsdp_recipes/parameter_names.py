@@ -1,0 +1,34 @@
+"""Maps the names of wrapped parameters to the names that checkpoints use.
+
+FSDP1, activation checkpointing, torch.compile and PEFT all add parts to a parameter's name.
+"""
+
+import re
+
+_WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+_PEFT_PREFIX = "base_model.model."
+_PEFT_BASE = re.compile(r"(\.base_layer)+\.")  # several if PEFT adapts more than one parameter of a module
+_PEFT_SAVED_MODULE = re.compile(r"\.(modules_to_save\.[^.]+|original_module)\.")
+_ADAPTER = re.compile(r"\.(lora_|modules_to_save\.|trainable_tokens_|ia3_|oft_|boft_|hada_|lokr_|vera_)")
+
+
+def without_wrappers(name: str) -> str:
+    """Return the name without the parts that FSDP1, activation checkpointing and torch.compile add."""
+    return _WRAPPERS.sub("", name)
+
+
+def is_adapter(name: str) -> bool:
+    """Tell whether PEFT added this parameter; a trained copy of a module (`modules_to_save`) counts."""
+    return name.startswith(_PEFT_PREFIX) and _ADAPTER.search(name) is not None
+
+
+def in_base_model(name: str) -> str:
+    """Return the name that the transformers model itself gives to the parameter.
+
+    `base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight` becomes
+    `model.layers.0.self_attn.q_proj.weight`.
+    """
+    name = without_wrappers(name)
+    if name.startswith(_PEFT_PREFIX):
+        name = _PEFT_SAVED_MODULE.sub(".", _PEFT_BASE.sub(".", name[len(_PEFT_PREFIX) :]))
+    return name

@@ -1,0 +1,182 @@
+"""Accelerate: FSDP on CPU ranks, size-based wrapping, and models whose parameters are on meta.
+
+The loader registers with `register_meta_model_handler`; this module knows nothing of it but these methods.
+"""
+
+import functools
+import os
+from typing import Any, Protocol
+
+import torch
+
+from hf_fsdp_recipes.environment import is_true
+from hf_fsdp_recipes.patches.registry import patch
+
+
+class MetaModelHandler(Protocol):
+    """What fills a model that was built on meta, as the patches of `Accelerator` call it."""
+
+    def handles(self, model: torch.nn.Module) -> bool:
+        """Tell whether this handler built the model and has not filled it yet."""
+
+    def shard_fsdp2(self, accelerator: Any, model: torch.nn.Module, shard: Any) -> torch.nn.Module:
+        """Return `shard(accelerator, model)`, Accelerate's own FSDP2 step, with the shards filled. Collective."""
+
+    def prepare_fsdp1(self, accelerator: Any, model: torch.nn.Module, prepare: Any) -> torch.nn.Module:
+        """Return `prepare()`, Accelerate's own `prepare_model`, with FSDP1's units filled. Collective."""
+
+
+_handler: MetaModelHandler | None = None
+
+
+def register_meta_model_handler(handler: MetaModelHandler) -> None:
+    """Name what fills models on meta from now on."""
+    global _handler
+    _handler = handler
+
+
+def meta_model_handler(model: torch.nn.Module) -> MetaModelHandler | None:
+    """Return the registered handler if it is in charge of this model."""
+    return _handler if _handler is not None and _handler.handles(model) else None
+
+
+# FSDP on CPU ranks.
+
+
+@patch(
+    "accelerate.state.AcceleratorState.__init__",
+    *("self", "mixed_precision", "cpu", "dynamo_plugin", "deepspeed_plugin", "fsdp_plugin"),
+    feature="cpu ranks",
+    changes="CPU ranks that were started with an FSDP plugin become FSDP ranks over gloo.",
+    reason="The list of MULTI_* types that may become FSDP has no MULTI_CPU, so the FSDP template is silently ignored.",
+    upstream="to file: `accelerate launch --use_cpu` with an FSDP config trains as plain data parallel, without a warning",
+    tested_with="accelerate 1.15",
+)
+def _turn_cpu_ranks_into_fsdp(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    was_initialized = self._shared_state.get("_mixed_precision") is not None
+    original(self, *args, **kwargs)
+    if not was_initialized and kwargs.get("fsdp_plugin") is not None:
+        _set_fsdp(self, kwargs["fsdp_plugin"])
+
+
+def _set_fsdp(state: Any, plugin: Any) -> None:
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    if state.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.NO):
+        return
+    if not torch.distributed.is_initialized():
+        # Accelerate gives a single CPU rank no process group, but FSDP shards over one even then.
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    if state._mixed_precision != "no":
+        plugin.set_mixed_precision(state._mixed_precision)
+    _unpin_offload(plugin)
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = plugin
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def _unpin_offload(plugin: Any) -> None:
+    # Pinning needs an accelerator. FSDP1 always pins what it offloads, so it does not offload here: on CPU ranks the
+    # parameters already are where it would put them.
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
+
+    if isinstance(plugin.cpu_offload, CPUOffload):
+        plugin.cpu_offload = CPUOffload(offload_params=False)
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+
+
+# Size-based wrapping.
+
+
+@patch(
+    "accelerate.utils.fsdp_utils.fsdp2_prepare_auto_wrap_policy",
+    *("fsdp2_plugin", "model"),
+    feature="size wrap",
+    changes="SIZE_BASED_WRAP skips module lists, the decoder and the output head.",
+    reason="FSDP2 refuses module lists, which have no forward. Accelerate shards the decoder's final norm a second time with "
+    "the head. TRL multiplies by the head's weight without calling the head, so the head must stay in the root unit.",
+    upstream="to file: SIZE_BASED_WRAP with fsdp_version 2 fails on ModuleList and shards the final norm twice",
+    tested_with="accelerate 1.15, trl 1.16",
+)
+def _wrap_only_modules_that_run(original: Any, fsdp2_plugin: Any, model: torch.nn.Module) -> Any:
+    from accelerate.utils import fsdp_utils
+
+    policy = original(fsdp2_plugin, model)
+    if policy is None or not is_size_based(fsdp2_plugin.auto_wrap_policy):
+        return policy
+    final_norm = fsdp_utils._find_final_norm(model)
+    root_modules = [*find_heads(model), *([] if final_norm is None else [final_norm])]
+    return lambda module: _can_be_unit(module, root_modules) and policy(module)
+
+
+def is_size_based(policy: Any) -> bool:
+    """Tell whether a wrap policy is torch's size-based one."""
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+    return getattr(policy, "func", policy) is size_based_auto_wrap_policy
+
+
+def find_heads(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the output head and, if the two are tied, the input embedding."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    if head is None:
+        return []
+    is_tied = embedding is not None and getattr(embedding, "weight", None) is getattr(head, "weight", None)
+    return [head, embedding] if is_tied else [head]
+
+
+def _can_be_unit(module: torch.nn.Module, root_modules: list[torch.nn.Module]) -> bool:
+    """Tell whether FSDP2 may shard a module by itself: it runs, and contains none of the root unit's modules."""
+    if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
+        return False
+    return all(inner is not kept for inner in module.modules() for kept in root_modules)
+
+
+# Models on meta.
+
+
+@patch(
+    "accelerate.accelerator.Accelerator._prepare_fsdp2",
+    "self",
+    feature="loading",
+    changes="Parameters on meta get distinct values of `data_ptr` before Accelerate maps the optimizer's parameters.",
+    reason="The map goes by `data_ptr`, which is 0 for every parameter on meta.",
+    upstream="to file: `_prepare_fsdp2` maps optimizer parameters by data_ptr and mixes up parameters on meta",
+    tested_with="accelerate 1.15",
+)
+def _prepare_with_distinct_pointers(original: Any, self: Any, *args: Any) -> Any:
+    for model in args:
+        if isinstance(model, torch.nn.Module) and meta_model_handler(model) is not None:
+            for number, parameter in enumerate(model.parameters(), start=1):
+                if parameter.is_meta:
+                    parameter.data_ptr = functools.partial(int, -number)
+    return original(self, *args)
+
+
+@patch(
+    "accelerate.accelerator.fsdp2_prepare_model",
+    *("accelerator", "model"),
+    feature="loading",
+    changes="After sharding a model from `load_model`, its shards are filled from the checkpoint.",
+    reason="Accelerate fills meta parameters from a full state dict on rank 0 only, which costs rank 0 a full copy of the model.",
+    upstream="to file: a hook between `fully_shard` and the first forward, to load sharded weights",
+    tested_with="accelerate 1.15",
+)
+def _shard_then_fill(original: Any, accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
+    handler = meta_model_handler(model)
+    return original(accelerator, model) if handler is None else handler.shard_fsdp2(accelerator, model, original)
+
+
+def use_cpu() -> bool:
+    """Tell whether the launcher asked for CPU ranks, or the machine has nothing else.
+
+    `accelerate launch` ignores `use_cpu: true` in FSDP configs (accelerate 1.15 sets ACCELERATE_USE_CPU in its simple
+    launcher only), so without an accelerator FSDP means CPU ranks.
+    """
+
+    flag = os.environ.get("ACCELERATE_USE_CPU")
+    return not torch.accelerator.is_available() if flag is None else is_true(flag)

@@ -1,0 +1,129 @@
+"""Make bitsandbytes' optimizers step sharded parameters (FSDP2): each rank updates the rows it holds.
+
+Their operators accept no DTensor ("does not have a sharding strategy registered") and need none: an update reads one
+element or, for 8-bit states, one block of 256. The states become DTensors sharded like their parameter, so that torch
+DCP saves and loads them. Blocks of 8-bit states start at a rank's own rows, so these resume on the same number of ranks
+only. The methods are overridden in a subclass; bitsandbytes itself is left alone.
+
+Source: bitsandbytes 0.50 `optim/optimizer.py`: `init_state`, `update_step` and `prefetch_state` receive one parameter
+and keep its state in `self.state[p]`.
+"""
+
+import inspect
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.patches.torch import set_local_tensor
+
+BLOCK_ELEMENTS = 256  # elements that share one scale of an 8-bit state
+STEP_PARAMETERS = ["self", "group", "p", "gindex", "pindex"]
+
+
+def shard_optimizer_class(optimizer_class: type) -> type:
+    """Return a subclass of a bitsandbytes optimizer that also steps DTensors. Other parameters step as before.
+
+    Raises:
+        RecipeError: this version of bitsandbytes steps parameters differently.
+    """
+    for name in ("init_state", "update_step"):
+        found = list(inspect.signature(getattr(optimizer_class, name, int)).parameters)
+        if found != STEP_PARAMETERS:
+            raise RecipeError(
+                f"bitsandbytes {version('bitsandbytes')} is not supported: {name} takes {found} instead of "
+                f"{STEP_PARAMETERS}. Install bitsandbytes 0.50, or use optim: adamw_torch_fused."
+            )
+    # Trainer recognizes these optimizers by "bitsandbytes" in the class's full name and keeps embeddings in 32 bits then.
+    return type(f"Sharded{optimizer_class.__name__}", (_LocalStep, optimizer_class), {"__module__": __name__})
+
+
+class _LocalStep:
+    """Mixin in front of a bitsandbytes optimizer: hands it this rank's local tensors in place of DTensors."""
+
+    state: dict[torch.Tensor, dict[str, Any]]  # these three belong to the optimizer
+    is_paged: bool
+    get_state_buffer: Callable[..., torch.Tensor]
+
+    def init_state(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
+        if not isinstance(p, DTensor):
+            return super().init_state(group, p, gindex, pindex)  # type: ignore[misc]
+        # Sized like the largest shard on every rank, so that all choose the same dtype and number of blocks.
+        largest = _largest_shard(p)
+        super().init_state(group, largest, gindex, pindex)  # type: ignore[misc]
+        state = self.state.pop(largest)
+        self.state[p] = {name: _to_sharded(name, value, p) for name, value in state.items()}
+
+    def update_step(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
+        if not isinstance(p, DTensor):
+            return super().update_step(group, p, gindex, pindex)  # type: ignore[misc]
+        state = self.state[p]
+        shard = p.to_local().detach()
+        if not shard.numel():
+            state["step"] += 1
+            return
+        shard.grad = p.grad.to_local()
+        self.state[shard] = {name: _to_local(name, value, shard) for name, value in state.items()}
+        super().update_step(group, shard, gindex, pindex)  # type: ignore[misc]
+        state["step"] = self.state.pop(shard)["step"]
+
+    def prefetch_state(self, p: torch.Tensor) -> None:
+        if not isinstance(p, DTensor):
+            return super().prefetch_state(p)  # type: ignore[misc]
+        from bitsandbytes.functional import prefetch_tensor
+
+        for value in self.state[p].values():
+            if getattr(value, "is_paged", False):
+                prefetch_tensor(value.to_local())
+
+    def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
+        """Load the state as bitsandbytes does, and move it back into paged memory if the optimizer is paged."""
+        super().load_state_dict(state_dict, move_to_device)  # type: ignore[misc]
+        for p, state in self.state.items():
+            if isinstance(p, DTensor) and self.is_paged:
+                self._move_to_pages(p, state)
+
+    def _move_to_pages(self, p: DTensor, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            if name.startswith("state") and isinstance(value, DTensor):
+                buffer = self.get_state_buffer(p.to_local(), dtype=value.dtype)
+                buffer.copy_(value.to_local())
+                state[name] = _to_sharded(name, buffer, p)
+
+
+def _num_shards(p: DTensor) -> int:
+    sizes = [size for size, placement in zip(p.device_mesh.shape, p.placements, strict=True) if placement == Shard(0)]
+    return torch.Size(sizes).numel()
+
+
+def _largest_shard(p: DTensor) -> torch.Tensor:
+    """Return a tensor shaped like rank 0's shard: this rank's own shard if rows divide evenly."""
+    shard = p.to_local().detach()
+    rows = -(-p.shape[0] // _num_shards(p)) if p.ndim else 1
+    return shard if not p.ndim or shard.shape[0] == rows else shard.new_empty((rows, *shard.shape[1:]))
+
+
+def _to_sharded(name: str, value: Any, p: DTensor) -> Any:
+    """Return an entry of a shard's state in the form that is kept: a DTensor if it differs between ranks."""
+    if name.startswith("state"):
+        rows = p.to_local().shape[0] if p.ndim else 1
+        local = value if not p.ndim or value.shape[0] == rows else value[:rows]
+        sharded = set_local_tensor(torch.empty_like(p, dtype=local.dtype, requires_grad=False), local)
+        if getattr(value, "is_paged", False):  # bitsandbytes reads both attributes
+            local.is_paged, local.page_deviceid = True, value.page_deviceid
+            sharded.is_paged = True
+        return sharded
+    if name.startswith("absmax"):  # the same length on every rank; the last ranks may use less of it
+        return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False)
+    return value
+
+
+def _to_local(name: str, value: Any, shard: torch.Tensor) -> Any:
+    """Return an entry of the state as bitsandbytes expects it for this rank's rows."""
+    if not isinstance(value, DTensor):
+        return value
+    local = value.to_local()
+    return local[: -(-shard.numel() // BLOCK_ELEMENTS)] if name.startswith("absmax") else local

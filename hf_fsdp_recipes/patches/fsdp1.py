@@ -1,0 +1,170 @@
+"""FSDP1, in whatever upstream package: everything here goes the day FSDP1 goes.
+
+Kept for Gaudi and for configs that have not moved to `fsdp_version: 2`.
+"""
+
+import logging
+import os
+from typing import Any
+
+import torch
+
+from hf_fsdp_recipes.parameter_names import is_adapter
+from hf_fsdp_recipes.patches.accelerate import find_heads, is_size_based, meta_model_handler
+from hf_fsdp_recipes.patches.registry import patch
+
+# FSDP1 on CPU ranks.
+
+
+@patch(
+    "torch.distributed.fsdp._init_utils._get_compute_device",
+    *("module", "ignored_params", "device_from_device_id"),
+    feature="cpu ranks",
+    changes="CPU ranks compute on `cpu`, not on `cpu:0`.",
+    reason="Tensors on `cpu` and `cpu:0` count as being on different devices in FSDP1's own checks.",
+    upstream="FSDP1 is in maintenance; not filed",
+    tested_with="torch 2.11 to 2.13",
+)
+def _compute_on_cpu(
+    original: Any, module: Any, ignored_params: Any, device_from_device_id: Any, *args: Any
+) -> torch.device:
+    if device_from_device_id is not None and device_from_device_id.type == "cpu":
+        return torch.device("cpu")
+    device = original(module, ignored_params, device_from_device_id, *args)
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+@patch(
+    "torch.distributed.fsdp._init_utils._init_intra_and_inter_node_groups",
+    *("global_process_group", "num_devices_per_node"),
+    feature="cpu ranks",
+    changes="Hybrid sharding over gloo shards over the ranks of a node.",
+    reason="torch counts one CPU device a node, so every rank would be a node of its own.",
+    upstream="FSDP1 is in maintenance; not filed",
+    tested_with="torch 2.11 to 2.13",
+)
+def _group_by_local_ranks(original: Any, global_process_group: Any, num_devices_per_node: int) -> Any:
+    if torch.distributed.get_backend(global_process_group) == "gloo":
+        num_devices_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_devices_per_node))
+    return original(global_process_group, num_devices_per_node)
+
+
+# Size-based wrapping.
+
+
+@patch(
+    "accelerate.utils.dataclasses.FullyShardedDataParallelPlugin.set_auto_wrap_policy",
+    *("self", "model"),
+    feature="size wrap",
+    changes="SIZE_BASED_WRAP leaves the output head in the root unit.",
+    reason="TRL multiplies by the head's weight without calling the head, and would find only a shard there.",
+    upstream="FSDP1 is in maintenance; not filed",
+    tested_with="accelerate 1.15, trl 1.16",
+)
+def _set_policy_without_heads(original: Any, self: Any, model: torch.nn.Module) -> None:
+    was_size_based = is_size_based(self.auto_wrap_policy)
+    original(self, model)
+    if was_size_based and self.fsdp_version == 1 and self.auto_wrap_policy is not None:
+        self.auto_wrap_policy = _without(self.auto_wrap_policy, find_heads(model))
+
+
+def _without(policy: Any, kept_out: list[torch.nn.Module]) -> Any:
+    """Keep modules out of an FSDP1 policy, which is asked twice: whether to look inside, and whether to wrap."""
+
+    def policy_without(module: torch.nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        if any(module is kept for kept in kept_out):
+            return False
+        return policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+
+    return policy_without
+
+
+# Models on meta.
+
+
+@patch(
+    "accelerate.accelerator.Accelerator.prepare_model",
+    *("self", "model"),
+    feature="loading",
+    changes="A model from `load_model` is materialized one FSDP1 unit at a time.",
+    reason="Accelerate's way keeps the full model in the memory of rank 0, and of every rank while states are synchronized.",
+    upstream="FSDP1 is in maintenance; not filed",
+    tested_with="accelerate 1.15",
+)
+def _prepare_by_units(original: Any, self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    plugin, handler = getattr(self.state, "fsdp_plugin", None), meta_model_handler(model)
+    if handler is None or plugin is None or plugin.fsdp_version != 1:
+        return original(self, model, *args, **kwargs)
+    return handler.prepare_fsdp1(self, model, lambda: original(self, model, *args, **kwargs))
+
+
+# Checkpoints.
+
+
+@patch(
+    "accelerate.utils.fsdp_utils._get_model_state_dict",
+    *("model", "adapter_only", "sd_options"),
+    feature="checkpointing",
+    changes="The adapter-only state of a PEFT model under FSDP1 holds the adapter.",
+    reason="PEFT looks adapters up by module name and FSDP1 puts wrapper names in between: 0 of 70 tensors were saved.",
+    upstream="FSDP1 is in maintenance; not filed",
+    tested_with="accelerate 1.15, peft 0.21",
+)
+def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = False, sd_options: Any = None) -> Any:
+    if adapter_only and sd_options is None and _is_fsdp1_peft(model):
+        return {name: tensor for name, tensor in model.state_dict().items() if is_adapter(name)}
+    return original(model, adapter_only=adapter_only, sd_options=sd_options)
+
+
+@patch(
+    "accelerate.utils.fsdp_utils._set_model_state_dict",
+    *("model", "state_dict", "adapter_only", "sd_options"),
+    feature="checkpointing",
+    changes="An adapter-only state dict is loaded into a PEFT model under FSDP1.",
+    reason="As for `_get_model_state_dict`: a resume would silently start from new adapters.",
+    upstream="FSDP1 is in maintenance; not filed",
+    tested_with="accelerate 1.15, peft 0.21",
+)
+def _set_state_with_adapters(
+    original: Any, model: Any, state_dict: Any, adapter_only: bool = False, sd_options: Any = None
+) -> Any:
+    if adapter_only and sd_options is None and _is_fsdp1_peft(model):
+        return _load_quietly(model, state_dict)
+    return original(model, state_dict, adapter_only=adapter_only, sd_options=sd_options)
+
+
+@patch(
+    "transformers.trainer.load_fsdp_optimizer",
+    *("fsdp_plugin", "accelerator", "optimizer"),
+    feature="checkpointing",
+    changes="The optimizer's state is allocated before a checkpoint is read into it.",
+    reason="A fresh optimizer has no state, so nothing is read and Adam silently restarts from zero.",
+    upstream="FSDP1 is in maintenance; not filed",
+    tested_with="transformers 5.23, torch 2.13",
+)
+def _load_into_allocated_state(
+    original: Any, fsdp_plugin: Any, accelerator: Any, optimizer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if fsdp_plugin.fsdp_version == 1:
+        from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+        _init_optim_state(getattr(optimizer, "optimizer", optimizer))
+    return original(fsdp_plugin, accelerator, optimizer, *args, **kwargs)
+
+
+def _is_fsdp1_peft(model: Any) -> bool:
+    from peft import PeftModel
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    return isinstance(model, FSDP) and isinstance(model.module, PeftModel)
+
+
+def _load_quietly(model: Any, state_dict: Any) -> Any:
+    # FSDP1 warns once for every base weight that an adapter-only state dict leaves as it is.
+    logger = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return model.load_state_dict(state_dict, strict=False)
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,122 @@
+"""PEFT: adapters on a base model whose weights are on meta.
+
+PEFT moves adapters to the device of their base layer. With the base on meta that would lose their initial values. PEFT's
+`reset_lora_parameters` could draw them again after loading, but from another random state: a LoRA run would no longer
+start from the same adapters as the stock one, which the tests compare digit for digit.
+"""
+
+from typing import Any
+
+import torch
+
+from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.patches.registry import patch
+
+_UPSTREAM = "to file: inject_adapter on a base model on meta discards the adapters' initial values"
+_TESTED_WITH = "peft 0.21"
+
+
+@patch(
+    "peft.tuners.tuners_utils.BaseTunerLayer._move_adapter_to_device_of_base_layer",
+    *("self", "adapter_name", "device"),
+    feature="loading",
+    changes="Adapters of a base layer on meta stay on the CPU.",
+    reason="On meta they would lose their initial values.",
+    upstream=_UPSTREAM,
+    tested_with=_TESTED_WITH,
+)
+def _move_unless_to_meta(original: Any, self: Any, adapter_name: str, device: torch.device | None = None) -> None:
+    if device is None and any(parameter.is_meta for parameter in self.get_base_layer().parameters(recurse=False)):
+        device = torch.device("cpu")
+    original(self, adapter_name, device)
+
+
+@patch(
+    "peft.tuners.lora.layer.ParamWrapper._move_adapter_to_device_of_base_layer",
+    *("self", "adapter_name", "device"),
+    feature="loading",
+    changes="Adapters of fused experts on meta stay on the CPU.",
+    reason="The class has a move of its own; on meta the adapters would lose their initial values.",
+    upstream=_UPSTREAM,
+    tested_with=_TESTED_WITH,
+)
+def _move_expert_adapter_unless_to_meta(
+    original: Any, self: Any, adapter_name: str, device: torch.device | None = None
+) -> None:
+    parameter = self.get_param()
+    if not parameter.is_meta:
+        original(self, adapter_name, device)
+        return
+    for matrix in (self.lora_A, self.lora_B):
+        matrix[adapter_name] = matrix[adapter_name].to(dtype=parameter.dtype)
+
+
+@patch(
+    "peft.tuners.lora.dora.DoraLinearLayer.update_layer",
+    *("self", "base_layer", "lora_A", "lora_B", "scaling"),
+    feature="loading",
+    changes="DoRA's magnitudes stay on meta until the base weights are loaded.",
+    reason="They are norms of base weights, which are not there yet.",
+    upstream=_UPSTREAM,
+    tested_with=_TESTED_WITH,
+)
+def _defer_magnitude(original: Any, self: Any, *, base_layer: Any, lora_A: Any, lora_B: Any, **rest: Any) -> None:
+    if not base_layer.weight.is_meta:
+        original(self, base_layer=base_layer, lora_A=lora_A, lora_B=lora_B, **rest)
+        return
+    kind = type(base_layer).__name__
+    if type(self).__name__ != "DoraLinearLayer" or self.fan_in_fan_out or kind == "Linear4bit":
+        raise LoadError(
+            f"use_dora is not supported for {kind} layers: load_model computes DoRA's magnitudes for unquantized linear layers "
+            f"only. Leave these layers out of lora_target_modules, or use LoRA."
+        )
+    dtype = torch.promote_types(base_layer.weight.dtype, lora_A.dtype)
+    self.weight = torch.nn.Parameter(torch.empty(lora_B.shape[0], dtype=dtype, device="meta"))
+
+
+@patch(
+    "peft.tuners.tuners_utils.BaseTuner.inject_adapter",
+    *("self", "model", "adapter_name"),
+    feature="loading",
+    changes="Adapters that are computed from the base weights (PiSSA, OLoRA, LoftQ, ...) are refused on meta.",
+    reason="The weights are not there yet; PEFT would fail in the middle of a decomposition.",
+    upstream=_UPSTREAM,
+    tested_with=_TESTED_WITH,
+)
+def _inject_unless_weights_are_needed(
+    original: Any, self: Any, model: torch.nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+) -> Any:
+    init = getattr(self.peft_config[adapter_name], "init_lora_weights", True)
+    if init not in (True, False, "gaussian", "orthogonal") and any(p.is_meta for p in model.parameters()):
+        raise LoadError(
+            f"init_lora_weights={init!r} computes the adapter from the base weights, which load_model fills in later. Use the "
+            f"default, gaussian or orthogonal, or load the model with from_pretrained."
+        )
+    return original(self, model, adapter_name, *args, **kwargs)
+
+
+def _replace_and_keep_adapters(
+    original: Any, self: Any, parent: Any, child_name: str, new_module: torch.nn.Module, child: Any
+) -> None:
+    real = {
+        (module, leaf): parameter
+        for module in new_module.modules()
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None and not parameter.is_meta
+    }
+    original(self, parent, child_name, new_module, child)
+    for (module, leaf), parameter in real.items():
+        if module._parameters[leaf].is_meta:
+            module._parameters[leaf] = parameter
+
+
+for _tuner in ("peft.tuners.tuners_utils.BaseTuner", "peft.tuners.lora.model.LoraModel"):
+    patch(
+        f"{_tuner}._replace_module",
+        *("self", "parent", "child_name", "new_module", "child"),
+        feature="loading",
+        changes="Adapters that were real before a module is replaced are real afterwards.",
+        reason="PEFT moves the new module to the device of the base weight, here meta.",
+        upstream=_UPSTREAM,
+        tested_with=_TESTED_WITH,
+    )(_replace_and_keep_adapters)

@@ -1,0 +1,27 @@
+"""The `hf-fsdp rehearse` command. Imports no torch, so that `hf-fsdp --help` answers at once."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_fsdp_recipes.errors import RecipeError
+
+
+def register(app: typer.Typer) -> None:
+    """Add `rehearse` to the command line."""
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command("rehearse", context_settings=settings)(rehearse)
+
+
+def rehearse(
+    context: typer.Context,
+    recipe: Annotated[Path, typer.Argument(help="A recipe; any of its fields can follow.")],
+    template: Annotated[str, typer.Option(help="A shipped template, or an Accelerate config file.")],
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the rehearsal's directory.")] = False,
+) -> None:
+    """Run a recipe with a tiny model on CPU ranks: load, kill, resume, stop, export, reload, generate."""
+    from hf_fsdp_recipes.tools.rehearsal import rehearse as tool  # loads torch
+
+    if not tool.rehearse(recipe, template, context.args, keep):
+        raise RecipeError(f"{recipe} failed its rehearsal; see the step marked FAILED.")

@@ -1,0 +1,220 @@
+"""The steps of a rehearsal: checks that start nothing, then three launches of the recipe, then its export."""
+
+import copy
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from hf_fsdp_recipes.checkpointing.layout import list_checkpoints
+from hf_fsdp_recipes.checkpointing.preemption import EXIT_PREEMPTED
+from hf_fsdp_recipes.configs import validate
+from hf_fsdp_recipes.environment import is_true
+from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.export.generate import generate
+from hf_fsdp_recipes.export.hub import read_target
+from hf_fsdp_recipes.export.verify_files import has_weights
+from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
+from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, read_metrics
+from hf_fsdp_recipes.tools.planner import recipe_checks
+from hf_fsdp_recipes.tools.rehearsal import tiny_recipe
+from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT, Run, find_error, launch
+from hf_fsdp_recipes.training.arguments import Arguments, is_streaming, parse_arguments
+from hf_fsdp_recipes.training.data import cache
+from hf_fsdp_recipes.training.data.preparation import prepare
+from hf_fsdp_recipes.training.sharded_optimizer import optimizer_errors
+from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows
+
+LAUNCH_SECONDS = 240
+RESUME = ("--resume_from_checkpoint", "auto")
+
+
+@dataclass
+class Rehearsal:
+    """The inputs of a rehearsal, and what its steps have found.
+
+    Attributes:
+        recipe, template: the user's files.
+        overrides: `--field value` pairs for the recipe.
+        directory: where everything is written.
+        refresh: redraws the progress display; called while a step waits.
+        differences: what the real job does differently, one line each.
+    """
+
+    recipe: Path
+    template: Path
+    overrides: Sequence[str]
+    directory: Path
+    refresh: Callable[[], object]
+    differences: list[str] = field(default_factory=list)
+
+    @property
+    def output(self) -> Path:
+        """The output directory of the rehearsed run."""
+        return self.directory / tiny_recipe.RUN_DIRECTORY
+
+    @cached_property
+    def arguments(self) -> Arguments:
+        """The recipe at full size, as a single CPU rank parses it. Pushing is off here; check_hub checks it."""
+        off = ("--push_to_hub", "false", "--use_cpu", "true", "--dry_run", "true")
+        return parse_arguments(["--config", str(self.recipe), *self.overrides, *off])
+
+    def launch(self, name: str, *arguments: str) -> AbstractContextManager[Run]:
+        """Launch the tiny recipe; the log is `<name>.txt`."""
+        arguments = ("--config", str(self.directory / tiny_recipe.RECIPE_FILE), *arguments)
+        config, log = self.directory / tiny_recipe.TEMPLATE_FILE, self.directory / f"{name}.txt"
+        return launch(config, SFT_SCRIPT, arguments, log, on_cpu=True)
+
+    def wait(self, run: Run, condition: Callable[[], bool] = lambda: False) -> None:
+        """Wait until a condition is met or the run exits.
+
+        Raises:
+            RecipeError: neither happened in time.
+        """
+        try:
+            for _ in run.poll(LAUNCH_SECONDS):
+                if condition():
+                    return
+                self.refresh()
+        except TimeoutError as error:
+            raise RecipeError(f"the run is {error}. {find_error(run.read_log())}".strip()) from error
+
+    def checkpoints(self) -> list[str]:
+        """Return the names of the complete checkpoints, oldest first."""
+        return [found.path.name for found in list_checkpoints(self.output) if found.is_complete]
+
+    def losses(self) -> list[float]:
+        """Return the losses logged so far."""
+        return [entry["loss"] for entry in read_metrics(self.output / METRICS_FILE) if "loss" in entry]
+
+
+def check_recipe(rehearsal: Rehearsal) -> str:
+    """Parse the recipe, which finds unknown fields and combinations that cannot work."""
+    arguments = rehearsal.arguments
+    return f"{rehearsal.recipe.name}: {arguments.model.model_name_or_path or arguments.recipe.config_name}"
+
+
+def check_template(rehearsal: Rehearsal) -> str:
+    """Validate the Accelerate config against the model's layer classes and the optimizer."""
+    config, training = validate.read_config(rehearsal.template), rehearsal.arguments.training
+    model = build_on_meta(recipe_checks.read_model_config(rehearsal.arguments), torch.float32)
+    version = int((config.get("fsdp_config") or {}).get("fsdp_version", 1))
+    optimizer = str(getattr(training.optim, "value", training.optim))
+    faults = [*recipe_checks.template_faults(config, model), *optimizer_errors(optimizer, version)]
+    if faults:
+        raise RecipeError("; ".join(faults))
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_ranks, num_nodes = int(config.get("num_processes", 1)), int(config.get("num_machines", 1))
+    size = f"{num_parameters / 1e9:,.2f}B parameters on {num_ranks} ranks, {num_nodes} node{'s'[: num_nodes != 1]}"
+    rehearsal.differences += [size, *recipe_checks.describe_batches(rehearsal.arguments, num_ranks)]
+    return f"{rehearsal.template.stem} is valid for {type(model).__name__}"
+
+
+def check_output(rehearsal: Rehearsal) -> str:
+    """Check that the real output directory is writable and large enough."""
+    if faults := list(recipe_checks.output_faults(rehearsal.arguments)):
+        raise RecipeError("; ".join(faults))
+    needed = recipe_checks.estimate_space(rehearsal.arguments)
+    return f"{rehearsal.arguments.training.output_dir} is writable" + (f"; the run writes {needed}" if needed else "")
+
+
+def check_hub(rehearsal: Rehearsal) -> str:
+    """Check that there is a Hub token if the recipe pushes."""
+    settings = tiny_recipe.read_settings(rehearsal.recipe, rehearsal.overrides)
+    training = copy.copy(rehearsal.arguments.training)
+    training.push_to_hub = is_true(str(settings.get("push_to_hub", False)))
+    target = read_target(training)
+    if target is None:
+        return "push_to_hub is off"
+    rehearsal.differences.append(f"pushes to {target.repo_id} ({'private' if target.is_private else 'public'})")
+    return f"found a token; pushes to {target.repo_id}, hub_strategy {target.strategy}"
+
+
+def write_tiny_recipe(rehearsal: Rehearsal) -> str:
+    """Write what the launches use in place of the real model, rows, template and recipe."""
+    arguments, directory = rehearsal.arguments, rehearsal.directory
+    model, rows = tiny_recipe.write_model(arguments, directory), tiny_recipe.write_rows(arguments, directory)
+    tiny_recipe.write_template(rehearsal.template, directory)
+    settings = tiny_recipe.read_settings(rehearsal.recipe, rehearsal.overrides)
+    rehearsal.differences += tiny_recipe.write_recipe(settings, arguments, directory)
+    return f"{model}; {rows}"
+
+
+def check_data(rehearsal: Rehearsal) -> str:
+    """Tokenize the rows as the run will, which finds missing columns and chat templates."""
+    arguments = parse_arguments(["--config", str(rehearsal.directory / tiny_recipe.RECIPE_FILE), "--use_cpu", "true"])
+    if is_streaming(arguments) or cache.is_cache(arguments.script.dataset_name):
+        return "streamed or already tokenized; the run reads it"
+    rows = prepare(arguments, tokenizer_for_rows(load_tokenizer(arguments), arguments.training))
+    return "; ".join(counts.describe(arguments.training.max_length) for counts in rows.counts.values())
+
+
+def train_and_kill(rehearsal: Rehearsal) -> str:
+    """Train until the first checkpoint is complete, then kill launcher and ranks, as a failing node would."""
+    with rehearsal.launch("load") as run:
+        rehearsal.wait(run, lambda: bool(rehearsal.checkpoints()))
+        if not rehearsal.checkpoints():
+            raise RecipeError(run.describe_failure())
+    return f"{len(rehearsal.losses())} steps, {rehearsal.checkpoints()[0]} complete, then killed"
+
+
+def resume_and_stop(rehearsal: Rehearsal) -> str:
+    """Resume, signal the ranks to stop as Slurm does, and expect a new checkpoint and the preemption status."""
+    before, num_losses = rehearsal.checkpoints(), len(rehearsal.losses())
+    with rehearsal.launch("resume", *RESUME) as run:
+        rehearsal.wait(run, lambda: len(rehearsal.losses()) > num_losses)
+        run.signal_ranks(signal.SIGUSR1, SFT_SCRIPT)
+        rehearsal.wait(run)
+        if run.exit_status != 0 and f"exitcode  : {EXIT_PREEMPTED}" not in run.read_log():
+            raise RecipeError(run.describe_failure())
+    new = [name for name in rehearsal.checkpoints() if name not in before]
+    if not new:
+        raise RecipeError(f"the run was signalled to stop but wrote no checkpoint; the newest is {before[-1]}")
+    return f"from {before[-1]}; signalled to stop, it wrote {new[-1]}"
+
+
+def resume_and_finish(rehearsal: Rehearsal) -> str:
+    """Resume again and train to the end, export included."""
+    with rehearsal.launch("finish", *RESUME) as run:
+        rehearsal.wait(run)
+        if run.exit_status != 0:
+            raise RecipeError(run.describe_failure())
+    losses = rehearsal.losses()
+    return f"step {tiny_recipe.NUM_STEPS}, loss {losses[0]:.3f} to {losses[-1]:.3f}"
+
+
+def check_export(rehearsal: Rehearsal) -> str:
+    """Check that the run exported weights and compared their logits with the trained model's."""
+    exports = [directory.name for directory in sorted(rehearsal.output.glob("export*")) if has_weights(directory)]
+    log = (rehearsal.directory / "finish.txt").read_text(errors="replace").splitlines()
+    verified = [line for line in log if line.startswith("verified:")]
+    if not exports or not verified:
+        raise RecipeError("the run wrote no export that matches the trained model")
+    return f"{', '.join(exports)}; {verified[-1].removeprefix('verified: ')}"
+
+
+def reload_and_generate(rehearsal: Rehearsal) -> str:
+    """Load the export with plain transformers and generate from it."""
+    prompt = rehearsal.directory / "prompt.txt"
+    prompt.write_text("What is a rehearsal?")
+    text = generate(rehearsal.output / "export", prompt, False, None, 8)
+    return f"8 tokens from the reloaded export (weights are random): {text.strip()[:40]!r}"
+
+
+STEPS: tuple[tuple[str, Callable[[Rehearsal], str]], ...] = (
+    ("recipe", check_recipe),
+    ("template", check_template),
+    ("output", check_output),
+    ("hub", check_hub),
+    ("tiny model", write_tiny_recipe),
+    ("data", check_data),
+    ("load, train", train_and_kill),
+    ("resume", resume_and_stop),
+    ("finish", resume_and_finish),
+    ("export", check_export),
+    ("generate", reload_and_generate),
+)

@@ -1,0 +1,174 @@
+"""Reads the datasets that a recipe names: Hub ids, files, folders, or a mixture of these, as they are stored."""
+
+import codecs
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, IterableDataset, load_dataset
+
+from hf_fsdp_recipes.errors import DataError
+from hf_fsdp_recipes.training.arguments import Arguments, is_streaming
+
+FILE_READERS = {".json": "json", ".jsonl": "json", ".txt": "text", ".parquet": "parquet"}
+NOT_UTF8_MARK = "\ufdd0"  # a noncharacter that Unicode reserves for internal use, so no text contains it
+
+
+@dataclass(frozen=True)
+class DatasetPart:
+    """One dataset of a mixture, or the only one, with its rows as they were read.
+
+    Attributes:
+        fraction: its share of the mixture; None takes all its rows.
+    """
+
+    name: str
+    train: Dataset | IterableDataset
+    evaluation: Dataset | IterableDataset | None = None
+    fraction: float | None = None
+
+
+def load_parts(arguments: Arguments) -> list[DatasetPart]:
+    """Read training and, if the recipe evaluates, evaluation rows of every dataset in the recipe.
+
+    Every rank calls this; no collective.
+
+    Raises:
+        DataError: a dataset or split does not exist, has too few rows, or has nothing to evaluate on.
+    """
+    script, streaming = arguments.script, is_streaming(arguments)
+    if arguments.mixture.datasets:
+        return [_load_part(part, streaming, arguments) for part in arguments.mixture.datasets]
+    name = script.dataset_name
+    splits = read_splits(name, script.dataset_config, streaming)
+    train = _select_split(splits, script.dataset_train_split, name)
+    return [DatasetPart(name, *_split_rows(train, splits.get(script.dataset_test_split), name, arguments))]
+
+
+def _load_part(part: Any, streaming: bool, arguments: Arguments) -> DatasetPart:
+    """Read one entry of `datasets`: local paths as `dataset_name` would be, everything else through TRL."""
+    from trl import DatasetMixtureConfig, get_dataset
+
+    if part.data_files is None and part.data_dir is None and _is_local(part.path):
+        rows = _select_split(read_splits(part.path, part.name, streaming), part.split, part.path)
+        rows = rows if part.columns is None else rows.select_columns(part.columns)
+    else:
+        with _data_errors(part.path):
+            single = DatasetMixtureConfig(datasets=[replace(part, fraction=None)], streaming=streaming)
+            rows = get_dataset(single)["train"]
+    name = part.path if part.data_files is None else str(part.data_files)
+    return DatasetPart(name, *_split_rows(rows, None, name, arguments), part.fraction)
+
+
+def _split_rows(train: Any, test: Any, name: str, arguments: Arguments) -> tuple[Any, Any]:
+    """Return training and evaluation rows; the latter are the test split, or held out of the training rows."""
+    script, training, recipe = arguments.script, arguments.training, arguments.recipe
+    check_num_rows(train, name, training.world_size)
+    if training.eval_strategy == "no":
+        return train, None
+    if test is not None:
+        return train, test
+    share = recipe.validation_split_percentage / 100
+    if not share and arguments.mixture.datasets:
+        share = arguments.mixture.test_split_size
+    if not share:
+        raise DataError(
+            f"eval_strategy is set, but {name} has no split {script.dataset_test_split!r}. Set dataset_test_split, or "
+            f"validation_split_percentage to hold rows out."
+        )
+    if not hasattr(train, "train_test_split"):
+        raise DataError("rows cannot be held out of a stream. Name a test split, or turn streaming off.")
+    split = train.train_test_split(test_size=share, seed=training.seed)
+    return split["train"], split["test"]
+
+
+def read_splits(name: str, config: str | None = None, streaming: bool = False) -> dict[str, Any]:
+    """Read a Hub dataset, a local json, jsonl, txt or parquet file, or a folder of them, as splits by name.
+
+    Raises:
+        DataError: it does not exist or cannot be read.
+    """
+    path = Path(name)
+    with _data_errors(name):
+        if path.exists():
+            files = _data_files(path)
+            reader = FILE_READERS[next(iter(files.values()))[0].suffix]
+            by_split = {split: [str(file) for file in found] for split, found in files.items()}
+            return dict(load_dataset(reader, data_files=by_split, streaming=streaming, **_decoding(reader)))
+        if _is_local(name):
+            raise DataError(f"{name} does not exist. Relative paths start at the current directory.")
+        return dict(load_dataset(name, config, streaming=streaming))
+
+
+def _is_local(name: str) -> bool:
+    return Path(name).exists() or Path(name).suffix in FILE_READERS or name.startswith((".", "/"))
+
+
+@contextlib.contextmanager
+def _data_errors(name: str) -> Iterator[None]:
+    """Turn any error of the readers into one DataError."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        lines = [line for line in str(error.__cause__ or error).splitlines() if line.strip()] or [type(error).__name__]
+        raise DataError(
+            f"{name} cannot be read: {lines[0]} Use a Hub id, a json, jsonl, txt or parquet file, or a folder of such files."
+        ) from error
+
+
+def _decoding(reader: str) -> dict[str, str]:
+    """Return reader options that mark invalid UTF-8, so that these rows can be dropped and counted.
+
+    Source: datasets 5.2, packaged_modules/json: `encoding_errors` applies only if the encoding is not spelled "utf-8".
+    """
+    if reader == "parquet":
+        return {}
+    codecs.register_error("hf_fsdp_recipes.mark", lambda error: (NOT_UTF8_MARK, error.end))  # type: ignore[attr-defined]
+    return {"encoding": "utf8", "encoding_errors": "hf_fsdp_recipes.mark"}
+
+
+def _data_files(path: Path) -> dict[str, list[Path]]:
+    """Return a path's data files by split; in a folder, files named test*, eval* or valid* are the test split."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in FILE_READERS)
+    if not files or any(file.suffix not in FILE_READERS for file in files):
+        raise DataError(f"{path} has no readable data. Use {', '.join(FILE_READERS)} files.")
+    if len({FILE_READERS[file.suffix] for file in files}) > 1:
+        raise DataError(f"{path} mixes file types. Keep one of json/jsonl, txt and parquet per folder.")
+    if all(_is_empty(file) for file in files):
+        raise DataError(f"{path} has no rows.")
+    test = [file for file in files if file.stem.startswith(("test", "eval", "valid")) and len(files) > 1]
+    splits = {"train": [file for file in files if file not in test], "test": test}
+    return {split: found for split, found in splits.items() if found}
+
+
+def _is_empty(file: Path) -> bool:
+    """Tell whether a file holds no rows, for which the readers raise misleading errors."""
+    return file.stat().st_size < 16 and file.read_bytes().strip() in (b"", b"[]")
+
+
+def _select_split(splits: dict[str, Any], split: str, name: str) -> Any:
+    if split not in splits:
+        raise DataError(
+            f"{name} has no split {split!r}, only {sorted(splits)}. Set dataset_train_split to one of them."
+        )
+    return splits[split]
+
+
+def check_num_rows(rows: Any, name: str, num_ranks: int) -> None:
+    """Refuse data with fewer rows than ranks. Streams pass, because their rows cannot be counted.
+
+    Raises:
+        DataError: too few rows.
+    """
+    if not hasattr(rows, "__len__"):
+        return
+    if len(rows) == 0:
+        raise DataError(f"{name} has no rows.")
+    if len(rows) < num_ranks:
+        raise DataError(
+            f"{name} has {len(rows)} rows for {num_ranks} ranks; each rank needs one per step. Use fewer ranks."
+        )

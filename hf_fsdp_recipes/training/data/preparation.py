@@ -1,0 +1,178 @@
+"""From rows as they were read to rows that SFTTrainer trains on: filtered, tokenized, mixed and packed."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import Dataset, Features, List, Value, concatenate_datasets, interleave_datasets
+from transformers import PreTrainedTokenizerBase
+from trl import get_training_chat_template, pack_dataset
+from trl.chat_template_utils import has_generation_markers
+
+from hf_fsdp_recipes.errors import DataError
+from hf_fsdp_recipes.training.arguments import Arguments
+from hf_fsdp_recipes.training.data.dataset_parts import DatasetPart, check_num_rows, load_parts
+from hf_fsdp_recipes.training.data.filtering import RowCounts, check_any_kept, filter_rows
+from hf_fsdp_recipes.training.data.row_formats import to_sft_format
+from hf_fsdp_recipes.training.data.row_tokenizer import RowTokenizer, has_trainable_label, is_conversational
+
+SPLITTING_STRATEGIES = ("bfd_split", "wrapped")  # the rest of a long row continues in the next sequence
+FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "status": Value("int8")})
+
+
+@dataclass
+class TrainingRows:
+    """The datasets for SFTTrainer.
+
+    Attributes:
+        counts: what was kept and dropped, by dataset name and split.
+    """
+
+    train: Any  # Dataset or RowStream
+    evaluation: Any = None  # Dataset, datasets.IterableDataset or None
+    counts: dict[str, RowCounts] = field(default_factory=dict)
+
+
+class Preparation:
+    """Prepares rows according to a run's arguments.
+
+    Args:
+        arguments: the recipe's.
+        tokenizer: from `tokenizer_for_rows`.
+    """
+
+    def __init__(self, arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.training = arguments.training
+        self.recipe = arguments.recipe
+
+    def max_length(self, packing: bool) -> int | None:
+        """Return the length in tokens to which rows are truncated, or None if nothing is truncated."""
+        splits = packing and self.training.packing_strategy in SPLITTING_STRATEGIES
+        return None if splits else self.training.max_length
+
+    def tokenize(self, rows: Dataset, name: str, packing: bool) -> tuple[Dataset, RowCounts]:
+        """Return `input_ids` and `labels` of the rows that can be trained on, and the counts of all rows.
+
+        Raises:
+            DataError: unknown columns, or a chat template that is missing or does not mark the assistant's messages.
+        """
+        training = self.training
+        rows = to_sft_format(rows, name, training.dataset_text_field, self.recipe.prompt_template)
+        tokenized = rows.map(
+            self._row_tokenizer(rows, name, packing),
+            remove_columns=rows.column_names,
+            features=FEATURES,
+            num_proc=training.dataset_num_proc,
+            desc=f"Tokenizing {name}",
+        )
+        return filter_rows(tokenized)
+
+    def pack(self, rows: Dataset, name: str, packing: bool) -> Dataset:
+        """Pack tokenized rows if `packing` is on, and shuffle them if `shuffle_dataset` is set."""
+        training = self.training
+        if packing:
+            rows = self._shuffle(rows)  # so that rows in one sequence are not correlated
+            options = {"num_proc": training.dataset_num_proc, "desc": f"Packing {name}"}
+            rows = pack_dataset(rows, training.max_length, training.packing_strategy, options)
+        rows = self._shuffle(rows)
+        if packing and self.max_length(packing) is None:  # a sequence may consist of nothing but a split prompt
+            rows = rows.filter(has_trainable_label, num_proc=training.dataset_num_proc)
+        return rows
+
+    def _shuffle(self, rows: Dataset) -> Dataset:
+        return rows.shuffle(seed=self.training.seed) if self.training.shuffle_dataset else rows
+
+    def _row_tokenizer(self, rows: Dataset, name: str, packing: bool) -> RowTokenizer:
+        training = self.training
+        is_completion = {"prompt", "completion"} <= set(rows.column_names)
+        return RowTokenizer(
+            tokenizer=self.tokenizer,
+            text_column=training.dataset_text_field,
+            chat_template=self._training_template(rows, name),
+            completion_only=is_completion if training.completion_only_loss is None else training.completion_only_loss,
+            assistant_only=training.assistant_only_loss,
+            add_special_tokens=self.recipe.add_special_tokens,
+            append_end_token=self.recipe.append_concat_token,
+            max_length=self.max_length(packing),
+            keep_end=training.truncation_mode == "keep_end" and not packing,
+            special_ids=tuple(sorted(self.tokenizer.all_special_ids)),
+        )
+
+    def _training_template(self, rows: Dataset, name: str) -> str | None:
+        """Return TRL's chat template for training if assistant_only_loss needs one, or None to use the tokenizer's."""
+        if "input_ids" in rows.column_names:
+            return None
+        columns = {"messages", "prompt", self.training.dataset_text_field} & set(rows.column_names)
+        first: dict[str, Any] = next((row for row in rows if any(row[column] for column in columns)), {})
+        holds_messages, template = is_conversational(first), self.tokenizer.chat_template
+        if holds_messages and template is None:
+            raise DataError(
+                f"{name} holds messages, but the tokenizer has no chat template. Set chat_template_path to a .jinja file or a "
+                f"model that has one, or use prompt/completion data."
+            )
+        needs_end_token = self.recipe.append_concat_token or "completion" in rows.column_names
+        if not holds_messages and needs_end_token and self.tokenizer.eos_token is None:
+            raise DataError(f"{name} needs an end token, but the tokenizer has none. Set eos_token.")
+        if not self.training.assistant_only_loss:
+            return None
+        if not holds_messages:
+            raise DataError(
+                f"assistant_only_loss needs messages, but {name} has none. Use completion_only_loss for prompt/completion rows."
+            )
+        if has_generation_markers(template):
+            return None
+        try:
+            return get_training_chat_template(self.tokenizer)
+        except Exception as error:
+            raise DataError(
+                "assistant_only_loss needs a chat template that marks the assistant's messages. Set chat_template_path to one "
+                "with {% generation %} and {% endgeneration %} around them."
+            ) from error
+
+
+def prepare(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
+    """Read and prepare all rows that a run trains and evaluates on. One rank; no collective.
+
+    Raises:
+        DataError: a dataset has no usable rows, or too few for the ranks.
+    """
+    training, preparation = arguments.training, Preparation(arguments, tokenizer)
+    rows, parts = TrainingRows(None), load_parts(arguments)
+    train = [_tokenize_part(preparation, part, part.train, "train", training.packing, rows) for part in parts]
+    rows.train = preparation.pack(_mix(train, parts, arguments), "train", training.packing)
+    check_num_rows(rows.train, " + ".join(part.name for part in parts) + " (prepared)", training.world_size)
+    if parts[0].evaluation is not None:
+        packing = packs_evaluation(arguments)
+        held_out = [_tokenize_part(preparation, part, part.evaluation, "evaluation", packing, rows) for part in parts]
+        rows.evaluation = preparation.pack(concatenate_datasets(held_out), "eval", packing)
+    return rows
+
+
+def packs_evaluation(arguments: Arguments) -> bool:
+    """Tell whether evaluation rows are packed; by default they are if training rows are."""
+    training = arguments.training
+    return training.packing if training.eval_packing is None else training.eval_packing
+
+
+def _tokenize_part(
+    preparation: Preparation, part: DatasetPart, raw: Any, split: str, packing: bool, rows: TrainingRows
+) -> Dataset:
+    """Tokenize one split of a part and add its counts to `rows`."""
+    tokenized, counts = preparation.tokenize(raw, part.name, packing)
+    check_any_kept(counts, part.name, preparation.max_length(packing))
+    key = f"{part.name} ({split})"
+    rows.counts[key] = rows.counts.get(key, RowCounts()) + counts
+    return tokenized
+
+
+def _mix(tokenized: list[Dataset], parts: list[DatasetPart], arguments: Arguments) -> Dataset:
+    """Draw rows by the parts' fractions, or concatenate all rows if there are none."""
+    fractions = [part.fraction for part in parts if part.fraction is not None]
+    if len(parts) == 1 or not fractions:
+        return concatenate_datasets(tokenized)
+    return interleave_datasets(
+        tokenized,
+        probabilities=[fraction / sum(fractions) for fraction in fractions],
+        seed=arguments.training.seed,
+        stopping_strategy=arguments.recipe.stopping_strategy,
+    )

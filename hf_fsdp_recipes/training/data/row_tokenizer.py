@@ -1,0 +1,154 @@
+"""Turns one row into the tokens and labels that TRL's SFTTrainer would make of it, or the reason why it is dropped.
+
+SFTTrainer prepares rows in a method that needs a trainer with a model, and waits for other ranks in barriers that can
+time out. This does the same for one row, in one pass, on rank 0 alone, on a machine without GPUs, or block by block of a
+stream. tests/test_preparation.py compares it with SFTTrainer for every kind of row.
+
+Source: trl 1.16 `SFTTrainer._prepare_dataset`: `add_eos`, `tokenize_fn`, `build_labels`, `truncate`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+from trl.data_utils import common_prefix_length
+
+from hf_fsdp_recipes.training.data.filtering import RowStatus, check_row
+
+logger = logging.get_logger(__name__)
+NO_LABEL = -100
+# Longer texts are cut before they are tokenized, which takes about 180 bytes per character.
+MAX_CHARACTERS = 1_000_000
+MAX_CHARACTERS_PER_TOKEN = 64
+CACHE_VERSION = 1  # part of the key of datasets' cache; increase it if a row would become other tokens
+
+
+@dataclass(frozen=True, eq=False)
+class RowTokenizer:
+    """A function for `datasets.map` that returns `input_ids`, `labels` and `status` of a row."""
+
+    tokenizer: PreTrainedTokenizerBase
+    text_column: str
+    chat_template: str | None  # None: the tokenizer's own
+    completion_only: bool
+    assistant_only: bool
+    add_special_tokens: bool  # to plain text
+    append_end_token: bool  # to plain text
+    max_length: int | None  # in tokens; None truncates nothing
+    keep_end: bool  # of longer rows, instead of their start
+    special_ids: tuple[int, ...]
+    cache_version: int = CACHE_VERSION
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Check, tokenize, label and truncate a row."""
+        row = dict(row)
+        status = check_row(row, self.text_column, self.assistant_only)
+        if status is not RowStatus.KEPT:
+            return _dropped(status)
+        row = self._shorten(row)
+        try:
+            tokens = self._tokenize(row)
+        except Exception:  # templates raise jinja's errors, and any error of the expressions in them
+            if is_conversational(row):
+                return _dropped(RowStatus.REJECTED)
+            raise
+        if "input_ids" not in row and "assistant_masks" in tokens and 1 not in tokens["assistant_masks"]:
+            return _dropped(RowStatus.NO_MARKED_ANSWER)
+        return self._finish(list(tokens["input_ids"]), self._labels(tokens))
+
+    def _shorten(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Cut very long texts if truncation would drop the rest anyway."""
+        if self.max_length is None or self.keep_end:
+            return row
+        limit = max(MAX_CHARACTERS, self.max_length * MAX_CHARACTERS_PER_TOKEN)
+        names = (self.text_column, "messages", "prompt", "completion")
+        return row | {name: _shorten_text(row[name], limit) for name in names if name in row}
+
+    def _tokenize(self, row: dict[str, Any]) -> Mapping[str, Any]:
+        """Return `input_ids` and the masks of what is learned."""
+        if "input_ids" in row:
+            return row
+        if "prompt" in row and "completion" in row:
+            return self._tokenize_completion(row)
+        if "messages" in row:
+            return self._render(row["messages"], row, return_assistant_tokens_mask=self.assistant_only)
+        if self.add_special_tokens and self.append_end_token:
+            return self.tokenizer(text=self._with_end_token(row)[self.text_column])
+        end = [self.tokenizer.eos_token_id] if self.append_end_token else []
+        tokens = self.tokenizer(text=row[self.text_column], add_special_tokens=self.add_special_tokens)
+        return {"input_ids": tokens["input_ids"] + end}
+
+    def _tokenize_completion(self, row: dict[str, Any]) -> dict[str, Any]:
+        tokens: dict[str, Any]
+        if is_conversational(row):
+            prompt = self._render(row["prompt"], row, add_generation_prompt=True)["input_ids"]
+            messages = row["prompt"] + row["completion"]
+            tokens = dict(self._render(messages, row, return_assistant_tokens_mask=self.assistant_only))
+        else:
+            row = self._with_end_token(row)
+            prompt = self.tokenizer(text=row["prompt"])["input_ids"]
+            tokens = dict(self.tokenizer(text=row["prompt"] + row["completion"]))
+        num_prompt = common_prefix_length(prompt, tokens["input_ids"])
+        if num_prompt < len(prompt):
+            logger.warning_once(
+                "The tokens of a prompt are not a prefix of the tokens of prompt and completion: tokens merge across the "
+                "boundary, or the chat template renders a prompt without an answer differently. The completion starts at "
+                f"the first difference, before {self.tokenizer.decode(prompt[num_prompt:])!r}. Printed once."
+            )
+        return tokens | {"completion_mask": [0] * num_prompt + [1] * (len(tokens["input_ids"]) - num_prompt)}
+
+    def _render(self, messages: list[dict[str, Any]], row: dict[str, Any], **options: Any) -> Mapping[str, Any]:
+        tools = row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        options |= {"chat_template": self.chat_template, "tools": tools, **(row.get("chat_template_kwargs") or {})}
+        return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
+
+    def _with_end_token(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Append the end token to the text or, if there is no text column without one, to the completion."""
+        end = self.tokenizer.eos_token
+        for column in (self.text_column, "completion"):
+            if isinstance(row.get(column), str) and not row[column].endswith(end):
+                return row | {column: row[column] + end}
+        return row
+
+    def _labels(self, tokens: Mapping[str, Any]) -> list[int]:
+        if tokens.get("labels") is not None:
+            return list(tokens["labels"])
+        names = ("completion_mask", "assistant_masks") if self.completion_only else ("assistant_masks",)
+        masks = [tokens[name] for name in names if name in tokens]
+        return [token if all(bits) else NO_LABEL for token, *bits in zip(tokens["input_ids"], *masks, strict=False)]
+
+    def _finish(self, ids: list[int], labels: list[int]) -> dict[str, Any]:
+        """Truncate, and drop what is left with nothing to learn."""
+        if set(ids) <= set(self.special_ids):
+            return _dropped(RowStatus.SPECIAL_TOKENS_ONLY)
+        limit = len(ids) if self.max_length is None else self.max_length
+        status = RowStatus.TRUNCATED if len(ids) > limit else RowStatus.KEPT
+        part = slice(-limit, None) if self.keep_end else slice(limit)
+        tokens = {"input_ids": ids[part], "labels": labels[part], "status": int(status)}
+        return tokens if has_trainable_label(tokens) else _dropped(RowStatus.NOTHING_TO_LEARN)
+
+
+def is_conversational(row: Mapping[str, Any]) -> bool:
+    """Tell whether a row holds messages rather than text or tokens."""
+    return isinstance(row["prompt"] if "prompt" in row and "completion" in row else row.get("messages"), list)
+
+
+def has_trainable_label(row: Mapping[str, Any]) -> bool:
+    """Tell whether a row has a label after its first token, which is never predicted."""
+    return any(label != NO_LABEL for label in row["labels"][1:])
+
+
+def _dropped(status: RowStatus) -> dict[str, Any]:
+    return {"input_ids": [], "labels": [], "status": int(status)}
+
+
+def _shorten_text(value: Any, num_characters: int) -> Any:
+    if isinstance(value, str):
+        return value[:num_characters]
+    if isinstance(value, dict) and isinstance(value.get("content"), str):  # a message
+        return value | {"content": value["content"][:num_characters]}
+    return [_shorten_text(message, num_characters) for message in value] if isinstance(value, list) else value
