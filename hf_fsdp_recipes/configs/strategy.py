@@ -1,4 +1,4 @@
-"""What an Accelerate config says about sharding: the one place that reads it, for every tool that needs to know."""
+"""Read from an Accelerate config how a model is sharded."""
 
 from dataclasses import dataclass
 from pathlib import Path

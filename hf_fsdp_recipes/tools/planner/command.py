@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     model: Annotated[Optional[str], typer.Option(help="Hub id, model directory or config.json.")] = None,
-    template: Annotated[str, typer.Option(help="Shipped template, or path of an Accelerate config.")] = (
+    template: Annotated[str, typer.Option(help="Name of a template, or path of an Accelerate config.")] = (
         "fsdp2_full_shard"
     ),
     config: Annotated[Optional[Path], typer.Option(help="Recipe to take settings from.")] = None,

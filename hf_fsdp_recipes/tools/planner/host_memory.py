@@ -10,8 +10,8 @@ from hf_fsdp_recipes.loading.distribute import BUCKET_BYTES
 from hf_fsdp_recipes.tools.planner.memory_planner import OPTIMIZER, PARAMETERS, MemoryPlan
 
 PROCESS_BYTES = 930_000_000  # a rank before it loads anything: 926 and 933 MB in the distributed training guide
-LOADING_BYTES = 60_000_000  # per rank, besides its shard and the buckets, for either source
-QUANTIZING_BYTES = 500_000_000  # per rank, besides its shard and the largest weight, while 4-bit weights are made
+LOADING_BYTES = 60_000_000  # per rank, in addition to its shard and the buckets, for either source
+QUANTIZING_BYTES = 500_000_000  # per rank, in addition to its shard and the largest weight, for 4-bit weights
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where a planned job comes from: command-line options, over a recipe's keys, over TRL's defaults."""
+"""Build the job to plan from command-line options, a recipe's keys and TRL's defaults, in this order."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -199,7 +199,7 @@ def _update_bytes(units: list[FsdpUnit], job: TrainingJob) -> int:
 
 
 def _quantization_bytes(units: list[FsdpUnit], job: TrainingJob) -> dict[str, int]:
-    """Return what 4-bit weights need besides their shards: all scales on every rank, and one unpacked weight."""
+    """Return what 4-bit weights need in addition to their shards: all scales, and one unpacked weight."""
     if not job.is_4bit:
         return {}
     packed = [p.num_elements for unit in units for p in unit.parameters if p.sharded_item_bytes == PACKED_ITEM_BYTES]

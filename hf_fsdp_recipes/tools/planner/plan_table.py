@@ -97,14 +97,11 @@ def _host_table(plan: MemoryPlan) -> list[str]:
 
 def _traffic_table(traffic: StepTraffic, plan: MemoryPlan) -> list[str]:
     cluster = plan.job.cluster
-    rows = [("traffic per step", "bytes", "bandwidth", "")]
-    rows.append(
-        ("into each GPU", format_bytes(traffic.gpu_bytes), f"{format_bytes(cluster.gpu_bytes_per_second)}/s", "")
-    )
+    links = [("into each GPU", traffic.gpu_bytes, cluster.gpu_bytes_per_second)]
     if cluster.num_nodes > 1:
-        rows.append(
-            ("into each node", format_bytes(traffic.node_bytes), f"{format_bytes(cluster.node_bytes_per_second)}/s", "")
-        )
+        links.append(("into each node", traffic.node_bytes, cluster.node_bytes_per_second))
+    rows = [("traffic per step", "bytes", "bandwidth", "")]
+    rows += [(link, format_bytes(num_bytes), f"{format_bytes(rate)}/s", "") for link, num_bytes, rate in links]
     if traffic.compute_seconds is None:
         compute = "compute unknown: the FLOPs of this architecture cannot be counted"
     else:

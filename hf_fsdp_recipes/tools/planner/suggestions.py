@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_fsdp_recipes.configs.strategy import FSDP1_STRATEGIES
+from hf_fsdp_recipes.configs.templates import Template
 from hf_fsdp_recipes.errors import PlanError
 from hf_fsdp_recipes.metrics import progress
 from hf_fsdp_recipes.tools.planner.communication import StepTraffic, estimate_traffic
@@ -99,10 +100,7 @@ def _changes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     if not job.is_4bit and "8bit" not in job.optimizer and job.optimizer != "sgd":
         yield "8-bit optimizer (adamw_8bit)", job.replace(optimizer="adamw_8bit")
     if not job.strategy.is_offloaded and not job.strategy.on_cpu:
-        yield (
-            "parameters and optimizer offloaded to the host",
-            job.replace(is_offloaded=True, name=f"{job.strategy.name}_offload"),
-        )
+        yield "parameters and optimizer offloaded to the host", _with_strategy(job, is_offloaded=True)
     if job.strategy.sharding != "no_shard" and not job.strategy.is_hybrid:
         num_gpus = 2 * job.cluster.num_gpus
         while num_gpus <= MAX_GPUS:
@@ -121,9 +119,16 @@ def with_sharding(job: TrainingJob, sharding: str) -> TrainingJob:
     Raises:
         PlanError: the cluster does not allow the strategy.
     """
-    version = 1 if sharding == "no_shard" else job.strategy.version
-    name = "no_shard" if sharding == "no_shard" else f"fsdp{version}_{sharding}"
-    return job.replace(sharding=sharding, version=version, name=name + "_offload" * job.strategy.is_offloaded)
+    return _with_strategy(job, sharding=sharding, version=1 if sharding == "no_shard" else job.strategy.version)
+
+
+def _with_strategy(job: TrainingJob, **fields: Any) -> TrainingJob:
+    """Return the job with another strategy, under the name of its template."""
+    job = job.replace(**fields)
+    settings: dict[str, Any] = {
+        key: getattr(job.strategy, key) for key in ("version", "is_offloaded", "min_num_params")
+    }
+    return job.replace(name=Template(**settings | {"strategy": job.strategy.sharding}).name)
 
 
 def compare_strategies(planner: MemoryPlanner, job: TrainingJob) -> list[Alternative]:
