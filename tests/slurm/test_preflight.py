@@ -84,7 +84,7 @@ def test_job_whose_output_directory_is_not_shared_does_not_train(submit, cluster
         job.wait_until_state("FAILED", 60)
     finally:
         cluster.run("srun", "--nodelist=node2", "umount", output)
-    error = job.text().split("last words, from ")[1]
+    error = job.text().split("errors found in ")[1]
     assert re.search(r"^PreflightError: .*node2.*", error, flags=re.MULTILINE)
     assert str(output) in error
     assert "'loss'" not in job.text()
