@@ -528,6 +528,13 @@ def test_command_line_starts_without_torch():
     assert json.loads(done.stdout.replace("'", '"')) == []
 
 
+def test_incomplete_launcher_variables_are_named():
+    nodes = with_environment(0, [Node([])], WORLD_SIZE="2", RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    (result,) = run(*nodes)
+    assert result.status == 1
+    assert "WORLD_SIZE is set but LOCAL_RANK is not" in result.error
+
+
 def test_incomplete_flags_are_named():
     (result,) = run(Node(["--num-nodes", 2]))
     assert result.status == 1

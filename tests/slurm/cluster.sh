@@ -1,14 +1,14 @@
 #!/bin/bash
-# A throw-away Slurm with two nodes on this one machine, for tests. Needs root, and the Debian packages that `start` fetches.
+# A temporary two-node Slurm on one machine, for tests. Needs root; `start` installs the Debian packages it lacks.
 #
-#   cluster.sh start        start munge, slurmctld and two nodes; say where slurm.conf is
-#   cluster.sh run CMD...   run a client (sbatch, scontrol, ...) where the controller is
-#   cluster.sh crash NODE   cut its power: everything on it is gone at once
-#   cluster.sh boot NODE    switch it on again
-#   cluster.sh stop         end every process that start and boot began
+#   cluster.sh start        start munge, slurmctld and two nodes; print the path of slurm.conf
+#   cluster.sh run CMD...   run a client (sbatch, scontrol, ...) in the controller's network
+#   cluster.sh crash NODE   kill everything on a node at once, like a power failure
+#   cluster.sh boot NODE    start it again
+#   cluster.sh stop         kill every process that start and boot started
 #
-# A node has a network (10.77.0.x), process ids, mounts and a host name of its own, so that a wrong master address, a
-# taken port or a directory that is not shared behave as between two machines. All state is in SLURM_TEST_DIR.
+# Each node has its own network (10.77.0.x), process IDs, mounts and host name, so that a wrong master address, a port in
+# use or an unshared directory behave as they do between two machines. All state is in SLURM_TEST_DIR.
 set -euo pipefail
 
 STATE=${SLURM_TEST_DIR:-${TMPDIR:-/tmp}/hf-fsdp-slurm}
@@ -17,7 +17,7 @@ FREEZER=/sys/fs/cgroup/freezer
 PACKAGES="munge slurmctld slurmd slurm-client"
 export SLURM_CONF=$STATE/slurm.conf PATH=$PATH:/usr/sbin:/sbin
 
-# ---- processes: a pid file holds pid and start time, so that a reused pid is never taken for ours
+# ---- processes: a pid file holds pid and start time, so that we never kill another process that reuses the pid
 
 start_time() { awk '{ sub(/^.*\) /, ""); if ($1 != "Z") print $20 }' "/proc/$1/stat" 2>/dev/null || true; }
 pid_of()     { cut -d' ' -f1 "$STATE/$1.pid"; }
@@ -36,36 +36,36 @@ end() {
   rm -f "$STATE/$name.pid"
 }
 is_gone()    { ! is_alive "$1"; }
-wait_until() { local till=$((SECONDS + $1)); shift; until "$@"; do [ $SECONDS -lt $till ] || return 1; sleep 0.05; done; }
+wait_until() { local deadline=$((SECONDS + $1)); shift; until "$@"; do [ $SECONDS -lt $deadline ] || return 1; sleep 0.05; done; }
 die()        { echo "cluster.sh: $*" >&2; exit 1; }
-cannot()     { echo "cluster.sh: $*" >&2; exit 77; }  # nothing is broken, but not on this machine
+skip()       { echo "cluster.sh: $*" >&2; exit 77; }  # this machine cannot run the cluster
 
 # ---- set-up
 
 install_packages() {
   type munged slurmctld slurmd sbatch >/dev/null 2>&1 && return
-  type apt-get >/dev/null 2>&1 || cannot "no slurmctld, and no apt-get to install it with: $PACKAGES"
-  local policy=/usr/sbin/policy-rc.d ours='' get="apt-get install -y -q --no-install-recommends $PACKAGES"
-  # Without this the packages start their own daemons and leave them running.
-  [ -e $policy ] || { printf '#!/bin/sh\nexit 101\n' > $policy; chmod 755 $policy; ours=1; }
+  type apt-get >/dev/null 2>&1 || skip "no slurmctld, and no apt-get to install it with: $PACKAGES"
+  local policy=/usr/sbin/policy-rc.d created='' get="apt-get install -y -q --no-install-recommends $PACKAGES"
+  # Keeps the packages from starting their own daemons.
+  [ -e $policy ] || { printf '#!/bin/sh\nexit 101\n' > $policy; chmod 755 $policy; created=1; }
   export DEBIAN_FRONTEND=noninteractive
   { $get || { apt-get update -q && $get; }; } >"$LOGS/apt.out" 2>&1 </dev/null || true
-  [ -z "$ours" ] || rm -f $policy
-  type munged slurmctld slurmd sbatch >/dev/null 2>&1 || cannot "apt-get could not install $PACKAGES: $(tail -n1 "$LOGS/apt.out")"
+  [ -z "$created" ] || rm -f $policy
+  type munged slurmctld slurmd sbatch >/dev/null 2>&1 || skip "apt-get could not install $PACKAGES: $(tail -n1 "$LOGS/apt.out")"
 }
 
 write_config() {
-  # Only cgroup delivers a signal as production clusters do: to the first process of a task, not to its whole tree.
+  # With cgroup a signal reaches only the first process of a task, as on production clusters, not all of them.
   local tracking=linuxproc
   [ ! -w $FREEZER ] || tracking=cgroup
   mkdir -p "$STATE"/{munge,ctld,spool.node1,spool.node2}
   chmod 755 "$STATE" "$STATE/munge"
   [ -s "$STATE/munge/key" ] || (umask 077; head -c 128 /dev/urandom > "$STATE/munge/key")
   printf '%s\n' '127.0.0.1 localhost' '10.77.0.1 node1' '10.77.0.2 node2' > "$STATE/hosts"
-  for gpu in gpu0 gpu1; do [ -c "$STATE/$gpu" ] || mknod "$STATE/$gpu" c 1 3; done  # /dev/null in the part of a GPU
+  for gpu in gpu0 gpu1; do [ -c "$STATE/$gpu" ] || mknod "$STATE/$gpu" c 1 3; done  # /dev/null plays the GPU
   echo "NodeName=node[1-2] Name=gpu File=$STATE/gpu[0-1]" > "$STATE/gres.conf"
   printf '%s\n' CgroupPlugin=cgroup/v1 CgroupMountpoint=${FREEZER%/*} CgroupAutomount=no > "$STATE/cgroup.conf"
-  # FirstJobId: two such clusters at once share the cgroup names of their nodes, and must not share those of jobs.
+  # FirstJobId: two clusters at once share their nodes' cgroups, so their job IDs must differ.
   cat > "$STATE/slurm.conf" <<END
 ClusterName=test
 SlurmctldHost=localhost(10.77.0.254)
@@ -107,7 +107,7 @@ PartitionName=high Nodes=node[1-2] PriorityTier=2 PreemptMode=OFF
 END
 }
 
-# ---- the parts of the cluster
+# ---- the daemons
 
 client()        { nsenter -t "$(pid_of slurmctld)" -n -- "$@"; }
 munge_answers() { munge -S "$STATE/munge/socket" -n >/dev/null 2>&1; }
@@ -131,7 +131,7 @@ first_process() { pgrep -P "$(pid_of "$1")" > "$STATE/first.$1"; }
 
 boot() {
   local node=$1 number=${1#node}
-  # --kill-child: when the process in the pid file dies, so does the first one of the node, and with it all others.
+  # --kill-child: when the process in the pid file dies, so does the node's first process, and with it all others.
   # shellcheck disable=SC2016
   launch "$node" unshare --net --uts --mount --pid --fork --kill-child --mount-proc -- bash -c '
     hostname "$1"; mount --bind "$2/hosts" /etc/hosts
@@ -139,19 +139,19 @@ boot() {
     ip addr add "10.77.0.$3/24" dev eth0; ip link set eth0 up
     slurmd -N "$1" -D & wait; sleep infinity' slurmd "$node" "$STATE" "$number"
   wait_until 5 first_process "$node" || die "$node did not start: $(tail -n1 "$LOGS/$node.out")"
-  client ip link del "veth$number" 2>/dev/null || true  # of a node that crashed a moment ago
+  client ip link del "veth$number" 2>/dev/null || true  # left over from a crash
   client ip link add "veth$number" type veth peer name eth0 netns "$(head -n1 "$STATE/first.$node")"
   client ip link set "veth$number" master br0 up
 }
 
 crash() {
-  client ip link set "veth${1#node}" down  # first, or its dying processes would still say goodbye to the others
+  client ip link set "veth${1#node}" down  # first, or its dying processes could still notify the others
   end "$1" KILL
 }
 
 start() {
-  [ "$(id -u)" = 0 ] || cannot "needs root, for network namespaces and slurmd"
-  unshare --net --pid --fork --mount-proc true 2>/dev/null || cannot "needs to make namespaces, and this machine does not let it"
+  [ "$(id -u)" = 0 ] || skip "needs root for network namespaces and slurmd"
+  unshare --net --pid --fork --mount-proc true 2>/dev/null || skip "this machine does not allow creating namespaces"
   mkdir -p "$LOGS"
   stop
   install_packages

@@ -1,4 +1,4 @@
-"""One Slurm with two nodes for the whole session, and jobs on it."""
+"""A two-node Slurm for the test session, and jobs on it."""
 
 import json
 import os
@@ -16,10 +16,10 @@ import yaml
 from tests.recipes.launching import ROOT, environment
 
 SCRIPT = ROOT / "tests" / "slurm" / "cluster.sh"
-CANNOT = 77  # cluster.sh: not on this machine
-ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
+SKIP_STATUS = 77  # of cluster.sh on a machine that cannot run it
+FINISHED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
 NUM_STEPS = 24
-SETTINGS = {
+RECIPE = {
     "max_steps": NUM_STEPS,
     "save_steps": 4,
     "logging_steps": 1,
@@ -32,10 +32,12 @@ SETTINGS = {
 }
 
 
-def wait_until(is_true, seconds, what):
+def wait_until(is_true, seconds, description):
     deadline = time.monotonic() + seconds
     while not (found := is_true()):
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what() if callable(what) else what}"
+        assert time.monotonic() < deadline, (
+            f"not within {seconds} s: {description() if callable(description) else description}"
+        )
         time.sleep(0.3)
     return found
 
@@ -44,11 +46,11 @@ class Cluster:
     def __init__(self, state: Path) -> None:
         self.environment = environment(SLURM_TEST_DIR=str(state), PYTHONPATH=str(ROOT))
         self.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self.environment.pop("ACCELERATE_USE_CPU", None)  # launch.slurm has to find that out
+        self.environment.pop("ACCELERATE_USE_CPU", None)  # launch.slurm detects it
 
-    def script(self, *words: object, timeout_seconds: float = 60, **variables: str) -> subprocess.CompletedProcess:
+    def script(self, *arguments: object, timeout_seconds: float = 60, **variables: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [str(SCRIPT), *map(str, words)],
+            [str(SCRIPT), *map(str, arguments)],
             cwd=ROOT,
             env=self.environment | variables,
             capture_output=True,
@@ -57,9 +59,9 @@ class Cluster:
             check=False,
         )
 
-    def run(self, *words: object, **variables: str) -> str:
-        done = self.script("run", *words, **variables)
-        assert done.returncode == 0, (words, done.stdout, done.stderr)
+    def run(self, *arguments: object, **variables: str) -> str:
+        done = self.script("run", *arguments, **variables)
+        assert done.returncode == 0, (arguments, done.stdout, done.stderr)
         return done.stdout
 
     def is_idle(self) -> bool:
@@ -67,7 +69,7 @@ class Cluster:
 
 
 class Job:
-    """A job of recipes/launch.slurm (or of the script given) and what it left so far."""
+    """A job that runs recipes/launch.slurm (or the given script), and its output so far."""
 
     def __init__(self, cluster, directory, arguments, options=(), script="recipes/launch.slurm", **variables):
         self.cluster, self.directory, self.run_directory = cluster, directory, directory / "run"
@@ -78,24 +80,26 @@ class Job:
             "LOG_DIR": str(directory / "logs"),
             "PREFLIGHT": "0",
         }
-        words = ["sbatch", "--parsable", "--nodes=2", f"--output={self.output}", *options, script, *arguments]
-        self.id = cluster.run(*words, **defaults | variables).strip()
+        command = ["sbatch", "--parsable", "--nodes=2", f"--output={self.output}", *options, script, *arguments]
+        self.id = cluster.run(*command, **defaults | variables).strip()
 
     def text(self) -> str:
         return self.output.read_text() if self.output.exists() else ""
 
-    def says(self) -> str:
+    def launcher_log(self) -> str:
         return "\n".join(line for line in self.text().splitlines() if line.startswith("launch.slurm"))
 
     def field(self, name: str) -> str:
         found = re.search(rf"\b{name}=(\S*)", self.cluster.run("scontrol", "-o", "show", "job", self.id))
         return found.group(1) if found else ""
 
-    def wait_for(self, words: str, seconds: float = 90) -> None:
-        wait_until(lambda: re.search(words, self.text()), seconds, lambda: f"{words!r} in\n{self.text()}")
+    def wait_for(self, pattern: str, seconds: float = 90) -> None:
+        wait_until(lambda: re.search(pattern, self.text()), seconds, lambda: f"{pattern!r} in\n{self.text()}")
 
     def wait_until_state(self, state: str, seconds: float = 120) -> None:
-        wait_until(lambda: self.field("JobState") in {state, *ENDED}, seconds, lambda: f"{state} after\n{self.text()}")
+        wait_until(
+            lambda: self.field("JobState") in {state, *FINISHED}, seconds, lambda: f"{state} after\n{self.text()}"
+        )
         assert self.field("JobState") == state, self.text()
 
     def checkpoints(self) -> list[int]:
@@ -108,11 +112,13 @@ class Job:
 
 @pytest.fixture(scope="session")
 def cluster():
-    state = Path(tempfile.mkdtemp(prefix="slurm-"))  # munge wants every folder above its socket open to all
+    state = Path(
+        tempfile.mkdtemp(prefix="slurm-")
+    )  # munge requires that everyone can enter the directories above its socket
     state.chmod(0o755)
     cluster = Cluster(state)
     started = cluster.script("start", timeout_seconds=300)
-    if started.returncode == CANNOT:
+    if started.returncode == SKIP_STATUS:
         shutil.rmtree(state)
         pytest.skip(started.stderr.strip())
     try:
@@ -127,13 +133,13 @@ def cluster():
 def recipe(tiny_model, text_file, tmp_path_factory):
     file = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
     model = {"model_name_or_path": str(tiny_model("llama")), "dataset_name": str(text_file)}
-    file.write_text(yaml.safe_dump(SETTINGS | model))
+    file.write_text(yaml.safe_dump(RECIPE | model))
     return file
 
 
 @pytest.fixture
 def submit(cluster, recipe, tmp_path):
-    """Return a function that submits the recipe; all jobs are cancelled afterwards and the nodes are free again."""
+    """Return a function that submits the recipe. Afterwards all jobs are canceled and both nodes idle."""
 
     def start(name="job", *arguments, **named) -> Job:
         directory = tmp_path / name
@@ -145,11 +151,11 @@ def submit(cluster, recipe, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def whole(cluster, recipe, tmp_path_factory):
-    """A run that nothing happened to, and the job that was to follow it."""
-    directory = tmp_path_factory.mktemp("whole")
+def undisturbed(cluster, recipe, tmp_path_factory):
+    """A job that runs to its end, and the ID of a job that depends on it."""
+    directory = tmp_path_factory.mktemp("undisturbed")
     job = Job(cluster, directory, ["--config", recipe, "--output_dir", directory / "run"], PREFLIGHT="1")
-    then = ["--parsable", f"--dependency=afterok:{job.id}", "--output=/dev/null", "--wrap=true"]
-    job.next_id = cluster.run("sbatch", *then).strip()
-    wait_until(lambda: job.field("JobState") in ENDED, 120, job.text)
+    dependent = ["--parsable", f"--dependency=afterok:{job.id}", "--output=/dev/null", "--wrap=true"]
+    job.next_id = cluster.run("sbatch", *dependent).strip()
+    wait_until(lambda: job.field("JobState") in FINISHED, 120, job.text)
     return job

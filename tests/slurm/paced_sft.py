@@ -1,6 +1,6 @@
-"""recipes/sft.py, slow enough in a job's first run for something to happen to it, or with a rank that fails.
+"""Runs recipes/sft.py slowed down, so that a test can interrupt the job's first run, or with a rank that fails.
 
-PACE_SECONDS: how long each step of the first run takes at least. FAILING_RANK: raises in its third step.
+PACE_SECONDS: extra seconds for each step of the first run. FAILING_RANK: the rank that raises in its third step.
 """
 
 import os
@@ -17,7 +17,7 @@ training_step = Trainer.training_step
 def slow_training_step(self, *arguments, **named):
     time.sleep(PACE_SECONDS)
     if os.environ.get("FAILING_RANK") == os.environ["RANK"] and self.state.global_step == 2:
-        raise ArithmeticError("rank of no use")
+        raise ArithmeticError("failing rank")
     return training_step(self, *arguments, **named)
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -93,9 +94,8 @@ def measure(device: torch.device, info: ParticipantInfo) -> WorkerRates:
 
 
 def measure_bus_bandwidths(group: dist.ProcessGroup, device: torch.device) -> Bandwidths:
-    """Return the bus bandwidth of each collective in bytes per second. Collective: every rank of the group must call this."""
+    """Return the bus bandwidth of each collective in bytes per second. Collective: all ranks of the group must call this."""
     workload, num_ranks = _choose_workload(device), dist.get_world_size(group)
-    dtype = workload.dtype
 
     def all_gather(buffer: torch.Tensor) -> None:
         shard = buffer.chunk(num_ranks)[dist.get_rank(group)]
@@ -107,8 +107,9 @@ def measure_bus_bandwidths(group: dist.ProcessGroup, device: torch.device) -> Ba
     def find_rate(collective: Callable[[torch.Tensor], None], num_passes: int) -> float:
         rate = 0.0
         for num_bytes in workload.buffer_bytes:
-            buffer = torch.zeros(num_bytes // dtype.itemsize // num_ranks * num_ranks, dtype=dtype, device=device)
-            seconds = _time_collective(collective, buffer, group)
+            num_elements = num_bytes // workload.dtype.itemsize // num_ranks * num_ranks
+            buffer = torch.zeros(num_elements, dtype=workload.dtype, device=device)
+            seconds = _time_call(partial(collective, buffer), device, group)
             rate = max(rate, num_passes * (num_ranks - 1) / num_ranks * buffer.nbytes / seconds)
             if seconds > LONG_ENOUGH_SECONDS:
                 break
@@ -117,38 +118,31 @@ def measure_bus_bandwidths(group: dist.ProcessGroup, device: torch.device) -> Ba
     return {"all_gather": find_rate(all_gather, 1), "all_reduce": find_rate(all_reduce, 2)}
 
 
-def _time_collective(
-    collective: Callable[[torch.Tensor], None], buffer: torch.Tensor, group: dist.ProcessGroup
-) -> float:
-    """Return the seconds one call takes on the slowest rank; the same on all. Collective over the group."""
-    collective(buffer)
-    _synchronize(buffer.device)
-    dist.barrier(group=group)
-    started = time.perf_counter()
-    for _ in range(NUM_REPEATS):
-        collective(buffer)
-    _synchronize(buffer.device)
-    seconds = torch.tensor((time.perf_counter() - started) / NUM_REPEATS, device=buffer.device)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-    return float(seconds)
-
-
 def measure_matrix_product(device: torch.device) -> float:
     """Return the FLOP/s of a square matrix product, in bf16 on an accelerator."""
     workload = _choose_workload(device)
-    rows = workload.matrix_rows
-    matrix = torch.ones(rows, rows, dtype=workload.dtype, device=device)
-    matrix @ matrix
-    _synchronize(device)
-    started = time.perf_counter()
-    for _ in range(NUM_REPEATS):
-        matrix @ matrix
-    _synchronize(device)
-    return NUM_REPEATS * 2 * rows**3 / (time.perf_counter() - started)
+    matrix = torch.ones(workload.matrix_rows, workload.matrix_rows, dtype=workload.dtype, device=device)
+    return 2 * workload.matrix_rows**3 / _time_call(lambda: matrix @ matrix, device)
 
 
 def _choose_workload(device: torch.device) -> _Workload:
     return _CPU if device.type == "cpu" else _ACCELERATOR
+
+
+def _time_call(work: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None) -> float:
+    """Return the seconds one call takes; with a group, on its slowest rank."""
+    work()
+    _synchronize(device)
+    if group is not None:
+        dist.barrier(group=group)
+    started = time.perf_counter()
+    for _ in range(NUM_REPEATS):
+        work()
+    _synchronize(device)
+    seconds = torch.tensor((time.perf_counter() - started) / NUM_REPEATS, device=device)
+    if group is not None:
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
+    return float(seconds)
 
 
 def _synchronize(device: torch.device) -> None:

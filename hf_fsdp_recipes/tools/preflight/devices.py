@@ -23,14 +23,8 @@ class DeviceInfo(TypedDict):
 def check_devices(devices_by_node: list[list[DeviceInfo]], names: list[str], ranks_per_node: int) -> None:
     """Raise PreflightError unless every rank has a device of its own that is like the others' and mostly free."""
     first = [devices[0] for devices in devices_by_node]
-    errors = [
-        f"the {what} of devices differs: {differences}. Compare the nodes' nvidia-smi output."
-        for what, values in (
-            ("type", [device["kind"] for device in first]),
-            ("number", [str(device["count"]) for device in first]),
-        )
-        if (differences := list_differences(values, names))
-    ]
+    differences = list_differences([device["kind"] for device in first], names)
+    errors = [f"the type of devices differs: {differences}. Check the drivers on each node."] if differences else []
     errors += [
         f"{name} has {device['count']} {device['kind']} devices for {ranks_per_node} ranks. Start fewer ranks per node, or "
         f"request more devices (--gpus-per-node, CUDA_VISIBLE_DEVICES)."

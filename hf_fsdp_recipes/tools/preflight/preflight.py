@@ -80,7 +80,7 @@ def run(info: ParticipantInfo, job: Job, timeout_seconds: float) -> list[str]:
             ("master", f"{addresses.describe(info.master_address)} port {info.master_port}"),
         ]
         rows += _check_software(rendezvous, job)
-        with Workers(rendezvous, job.is_on_cpu) as workers:
+        with contextlib.closing(Workers(rendezvous, job.is_on_cpu)) as workers:
             rows += _check_output(rendezvous, job)
             rows += _check_devices(rendezvous, workers)
             rows += _measure_bandwidth(rendezvous, workers, job)
@@ -171,11 +171,10 @@ def _measure_bandwidth(rendezvous: Rendezvous, workers: Workers, job: Job) -> li
 
 def read_launcher(environment: Mapping[str, str]) -> ParticipantInfo:
     """Return the node that a launcher has started this rank on; PreflightError if it set only some of its variables."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if name not in environment]
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing:
         raise PreflightError(
-            f"LOCAL_RANK is set but {', '.join(missing)} is not. Start the preflight with torchrun or accelerate launch, or "
+            f"WORLD_SIZE is set but {', '.join(missing)} is not. Start the preflight with torchrun or accelerate launch, or "
             f"pass --num-nodes, --node-rank, --nproc-per-node, --master-addr and --master-port."
         )
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
@@ -198,13 +197,12 @@ def command(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for all nodes to join.")] = 60.0,
 ) -> None:
     """Check that the nodes of a job can work together. Run it once per node, or under a launcher without node flags."""
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # unwinds the stack, which kills the workers
-    if num_nodes is None and node_rank is None and "LOCAL_RANK" in os.environ:
+    # An exit that unwinds the stack also kills the workers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if num_nodes is None and node_rank is None and "WORLD_SIZE" in os.environ:
+        info = read_launcher(os.environ)
         if os.environ["LOCAL_RANK"] != "0":
             return  # local rank 0 checks the node for all its ranks
-        info = read_launcher(os.environ)
     else:
         num_nodes = num_nodes or 1
         if num_nodes > 1 and (node_rank is None or master_addr is None):

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
-from types import TracebackType
 from typing import IO, Any
 
 from hf_fsdp_recipes.errors import PreflightError
@@ -21,7 +20,7 @@ _POLL_SECONDS = 0.1
 
 
 class Workers:
-    """The workers of one node, which report on the shared store. A context manager that kills them at the end."""
+    """The workers of one node, which report on the shared store."""
 
     def __init__(self, rendezvous: Rendezvous, on_cpu: bool) -> None:
         self._rendezvous, info = rendezvous, rendezvous.info
@@ -29,7 +28,7 @@ class Workers:
         self._processes: list[subprocess.Popen[bytes]] = []
         command = [sys.executable, "-m", "hf_fsdp_recipes.tools.preflight.bandwidth", json.dumps(asdict(info))]
         for local_rank in range(info.ranks_per_node):
-            log = tempfile.TemporaryFile()  # noqa: SIM115, closed in __exit__
+            log = tempfile.TemporaryFile()  # noqa: SIM115, closed in close()
             self._logs.append(log)
             self._processes.append(
                 subprocess.Popen(
@@ -41,12 +40,8 @@ class Workers:
                 )
             )
 
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Kill the workers."""
         for process, log in zip(self._processes, self._logs, strict=True):
             process.kill()
             process.wait()
@@ -71,9 +66,11 @@ class Workers:
                 if store.check([store_key]):
                     break
                 if exit_status is not None:
-                    raise self._error(local_rank, f"died with exit status {exit_status} while {stage}")
+                    raise self._error(
+                        local_rank, f"died with exit status {exit_status} while {stage}{self._last_output(local_rank)}"
+                    )
                 if time.monotonic() > deadline:
-                    raise self._error(local_rank, f"hung while {stage}")
+                    raise self._error(local_rank, f"hung while {stage}{self._last_output(local_rank)}")
                 if self._rendezvous.has_failed(stage):
                     return []
                 time.sleep(_POLL_SECONDS)
@@ -83,13 +80,15 @@ class Workers:
             reports.append(report["value"])
         return reports
 
-    def _error(self, local_rank: int, problem: str) -> PreflightError:
+    def _last_output(self, local_rank: int) -> str:
         log = self._logs[local_rank]
         log.seek(0)
         lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        output = f" (last output: {lines[-1].strip()[:200]})" if lines else ""
+        return f" (last output: {lines[-1].strip()[:200]})" if lines else ""
+
+    def _error(self, local_rank: int, problem: str) -> PreflightError:
         interface = addresses.find_interface_to(self._rendezvous.info.master_address)
         return PreflightError(
-            f"local rank {local_rank} {problem}{output}. If it used the wrong network interface, export "
+            f"local rank {local_rank} {problem}. If it used the wrong network interface, export "
             f"GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}: that one leads to the master."
         )
