@@ -12,14 +12,14 @@ from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.export import command as export_command
 from hf_fsdp_recipes.metrics import command as report_command
 from hf_fsdp_recipes.tools.planner import command as plan_command
-from hf_fsdp_recipes.tools.preflight import preflight
+from hf_fsdp_recipes.tools.preflight import command as preflight_command
 from hf_fsdp_recipes.tools.rehearsal import command as rehearsal_command
 from hf_fsdp_recipes.tools.sweep import command as sweep_command
 
 app = typer.Typer(help="FSDP recipes for Accelerate, Trainer and TRL.", no_args_is_help=True, add_completion=False)
 config_command.register(app)
 plan_command.register(app)
-app.command("preflight")(preflight.command)
+preflight_command.register(app)
 rehearsal_command.register(app)
 sweep_command.register(app)
 checkpoints_command.register(app)
