@@ -1,4 +1,4 @@
-"""The planner against published figures, against what FSDP really does, and the command's output."""
+"""The planner, compared with published figures and with real FSDP; and the output of the command."""
 
 import json
 import os

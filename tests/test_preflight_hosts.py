@@ -1,4 +1,4 @@
-"""The preflight on two hosts of their own: network namespaces with names, addresses and a wire between them."""
+"""The preflight on two hosts: network namespaces with names, addresses and a link between them."""
 
 import os
 import re
@@ -62,21 +62,21 @@ def hosts(tmp_path_factory):
     made.remove()
 
 
-def test_two_hosts_pass_by_name_and_the_wire_is_measured(hosts, tmp_path):
+def test_two_hosts_pass_by_name_and_the_link_is_measured(hosts, tmp_path):
     first, second = run(*hosts.put(job([0, 1], master_addr="nodea", output_dir=tmp_path)))
     assert (first.status, second.status) == (0, 0), first.error
     assert "node 0 (nodea, pid " in first.output and "node 1 (nodeb, pid " in first.output
     assert f"nodea ({ADDRESSES['nodea']}) port " in first.output and "GB/s between nodes" in first.output
 
 
-def test_loopback_master_is_said_on_both_hosts(hosts):
+def test_loopback_master_is_reported_on_both_hosts(hosts):
     first, second = run(*hosts.put(job([0, 1], master_addr="127.0.0.1", timeout=3)))
     assert (first.status, second.status) == (1, 1)
     assert "1 of 2 nodes did not come" in first.error and "is loopback, which other hosts cannot reach" in first.error
     assert "node 1 (nodeb" in second.error and "reaches only the host itself" in second.error
 
 
-def test_address_of_the_wrong_host_is_said_on_both(hosts):
+def test_address_of_the_wrong_host_is_reported_on_both(hosts):
     first, second = run(*hosts.put(job([0, 1], master_addr="nodeb", timeout=3)))
     assert (first.status, second.status) == (1, 1)
     assert "is not an address of this host (10.213.7.1" in first.error and "scontrol show hostnames" in first.error
@@ -98,7 +98,7 @@ def silent_wire(hosts):
     ip(*route, "delete", "blackhole", f"{ADDRESSES['nodeb']}/32")
 
 
-def test_host_that_cannot_reach_the_master_says_so_and_is_missed(hosts, silent_wire):
+def test_host_that_cannot_reach_the_master_is_reported_on_both(hosts, silent_wire):
     first, second = run(*hosts.put(job([0, 1], master_addr="nodea", timeout=4)))
     assert (first.status, second.status) == (1, 1)
     assert "did not come within 4 s: 1; came: 0 (nodea" in first.error
@@ -113,13 +113,13 @@ def test_directory_of_the_same_name_on_a_disk_of_each_host_is_not_shared(hosts, 
     assert "node 1 (nodeb" in message.split("is not shared")[1]
 
 
-def test_host_without_room_is_named_by_its_own_disk(hosts, tmp_path):
+def test_host_with_a_full_disk_is_named(hosts, tmp_path):
     nodes = job([0, 1], master_addr="nodea", output_dir=tmp_path)
     message = one_message(run(*hosts.put(nodes, mounts=("", f"mount -t tmpfs -o size=1m none {tmp_path}"))))
     assert message.startswith("PreflightError: node 1 (nodeb") and "No space left on device" in message
 
 
-def test_hosts_whose_names_mean_loopback_are_told_before_gloo_fails(hosts, tmp_path):
+def test_hosts_whose_names_mean_loopback_are_reported_before_gloo_fails(hosts, tmp_path):
     files = [tmp_path / host for host in ADDRESSES]
     for file in files:
         file.write_text(f"127.0.0.1 localhost\n127.0.1.1 {file.name}\n")  # as Debian's installer writes it
@@ -130,7 +130,7 @@ def test_hosts_whose_names_mean_loopback_are_told_before_gloo_fails(hosts, tmp_p
     assert max(outcome.seconds for outcome in outcomes) < SLACK_SECONDS
 
 
-def test_interface_that_is_not_there_is_named_with_the_one_that_is(hosts):
+def test_missing_interface_is_named_with_the_one_to_use(hosts):
     nodes = hosts.put(job([0, 1], master_addr="nodea"))
     nodes[1].environment = {"GLOO_SOCKET_IFNAME": "ib7"}
     outcomes = run(*nodes)
@@ -153,7 +153,7 @@ def slow_wire(hosts):
 
 
 @pytest.mark.slow
-def test_slow_wire_is_measured_for_what_it_is_and_hybrid_advised(hosts, slow_wire, tmp_path):
+def test_slow_link_is_measured_and_hybrid_is_advised(hosts, slow_wire, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("per_device_train_batch_size: 1\nmax_length: 32\n")
     template = ROOT / "accelerate_configs" / "fsdp2_full_shard.yaml"

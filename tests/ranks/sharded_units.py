@@ -1,4 +1,4 @@
-"""What Accelerate really shards, for the planner's tests: the units of a tiny model on real ranks."""
+"""For the planner's tests: the units that Accelerate forms from a tiny model on real ranks."""
 
 from typing import Any
 

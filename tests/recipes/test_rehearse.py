@@ -1,4 +1,4 @@
-"""Rehearsals: they find what a real job would only find in its first or last minute."""
+"""Rehearsals find errors that a real job would only hit in its first or last minute."""
 
 import contextlib
 
@@ -97,7 +97,7 @@ def test_overrides_are_read_as_yaml(tmp_path):
     }
 
 
-def test_signalled_run_without_a_checkpoint_fails(tmp_path, monkeypatch):
+def test_signaled_run_without_a_checkpoint_fails(tmp_path, monkeypatch):
     class IgnoresSignals:
         exit_status = 0
 

@@ -1,4 +1,4 @@
-"""One Slurm with two nodes for the whole session, and jobs on it."""
+"""One Slurm cluster of two nodes for the session, and jobs on it."""
 
 import json
 import os

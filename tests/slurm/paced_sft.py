@@ -1,6 +1,6 @@
-"""recipes/sft.py, slow enough in a job's first run for something to happen to it, or with a rank that fails.
+"""Runs recipes/sft.py, slowed down in a job's first run so that a test can interrupt it, or with a rank that fails.
 
-PACE_SECONDS: how long each step of the first run takes at least. FAILING_RANK: raises in its third step.
+PACE_SECONDS: minimum duration of each step of the first run. FAILING_RANK: the rank that raises in its third step.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""recipes/launch.slurm on a real Slurm with two nodes: to the export, and whatever ends a job before that."""
+"""recipes/launch.slurm on a real Slurm with two nodes, up to the export, and every event that can end a job."""
 
 import re
 import time
@@ -38,7 +38,7 @@ def test_two_nodes_train_one_model_to_an_export_and_the_next_job_follows(whole, 
     wait_until(lambda: "COMPLETED" in cluster.run("scontrol", "show", "job", whole.next_id), 20, "the job after it")
 
 
-def test_run_near_its_time_limit_saves_and_goes_on_after_a_requeue(submit, whole, cluster):
+def test_run_near_its_time_limit_saves_and_resumes_after_a_requeue(submit, whole, cluster):
     job = submit(**PACED | {"PACE_SECONDS": "2"})
     job.wait_for("'loss'")
     minutes, seconds = map(int, job.field("RunTime").split(":")[1:])
@@ -50,7 +50,7 @@ def test_run_near_its_time_limit_saves_and_goes_on_after_a_requeue(submit, whole
 
 
 @pytest.mark.parametrize("grace_seconds", [20, 0])
-def test_preempted_run_saves_and_goes_on_after_the_other_job(submit, whole, cluster, grace_seconds):
+def test_preempted_run_saves_and_resumes_after_the_other_job(submit, whole, cluster, grace_seconds):
     cluster.run("scontrol", "update", "PartitionName=main", f"GraceTime={grace_seconds}")
     job = submit(**PACED)
     job.wait_for("'loss'")
@@ -75,7 +75,7 @@ def test_crash_of_a_node_requeues_the_job_from_its_last_complete_checkpoint(subm
     assert "restart 1 after: node failure" in job.says()
 
 
-def test_cancelled_run_ends_for_good_and_leaves_no_process(submit, cluster):
+def test_canceled_run_is_not_requeued_and_leaves_no_process(submit, cluster):
     job = submit(**PACED)
     job.wait_for("'loss'")
     cluster.run("scancel", job.id)

@@ -1,4 +1,4 @@
-"""hf-fsdp preflight between two hosts: each sick one is told what is wrong, in one line and in a stated time."""
+"""hf-fsdp preflight between two hosts: a broken one gets one line that explains the problem, within a stated time."""
 
 import re
 import time
@@ -38,7 +38,7 @@ def test_missing_node_is_named(cluster):
     assert f"1 of 3 nodes did not come within {TIMEOUT_SECONDS} s: 2; came: 0 (node1" in message
 
 
-def test_two_nodes_with_one_number_are_named(cluster):
+def test_two_nodes_with_the_same_number_are_named(cluster):
     """What comes of "$SLURM_NODEID" in double quotes: the batch host's number on every node."""
     message = refusal(cluster, 21002, rank="0")
     assert re.search(r"node1.*node2|node2.*node1", message)
@@ -55,7 +55,7 @@ def test_wrong_master_address_is_named(cluster, address, words):
     assert words in message
 
 
-def test_taken_port_and_who_holds_it_are_named(cluster):
+def test_port_in_use_and_its_owner_are_named(cluster):
     server = "python3 -m http.server 21004 >/dev/null 2>&1"
     before = f'if [ $SLURM_NODEID = 0 ]; then {server} & trap "kill $!" EXIT; sleep 2; fi;'
     message = refusal(cluster, 21004, before=before)
