@@ -209,7 +209,7 @@ def test_full_disk_leaves_nothing_under_the_final_name(tiny_model, text_file, tm
         )  # fmt: skip
         assert errors[0] == errors[1]
         assert errors[0][0] == "ExportError"
-        assert "no room" in errors[0][1]
+        assert "free" in errors[0][1]
         assert list(disk.iterdir()) == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)

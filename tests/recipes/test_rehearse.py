@@ -62,7 +62,7 @@ def test_shipped_recipe_passes_its_rehearsal(recipe, tmp_path, capsys):
     assert passed, printed
     for step in ("load, train", "resume", "finish", "export", "generate"):
         assert f"ok     {step}" in printed
-    assert "signalled to stop, it wrote checkpoint-" in printed
+    assert "signaled to stop, it wrote checkpoint-" in printed
 
 
 def failing(overrides, capsys, template="fsdp2_full_shard"):
@@ -108,7 +108,7 @@ def test_signaled_run_without_a_checkpoint_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(steps.Rehearsal, "checkpoints", lambda self: ["checkpoint-2"])
     monkeypatch.setattr(steps.Rehearsal, "launch", lambda self, *_: contextlib.nullcontext(IgnoresSignals()))
     monkeypatch.setattr(steps.Rehearsal, "wait", lambda self, *_: None)
-    with pytest.raises(RecipeError, match="signalled to stop but wrote no checkpoint; the newest is checkpoint-2"):
+    with pytest.raises(RecipeError, match="signaled to stop but wrote no checkpoint; the newest is checkpoint-2"):
         steps.resume_and_stop(rehearsal)
 
 

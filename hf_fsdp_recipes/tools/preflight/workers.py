@@ -1,6 +1,6 @@
-"""Starts one process per local rank that describes its device and measures bandwidth together with the others.
+"""Starts one process per local rank to describe its device and measure bandwidth.
 
-Separate processes, so that one that crashes or hangs in a collective can be named and killed.
+A process that crashes or hangs in a collective can be named and killed.
 """
 
 import json
@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
-from types import TracebackType
 from typing import IO, Any
 
 from hf_fsdp_recipes.errors import PreflightError
@@ -44,9 +43,7 @@ class Workers:
     def __enter__(self) -> "Workers":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process, log in zip(self._processes, self._logs, strict=True):
             process.kill()
             process.wait()
@@ -91,5 +88,5 @@ class Workers:
         interface = addresses.find_interface_to(self._rendezvous.info.master_address)
         return PreflightError(
             f"local rank {local_rank} {problem}{output}. If it used the wrong network interface, export "
-            f"GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}: that one leads to the master."
+            f"GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}: that interface leads to the master."
         )

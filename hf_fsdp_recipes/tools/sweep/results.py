@@ -1,8 +1,4 @@
-"""What the cases of a sweep measured, as a table and as JSON.
-
-The choice of columns (memory, epoch and step time by number of GPUs, out-of-memory cases included) follows the results
-section of AMD's article on FSDP with ROCm.
-"""
+"""The measurements of a sweep, as a table and as JSON. The columns follow AMD's article on FSDP with ROCm."""
 
 import json
 import statistics
@@ -32,7 +28,7 @@ RATES = ("tokens_per_second", "tokens_per_second_per_device", "mfu")
 
 @dataclass(frozen=True)
 class Result:
-    """What a case measured; None if unknown, or if the case did not finish.
+    """The measurements of a case; None if unknown or if it did not finish.
 
     Attributes:
         status: as `run_status.find_status` returns it.
@@ -121,7 +117,7 @@ def write_json(directory: Path, results: Sequence[Result]) -> None:
 
 
 def write_table(directory: Path, results: Sequence[Result], plots: Sequence[tuple[str, str]]) -> Path:
-    """Write sweep.md: the table, notes on its figures, and the plots given as (title, file name)."""
+    """Write sweep.md: the table, notes on its figures, and `plots` given as (title, file name)."""
     finished = [result for result in results if result.status == FINISHED]
     lines = [f"# Sweep of {Path(results[0].recipe).name}", ""]
     lines += [_describe_run(finished[0]), ""] if finished else []

@@ -1,8 +1,4 @@
-"""Plots of a sweep: memory, epoch time and step time by rank count, and the strategies compared.
-
-The first follows figure 1 of AMD's article on FSDP with ROCm. Comparing strategies by MFU follows Prime Intellect's
-multi-node FSDP tutorial.
-"""
+"""Plots of a sweep: scaling as in figure 1 of AMD's article on FSDP with ROCm, and strategies compared by MFU."""
 
 from collections.abc import Sequence
 

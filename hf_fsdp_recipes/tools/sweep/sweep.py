@@ -1,7 +1,4 @@
-"""Run every case of a sweep on this machine, and summarize what they measured.
-
-A case that runs out of memory is a result; one that fails for another reason is reported, and the sweep goes on.
-"""
+"""Runs every case of a sweep on this machine and summarizes the results. Running out of memory is a result too."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +13,7 @@ from hf_fsdp_recipes.tools.sweep.cases import TEMPLATE_FILE, Case, read_record
 
 SCALING_PLOT, STRATEGIES_PLOT = "scaling.png", "strategies.png"
 SAMPLE_SECONDS = 0.2  # between two samples of host memory
-SAMPLES_PER_CHECK = 5  # new processes and new steps are looked up once per this many samples
+SAMPLES_PER_CHECK = 5  # processes and steps are looked up once per this many samples
 
 
 def run_cases(cases: Sequence[Case], script: Path, time_limit_seconds: float) -> None:
@@ -50,11 +47,7 @@ def find_result(case: Case) -> str | None:
 def run_case(case: Case, script: Path, time_limit_seconds: float, show_step: Callable[[int], None]) -> str:
     """Run a case, record its result in its directory, and return its status.
 
-    Args:
-        case: what to run.
-        script: what `accelerate launch` starts.
-        time_limit_seconds: when to kill it.
-        show_step: called about once per second with the number of steps taken so far.
+    `show_step` is called about once per second with the number of steps taken so far.
     """
     case.start_record()
     config, log = case.directory / TEMPLATE_FILE, case.directory / run_status.LOG_FILE
