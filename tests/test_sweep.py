@@ -286,7 +286,7 @@ def test_failed_case_is_repeated(recipe, tmp_path):
 def test_impossible_sweep_is_refused_before_anything_runs(recipe, tmp_path):
     with pytest.raises(TemplateError, match="no template"):
         make_cases(recipe, tmp_path, templates=["fsdp3"])
-    with pytest.raises(PlanError, match=r"copies the model between nodes.*--submit"):
+    with pytest.raises(PlanError, match=r"keeps one replica per node.*--submit"):
         make_cases(recipe, tmp_path, templates=["fsdp2_hybrid_shard"])
     with pytest.raises(PlanError, match="cannot be read"):
         make_cases(tmp_path / "none.yaml", tmp_path)

@@ -10,7 +10,7 @@ from hf_fsdp_recipes.tools.planner.host_memory import estimate_host_memory
 from hf_fsdp_recipes.tools.planner.memory_planner import OPTIMIZER, PARAMETERS, SCALES, STEP, UNPACKED, MemoryPlan
 from hf_fsdp_recipes.tools.planner.step_trace import ACTIVATIONS, LOGITS
 from hf_fsdp_recipes.tools.planner.suggestions import Alternative
-from hf_fsdp_recipes.units import format_bytes
+from hf_fsdp_recipes.units import count, format_bytes
 
 # Label and note of each category, in the order of the table.
 CATEGORIES = {
@@ -59,9 +59,9 @@ def format_plan(
 def _title(plan: MemoryPlan) -> Iterator[str]:
     job, cluster = plan.job, plan.job.cluster
     trained = "" if plan.num_trained == plan.num_parameters else f", {plan.num_trained / 1e6:,.1f}M trained"
-    ranks = f"{cluster.num_gpus} {'CPU rank' if job.strategy.on_cpu else 'GPU'}{'s'[: cluster.num_gpus != 1]}"
-    nodes = f"{cluster.num_nodes} node{'s'[: cluster.num_nodes != 1]}"
-    yield f"{plan.num_parameters / 1e9:,.2f}B parameters{trained}; {job.strategy.name} on {ranks}, {nodes}"
+    ranks = count(cluster.num_gpus, "CPU rank" if job.strategy.on_cpu else "GPU")
+    hardware = f"{ranks}, {count(cluster.num_nodes, 'node')}"
+    yield f"{plan.num_parameters / 1e9:,.2f}B parameters{trained}; {job.strategy.name} on {hardware}"
     settings = {key: value for key, value in job.describe().items() if value is not None}
     yield ", ".join(f"{key} {settings[key]}" for key in settings if key not in ("template", "gpus", "gpus_per_node"))
 

@@ -28,6 +28,7 @@ from hf_fsdp_recipes.training.data import cache
 from hf_fsdp_recipes.training.data.preparation import prepare
 from hf_fsdp_recipes.training.sharded_optimizer import optimizer_errors
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows
+from hf_fsdp_recipes.units import count
 
 LAUNCH_SECONDS = 240
 RESUME = ("--resume_from_checkpoint", "auto")
@@ -108,7 +109,7 @@ def check_template(rehearsal: Rehearsal) -> str:
         raise RecipeError("; ".join(faults))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_ranks, num_nodes = int(config.get("num_processes", 1)), int(config.get("num_machines", 1))
-    size = f"{num_parameters / 1e9:,.2f}B parameters on {num_ranks} ranks, {num_nodes} node{'s'[: num_nodes != 1]}"
+    size = f"{num_parameters / 1e9:,.2f}B parameters on {count(num_ranks, 'rank')}, {count(num_nodes, 'node')}"
     rehearsal.differences += [size, *recipe_checks.describe_batches(rehearsal.arguments, num_ranks)]
     return f"{rehearsal.template.stem} is valid for {type(model).__name__}"
 

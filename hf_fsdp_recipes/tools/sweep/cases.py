@@ -17,6 +17,7 @@ from hf_fsdp_recipes.errors import PlanError, TemplateError
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE
 from hf_fsdp_recipes.tools.planner.job_options import read_recipe
 from hf_fsdp_recipes.tools.rehearsal.cpu_variant import to_cpu_ranks
+from hf_fsdp_recipes.units import count
 
 CASE_FILE, TEMPLATE_FILE = "case.json", "template.yaml"
 # Train and measure; save and export nothing.
@@ -45,7 +46,7 @@ class Case:
     @property
     def name(self) -> str:
         """Template and rank count, for messages."""
-        return f"{self.template} on {self.num_ranks} rank{'s'[: self.num_ranks != 1]}"
+        return f"{self.template} on {count(self.num_ranks, 'rank')}"
 
     @property
     def num_steps(self) -> int:
@@ -135,7 +136,7 @@ def make_cases(
             try:
                 config = _render(replace(template, num_processes=num_ranks, num_machines=num_nodes), use_cpu)
             except TemplateError as error:
-                skipped.append(f"{template.name} on {num_ranks} ranks: {error}")
+                skipped.append(f"{template.name} on {count(num_ranks, 'rank')}: {error}")
             else:
                 cases.append(Case(template.name, num_ranks, num_nodes, directory, settings | {"config": config}))
     if not cases:

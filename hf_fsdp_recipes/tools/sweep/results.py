@@ -12,6 +12,7 @@ from hf_fsdp_recipes.metrics import aggregate
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, last_of_each_step, read_metrics
 from hf_fsdp_recipes.tools.sweep.cases import CASE_FILE, read_record
 from hf_fsdp_recipes.tools.sweep.run_status import FINISHED, OUT_OF_MEMORY, find_status
+from hf_fsdp_recipes.units import count
 
 TABLE_FILE, JSON_FILE = "sweep.md", "sweep.json"
 DEVICE, HOST_SAMPLED, HOST_LOGGED = "device", "host", "host at logged steps"
@@ -138,7 +139,7 @@ def write_table(directory: Path, results: Sequence[Result], plots: Sequence[tupl
 
 def _describe_run(result: Result) -> str:
     batch, accumulation = result.batch_per_device, result.gradient_accumulation_steps
-    text = f"{result.num_parameters:,} parameters; {batch} sequence{'s'[: batch != 1]} per rank and micro-batch"
+    text = f"{result.num_parameters:,} parameters; {count(batch or 0, 'sequence')} per rank and micro-batch"
     text += f", {accumulation} micro-batches per step" if accumulation != 1 else ""
     return f"{text}; {result.device}, {result.dtype}."
 
@@ -179,7 +180,7 @@ def _notes(finished: Sequence[Result]) -> list[str]:
 
 def _failures(results: Sequence[Result]) -> list[str]:
     return [
-        f"{result.template} on {result.num_ranks} ranks: {result.status}."
+        f"{result.template} on {count(result.num_ranks, 'rank')}: {result.status}."
         for result in results
         if result.status not in (FINISHED, OUT_OF_MEMORY)
     ]
