@@ -53,7 +53,7 @@ class Fsdp2Simulator:
         self._reduced: set[FsdpUnit] = set()
         self._gather_buffer_bytes = self._reduce_buffer_bytes = 0
         self._is_backward = False
-        # Without a reduction after each micro-batch, unsharded gradients of the whole model accumulate.
+        # Without a reduction after each micro-batch, unsharded gradients of the full model accumulate.
         self._accumulates = job.accumulation > 1 and not job.sync_each_batch
         self._gradient_bytes = {unit: unit.unsharded_gradient_bytes if self._accumulates else 0 for unit in units}
         timeline.add(UNSHARDED_GRADIENTS, sum(self._gradient_bytes.values()))
