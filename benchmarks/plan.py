@@ -28,7 +28,7 @@ PRELOADED = ["torch", "transformers", "trl", "peft", "datasets", "accelerate", "
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 SMALL = {
-    "vocab_size": 32768,  # TRL's fused loss works on tiles of 32768; of a smaller one, pages would stay untouched
+    "vocab_size": 32768,  # TRL's fused loss works on tiles of 32768; with fewer, pages would stay untouched
     "hidden_size": 512,
     "intermediate_size": 1408,
     "num_hidden_layers": 8,
@@ -42,7 +42,7 @@ EXPERTS = SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden
 
 @dataclass(frozen=True)
 class Case:
-    """One run: what is trained (config of a class), over how many ranks, and what differs from the defaults."""
+    """One run: config, number of ranks, and what differs from the defaults."""
 
     label: str
     config: dict[str, Any]
@@ -58,7 +58,7 @@ CASES = [
     Case(
         "1 rank, eager attention", SMALL, 1, job={"length": 512, "gradient_checkpointing": False, "attention": "eager"}
     ),
-    Case("1 rank, whole logits", SMALL, 1, job={"length": 384, "loss": "model"}),
+    Case("1 rank, full logits", SMALL, 1, job={"length": 384, "loss": "model"}),
     Case("fsdp2 full_shard", SMALL, job={"length": 384, "gradient_checkpointing": False}),
     Case("fsdp1 full_shard", SMALL, job={"length": 384, "gradient_checkpointing": False}, strategy={"version": 1}),
     Case(

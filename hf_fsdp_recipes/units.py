@@ -1,4 +1,4 @@
-"""Read and write sizes and bandwidths: "80GB", "512GiB", "200Gb/s"."""
+"""Read and write sizes, bandwidths and counts: "80GB", "512GiB", "200Gb/s", "2 nodes"."""
 
 import re
 
@@ -14,6 +14,11 @@ def format_bytes(num_bytes: float) -> str:
         if abs(num_bytes) < 1000:
             return f"{num_bytes:,.1f} {unit}"
     return f"{num_bytes / 1000:,.1f} TB"
+
+
+def count(number: int, noun: str) -> str:
+    """Write a number and its noun: "1 rank", "2 ranks"."""
+    return f"{number} {noun}{'s'[: number != 1]}"
 
 
 def parse_bytes(text: str) -> int:

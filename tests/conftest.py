@@ -1,4 +1,4 @@
-"""Tiny real models and data that the tests make for themselves; nothing is fetched."""
+"""Tiny real models and data that the tests create themselves; nothing is downloaded."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A stand-in for the Hub's API on loopback: repositories, commits and large files, as huggingface_hub asks for them."""
+"""A local substitute for the Hub's API: repositories, commits and large files, as huggingface_hub requests them."""
 
 import base64
 import contextlib

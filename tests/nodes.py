@@ -1,4 +1,4 @@
-"""Starts `hf-fsdp preflight` as the nodes of a job would, one process per node, and leaves none behind."""
+"""Starts `hf-fsdp preflight` as the nodes of a job would, one process per node, and leaves none running."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The attention switch, and the check for leaks between packed documents."""
+"""The attention setting, and the check for leaks between packed documents."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A model that is built on meta has the buffers that transformers gives it, and nobody initialises its weights."""
+"""A model built on meta has the buffers that transformers gives it, and its weights are never initialized."""
 
 import pytest
 import torch

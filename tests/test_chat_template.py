@@ -1,4 +1,4 @@
-"""The conversation format of the Llama-2-70B recipe: what it renders, what is learned, and where the export stops."""
+"""The conversation format of the Llama-2-70B recipe: its text, its labels, and where generation stops."""
 
 import json
 

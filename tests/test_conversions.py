@@ -1,4 +1,4 @@
-"""Pieces: every parameter is found in the checkpoint, element by element, also where transformers fuses experts."""
+"""Every parameter is found in the checkpoint, element by element, even if transformers fuses experts."""
 
 import math
 

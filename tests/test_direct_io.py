@@ -1,4 +1,4 @@
-"""Files that are written past the page cache hold what was given, whatever the file system makes of it."""
+"""Files written past the page cache hold the right bytes on every file system."""
 
 import errno
 import itertools
@@ -69,7 +69,7 @@ def test_runs_written_in_any_order_make_the_file(tmp_path, cuts, file_system):
     assert file.read_bytes() == content
 
 
-def test_many_small_runs_are_not_held_for_ever(tmp_path):
+def test_many_small_runs_are_not_buffered_forever(tmp_path):
     file = tmp_path / "file"
     file.touch()
     writer, step = DirectFile(file), MIN_DIRECT_BYTES // 2
@@ -95,7 +95,7 @@ def test_stream_holds_what_was_given_and_its_checksum(tmp_path, sizes, file_syst
     assert stream.manifest_entry() == {"bytes": len(content), "xxh3": xxhash.xxh3_64(content).hexdigest()}
 
 
-def test_full_disk_is_an_error_also_when_it_shows_at_the_end(tmp_path, monkeypatch):
+def test_full_disk_is_an_error_even_if_only_the_last_write_fails(tmp_path, monkeypatch):
     def full(descriptor, view, offset):
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""The scripts in examples/, run as a user would run them: launched on two CPU ranks, killed, resumed, exported."""
+"""The scripts in examples/, as a user would run them: launched on two CPU ranks, killed, resumed, exported."""
 
 import re
 import subprocess

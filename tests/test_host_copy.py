@@ -1,4 +1,4 @@
-"""The copy that is written while training goes on: not changed by it, and the same memory every time."""
+"""The copy that is written during training does not change with the state, and reuses its memory."""
 
 import torch
 
@@ -35,7 +35,7 @@ def test_next_copy_takes_the_same_memory():
     assert torch.equal(again, original["weight"])
 
 
-def test_state_that_has_grown_is_copied_whole():
+def test_state_that_has_grown_is_copied_in_full():
     staging, original = HostStaging(), state()
     staging.copy(original)
     original["weight"] = torch.ones(5, 3)

@@ -1,4 +1,4 @@
-"""Launch files and docs that no test here runs to the end: what they name has to exist."""
+"""Launch files and docs that no test runs to the end: everything that they name exists."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or it does not exist."""
+"""A checkpoint is complete or does not exist."""
 
 import json
 import multiprocessing
@@ -34,7 +34,7 @@ def test_steps_are_ordered_as_numbers(tmp_path):
     assert layout.latest_checkpoint(tmp_path).name == "checkpoint-10"
 
 
-def test_unfinished_save_is_no_checkpoint(tmp_path):
+def test_unfinished_save_is_not_a_checkpoint(tmp_path):
     kept = make(tmp_path, 5)
     (layout.start(tmp_path, 10) / "a.bin").write_bytes(b"half")
     assert layout.latest_checkpoint(tmp_path) == kept
@@ -78,7 +78,7 @@ def tear_other_run(path):
         (tear_other_run, "is for step 7"),
     ],
 )
-def test_torn_checkpoint_is_named_and_passed_over(tmp_path, caplog, tear, named):
+def test_incomplete_checkpoint_is_named_and_skipped(tmp_path, caplog, tear, named):
     kept = make(tmp_path, 5)
     torn = make(tmp_path, 10)
     tear(torn)
@@ -87,7 +87,7 @@ def test_torn_checkpoint_is_named_and_passed_over(tmp_path, caplog, tear, named)
     assert torn.is_dir()  # named, never deleted unasked
 
 
-def test_torn_checkpoints_are_set_aside_not_deleted(tmp_path):
+def test_incomplete_checkpoints_are_set_aside_not_deleted(tmp_path):
     torn = make(tmp_path, 10)
     tear_truncated(torn)
     (moved,) = layout.quarantine_incomplete(tmp_path)
@@ -114,13 +114,13 @@ def test_retention_touches_only_exact_names(tmp_path):
     assert left == {"checkpoint-10", "checkpoint-5-mine", "my-checkpoint-5", "checkpoint-abc", "checkpoint-05.bak"}
 
 
-def test_retention_does_not_count_torn_ones(tmp_path):
+def test_retention_does_not_count_incomplete_checkpoints(tmp_path):
     make(tmp_path, 5)
     tear_truncated(make(tmp_path, 10))
     assert layout.remove_old(tmp_path, keep=1) == []
 
 
-def test_something_in_the_way_is_set_aside(tmp_path):
+def test_existing_directory_of_that_name_is_set_aside(tmp_path):
     (tmp_path / "checkpoint-5").mkdir()
     (tmp_path / "checkpoint-5" / "precious").write_text("mine")
     make(tmp_path, 5)
@@ -166,7 +166,7 @@ def test_unwritable_directory_is_one_error(tmp_path):
 
 
 @pytest.mark.parametrize("tear", [tear_missing, tear_truncated, tear_flipped, tear_other_run])
-def test_torn_checkpoint_that_is_named_to_resume_from_is_refused(tmp_path, tear):
+def test_incomplete_checkpoint_named_to_resume_from_is_refused(tmp_path, tear):
     torn = make(tmp_path, 10)
     tear(torn)
     with pytest.raises(CheckpointError, match="cannot be resumed from"):

@@ -1,4 +1,4 @@
-"""The planner against published figures, against what FSDP really does, and the command's output."""
+"""The planner, compared with published figures and with real FSDP; and the output of the command."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from hf_fsdp_recipes.precision import parse_dtype
 from hf_fsdp_recipes.tools.planner.communication import estimate_traffic, step_flops
 from hf_fsdp_recipes.tools.planner.fsdp_units import find_last_layer, find_units
 from hf_fsdp_recipes.tools.planner.host_memory import estimate_host_memory
-from hf_fsdp_recipes.tools.planner.job_options import read_recipe
+from hf_fsdp_recipes.tools.planner.job_options import read_recipe, to_options
 from hf_fsdp_recipes.tools.planner.memory_planner import SCALES, MemoryPlanner
 from hf_fsdp_recipes.tools.planner.meta_model import build_meta_model, list_parameters
 from hf_fsdp_recipes.tools.planner.plan_table import format_plan
@@ -321,10 +321,10 @@ def test_nested_quantization_shrinks_scales_to_a_quarter(planners):
 
 
 def test_recipe_from_scratch_is_planned_from_its_config():
-    options = read_recipe(ROOT / "recipes" / "c4_150m_pretrain.yaml")
+    options = to_options(read_recipe(ROOT / "recipes" / "c4_150m_pretrain.yaml"))
     keys = yaml.safe_load((ROOT / "recipes" / "c4_150m_pretrain.yaml").read_text())
     assert (options["model"], options["config_overrides"]) == (keys["config_name"], keys.get("config_overrides"))
-    nested = read_recipe(ROOT / "recipes" / "llama3_70b_qlora.yaml")
+    nested = to_options(read_recipe(ROOT / "recipes" / "llama3_70b_qlora.yaml"))
     assert nested["nested_scales"] is True
 
 

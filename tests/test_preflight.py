@@ -1,4 +1,4 @@
-"""The preflight, run as the nodes of a job run it: what a healthy job prints, and the error for each broken one."""
+"""The preflight, run as the nodes of a job run it: the output of a working job, and the error for each broken one."""
 
 import errno
 import json
@@ -367,7 +367,7 @@ def test_recipe_that_one_node_lacks_is_named(tmp_path):
 # The output directory
 
 
-def test_unshared_directory_names_who_does_not_see_whom(tmp_path):
+def test_unshared_directory_names_the_nodes_that_do_not_see_each_other(tmp_path):
     results = run(*make_nodes_in_own_directories(tmp_path, output_dir="runs"))
     message = common_error(results)
     assert "output directory runs is not shared: node 0 (" in message

@@ -274,7 +274,7 @@ def test_rows_that_are_not_utf8_are_dropped(name, recipe, tmp_path):
     assert learned(made.train, load_tokenizer(recipe(TEXTS)))[1] == "grüße<|end|>"
 
 
-def test_giant_text_is_cut_before_it_is_tokenized(recipe, monkeypatch):
+def test_giant_text_is_truncated_before_it_is_tokenized(recipe, monkeypatch):
     from transformers import PreTrainedTokenizerFast
 
     lengths, upstream = [], PreTrainedTokenizerFast.__call__
@@ -291,7 +291,7 @@ def test_giant_text_is_cut_before_it_is_tokenized(recipe, monkeypatch):
     assert max(lengths) == MAX_CHARACTERS + len("<|end|>")
 
 
-def test_giant_conversation_is_cut_before_it_is_tokenized(recipe, monkeypatch):
+def test_giant_conversation_is_truncated_before_it_is_tokenized(recipe, monkeypatch):
     giant = {"role": "assistant", "content": " ".join(SENTENCES) * 500}
     rows = [*MESSAGES[:4], {"messages": [{"role": "user", "content": "a"}, giant]}]
     rendered, upstream = [], RowTokenizer._render
@@ -307,7 +307,7 @@ def test_giant_conversation_is_cut_before_it_is_tokenized(recipe, monkeypatch):
     assert [message["role"] for message in rendered[-1]] == ["user", "assistant"]
 
 
-def test_giant_text_is_not_cut_if_nothing_is_truncated(recipe):
+def test_giant_text_is_kept_if_rows_are_not_truncated(recipe):
     giant = {"text": " ".join(SENTENCES) * 205}  # just above a million characters
     made = prepared(recipe([*TEXTS[:4], giant], packing=True, packing_strategy="wrapped"))
     total = sum(len(row["input_ids"]) for row in made.train)
@@ -354,7 +354,7 @@ def test_mixture_part_takes_trls_loader_and_files(recipe, tmp_path):
     assert len(prepared(recipe(datasets=[part])).train) == 8
 
 
-def test_mixture_holds_rows_of_every_part_out(recipe, tmp_path):
+def test_mixture_holds_out_rows_of_every_part(recipe, tmp_path):
     write(tmp_path / "texts.jsonl", TEXTS)
     write(tmp_path / "chats.jsonl", MESSAGES)
     parts = [{"path": str(tmp_path / "texts.jsonl")}, {"path": str(tmp_path / "chats.jsonl")}]

@@ -1,4 +1,4 @@
-"""Progress bars: shown on rank 0's terminal, silent everywhere else, also in a real run."""
+"""Progress bars are shown on rank 0's terminal and nowhere else, in real runs too."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""The report: tables and plots of what was measured."""
+"""The report: tables and plots of measurements."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A stream resumes at any row, on the same number of ranks or another, and reads little again for it."""
+"""A stream resumes at any row, on the same number of ranks or another, and reads only a little again."""
 
 import json
 

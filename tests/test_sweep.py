@@ -1,4 +1,4 @@
-"""The sweep: every case has a result, out of memory included; one table, plots, and Slurm jobs."""
+"""The sweep: every case has a result, even if it runs out of memory; one table, plots, and Slurm jobs."""
 
 import json
 import os
@@ -276,7 +276,7 @@ def test_command_line_starts_without_torch():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
-def test_failed_case_is_run_again(recipe, tmp_path):
+def test_failed_case_is_repeated(recipe, tmp_path):
     (case, *_), _ = make_cases(recipe, tmp_path / "out")
     case.start_record()
     case.finish_record("failed: why", 0)
@@ -286,7 +286,7 @@ def test_failed_case_is_run_again(recipe, tmp_path):
 def test_impossible_sweep_is_refused_before_anything_runs(recipe, tmp_path):
     with pytest.raises(TemplateError, match="no template"):
         make_cases(recipe, tmp_path, templates=["fsdp3"])
-    with pytest.raises(PlanError, match=r"copies the model between nodes.*--submit"):
+    with pytest.raises(PlanError, match=r"keeps one replica per node.*--submit"):
         make_cases(recipe, tmp_path, templates=["fsdp2_hybrid_shard"])
     with pytest.raises(PlanError, match="cannot be read"):
         make_cases(tmp_path / "none.yaml", tmp_path)

@@ -1,4 +1,4 @@
-"""Templates: shipped files equal what is rendered, every combination is valid, and the check finds every fault at once."""
+"""Templates: shipped files equal the rendered ones, every combination is valid, and the check finds all faults at once."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def test_every_combination_has_a_name():
     assert sorted(template.name for template in ALL) == sorted(expected | {"fsdp2_cpu", "fsdp1_full_shard_gaudi"})
 
 
-def test_shipped_files_are_what_is_rendered():
+def test_shipped_files_equal_the_rendered_templates():
     directory = templates.template_directory()
     assert {file.stem for file in directory.glob("*.yaml")} == {template.name for template in SHIPPED}
     for template in SHIPPED:

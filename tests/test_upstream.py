@@ -1,4 +1,4 @@
-"""The places upstream that this package leans on: these fail when upstream moves."""
+"""Upstream code that this package relies on: these tests fail when it moves."""
 
 import inspect
 from pathlib import Path
@@ -14,14 +14,14 @@ def parameters(function):
     return tuple(inspect.signature(function).parameters)
 
 
-def test_accelerate_state_is_where_cpu_ranks_become_fsdp_ranks():
+def test_cpu_ranks_become_fsdp_ranks_in_accelerate_state():
     from accelerate.state import AcceleratorState, PartialState
 
     assert "fsdp_plugin" in parameters(AcceleratorState.__init__)
     assert hasattr(PartialState, "_shared_state")
 
 
-def test_fsdp1_device_and_groups_are_chosen_where_they_were():
+def test_fsdp1_device_and_groups_are_chosen_in_the_same_functions():
     from torch.distributed.fsdp import _flat_param, _init_utils
 
     assert parameters(_init_utils._get_compute_device)[:3] == ("module", "ignored_params", "device_from_device_id")
@@ -95,7 +95,7 @@ def test_checkpoint_files_go_through_the_writers_own_file_system():
     assert "stream.close()" in inspect.getsource(filesystem._write_files_from_queue)
 
 
-def test_a_dtensor_keeps_its_part_where_it_did():
+def test_dtensor_keeps_its_shard_in_the_same_attribute():
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -116,7 +116,7 @@ def test_optimizers_of_bitsandbytes_take_one_parameter_at_a_time():
     assert "self.prefetch_state(p)" in source and "self.update_step(group, p, gindex, pindex)" in source
 
 
-def test_optimizers_of_bitsandbytes_that_step_otherwise_are_one_clear_error(monkeypatch):
+def test_optimizers_of_bitsandbytes_that_step_differently_are_one_clear_error(monkeypatch):
     from bitsandbytes.optim import optimizer
     from transformers import TrainingArguments
 
@@ -128,7 +128,7 @@ def test_optimizers_of_bitsandbytes_that_step_otherwise_are_one_clear_error(monk
         sharded_optimizer(TrainingArguments("unused", optim="adamw_8bit", use_cpu=True))
 
 
-def test_fsdp1_shows_its_parameters_anew_where_it_did():
+def test_fsdp1_refreshes_its_parameter_views_in_the_same_function():
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
     assert parameters(FlatParamHandle._use_sharded_views) == ("self",)

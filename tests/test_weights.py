@@ -1,4 +1,4 @@
-"""Headers are checked for everything that could make a later read return the wrong bytes."""
+"""Headers are checked for everything that could make a later read return wrong bytes."""
 
 import json
 
@@ -45,7 +45,7 @@ def test_every_run_of_bytes_is_read_as_stored(tmp_path):
     assert part.view(torch.float32).tolist() == [4.0, 5.0]
 
 
-def test_file_cut_while_it_is_read_is_an_error(tmp_path):
+def test_file_truncated_while_it_is_read_is_an_error(tmp_path):
     file = write(tmp_path)
     checkpoint = open_index(tmp_path)
     with file.open("r+b") as stream:
@@ -82,14 +82,14 @@ def lie(key, value):
         lambda header: header.pop("a"),
     ],
 )
-def test_header_that_lies_is_named(tmp_path, change):
+def test_header_that_does_not_match_its_file_is_named(tmp_path, change):
     file = write(tmp_path)
     rewrite(file, change)
     with pytest.raises(LoadError, match="is broken"):
         read_header(file)
 
 
-def test_pickle_is_refused_with_the_remedy(tmp_path):
+def test_pickle_is_refused_with_advice(tmp_path):
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(LoadError, match=r"pytorch_model\.bin.*save_pretrained"):
         open_index(tmp_path)
@@ -101,7 +101,7 @@ def test_directory_without_weights_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["/etc/passwd", "../x.safetensors", "sub/x.safetensors", "", "none.safetensors"])
-def test_index_that_points_elsewhere_is_refused(tmp_path, target):
+def test_index_that_points_outside_the_directory_is_refused(tmp_path, target):
     write(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": target}}))
     with pytest.raises(LoadError, match=r"index\.json is broken"):

@@ -1,4 +1,4 @@
-"""Accumulated batches: gradients are reduced once an optimizer step, and the losses are those of the large batch."""
+"""Accumulated batches: gradients are reduced once per optimizer step, and the losses equal those of the large batch."""
 
 from collections import Counter
 
@@ -61,7 +61,7 @@ def train(tiny_model, text_file, tmp_path):
 
 
 @BOTH
-def test_accumulation_reduces_gradients_once_an_optimizer_step_with_the_losses_of_the_large_batch(train, fsdp):
+def test_accumulation_reduces_gradients_once_per_optimizer_step_with_the_losses_of_the_large_batch(train, fsdp):
     large_batch, passes, reductions = train(fsdp, 2, 1, 2)
     assert (passes, reductions > 0, reductions % NUM_STEPS) == (NUM_STEPS, True, 0)
     accumulated, passes, reductions_of_two = train(fsdp, 2, 2, 1)

@@ -1,4 +1,4 @@
-"""What one rank decides or fails at, all ranks learn."""
+"""Decisions and failures of one rank reach all ranks."""
 
 from tests.ranks.harness import run_ranks
 

@@ -1,4 +1,4 @@
-"""The export: written in place by every rank, equal to what the stack itself would save."""
+"""Exports: every rank writes its part in place, and the result equals what the stock stack would save."""
 
 import json
 import os
@@ -127,7 +127,7 @@ def test_cast_while_writing(tiny_model, text_file, tmp_path):
     assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_companions_stand_beside_the_weights(tiny_model, text_file, tmp_path):
+def test_config_and_tokenizer_are_written_with_the_weights(tiny_model, text_file, tmp_path):
     directory, _ = export(tiny_model, text_file, tmp_path)
     names = {file.name for file in directory.iterdir()}
     assert names == {
@@ -169,7 +169,7 @@ def _export_twice(model, data, output):
     export_model(trainer.model, output / "export")
 
 
-def test_earlier_export_is_replaced_whole(tiny_model, text_file, tmp_path):
+def test_earlier_export_is_replaced_completely(tiny_model, text_file, tmp_path):
     run_ranks(_export_twice, 2, tiny_model("llama"), text_file, tmp_path, environment=fsdp_environment(FSDP2))
     assert [file.name for file in (tmp_path / "export").glob("*.safetensors*")] == ["model.safetensors"]
 
@@ -182,7 +182,7 @@ def _export_into(model, data, output, target):
     export_model(trainer.model, target)
 
 
-def test_directory_that_is_no_export_is_not_touched(tiny_model, text_file, tmp_path):
+def test_directory_that_is_not_an_export_is_not_touched(tiny_model, text_file, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
     errors = run_ranks(
@@ -209,7 +209,7 @@ def test_full_disk_leaves_nothing_under_the_final_name(tiny_model, text_file, tm
         )  # fmt: skip
         assert errors[0] == errors[1]
         assert errors[0][0] == "ExportError"
-        assert "no room" in errors[0][1]
+        assert "free" in errors[0][1]
         assert list(disk.iterdir()) == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
@@ -237,11 +237,11 @@ def _die_while_exporting(model, data, output):
     export_model(trainer.model, output / "export")
 
 
-def test_kill_in_mid_export_leaves_the_checkpoint_and_no_export(tiny_model, text_file, tmp_path):
+def test_kill_during_export_leaves_the_checkpoint_and_no_export(tiny_model, text_file, tmp_path):
     from hf_fsdp_recipes import export_checkpoint
     from hf_fsdp_recipes.checkpointing import layout
 
-    with pytest.raises(pytest.fail.Exception, match=r"killed at the time-out|exit code -9"):
+    with pytest.raises(pytest.fail.Exception, match=r"killed at the timeout|exit code -9"):
         run_ranks(
             _die_while_exporting,
             2,

@@ -1,4 +1,4 @@
-"""The loader against stock loading, on real gloo ranks: the same losses, digit for digit."""
+"""The loader and stock loading give the same losses to the last digit, on real gloo ranks."""
 
 import json
 import shutil
@@ -98,7 +98,7 @@ def _shards(model_dir, data, output, keywords):
     return seen
 
 
-def test_every_value_arrives_on_four_ranks_that_read_for_themselves(tiny_model, text_file, tmp_path):
+def test_every_value_arrives_on_four_ranks_that_read_directly(tiny_model, text_file, tmp_path):
     from safetensors.torch import load_file
 
     model = tiny_model("llama", "bfloat16")
@@ -236,7 +236,7 @@ def test_nan_in_the_checkpoint_is_loaded(tiny_model, text_file, tmp_path):
     assert all(value != value for value in seen[0]["model.norm.weight"])
 
 
-def test_tensor_that_the_checkpoint_lacks_is_initialised_alike_on_all_ranks(tiny_model, text_file, tmp_path):
+def test_tensor_that_the_checkpoint_lacks_is_initialized_equally_on_all_ranks(tiny_model, text_file, tmp_path):
     from safetensors.torch import load_file, save_file
 
     directory = tmp_path / "lacking"

@@ -1,4 +1,4 @@
-"""Offline export: a sharded checkpoint of anybody's becomes a model directory, read by ranges."""
+"""Offline export: any sharded checkpoint becomes a model directory."""
 
 import json
 import shutil
@@ -150,7 +150,7 @@ def test_checkpoint_of_another_model_is_refused(checkpoint, tiny_model, tmp_path
         export_checkpoint(checkpoint, tmp_path / "out", base_model=tiny_model("gpt2"))
 
 
-def test_plain_folder_of_distcp_files_with_its_params_beside_it(checkpoint, tiny_model, tmp_path):
+def test_plain_folder_of_distcp_files_with_train_params_is_exported(checkpoint, tiny_model, tmp_path):
     """The layout of the ROCm article: __0_0.distcp, .metadata and train_params.yaml in one folder."""
     from typer.testing import CliRunner
 
@@ -190,7 +190,7 @@ def _grow_and_save(model, data, output):
     export_model(trainer.model, output / "export", tokenizer=trainer.processing_class)
 
 
-def test_checkpoint_with_grown_embeddings_exports_by_itself(tiny_model, text_file, tmp_path):
+def test_checkpoint_with_grown_embeddings_exports_without_a_base_model(tiny_model, text_file, tmp_path):
     from transformers import AutoTokenizer
 
     from hf_fsdp_recipes import export_checkpoint

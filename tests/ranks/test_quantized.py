@@ -1,4 +1,4 @@
-"""4-bit weights on arrival against the stock QLoRA path, on real gloo ranks."""
+"""Weights quantized to 4 bits on arrival, compared with the stock QLoRA path on real gloo ranks."""
 
 import pytest
 
@@ -11,7 +11,7 @@ NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "float32", "bnb_4
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_quantising_in_parts_gives_the_bytes_of_quantising_whole(monkeypatch, quant_type, nested):
+def test_quantizing_in_parts_gives_the_bytes_of_quantizing_at_once(monkeypatch, quant_type, nested):
     import torch
     from bitsandbytes.functional import quantize_4bit
 
@@ -127,7 +127,7 @@ def _load_8_bit(model_dir):
     load_model(str(model_dir), quantization_config=BitsAndBytesConfig(load_in_8bit=True))
 
 
-def test_checkpoint_that_is_quantised_already_is_refused_by_name(tiny_model, tmp_path):
+def test_checkpoint_that_is_already_quantized_is_refused_by_name(tiny_model, tmp_path):
     import json
     import shutil
 

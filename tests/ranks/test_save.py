@@ -275,7 +275,7 @@ def test_save_by_epochs(tiny_model, text_file, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
-def test_disk_that_fills_costs_a_checkpoint_not_the_run(tiny_model, text_file, tmp_path):
+def test_full_disk_loses_a_checkpoint_but_not_the_run(tiny_model, text_file, tmp_path):
     import subprocess
 
     disk = tmp_path / "disk"

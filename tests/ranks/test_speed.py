@@ -1,4 +1,4 @@
-"""Speed and memory features do not change the losses by more than the bounds below."""
+"""Speed and memory features change the losses by no more than the bounds below."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Pushing to the Hub, against a stand-in for its API on loopback."""
+"""Pushing to the Hub, with a local substitute for its API."""
 
 import json
 
@@ -45,7 +45,7 @@ def test_every_save_and_the_export_are_pushed_to_a_private_repository(hub, tiny_
 
 
 @pytest.mark.slow
-def test_a_hub_that_fails_costs_a_warning_and_nothing_else(hub, tiny_model, text_file, tmp_path):
+def test_a_hub_that_fails_causes_only_a_warning(hub, tiny_model, text_file, tmp_path):
     hub.refuse_commits = 10**6
     config = pushing_recipe(tmp_path, tiny_model("llama_tied"), text_file, hub_strategy="every_save", max_steps=3)
     result = run(CPU, ["--config", config])
@@ -55,7 +55,7 @@ def test_a_hub_that_fails_costs_a_warning_and_nothing_else(hub, tiny_model, text
     assert list((tmp_path / "run").glob("checkpoint-*/manifest.json"))
 
 
-def test_a_push_that_broke_off_goes_on_where_it_was(hub, tiny_model, tmp_path):
+def test_an_interrupted_push_continues_where_it_stopped(hub, tiny_model, tmp_path):
     from hf_fsdp_recipes.export.hub import HubTarget, Pusher
 
     pusher = Pusher(HubTarget("someone/again", "end", False, None), tmp_path)

@@ -1,4 +1,4 @@
-"""Rehearsals: they find what a real job would only find in its first or last minute."""
+"""Rehearsals find errors that a real job would only hit in its first or last minute."""
 
 import contextlib
 
@@ -62,7 +62,7 @@ def test_shipped_recipe_passes_its_rehearsal(recipe, tmp_path, capsys):
     assert passed, printed
     for step in ("load, train", "resume", "finish", "export", "generate"):
         assert f"ok     {step}" in printed
-    assert "signalled to stop, it wrote checkpoint-" in printed
+    assert "signaled to stop, it wrote checkpoint-" in printed
 
 
 def failing(overrides, capsys, template="fsdp2_full_shard"):
@@ -97,7 +97,7 @@ def test_overrides_are_read_as_yaml(tmp_path):
     }
 
 
-def test_signalled_run_without_a_checkpoint_fails(tmp_path, monkeypatch):
+def test_signaled_run_without_a_checkpoint_fails(tmp_path, monkeypatch):
     class IgnoresSignals:
         exit_status = 0
 
@@ -108,7 +108,7 @@ def test_signalled_run_without_a_checkpoint_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(steps.Rehearsal, "checkpoints", lambda self: ["checkpoint-2"])
     monkeypatch.setattr(steps.Rehearsal, "launch", lambda self, *_: contextlib.nullcontext(IgnoresSignals()))
     monkeypatch.setattr(steps.Rehearsal, "wait", lambda self, *_: None)
-    with pytest.raises(RecipeError, match="signalled to stop but wrote no checkpoint; the newest is checkpoint-2"):
+    with pytest.raises(RecipeError, match="signaled to stop but wrote no checkpoint; the newest is checkpoint-2"):
         steps.resume_and_stop(rehearsal)
 
 
@@ -123,7 +123,7 @@ def test_wrong_wrap_class_is_caught(tmp_path, capsys):
 
 def test_optimizer_that_cannot_be_sharded_is_caught(tmp_path, capsys):
     line = failing([*local_files(BIG, tmp_path), "--push_to_hub", "false", "--optim", "ademamix"], capsys)
-    assert line.startswith("FAILED template") and "ademamix under FSDP2" in line
+    assert line.startswith("FAILED template") and "ademamix does not work under FSDP2" in line
 
 
 def test_missing_hub_token_is_caught(tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Every template, shipped or not, is launched for real steps on CPU ranks, and matches the losses of one rank."""
+"""Every template, shipped or not, trains real steps on CPU ranks and matches the losses of one rank."""
 
 import json
 

@@ -1,7 +1,4 @@
-"""Alternatives to a job: the smallest change that makes it fit, all sharding strategies, and the fastest setup.
-
-Every alternative is planned in full; there are no rules of thumb.
-"""
+"""Alternatives to a job: the smallest change that makes it fit, all sharding strategies, and the fastest setup."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,13 +18,7 @@ MAX_BATCH = 64
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to train the model.
-
-    Attributes:
-        label: what differs.
-        plan: its memory.
-        traffic: its communication and compute.
-    """
+    """Another way to train the model; `label` is what differs."""
 
     label: str
     plan: MemoryPlan
@@ -57,11 +48,7 @@ class Alternative:
 
 
 def find_smallest_change(planner: MemoryPlanner, job: TrainingJob) -> list[Alternative]:
-    """Try single changes, the least intrusive first, until one fits.
-
-    Returns:
-        All changes that were tried; if any fits, it is the last one.
-    """
+    """Try single changes, the least intrusive first, until one fits; return all that were tried."""
     tried: list[Alternative] = []
     for label, changed in _changes(job):
         alternative = _try(planner, label, changed)
@@ -77,12 +64,12 @@ def _try(planner: MemoryPlanner, label: str, job: TrainingJob) -> Alternative | 
     try:
         plan = planner.plan(job)
     except PlanError:
-        return None  # not possible for this model: no linear layers to adapt, for example
+        return None  # impossible for this model; for example, it has no linear layers to adapt
     return Alternative(label, plan, estimate_traffic(plan))
 
 
 def _changes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
-    """Yield changes, from those that cost nothing to those that train something else."""
+    """Yield changes, from those without a cost to those that train something else."""
     if job.accumulation > 1 and not job.sync_each_batch:
         yield "reduce gradients after each micro-batch (sync_each_batch: true)", job.replace(sync_each_batch=True)
     if job.loss != "fused":
@@ -162,7 +149,7 @@ def suggest(planner: MemoryPlanner, job: TrainingJob) -> Alternative | None:
 
 
 def _try_batches(planner: MemoryPlanner, job: TrainingJob) -> Iterator[Alternative]:
-    """Yield what fits, doubling the batch as long as that makes tokens faster."""
+    """Yield the alternatives that fit, doubling the batch while that increases throughput."""
     batch, best = 1, float("inf")
     while batch <= MAX_BATCH:
         fitting = [one for one in compare_strategies(planner, job.replace(batch=batch)) if one.plan.fits]

@@ -1,4 +1,4 @@
-"""Finds out within a minute whether the nodes of a job can work together, and names the node that cannot.
+"""Finds out within a minute whether the nodes of a job can work together, and names the node that cannot. Run
 
     hf-fsdp preflight --num-nodes 2 --node-rank $SLURM_NODEID --nproc-per-node 8 --master-addr nodea --master-port 29500
 

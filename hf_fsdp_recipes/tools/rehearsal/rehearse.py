@@ -1,7 +1,4 @@
-"""Run a recipe end to end on CPU ranks, with a tiny model of the same architecture.
-
-Needs the model's config and tokenizer and a few rows of its data; no weights and no GPU.
-"""
+"""Runs a recipe end to end on CPU ranks, with a tiny model of the same architecture. Needs no weights and no GPU."""
 
 import logging
 import shutil
@@ -20,16 +17,13 @@ from hf_fsdp_recipes.tools.rehearsal.steps import STEPS, Rehearsal
 
 
 def rehearse(recipe: Path, template: str, overrides: Sequence[str] = (), keep: bool = False) -> bool:
-    """Rehearse a recipe, print a line per step and what the real job does differently.
+    """Rehearse a recipe; print a line per step and what the real job does differently; return whether every step passed.
 
     Args:
         recipe: YAML file.
         template: name of a template, or path of an Accelerate config.
         overrides: `--field value` pairs for the recipe.
         keep: keep the rehearsal's directory.
-
-    Returns:
-        Whether every step passed.
     """
     directory = Path(tempfile.mkdtemp(prefix="rehearsal-"))
     try:
