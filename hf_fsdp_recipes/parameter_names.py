@@ -18,7 +18,7 @@ def without_wrappers(name: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Tell whether PEFT added this parameter; a trained copy of a module (`modules_to_save`) counts."""
+    """Return whether PEFT added this parameter; a trained copy of a module (`modules_to_save`) counts."""
     return name.startswith(_PEFT_PREFIX) and _ADAPTER.search(name) is not None
 
 

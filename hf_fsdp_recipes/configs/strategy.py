@@ -1,4 +1,4 @@
-"""What an Accelerate config says about sharding: the one place that reads it, for every tool that needs to know."""
+"""Reads how an Accelerate config shards a model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ FSDP1_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "
 
 @dataclass(frozen=True)
 class Strategy:
-    """The parts of an Accelerate FSDP config that decide memory and communication.
+    """The parts of an Accelerate FSDP config that determine memory and communication.
 
     Attributes:
         name: template or file name.
@@ -55,7 +55,7 @@ def find_strategy(name_or_file: str) -> Strategy:
     """Return the strategy of a shipped template, by name, or of an Accelerate config, by path.
 
     Raises:
-        TemplateError: neither a template nor a readable FSDP config.
+        TemplateError: it is neither a template nor a readable FSDP config.
     """
     path = Path(name_or_file)
     if not (path.suffix in (".yaml", ".yml") and path.is_file()):

@@ -1,1 +1,1 @@
-"""What a run measures about itself: metrics.jsonl, FLOPs, memory, progress and the report."""
+"""Run metrics: metrics.jsonl, FLOPs, memory, progress and the report."""

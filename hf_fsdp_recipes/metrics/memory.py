@@ -12,7 +12,7 @@ import torch
 
 
 def host_bytes(process: int | str = "self") -> int:
-    """Return the anonymous resident memory of this process, or of the process with an id."""
+    """Return the anonymous resident memory of a process."""
     total = 0
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith(("RssAnon:", "RssShmem:")):

@@ -17,7 +17,7 @@ class MetaModelHandler(Protocol):
     """What fills a model that was built on meta, as the patches of `Accelerator` call it."""
 
     def handles(self, model: torch.nn.Module) -> bool:
-        """Tell whether this handler built the model and has not filled it yet."""
+        """Return whether this handler built the model and has not filled it yet."""
 
     def shard_fsdp2(self, accelerator: Any, model: torch.nn.Module, shard: Any) -> torch.nn.Module:
         """Return `shard(accelerator, model)`, Accelerate's own FSDP2 step, with the shards filled. Collective."""
@@ -113,7 +113,7 @@ def _wrap_only_modules_that_run(original: Any, fsdp2_plugin: Any, model: torch.n
 
 
 def is_size_based(policy: Any) -> bool:
-    """Tell whether a wrap policy is torch's size-based one."""
+    """Return whether a wrap policy is torch's size-based one."""
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
     return getattr(policy, "func", policy) is size_based_auto_wrap_policy
@@ -130,7 +130,7 @@ def find_heads(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _can_be_unit(module: torch.nn.Module, root_modules: list[torch.nn.Module]) -> bool:
-    """Tell whether FSDP2 may shard a module by itself: it runs, and contains none of the root unit's modules."""
+    """Return whether FSDP2 may shard a module by itself: it runs, and contains none of the root unit's modules."""
     if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
         return False
     return all(inner is not kept for inner in module.modules() for kept in root_modules)
@@ -172,7 +172,7 @@ def _shard_then_fill(original: Any, accelerator: Any, model: torch.nn.Module) ->
 
 
 def use_cpu() -> bool:
-    """Tell whether the launcher asked for CPU ranks, or the machine has nothing else.
+    """Return whether the launcher asked for CPU ranks, or the machine has nothing else.
 
     `accelerate launch` ignores `use_cpu: true` in FSDP configs (accelerate 1.15 sets ACCELERATE_USE_CPU in its simple
     launcher only), so without an accelerator FSDP means CPU ranks.

@@ -10,14 +10,14 @@ from hf_fsdp_recipes.patches.accelerate import use_cpu
 
 
 def is_requested() -> bool:
-    """Tell whether the launcher asked for FSDP on CPU ranks."""
+    """Return whether the launcher asked for FSDP on CPU ranks."""
     return is_fsdp_requested() and use_cpu()
 
 
 def enable() -> bool:
     """Make Accelerate treat CPU ranks as FSDP ranks, if the launcher asked for that. Idempotent.
 
-    Every rank calls this before its first Accelerator or TrainingArguments; no collective.
+    Every rank calls this before its first Accelerator or TrainingArguments; not a collective.
 
     Returns:
         Whether FSDP on CPU ranks is on.

@@ -31,7 +31,7 @@ _is_registered = False
 
 
 def wait_for_gloo_at_exit() -> None:
-    """Wait for gloo's workers when this process exits, whether it succeeds or fails. Idempotent; no collective.
+    """Wait for gloo's workers when this process exits, whether it succeeds or fails. Idempotent; not a collective.
 
     Call this early: exit handlers run in reverse order, and this one is to run after those that use collectives.
     """

@@ -113,7 +113,7 @@ class Arguments(NamedTuple):
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """Read a recipe (`--config X.yaml`) and command-line overrides. Every rank calls this; no collective.
+    """Read a recipe (`--config X.yaml`) and command-line overrides. Every rank calls this, but it is not a collective.
 
     Turns on FSDP on CPU ranks first, because TrainingArguments starts Accelerate's state.
 
@@ -176,7 +176,7 @@ def _suggest_name(message: str, parser: "TrlParser") -> str:
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """Refuse arguments that would fail later, or silently do something else. No collective.
+    """Refuse arguments that would fail later, or silently do something else. Not a collective.
 
     Raises:
         RecipeError, DataError, TemplateError: with the value and what to change.
@@ -236,7 +236,7 @@ def _check_data(arguments: Arguments) -> None:
 
 
 def is_streaming(arguments: Arguments) -> bool:
-    """Tell whether rows are read during training. For a mixture, TRL has a separate field, `streaming`."""
+    """Return whether rows are read during training. For a mixture, TRL has a separate field, `streaming`."""
     return bool(arguments.mixture.streaming if arguments.mixture.datasets else arguments.script.dataset_streaming)
 
 

@@ -23,7 +23,7 @@ LEAK_TOLERANCE = 1e-4  # relative to the largest logit, in float32
 
 
 def select_implementation(requested: str, is_on_cpu: bool) -> str | None:
-    """Return transformers' name for the requested attention, or None for the model's default. No collective.
+    """Return transformers' name for the requested attention, or None for the model's default. Not a collective.
 
     Args:
         requested: auto, flash, sdpa, eager or flex.
@@ -52,7 +52,7 @@ def find_flash() -> str | None:
 
 
 def check_packing(config: "PretrainedConfig", implementation: str) -> None:
-    """Refuse packing if a document would attend to the one before it. Any rank; no collective.
+    """Refuse packing if a document would attend to the one before it. Any rank; not a collective.
 
     FlashAttention takes the documents' lengths and is trusted; other implementations are tried on a tiny model.
 

@@ -35,7 +35,7 @@ def set_frozen_dtype(model_arguments: "ModelConfig") -> None:
 def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dtype: str = "auto") -> None:
     """Cast adapters to the dtype they train in, print the dtypes on rank 0, and refuse what FSDP1 cannot shard.
 
-    Every rank calls this, before sharding; no collective.
+    Every rank calls this, before sharding; not a collective.
 
     Args:
         model: with its adapters.
@@ -107,7 +107,7 @@ def check_master_weights(model: torch.nn.Module) -> None:
 
 
 def _is_fsdp1_4bit(model: torch.nn.Module) -> bool:
-    """Tell whether FSDP1 holds 4-bit weights, so that adapters share the dtype of their unit."""
+    """Return whether FSDP1 holds 4-bit weights, so that adapters share the dtype of their unit."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     is_4bit = any(getattr(module, "is_loaded_in_4bit", False) for module in model.modules())

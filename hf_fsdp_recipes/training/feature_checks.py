@@ -30,7 +30,7 @@ TORCHAO_OPTIMIZERS = ("adamw_torch_8bit", "adamw_torch_4bit")
 
 
 def check_features(arguments: "Arguments") -> None:
-    """Refuse features that are not installed, not supported on these ranks, or in conflict. No collective.
+    """Refuse features that are not installed, not supported on these ranks, or in conflict. Not a collective.
 
     A dry run may be on another machine than the job, so it checks for conflicts only.
 
@@ -99,7 +99,7 @@ def _conflicts(training: "SFTConfig", recipe: "RecipeArguments") -> Iterator[str
 
 
 def enable_block_compilation(arguments: "Arguments") -> None:
-    """Turn on torch.compile for each block of the model if the recipe sets `compile_blocks`. No collective.
+    """Turn on torch.compile for each block of the model if the recipe sets `compile_blocks`. Not a collective.
 
     Call it before the Trainer is built. Trainer's `torch_compile` alone compiles the model in one piece; a variable of
     Accelerate's makes it compile blocks.

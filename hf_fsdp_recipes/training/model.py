@@ -52,7 +52,7 @@ def _warn_of_untrained_rows(model_arguments: "ModelConfig") -> None:
 
 
 def isolates_documents(training: "SFTConfig") -> bool:
-    """Tell whether documents share a sequence and must not attend to each other."""
+    """Return whether documents share a sequence and must not attend to each other."""
     return training.padding_free or (training.packing and training.packing_strategy != "wrapped")
 
 

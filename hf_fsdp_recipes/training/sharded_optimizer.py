@@ -19,7 +19,7 @@ def sharded_optimizer(args: "TrainingArguments") -> "tuple[type[torch.optim.Opti
 
         trainer = SFTTrainer(..., args=args, optimizer_cls_and_kwargs=sharded_optimizer(args))
 
-    Any rank may call this; no collective.
+    Any rank may call this; not a collective.
 
     Args:
         args: Trainer's arguments; `optim`, `optim_args`, `learning_rate`, `weight_decay`, `adam_beta1` and so on apply.
@@ -49,7 +49,7 @@ def optimizer_name(args: "TrainingArguments") -> str:
 
 
 def is_bitsandbytes_optimizer(name: str) -> bool:
-    """Tell whether Trainer takes this optimizer from bitsandbytes."""
+    """Return whether Trainer takes this optimizer from bitsandbytes."""
     return name in ("adamw_8bit", "adamw_bnb_8bit") or name.startswith(("paged_", "lion_", "ademamix", "rmsprop_bnb"))
 
 

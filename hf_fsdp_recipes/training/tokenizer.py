@@ -48,7 +48,7 @@ def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
 
 
 def tokenizer_for_rows(tokenizer: "PreTrainedTokenizerBase", training: "SFTConfig") -> "PreTrainedTokenizerBase":
-    """Return a copy with the end token and chat template that SFTTrainer will set later. No collective.
+    """Return a copy with the end token and chat template that SFTTrainer will set later. Not a collective.
 
     Source: trl 1.16 `SFTTrainer.__init__`, which changes tokenizer and model together before it prepares rows.
 

@@ -36,7 +36,7 @@ RECIPE_SETTINGS = ("add_special_tokens", "append_concat_token")
 
 
 def is_cache(name: str | None) -> bool:
-    """Tell whether a dataset name is a directory of prepared rows."""
+    """Return whether a dataset name is a directory of prepared rows."""
     return name is not None and (Path(name) / MANIFEST).is_file()
 
 
@@ -101,7 +101,7 @@ def _settings(arguments: Arguments) -> dict[str, Any]:
 
 
 def read_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
-    """Memory-map prepared rows if this run would prepare the same ones. Every rank calls this; no collective.
+    """Memory-map prepared rows if this run would prepare the same ones. Every rank calls this, but it is not a collective.
 
     Raises:
         DataError: they were prepared with other settings, or there are no evaluation rows but the run evaluates.

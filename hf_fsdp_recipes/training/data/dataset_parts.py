@@ -33,7 +33,7 @@ class DatasetPart:
 def load_parts(arguments: Arguments) -> list[DatasetPart]:
     """Read training and, if the recipe evaluates, evaluation rows of every dataset in the recipe.
 
-    Every rank calls this; no collective.
+    Every rank calls this, but it is not a collective.
 
     Raises:
         DataError: a dataset or split does not exist, has too few rows, or has nothing to evaluate on.
@@ -146,7 +146,7 @@ def _data_files(path: Path) -> dict[str, list[Path]]:
 
 
 def _is_empty(file: Path) -> bool:
-    """Tell whether a file holds no rows, for which the readers raise misleading errors."""
+    """Return whether a file holds no rows, for which the readers raise misleading errors."""
     return file.stat().st_size < 16 and file.read_bytes().strip() in (b"", b"[]")
 
 

@@ -131,7 +131,7 @@ class Preparation:
 
 
 def prepare(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
-    """Read and prepare all rows that a run trains and evaluates on. One rank; no collective.
+    """Read and prepare all rows that a run trains and evaluates on. One rank; not a collective.
 
     Raises:
         DataError: a dataset has no usable rows, or too few for the ranks.
@@ -149,7 +149,7 @@ def prepare(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Trainin
 
 
 def packs_evaluation(arguments: Arguments) -> bool:
-    """Tell whether evaluation rows are packed; by default they are if training rows are."""
+    """Return whether evaluation rows are packed; by default they are if training rows are."""
     training = arguments.training
     return training.packing if training.eval_packing is None else training.eval_packing
 

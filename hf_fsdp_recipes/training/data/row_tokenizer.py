@@ -133,12 +133,12 @@ class RowTokenizer:
 
 
 def is_conversational(row: Mapping[str, Any]) -> bool:
-    """Tell whether a row holds messages rather than text or tokens."""
+    """Return whether a row holds messages rather than text or tokens."""
     return isinstance(row["prompt"] if "prompt" in row and "completion" in row else row.get("messages"), list)
 
 
 def has_trainable_label(row: Mapping[str, Any]) -> bool:
-    """Tell whether a row has a label after its first token, which is never predicted."""
+    """Return whether a row has a label after its first token, which is never predicted."""
     return any(label != NO_LABEL for label in row["labels"][1:])
 
 

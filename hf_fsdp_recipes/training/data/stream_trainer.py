@@ -81,7 +81,7 @@ def _position_file(rank: int) -> str:
 def restore_position(stream: RowStream, checkpoint: Path) -> bool:
     """Move the stream to where the checkpoint's run stopped; return False if the checkpoint has no stream position.
 
-    Every rank calls this; no collective. On another number of ranks, each rank skips its share of the rows that all ranks
+    Every rank calls this, but it is not a collective. On another number of ranks, each rank skips its share of the rows that all ranks
     had read.
     """
     if not (checkpoint / _position_file(0)).is_file():

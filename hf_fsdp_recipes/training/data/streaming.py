@@ -210,7 +210,7 @@ class RowStream(IterableDataset):
 
 
 def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
-    """Open this rank's part of the streams and read its first block. Every rank calls this; no collective.
+    """Open this rank's part of the streams and read its first block. Every rank calls this, but it is not a collective.
 
     Raises:
         DataError: nothing to read, or a full pass has no row to train on.
