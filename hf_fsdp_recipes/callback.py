@@ -131,7 +131,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         """Schedule a due save, exchange signals, and report a save that has failed."""
         if self._writer is None:
             return control
-        self._report_failure()
+        if (failure := self._writer.collect_failure()) is not None:
+            self._record_failure(failure)
         self._push()
         if control.should_save and self._strategy == SaveStrategy.STEPS:
             self._schedule(state)
@@ -276,12 +277,6 @@ class ShardedCheckpointCallback(TrainerCallback):
             files[layout.STATE_FILE] = save_text(json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n")
             files[resume.PARAMS_FILE] = save_text(params)
         return files
-
-    def _report_failure(self) -> None:
-        assert self._writer is not None
-        failure = self._writer.collect_failure()
-        if failure is not None:
-            self._record_failure(failure)
 
     def _record_failure(self, error: Exception) -> None:
         # Training continues: the earlier checkpoint is intact and the next save may succeed.

@@ -38,14 +38,11 @@ def local_slices(model: torch.nn.Module) -> dict[str, Slice]:
         elif not fsdp1.is_flat(tensor):
             slices[name] = _slice(name, tensor)
     slices = flat | slices
-    order = {without_wrappers(name): number for number, name in enumerate(_state_dict_order(model))}
+    leaves = (
+        f"{name}.{leaf}" for name, module in model.named_modules() for leaf in [*module._parameters, *module._buffers]
+    )
+    order = {without_wrappers(name.lstrip(".")): number for number, name in enumerate(leaves)}
     return dict(sorted(slices.items(), key=lambda item: order.get(item[0], len(order))))
-
-
-def _state_dict_order(model: torch.nn.Module) -> Iterator[str]:
-    for module_name, module in model.named_modules():
-        for leaf in [*module._parameters, *module._buffers]:
-            yield f"{module_name}.{leaf}".lstrip(".")
 
 
 def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,9 +23,7 @@ PROMPT = "The quick brown fox"
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 2e-2}
 
 
-def check_logits(
-    model: torch.nn.Module, export: Path, tokenizer: "PreTrainedTokenizerBase", prompt: str = PROMPT
-) -> float:
+def check_logits(model: torch.nn.Module, export: Path, tokenizer: "PreTrainedTokenizerBase") -> float:
     """Compare the logits of a model in training with those of its export.
 
     Collective: every rank must call this, because the sharded forward needs all of them.
@@ -34,7 +32,6 @@ def check_logits(
         model: the exported model, sharded or not.
         export: a model directory, or an adapter whose base model can be loaded.
         tokenizer: the model's tokenizer.
-        prompt: the input of both.
 
     Returns:
         The largest difference, relative to the largest logit.
@@ -43,7 +40,7 @@ def check_logits(
         ExportError: on every rank, if the export cannot be loaded or its logits differ.
     """
     device = next((buffer.device for buffer in model.buffers()), torch.device("cpu"))
-    inputs = {"input_ids": tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)}
+    inputs = {"input_ids": tokenizer(PROMPT, return_tensors="pt")["input_ids"].to(device)}
     was_training = model.training
     model.eval()
     with torch.no_grad():

@@ -76,9 +76,10 @@ def _check_equal(source: CheckpointSource, names: list[str]) -> None:
             )
 
 
-def _bytes_equal(index: SafetensorsIndex, one: StoredTensor, other: StoredTensor, step: int = 16 * 1024 * 1024) -> bool:
+def _bytes_equal(index: SafetensorsIndex, one: StoredTensor, other: StoredTensor) -> bool:
     if one.num_bytes != other.num_bytes:
         return False
+    step = 16 * 1024 * 1024
     for start in range(0, one.num_bytes, step):
         buffers = [torch.empty(min(step, one.num_bytes - start), dtype=torch.uint8) for _ in range(2)]
         for tensor, buffer in zip((one, other), buffers, strict=True):

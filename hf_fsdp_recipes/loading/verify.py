@@ -84,8 +84,11 @@ def check_buffers(model: torch.nn.Module, targets: Sequence[ShardTarget] = ()) -
     Raises:
         LoadError: on every rank, if a buffer differs.
     """
-    own = {name: _crc(buffer) for name, buffer in model.named_buffers()}
-    gathered = distributed.gather_objects((own, _find_nan(targets)))
+    own = {
+        name: zlib.crc32(as_bytes(buffer.detach().cpu().contiguous()).numpy()) for name, buffer in model.named_buffers()
+    }
+    nan = [t.name for t in targets if not t.is_packed and torch.isnan(t.local[:SAMPLE_ELEMENTS]).any()]
+    gathered = distributed.gather_objects((own, nan))
     with distributed.sync_errors():
         for rank, (theirs, _) in enumerate(gathered):
             different = [name for name in own if theirs.get(name) != own[name]]
@@ -111,11 +114,3 @@ def _check_bytes(targets: Sequence[ShardTarget], expected: Checksums, shard_rank
                 f"{target.name}: rank {distributed.rank()} received different bytes than rank 0 read (CRC-32 "
                 f"{actual.values[key]:08x}, expected {expected.values[key]:08x}). Check the network and the memory."
             )
-
-
-def _find_nan(targets: Sequence[ShardTarget]) -> list[str]:
-    return [t.name for t in targets if not t.is_packed and torch.isnan(t.local[:SAMPLE_ELEMENTS]).any()]
-
-
-def _crc(tensor: torch.Tensor) -> int:
-    return zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy())

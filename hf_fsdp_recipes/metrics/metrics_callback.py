@@ -86,7 +86,10 @@ class MetricsCallback(TrainerCallback):
         if self._flops is None and not self._no_flops_reason:
             self._count_model(model)
         device = memory.find_device_module(args.device)
-        start = self._describe_run(args, state, model, device) | _count_rows(kwargs.get("train_dataloader"))
+        start = self._describe_run(args, state, model, device)
+        dataset: Any = getattr(kwargs.get("train_dataloader"), "dataset", None)
+        if hasattr(dataset, "__len__"):  # not a stream
+            start["num_rows"] = len(dataset)
         if distributed.is_main():
             metrics_file.begin(self._path(args), state.global_step, [*map(asdict, stages.gathered), start])
             _print_model(model, Path(args.output_dir))
@@ -240,12 +243,6 @@ def place_before_reporters(trainer: "Trainer") -> None:
 
 def _numbers(entry: Mapping[str, Any]) -> dict[str, int | float]:
     return {key: value for key, value in entry.items() if isinstance(value, int | float)}
-
-
-def _count_rows(dataloader: Any) -> dict[str, int]:
-    """Return the number of sequences per epoch, unless the dataset is a stream."""
-    dataset: Any = getattr(dataloader, "dataset", None)
-    return {"num_rows": len(dataset)} if hasattr(dataset, "__len__") else {}
 
 
 def _print_model(model: torch.nn.Module, output_dir: Path) -> None:

@@ -10,6 +10,8 @@ from collections import Counter
 
 import torch
 
+from hf_fsdp_recipes.precision import format_dtype
+
 DTYPES = ("bfloat16", "float16", "tf32", "float32")
 # Regular expression for a device's full name in lower case, without vendor and series: TFLOP/s for each of DTYPES, None
 # if the device has no matrix unit for it. The vendor's document follows as a comment.
@@ -95,4 +97,4 @@ def matmul_dtype(mixed_precision: str, model: torch.nn.Module) -> str:
     dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return "tf32"
-    return str(dtype).removeprefix("torch.")
+    return format_dtype(dtype)

@@ -67,8 +67,3 @@ def print_above(line: str) -> None:
     """Print a line to standard output, above any bars."""
     tqdm.write(line, file=sys.stdout)
     sys.stdout.flush()
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Return a size as the bars show it, for example `12.3MB`."""
-    return f"{tqdm.format_sizeof(num_bytes)}B"

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import TemplateError
-from hf_fsdp_recipes.precision import mixed_precision_dtype
+from hf_fsdp_recipes.precision import format_dtype, mixed_precision_dtype
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -29,7 +29,7 @@ def set_frozen_dtype(model_arguments: "ModelConfig") -> None:
     """
     precision = mixed_precision_dtype()
     if model_arguments.load_in_4bit and precision is not None and model_arguments.dtype in (None, "auto", "float32"):
-        model_arguments.dtype = str(precision).removeprefix("torch.")
+        model_arguments.dtype = format_dtype(precision)
 
 
 def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dtype: str = "auto") -> None:
@@ -47,7 +47,8 @@ def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dty
     """
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     if frozen and fsdp_version is not None:
-        dtype = _adapter_dtype(frozen, fsdp_version, adapter_dtype)
+        default = torch.float32 if fsdp_version == 2 else frozen[0].dtype
+        dtype = default if adapter_dtype == "auto" else getattr(torch, adapter_dtype)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
@@ -57,19 +58,13 @@ def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dty
         _check_head(model)
 
 
-def _adapter_dtype(frozen: list[torch.nn.Parameter], fsdp_version: int, adapter_dtype: str) -> torch.dtype:
-    if adapter_dtype != "auto":
-        return getattr(torch, adapter_dtype)
-    return torch.float32 if fsdp_version == 2 else frozen[0].dtype
-
-
 def describe_dtypes(model: torch.nn.Module) -> str:
     """Return the number of trainable and frozen elements by dtype; for 4-bit weights, by storage dtype."""
     counts: Counter[tuple[str, str]] = Counter()
     for parameter in model.parameters():
         is_4bit = type(parameter).__name__ == "Params4bit"
         kind = "trainable" if parameter.requires_grad else "frozen 4-bit in" if is_4bit else "frozen"
-        counts[kind, str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+        counts[kind, format_dtype(parameter.dtype)] += parameter.numel()
     return ", ".join(f"{count:,} {kind} {dtype}" for (kind, dtype), count in sorted(counts.items()))
 
 
@@ -122,7 +117,7 @@ def _check_uniform_dtype(model: torch.nn.Module) -> None:
     others = [f"{name} ({p.dtype})" for name, p in model.named_parameters() if p.dtype != common]
     raise TemplateError(
         f"FSDP1 needs one dtype for all parameters, but {len(others)} are not {common}: {', '.join(others[:3])}. Use an fsdp2 "
-        f"template, or set dtype: {str(common).removeprefix('torch.')}."
+        f"template, or set dtype: {format_dtype(common)}."
     )
 
 

@@ -107,9 +107,8 @@ def restore_position(stream: RowStream, checkpoint: Path) -> bool:
     return True
 
 
-def _read_position(checkpoint: Path, rank: int) -> dict[str, Any]:
-    position: dict[str, Any] = json.loads((checkpoint / _position_file(rank)).read_text())
-    return position
+def _read_position(checkpoint: Path, rank: int) -> Any:
+    return json.loads((checkpoint / _position_file(rank)).read_text())
 
 
 def _skip_shares(stream: RowStream, checkpoint: Path, saved_world_size: int) -> None:
