@@ -207,7 +207,7 @@ def measure_offline(scratch: Path, config: str, repeats: int) -> list[str]:
             os.sync()
             program = (
                 f"import sys, os; {imports[kind]}; import transformers.models.llama.modeling_llama, accelerate\n"
-                "from hf_fsdp_recipes.measure.probes import HostPeak\n"
+                "from hf_fsdp_recipes.metrics.memory import HostPeak\n"
                 f"with HostPeak() as memory:\n    {code}\n"
                 "    import pathlib\n"
                 "    for file in pathlib.Path(sys.argv[2]).iterdir(): os.fsync(os.open(file, os.O_RDONLY))\n"

@@ -1,4 +1,4 @@
-"""The `hf-fsdp` command. Each package registers its own subcommands; none of them imports torch before it runs."""
+"""The `hf-fsdp` command. Each package registers its own subcommands; none imports torch until it runs."""
 
 import sys
 from pathlib import Path
@@ -40,7 +40,7 @@ def main() -> None:
 def prepare_data(
     context: typer.Context,
     output: Annotated[Path, typer.Option(help="Directory to write; pass it to a recipe as dataset_name.")],
-    config: Annotated[Optional[Path], typer.Option(help="Recipe to take settings from.")] = None,
+    config: Annotated[Optional[Path], typer.Option(help="Recipe with the settings.")] = None,
 ) -> None:
     """Tokenize and pack a recipe's dataset once, on a CPU. Override any field of the recipe with --field value."""
     from hf_fsdp_recipes.training.data.cache import prepare_directory

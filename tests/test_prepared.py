@@ -59,11 +59,11 @@ def test_directory_loads_with_datasets_and_records_its_settings(directory, argv,
 
 
 OTHERS = {
-    "max_length is 48 there and 64 here": ["--max_length", "64"],
-    "packing is True there and False here": ["--packing", "false"],
-    "packing_strategy is bfd there and wrapped here": ["--packing_strategy", "wrapped"],
-    "completion_only_loss is None there and False here": ["--completion_only_loss", "false"],
-    "the tokenizer is another one": ["--eos_token", "<|bos|>"],
+    "max_length was 48 and is now 64": ["--max_length", "64"],
+    "packing was True and is now False": ["--packing", "false"],
+    "packing_strategy was bfd and is now wrapped": ["--packing_strategy", "wrapped"],
+    "completion_only_loss was None and is now False": ["--completion_only_loss", "false"],
+    "the tokenizer was another one": ["--eos_token", "<|bos|>"],
 }
 
 

@@ -14,7 +14,7 @@ FSDP1_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "
 
 @dataclass(frozen=True)
 class Strategy:
-    """The parts of an Accelerate FSDP config that decide memory and communication.
+    """The parts of an Accelerate FSDP config that determine memory and communication.
 
     Attributes:
         name: template or file name.
@@ -54,7 +54,7 @@ def find_strategy(name_or_file: str) -> Strategy:
     """Return the strategy of a template, by name, or of an Accelerate config, by path.
 
     Raises:
-        TemplateError: neither a template nor a readable FSDP config.
+        TemplateError: it is neither a template nor a readable FSDP config.
     """
     return read_strategy(read_config(name_or_file), Path(name_or_file).stem)
 

@@ -14,8 +14,8 @@ import torch
 def count_tokens(inputs: Mapping[str, Any], window: int | None = None) -> torch.Tensor:
     """Count a batch's tokens and the pairs of tokens that attend to each other.
 
-    Sequences in packed batches begin where `cu_seq_lens_q` says, or else where `position_ids` restart at 0. A packed
-    sequence of one token is filler from `pad_to_multiple_of`, has nothing to predict, and does not count.
+    Sequences in packed batches begin at `cu_seq_lens_q`, or else where `position_ids` restart at 0. A packed sequence of one
+    token is padding from `pad_to_multiple_of` and does not count.
 
     Args:
         inputs: the forward pass's keyword arguments; `attention_mask` is (B, T).
@@ -44,7 +44,7 @@ def _from_lengths(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
 
 
 def _from_positions(positions: torch.Tensor, window: int | None) -> torch.Tensor:
-    # 1 + 3 + 5 + ... + (2 n - 1) = n * n, so there is no need to find the ends, which would synchronize with the device.
+    # 1 + 3 + 5 + ... + (2 n - 1) = n * n. This avoids looking up sequence lengths, which would synchronize with the device.
     odd = 2 * positions.long() + 1
     next_positions = torch.nn.functional.pad(positions[:, 1:], (0, 1))
     is_counted = ((positions != 0) | (next_positions != 0)).long()
