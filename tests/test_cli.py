@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from hf_fsdp_recipes.cli import app
 from hf_fsdp_recipes.errors import CheckpointError
-from tests.test_layout import make, tear_flipped, tear_truncated
+from tests.checkpointing.test_layout import make, tear_flipped, tear_truncated
 
 run = CliRunner().invoke
 

@@ -1,7 +1,7 @@
 """Turns a row into the same tokens and labels as TRL's SFTTrainer, or returns why the row is dropped.
 
 SFTTrainer's method needs a trainer with a model, and its barriers can time out. This works row by row, so it also runs on rank
-0 alone, without GPUs, and on blocks of a stream. tests/test_preparation.py compares it with SFTTrainer for every kind of row.
+0 alone, without GPUs, and on blocks of a stream. tests/training/test_preparation.py compares both for every kind of row.
 
 Source: trl 1.16 `SFTTrainer._prepare_dataset`: `add_eos`, `tokenize_fn`, `build_labels`, `truncate`.
 """

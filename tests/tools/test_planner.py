@@ -486,7 +486,7 @@ def test_model_whose_flops_cannot_be_counted_is_planned_without_compute(monkeypa
 
 def test_predictions_in_the_docs_are_current(planners):
     """docs/planner.md prints these predictions."""
-    page = (Path(__file__).resolve().parents[1] / "docs" / "planner.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "planner.md").read_text()
     for name, values, offload, batch in (
         ("7B", LLAMA2_7B, False, 10),
         ("7B", LLAMA2_7B, True, 10),
@@ -499,7 +499,7 @@ def test_predictions_in_the_docs_are_current(planners):
 @pytest.mark.slow
 def test_prediction_is_within_ten_percent_of_real_ranks():
     """Measure one row of docs/planner.md again: two gloo ranks that train."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "benchmarks/plan.py", "--only", "4"]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600, check=True)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.loading.test_load_model_ranks import HYBRID, _load_only, both
 from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
-from tests.ranks.test_load import HYBRID, _load_only, both
 from tests.ranks.training import LORA, build, losses_of
 
 NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "float32", "bnb_4bit_compute_dtype": "float32"}

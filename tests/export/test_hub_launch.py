@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.hub_standin import serve
+from tests.export.hub_standin import serve
 from tests.recipes.launching import run
 from tests.recipes.test_sft import CPU, assert_clear_failure, recipe
 

@@ -8,9 +8,9 @@ import time
 import psutil
 import pytest
 
+from tests.checkpointing.test_save_ranks import train
 from tests.ranks.harness import FSDP2, context, free_port, fsdp_environment
 from tests.ranks.harness import _run as run_rank
-from tests.ranks.test_save import train
 from tests.recipes.launching import kill_tree, run, start
 from tests.recipes.test_sft import CPU, losses, recipe
 

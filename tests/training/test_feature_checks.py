@@ -6,7 +6,7 @@ from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.training import feature_checks
 from hf_fsdp_recipes.training.arguments import parse_arguments
 from hf_fsdp_recipes.training.sharded_optimizer import is_bitsandbytes_optimizer, sharded_optimizer
-from tests.test_arguments import NEEDED, no_launch  # noqa: F401
+from tests.training.test_arguments import NEEDED, no_launch  # noqa: F401
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from tests.nodes import common_error, make_nodes, run
 from tests.recipes.launching import ROOT
-from tests.test_preflight import SLACK_SECONDS
+from tests.tools.nodes import common_error, make_nodes, run
+from tests.tools.test_preflight import SLACK_SECONDS
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"

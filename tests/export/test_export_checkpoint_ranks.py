@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.checkpointing.test_save_ranks import train
 from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
-from tests.ranks.test_save import train
 from tests.ranks.training import LORA, build
 
 PARTS = ("model.safetensors", "adapter_model.safetensors")

@@ -26,9 +26,9 @@ from hf_fsdp_recipes.tools.preflight.membership import ParticipantInfo
 from hf_fsdp_recipes.tools.preflight.preflight import MIN_CHECK_SECONDS
 from hf_fsdp_recipes.tools.preflight.rendezvous import Rendezvous
 from tests.conftest import tiny_config
-from tests.nodes import PREFLIGHT, Node, common_error, finish, make_nodes, run, start
 from tests.ranks.harness import free_port
 from tests.recipes.launching import LAUNCH, ROOT, environment
+from tests.tools.nodes import PREFLIGHT, Node, common_error, finish, make_nodes, run, start
 
 SLACK_SECONDS = 45  # to start Python and import torch on a busy machine
 JOIN_SECONDS = 20  # a --timeout that is waited for in full, although all nodes that were started must join in time

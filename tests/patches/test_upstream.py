@@ -7,7 +7,7 @@ import pytest
 
 from hf_fsdp_recipes.errors import PatchError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def parameters(function):
