@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 
 from hf_fsdp_recipes import distributed, parameter_names
 from hf_fsdp_recipes.checkpointing import dcp_reader
 from hf_fsdp_recipes.checkpointing.dcp_reader import DcpTensor
-from hf_fsdp_recipes.checkpointing.resume import PARAMS_FILE
+from hf_fsdp_recipes.checkpointing.resume import PARAMS_FILE, read_train_params
 from hf_fsdp_recipes.errors import ExportError, LoadError
 from hf_fsdp_recipes.export import lora_merge, model_assets
 from hf_fsdp_recipes.export.export_plan import (
@@ -91,7 +90,7 @@ def _describe(checkpoint: Path, base_model: ModelName, dtype: torch.dtype | None
     if (checkpoint / lora_merge.ADAPTER_CONFIG_FILE).is_file():
         return _describe_adapter_directory(checkpoint, base_model, dtype, merge_adapter)
     tensors = _without_prefix(dcp_reader.read_index(dcp_reader.find_directory(checkpoint)))
-    params = _train_params(checkpoint)
+    params = read_train_params(checkpoint) or read_train_params(checkpoint.parent) or {}
     own_config = model_assets.find_directory(checkpoint, model_assets.CONFIG_FILE)
     own_tokenizer = model_assets.find_directory(checkpoint, model_assets.TOKENIZER_FILE)
     # llama-recipes calls it model_name.
@@ -129,17 +128,6 @@ def _describe_adapter_directory(
     model, base = _build(name, read_weights=True)
     assert base is not None
     return _describe_merged(lora_merge.StoredAdapter(config, tensors), model, base, name, dtype, directory)
-
-
-def _train_params(checkpoint: Path) -> dict[str, Any]:
-    for directory in (checkpoint, checkpoint.parent):
-        try:
-            found = yaml.safe_load((directory / PARAMS_FILE).read_text())
-        except (OSError, yaml.YAMLError):
-            continue
-        if isinstance(found, dict):
-            return found
-    return {}
 
 
 def _without_prefix(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
