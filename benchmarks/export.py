@@ -1,9 +1,9 @@
-"""Exporting: seconds and extra memory against what the stack does today, in one run.
+"""Time and extra memory of an export, compared with stock methods in one run.
 
     python benchmarks/export.py [--parameters 1.1e9] [--parameters 0.3e9]
 
-A Llama of the given size with bf16 parameters, sharded with FSDP2 over two gloo ranks. Every way ends with the
-whole model on disk, fsynced. Prints a table and rewrites its section of docs/measured.md.
+A Llama of the given size with bf16 parameters, sharded with FSDP2 over two gloo ranks. Every method ends with
+the full model on disk, fsynced. Prints a table and rewrites its section of docs/measured.md.
 """
 
 import argparse
@@ -50,19 +50,19 @@ def measure_size(num_parameters: float, scratch: Path, repeats: int) -> list[str
     lines = [
         f"{num_parameters / 1e9:g}B bf16 parameters, {num_bytes / 1e6:,.0f} MB, 2 ranks.",
         "",
-        "| way | seconds | times as fast as FULL_STATE_DICT | of dd | extra MB: rank 0 / rank 1 |",
+        "| method | seconds | speedup over FULL_STATE_DICT | relative to dd | extra MB: rank 0 / rank 1 |",
         "|---|---|---|---|---|",
     ]
     for way, kind in WAYS.items():
         spent = max(result[kind][0] for result in results)
         extra = " / ".join(f"{result[kind][1] / 1e6:,.0f}" for result in results)
         lines.append(f"| {way} | {spent:.1f} | {base / spent:.1f} | {spent / disk:.2f} | {extra} |")
-    lines.append(f"| `dd` of as many bytes with fsync | {disk:.1f} | | 1 | |")
+    lines.append(f"| `dd` of the same size with fsync | {disk:.1f} | | 1 | |")
     return [*lines, "", *measure_offline(scratch, results[0]["config"], repeats), ""]
 
 
 def measure(num_parameters: float, scratch: Path, repeats: int) -> dict:
-    """Export every way, alternately; return seconds and extra bytes of each. Every rank runs this."""
+    """Export with each method in turn; return the seconds and extra bytes of each. Every rank runs this."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -158,7 +158,7 @@ def save_then_consolidate(model, target: Path) -> None:
 
 
 def check_equal(scratch: Path, kinds: list[str]) -> None:
-    """Every way holds the same tensors, byte for byte."""
+    """Raise an error unless all methods wrote the same tensors, byte for byte."""
     import torch
     from safetensors import safe_open
 
@@ -169,7 +169,7 @@ def check_equal(scratch: Path, kinds: list[str]) -> None:
     first, *others = kinds
     for kind in others:
         if set(names[kind]) != set(names[first]):
-            raise RuntimeError(f"{kind} holds other tensors than {first}")
+            raise RuntimeError(f"{kind} has different tensors from {first}")
         for name, store in names[kind].items():
             if not torch.equal(store.get_tensor(name), names[first][name].get_tensor(name)):
                 raise RuntimeError(f"{name} differs between {first} and {kind}")
@@ -207,7 +207,7 @@ def measure_offline(scratch: Path, config: str, repeats: int) -> list[str]:
             os.sync()
             program = (
                 f"import sys, os; {imports[kind]}; import transformers.models.llama.modeling_llama, accelerate\n"
-                "from hf_fsdp_recipes.measure.probes import HostPeak\n"
+                "from hf_fsdp_recipes.metrics.memory import HostPeak\n"
                 f"with HostPeak() as memory:\n    {code}\n"
                 "    import pathlib\n"
                 "    for file in pathlib.Path(sys.argv[2]).iterdir(): os.fsync(os.open(file, os.O_RDONLY))\n"
@@ -224,7 +224,7 @@ def measure_offline(scratch: Path, config: str, repeats: int) -> list[str]:
         kind: [statistics.median(values) for values in zip(*found, strict=True)] for kind, found in results.items()
     }
     base = medians["merge"][0]
-    lines = ["| offline, one process | seconds | times as fast | extra MB |", "|---|---|---|---|"]
+    lines = ["| offline, one process | seconds | speedup | extra MB |", "|---|---|---|---|"]
     for way, kind in (("accelerate merge-weights", "merge"), ("export_checkpoint", "ours")):
         spent, extra = medians[kind]
         lines.append(f"| {way} | {spent:.1f} | {base / spent:.1f} | {extra / 1e6:,.0f} |")

@@ -1,11 +1,10 @@
-"""Loading: seconds and host memory of each rank, against what the stack does today, in one run.
+"""Time and host memory of loading, per rank, compared with stock loaders in one run.
 
     python benchmarks/load.py [--parameters 1.1e9] [--parameters 0.3e9]
 
-A random Llama of the given size in bf16 safetensors of 500 MB, two gloo ranks on one machine. Every way ends
-with sharded parameters whose pages have all been touched. Memory is peak anonymous memory above the start. The files
-are in the page cache but where a row says "from disk".
-Prints a table and rewrites its section of docs/measured.md.
+A random Llama of the given size in bf16 safetensors of 500 MB, two gloo ranks on one machine. Every loader
+ends with sharded parameters whose pages have all been touched. Memory is peak anonymous memory above the start. The
+files are in the page cache, except in rows marked "from disk". Prints a table and rewrites its section of docs/measured.md.
 """
 
 import argparse
@@ -17,7 +16,7 @@ from pathlib import Path
 from benchmarks.running import machine, make_checkpoint, run_ranks, write_section
 
 REPEATS = 3
-QUICK = 3  # times as many of what takes less than a second
+QUICK = 3  # loads that take less than a second are repeated this many times as often
 FP32, BF16, NF4 = "fp32 masters", "bf16 parameters", "4-bit, nested scales"
 COLD = "bf16 parameters, from disk"
 STOCK = "transformers + Accelerate, efficient loading on"
@@ -40,7 +39,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-load-") as scratch:
         for size in options.parameters or [0.3e9, 1.1e9]:
             lines += measure_size(size, Path(options.directory or scratch), options.repeats)
-    rounds = f"median of {options.repeats} ({QUICK * options.repeats} of bf16 parameters from memory)"
+    rounds = f"median of {options.repeats} (of {QUICK * options.repeats} for bf16 parameters from memory)"
     lines.append(f"`python benchmarks/load.py`, {rounds}; {machine()}")
     print("\n".join(lines))
     write_section("Loading", lines)
@@ -54,14 +53,15 @@ def measure_size(num_parameters: float, directory: Path, repeats: int) -> list[s
     lines = [
         f"{num_parameters / 1e9:g}B parameters, {num_bytes / 1e6:,.0f} MB in {num_files} files, 2 ranks.",
         "",
-        "| loader | parameters | seconds | of its peers | shard, MB | peak above start, MB: rank 0 / rank 1 | peak - shard |",
+        "| loader | parameters | seconds | relative to the peer | shard, MB | peak above start, MB: rank 0 / rank 1 | "
+        "peak - shard |",
         "|---|---|---|---|---|---|---|",
     ]
     results: dict[tuple[str, str], list[list[dict]]] = {}
     for precision in (FP32, BF16, COLD, NF4):
-        # One round more, which does not count: a virtual machine has to find its memory again after other work.
+        # The extra first round does not count: after other work, a virtual machine first has to get its memory back.
         for number in range(1 + repeats * (QUICK if precision == BF16 else 1)):
-            for way, (kind, precisions) in WAYS.items():  # alternating, so that a slow minute does not hit one way only
+            for way, (kind, precisions) in WAYS.items():  # alternating, so that a slow minute affects all loaders
                 if precision not in precisions or (number == 0 and precision != BF16):
                     continue
                 if precision == COLD:
@@ -117,7 +117,7 @@ def quantization() -> dict:
 
 
 def load(kind: str, precision: str, checkpoint: str) -> dict:
-    """Load one way; return seconds, peak bytes above the start and the shard's bytes. Every rank runs this."""
+    """Load with one loader; return seconds, peak bytes above the start and the shard's bytes. Every rank runs this."""
     os.environ.update(ACCELERATE_USE_CPU="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(kind == "stock")
     os.environ["ACCELERATE_USE_FSDP"] = str(kind in ("stock", "rank0", "direct"))
@@ -163,7 +163,7 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
         ]
         for shard in shards:
             touched = shard.detach().reshape(-1)[::512]
-            touched.copy_(touched.clone())  # written, as training will: mapped pages become own ones
+            touched.copy_(touched.clone())  # as training will; a write makes mapped pages private
         dist.barrier()
     shard_bytes = sum(shard.numel() * shard.dtype.itemsize for shard in shards)
     return {"seconds": memory.seconds, "peak": memory.peak_bytes - memory.before_bytes, "shard": shard_bytes}

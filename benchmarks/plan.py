@@ -1,14 +1,14 @@
-"""The planner's error: predicted against measured peaks of host memory, on CPU ranks that really train.
+"""Compare the planner's predictions with the measured peak host memory of CPU ranks that train for real.
 
     python benchmarks/plan.py [--only 3] [--write]
 
-Each row is a run of its own: the model is loaded with load_model, sharded by Accelerate and trained for two steps by
-TRL's SFTTrainer (or by Trainer) on 1 or 2 gloo ranks. Measured: peak anonymous memory of a rank above the level before
-the model's building, of the rank that took most. Predicted: `hf_fsdp_recipes.tools.planner`, from the config alone.
+Each row is a separate run: load_model loads the model, Accelerate shards it, and TRL's SFTTrainer (or Trainer) trains
+it for two steps on 1 or 2 gloo ranks. Measured: the peak anonymous memory of the largest rank, above the level before the
+model was built. Predicted: `hf_fsdp_recipes.tools.planner`, from the config alone.
 
-glibc keeps much of what is freed for later and cannot always use it. With MALLOC_MMAP_THRESHOLD_=65536, which this
-script sets for itself, larger pieces go back at once, and the peak is what torch really holds; `--as-glibc-comes` leaves
-glibc its own settings and shows what they add.
+By default glibc keeps much of the freed memory for reuse. This script sets MALLOC_MMAP_THRESHOLD_=65536, so that large
+blocks return to the kernel at once and the peak is what torch holds. `--as-glibc-comes` keeps glibc's settings, to show
+what they add.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PRELOADED = ["torch", "transformers", "trl", "peft", "datasets", "accelerate", "
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 SMALL = {
-    "vocab_size": 32768,  # TRL's fused loss works on tiles of 32768; of a smaller one, pages would stay untouched
+    "vocab_size": 32768,  # TRL's fused loss works on tiles of 32768; with fewer, pages would stay untouched
     "hidden_size": 512,
     "intermediate_size": 1408,
     "num_hidden_layers": 8,
@@ -42,7 +42,7 @@ EXPERTS = SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden
 
 @dataclass(frozen=True)
 class Case:
-    """One run: what is trained (config of a class), over how many ranks, and what differs from the defaults."""
+    """One run: config, number of ranks, and what differs from the defaults."""
 
     label: str
     config: dict[str, Any]
@@ -58,7 +58,7 @@ CASES = [
     Case(
         "1 rank, eager attention", SMALL, 1, job={"length": 512, "gradient_checkpointing": False, "attention": "eager"}
     ),
-    Case("1 rank, whole logits", SMALL, 1, job={"length": 384, "loss": "model"}),
+    Case("1 rank, full logits", SMALL, 1, job={"length": 384, "loss": "model"}),
     Case("fsdp2 full_shard", SMALL, job={"length": 384, "gradient_checkpointing": False}),
     Case("fsdp1 full_shard", SMALL, job={"length": 384, "gradient_checkpointing": False}, strategy={"version": 1}),
     Case(

@@ -1,6 +1,6 @@
-"""The planner set up as the distributed training guide's chapter on FSDP trains, to compare with its published memory.
+"""Sets the planner up like the runs in the distributed training guide's FSDP chapter, to compare with its memory figures.
 
-tests/test_plan.py checks the comparison and docs/planner.md prints it. The guide's runs differ from Trainer's: torch's
+tests/tools/test_planner.py checks the comparison and docs/planner.md prints it. The guide's runs differ from Trainer's: torch's
 own size-based wrapping, everything in bf16, logits upcast to fp32 (transformers 4.4x), and a plain loop that keeps the
 outputs and gradients of a step until the next forward is done.
 """

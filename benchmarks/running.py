@@ -1,4 +1,4 @@
-"""What the benchmarks share: ranks on this machine, random checkpoints of a given size, the results page."""
+"""Shared by the benchmarks: ranks on this machine, random checkpoints of a given size, the results page."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 def run_ranks(
     function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 1800, start: str = "spawn"
 ) -> list[Any]:
-    """Run a function in fresh processes, one a rank, started as multiprocessing says; return the results in rank order."""
+    """Run a function in one new process per rank (`start`: multiprocessing's method); return the results in rank order."""
     context: Any = multiprocessing.get_context(start)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -61,7 +61,7 @@ def _run(function: Callable[..., Any], arguments: Any, rank: int, world_size: in
 
 
 def llama_config(num_parameters: float) -> Any:
-    """Return a Llama config of about so many parameters, with the proportions of TinyLlama 1.1B."""
+    """Return a Llama config of about `num_parameters`, with the proportions of TinyLlama 1.1B."""
     from transformers import LlamaConfig
 
     layers = max(2, round(22 * (num_parameters / 1.1e9) ** (1 / 3)))
@@ -81,7 +81,7 @@ def llama_config(num_parameters: float) -> Any:
 
 
 def make_checkpoint(directory: Path, num_parameters: float, max_shard_size: str = "500MB") -> int:
-    """Write a random bf16 checkpoint in the layout of the Hub; return its bytes."""
+    """Write a random bf16 checkpoint in the Hub's layout; return its size in bytes."""
     import torch
     from transformers import AutoModelForCausalLM
 

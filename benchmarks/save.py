@@ -1,4 +1,4 @@
-"""Saving: how long training stands still, against Trainer's own save, in one run.
+"""How long a save pauses training, compared with Trainer's own save in one run.
 
     python benchmarks/save.py [--parameters 1.1e9]
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.running import llama_config, machine, run_ranks, write_section
 
 REPEATS = 3
-STEP_SECONDS = 4.0  # forward and backward of such a model take longer than this on two cores
+STEP_SECONDS = 4.0  # less than forward and backward of such a model take on two cores
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def measure(num_parameters: float, directory: Path) -> dict:
-    """Save the same state both ways, alternately; return this rank's seconds and bytes. Every rank runs this."""
+    """Save the same state with each method in turn; return this rank's seconds and bytes. Every rank runs this."""
     import torch
     import torch.distributed as dist
     from accelerate import PartialState
@@ -71,7 +71,7 @@ def measure(num_parameters: float, directory: Path) -> dict:
     signals = time_signals()
     times: dict[str, list[float]] = {"stock": [], "blocked": [], "alone": [], "beside": [], "blocks": []}
     extra = 0
-    for repeat in range(REPEATS + 1):  # the first round touches memory for the first time and is not counted
+    for repeat in range(REPEATS + 1):  # the first round is not counted: it touches memory for the first time
         dist.barrier()
         started = time.perf_counter()
         stock_save(plugin, model, optimizer, directory / "stock")
@@ -104,7 +104,7 @@ def measure(num_parameters: float, directory: Path) -> dict:
 
 
 def time_signals() -> float:
-    """Return the seconds that the ranks need to ask each other whether one was signalled."""
+    """Return the seconds that the ranks need to agree on whether one of them got a signal."""
     from hf_fsdp_recipes.checkpointing.preemption import SignalWatch
 
     watch = SignalWatch()
@@ -126,7 +126,7 @@ def fsdp2_plugin():
 
 
 def stock_save(plugin, model, optimizer, directory: Path) -> None:
-    """What Trainer does in `_save_optimizer_and_scheduler` under FSDP."""
+    """Do what Trainer does in `_save_optimizer_and_scheduler` under FSDP."""
     from types import SimpleNamespace
 
     from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
@@ -137,7 +137,7 @@ def stock_save(plugin, model, optimizer, directory: Path) -> None:
 
 
 def compute(seconds: float) -> int:
-    """Compute for a while as forward and backward do; return how many blocks of work were done."""
+    """Compute for `seconds`, as forward and backward do; return how many blocks of work were done."""
     import torch
 
     weight, rows = torch.randn(1024, 1024), torch.randn(256, 1024)
@@ -156,18 +156,18 @@ def report(num_parameters: float, results: list[dict]) -> None:
         f"{num_parameters / 1e9:.1f}B parameters with AdamW, all bf16, 2 gloo ranks, "
         f"{sum(r['state_bytes'] for r in results) / 1e9:.1f} GB of state; median of {REPEATS} after one warm-up.",
         "",
-        "| | seconds | of Trainer's |",
+        "| | seconds | relative to Trainer's |",
         "|---|---|---|",
-        f"| Trainer's own save: training stands still | {found['stock']:.1f} | 1 |",
-        f"| ShardedCheckpointCallback: training stands still, with {STEP_SECONDS:g} s of forward and backward to copy beside | "
+        f"| Trainer's own save: training paused | {found['stock']:.1f} | 1 |",
+        f"| ShardedCheckpointCallback: training paused, copying during {STEP_SECONDS:g} s of forward and backward | "
         f"{found['blocked']:.2f} | {of_stock['blocked']:.2f} |",
-        f"| ShardedCheckpointCallback: complete, checked, fsynced, nothing computed meanwhile | {found['alone']:.1f} | "
+        f"| ShardedCheckpointCallback: until complete, checked and fsynced, with idle cores | {found['alone']:.1f} | "
         f"{of_stock['alone']:.2f} |",
-        f"| the same, both cores computing all the while | {found['beside']:.1f} | {of_stock['beside']:.2f} |",
+        f"| the same, with both cores computing | {found['beside']:.1f} | {of_stock['beside']:.2f} |",
         "",
-        f"Blocks of work done while the write went on: {found['blocks']:.0f}. Extra host memory a rank, peak: "
-        f"{found['extra'] / 1e6:,.0f} MB for {results[0]['state_bytes'] / 1e6:,.0f} MB of state. Asking all ranks for "
-        f"signals at a step's end: {found['signals'] * 1e3:.2f} ms.",
+        f"Blocks of work done during the write: {found['blocks']:.0f}. Peak extra host memory per rank: "
+        f"{found['extra'] / 1e6:,.0f} MB for {results[0]['state_bytes'] / 1e6:,.0f} MB of state. Exchanging signals "
+        f"between the ranks at the end of a step: {found['signals'] * 1e3:.2f} ms.",
         "",
         f"`python benchmarks/save.py --parameters {num_parameters:g}`; {machine()}",
     ]

@@ -1,9 +1,9 @@
-"""The switches for speed and memory, one at a time, against the same recipe without it.
+"""Compares each speed or memory feature with the same recipe without it.
 
     python benchmarks/speed.py [--parameters 1e7] [--steps 12] [--rounds 1]
 
-recipes/sft.py under FSDP2 on two CPU ranks. Rows of 150 to 450 tokens, so that padding costs something: figures are a
-token's. Seconds computed need no quiet machine; memory is the peak while training. Prints the table of docs/speed.md.
+recipes/sft.py under FSDP2 on two CPU ranks. Rows have 150 to 450 tokens, so that padding costs time, and times are per
+token. CPU time is meaningful on a busy machine too; memory is the peak during training. Prints docs/speed.md's table.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from benchmarks.timed import WARMUP_STEPS
 
 PADDED = {"packing": False, "max_length": 512, "optim": "adamw_torch", "logging_steps": 1}
 EQUAL = PADDED | {"packing": True, "packing_strategy": "wrapped"}  # rows of one length: each block is compiled once
-VOCABULARY = 32_768  # where the head counts
+VOCABULARY = 32_768  # large enough for the head to matter
 
 
 @dataclass(frozen=True)
 class Switch:
-    """What is compared: the settings with and without it; for what is no setting, another script without it."""
+    """A feature: the settings with and without it, or, if no setting turns it off, a script without it."""
 
     on: dict[str, Any]
     off: dict[str, Any]
@@ -58,7 +58,7 @@ def main() -> None:
             write_model(options.parameters, Path(directory) / f"model-{vocab_size}", vocab_size)
         write_rows(Path(directory) / "rows", num_rows=16 * options.steps)
         lines = [measure(name, options, Path(directory)) for name in options.switches]
-    print("| | seconds computed a token | by the clock | peak memory |\n|---|---|---|---|")
+    print("| | CPU seconds per token | wall-clock seconds per token | peak memory |\n|---|---|---|---|")
     print("\n".join(lines))
     print(
         f"\n{options.parameters / 1e6:.0f}M parameters, {options.rounds} run(s) of {options.steps} steps; {machine()}"
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def measure(name: str, options: Any, directory: Path) -> str:
-    """Run with the switch and without it, alternately; return a row of ratios."""
+    """Alternate runs with and without a feature; return a row of ratios."""
     switch = SWITCHES[name]
     model, rows = directory / f"model-{switch.vocab_size}", directory / "rows"
     found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
@@ -91,7 +91,7 @@ def measure(name: str, options: Any, directory: Path) -> str:
 
 
 def a_token(run: Path) -> dict[str, float]:
-    """Return what a token took after the warm-up: the seconds of all steps by the tokens of all steps."""
+    """Return the seconds per token after the warm-up, over all steps, and the peak memory."""
     from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 
     rank = slower_rank(run)

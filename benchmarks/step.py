@@ -1,14 +1,13 @@
-"""A training step: what this project's recipe costs above plain `trl sft`, and what one GPU reaches.
+"""A training step: the overhead of our recipe over plain `trl sft`, and the throughput of one GPU.
 
     python benchmarks/step.py [--parameters 3e7] [--steps 24] [--rounds 3]
     python benchmarks/step.py --gpu [--cases lora_8b full_1b] [-- --gradient_checkpointing true]
 
-On two CPU ranks: recipes/sft.py and TRL's own scripts/sft.py, from the same template, the same YAML and with the same
-stopwatch (`timed.py`, which also turns on FSDP on CPU ranks for both: Accelerate alone trains plain copies there),
-alternately, in one run. Figures: the ratio of the medians by the clock, and in seconds that the processes computed,
-which needs no quiet machine. On one GPU: the recipe alone, with random weights and packed rows of 4,096 tokens;
-tokens a second and MFU are MetricsCallback's. What stands behind `--` goes to the recipe.
-Each prints a table and rewrites its section of docs/measured.md.
+On two CPU ranks, recipes/sft.py and TRL's own scripts/sft.py alternate in one run, with the same template, YAML and
+stopwatch (`timed.py`, which also turns on FSDP on CPU ranks for both; Accelerate alone trains plain copies there). The
+figures are ratios of medians, in wall-clock time and in CPU time, which is meaningful on a busy machine too. On one GPU,
+the recipe runs alone, with random weights and packed rows of 4,096 tokens; tokens per second and MFU come from
+MetricsCallback. Arguments after `--` go to the recipe. Each prints a table and rewrites its section of docs/measured.md.
 """
 
 import argparse
@@ -48,7 +47,7 @@ FULL = {"dtype": "float32", "gradient_checkpointing": True, "learning_rate": 1e-
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one GPU: fields of its config, and of its recipe."""
+    """One model on one GPU: fields of its config and of its recipe."""
 
     title: str
     config: dict[str, Any]
@@ -93,11 +92,11 @@ def main() -> None:
             report_tax(options, measure_tax(options, Path(directory)))
 
 
-# The tax: this project's recipe against trl sft, two CPU ranks.
+# Overhead over trl sft, on two CPU ranks.
 
 
 def measure_tax(options: Any, directory: Path) -> dict[str, list[dict[str, Any]]]:
-    """Run both alternately; return what each run's slower rank measured."""
+    """Run both alternately; return what the slower rank of each run measured."""
     rows, model = directory / "rows", directory / "model"
     write_model(options.parameters, model)
     write_rows(rows, num_rows=4 * options.steps)
@@ -116,7 +115,7 @@ def measure_tax(options: Any, directory: Path) -> dict[str, list[dict[str, Any]]
 
 
 def tax_settings(options: Any, model: Path, rows: Path, output: Path) -> dict[str, Any]:
-    """Return what both scripts are told; every key is TRL's or Trainer's."""
+    """Return the settings of both scripts; every key is TRL's or Trainer's."""
     return {
         "model_name_or_path": str(model), "dataset_name": str(rows), "output_dir": str(output), "max_length": 256,
         "max_steps": options.steps, "per_device_train_batch_size": 2, "learning_rate": 1e-4, "logging_steps": 5,
@@ -126,7 +125,7 @@ def tax_settings(options: Any, model: Path, rows: Path, output: Path) -> dict[st
 
 
 def slower_rank(run: Path) -> dict[str, Any]:
-    """Return the ranks' measurements joined: the longer of each step, the higher of each peak."""
+    """Combine the ranks' measurements: the longest time of each step and the highest peak."""
     ranks = [json.loads(file.read_text()) for file in sorted(run.glob("rank-*.json"))]
     joined = {key: [max(spans) for spans in zip(*(r[key] for r in ranks), strict=True)] for key in ("wall", "cpu")}
     return joined | {"peak_bytes": max(rank["peak_bytes"] for rank in ranks), "losses": ranks[0]["losses"]}
@@ -143,21 +142,21 @@ def report_tax(options: Any, results: dict[str, list[dict[str, Any]]]) -> None:
         abs(a - b) / b for a, b in zip(results["recipe"][0]["losses"], results["trl sft"][0]["losses"], strict=True)
     )
     lines = [
-        f"{options.parameters / 1e6:.0f}M parameters, full fine-tune, FSDP2 on 2 gloo ranks, 2 x 256 packed tokens a rank; "
-        f"medians over {options.rounds} runs of each, alternately. Target: at most {TARGET}.",
+        f"{options.parameters / 1e6:.0f}M parameters, full fine-tune, FSDP2 on 2 gloo ranks, 2 x 256 packed tokens per rank; "
+        f"medians of {options.rounds} alternating runs of each. Target: at most {TARGET}.",
         "",
         "| | trl sft | recipes/sft.py | ratio |",
         "|---|---|---|---|",
         *(
             f"| {name} | {plain[key] * scale:,.3f} | {ours[key] * scale:,.3f} | {ours[key] / plain[key]:.3f} |"
             for name, key, scale in (
-                ("a step, seconds by the clock", "wall", 1),
-                ("a step, seconds computed", "cpu", 1),
-                ("peak host memory while training, MB a rank", "peak_bytes", 1e-6),
+                ("wall-clock seconds per step", "wall", 1),
+                ("CPU seconds per step", "cpu", 1),
+                ("peak host memory during training, MB per rank", "peak_bytes", 1e-6),
             )
         ),
         "",
-        f"The losses differ by {difference:.1e} at most. `python benchmarks/step.py --parameters {options.parameters:g} "
+        f"The losses differ by at most {difference:.1e}. `python benchmarks/step.py --parameters {options.parameters:g} "
         f"--steps {options.steps} --rounds {options.rounds}`; {machine()}",
     ]
     print("\n".join(lines))
@@ -212,7 +211,7 @@ def report_gpu(measured: list[dict[str, Any]], recipe: str) -> None:
 
 
 def gpu_lines(measured: list[dict[str, Any]], recipe: str) -> list[str]:
-    """Return the section: a row a case, the peer's published figure below."""
+    """Return the section: one row per case, then the peer's published figure."""
     rows = [
         f"| {one['title']} | {one['length']:,} | {one['attention']} | {one['tokens_per_second_per_device']:,.0f} | "
         f"{one['model_flops_per_second_per_device'] / 1e12:,.1f} | {percent(one, 'mfu')} | {percent(one, 'hfu')} | "
@@ -222,7 +221,7 @@ def gpu_lines(measured: list[dict[str, Any]], recipe: str) -> list[str]:
     return [
         f"One {measured[0]['device']}, random weights, packed rows, medians of the steps after the warm-up.",
         "",
-        "| | tokens a row | attention | tokens/s | model TFLOP/s | MFU | HFU | peak GiB |",
+        "| | tokens per row | attention | tokens/s | model TFLOP/s | MFU | HFU | peak GiB |",
         "|---|---|---|---|---|---|---|---|",
         *rows,
         "",
@@ -238,14 +237,14 @@ def percent(one: dict[str, Any], rate: str) -> str:
     return "not recomputed" if rate == "hfu" and "mfu" in one else str(one["no_mfu"])
 
 
-# What both need.
+# Shared.
 
 
 def launch(template: Path, num_processes: int, command: Sequence[str]) -> str:
     """Start a script through Accelerate on this machine; return what it printed.
 
     Raises:
-        RuntimeError: it failed; the last lines it printed.
+        RuntimeError: it failed; contains the last lines that it printed.
     """
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -265,7 +264,7 @@ def launch(template: Path, num_processes: int, command: Sequence[str]) -> str:
 
 
 def write_model(num_parameters: float, directory: Path, vocab_size: int = 2048) -> None:
-    """Write a random Llama of about so many parameters in its layers, with a small vocabulary, so that layers count."""
+    """Write a random Llama with about `num_parameters` in its layers; with a small vocabulary, layers dominate."""
     from transformers import AutoModelForCausalLM
 
     config = llama_config(num_parameters)
@@ -275,7 +274,7 @@ def write_model(num_parameters: float, directory: Path, vocab_size: int = 2048) 
 
 
 def write_random_model(config: dict[str, Any], directory: Path) -> None:
-    """Write a bf16 Llama checkpoint of random weights without ever holding it: norms are 1, the rest one run of noise."""
+    """Write a random bf16 Llama checkpoint without holding it in memory: norms are 1, the rest repeats one noise tensor."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -320,7 +319,7 @@ def words() -> list[str]:
 
 
 def write_rows(directory: Path, num_rows: int, num_words: int = 300) -> None:
-    """Write text rows of about so many random words each."""
+    """Write text rows of about `num_words` random words each."""
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     lengths = [rng.randint(num_words // 2, num_words + num_words // 2) for _ in range(num_rows)]

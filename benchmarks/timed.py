@@ -1,4 +1,4 @@
-"""Runs a training script as it is and measures its steps from outside: the same stopwatch for every script.
+"""Runs an unchanged training script and measures its steps from outside, with the same stopwatch for every script.
 
     accelerate launch --config_file TEMPLATE benchmarks/timed.py RESULT_DIRECTORY recipes/sft.py --config X.yaml
     accelerate launch --config_file TEMPLATE benchmarks/timed.py RESULT_DIRECTORY trl.scripts.sft --config X.yaml
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def stopwatch_class(directory: Path) -> type:
-    """Return a TrainerCallback that writes down what steps took, and the peak of memory from the warm-up's end on."""
+    """Return a TrainerCallback that records the time of each step and the peak memory after the warm-up."""
     from transformers import TrainerCallback
 
     from hf_fsdp_recipes.metrics.memory import HostPeak, device_bytes
@@ -57,7 +57,7 @@ def stopwatch_class(directory: Path) -> type:
                 self.mark()
 
         def mark(self) -> None:
-            # From one step's end to the next one's: data, logging and callbacks are part of it.
+            # From the end of one step to the end of the next, including data, logging and callbacks.
             self.wall.append(time.perf_counter())
             self.cpu.append(time.process_time())
 

@@ -1,4 +1,4 @@
-"""recipes/sft.py with a loss of all logits at once, as SFTTrainer has it without its fused head."""
+"""Runs recipes/sft.py with the loss over all logits at once, as SFTTrainer computes it without its fused head."""
 
 import runpy
 from pathlib import Path
@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def cross_entropy(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-    """Return the mean over all ranks' tokens of logits (B, T, V) against labels (B, T), the next token's."""
+    """Return the next-token loss of logits (B, T, V) and labels (B, T), averaged over the tokens of all ranks."""
     import torch
 
     logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()

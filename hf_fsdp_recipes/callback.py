@@ -1,4 +1,4 @@
-"""ShardedCheckpointCallback: replaces a stock Trainer's own saves. Wiring only; the files are written in checkpointing/.
+"""`ShardedCheckpointCallback` replaces a stock Trainer's saves. Wiring only; checkpointing/ writes the files.
 
 Trainer decides when a save is due. The callback clears Trainer's flag and saves once that step's logging and evaluation are
 done, so it writes the state that Trainer would have written.
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class ShardedCheckpointCallback(TrainerCallback):
-    """Save sharded checkpoints that are complete or absent, while training goes on, from a stock Trainer under FSDP.
+    """Save sharded checkpoints atomically and in the background, from a stock Trainer under FSDP.
 
     Add it to a `Trainer` or a TRL trainer on every rank. `save_strategy`, `save_steps`, `save_total_limit` and
     `load_best_model_at_end` keep their meaning. Without FSDP it does nothing.
@@ -50,13 +50,12 @@ class ShardedCheckpointCallback(TrainerCallback):
             state. False blocks until the checkpoint is complete.
         export_dir: export the full model there when training ends.
         signals: whether SIGTERM and SIGUSR1 end the run after a checkpoint, on all ranks at the same step.
-        check_signals_every_steps: how often the ranks tell each other that they were signaled.
+        check_signals_every_steps: number of steps between checks whether any rank was signaled.
         hub: where to push checkpoints and the export; None reads Trainer's own `push_to_hub` arguments.
-        rank_files: returns further small files of this rank as {name: text}, as of the end of the last step.
+        rank_files: returns this rank's additional small files as {name: text}, as they were after the last step.
 
     Raises:
-        CheckpointError: a save failed and it was the last one of the run. Any other failed save is a warning at the next
-            step.
+        CheckpointError: the run's last save failed. An earlier failed save only logs a warning at the next step.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._writer: Writer | None = None
         self._lock: BaseFileLock | None = None
         self._plugin: Any = None
-        self._failure: Exception | None = None  # of the last save that ended
+        self._failure: Exception | None = None  # of the last finished save
         self._pending_step: int | None = None
         self._last_saved_step = -1
         self._random_state: dict[str, Any] = {}
@@ -103,8 +102,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._check(args, state)
         self._strategy = args.save_strategy
         if self._strategy == SaveStrategy.BEST:
-            # Trainer saves the best model inside its evaluation, out of a callback's reach. With "steps" it still tracks the
-            # best one, and raises a flag that a callback can clear.
+            # With "best", Trainer saves inside evaluation, where a callback cannot intercept it. With "steps" it still tracks
+            # the best step, but only sets a flag that a callback can clear.
             args.save_strategy = SaveStrategy.STEPS
         self._writer = Writer(args.output_dir, self._asynchronous)
         with distributed.sync_errors():
@@ -121,7 +120,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Wait for the host copy of the state, which the optimizer is about to change. No collective."""
+        """Wait until the state is staged, because the optimizer is about to change it. Not a collective."""
         if self._writer is not None:
             with clock.spending("save", after="forward_backward"):
                 self._writer.wait_until_staged()
@@ -132,7 +131,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         """Schedule a due save, exchange signals, and report a save that has failed."""
         if self._writer is None:
             return control
-        self._report_failure()
+        if (failure := self._writer.collect_failure()) is not None:
+            self._record_failure(failure)
         self._push()
         if control.should_save and self._strategy == SaveStrategy.STEPS:
             self._schedule(state)
@@ -213,7 +213,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         if self._pusher is not None:
             self._pusher.push_export(export)
 
-    # What the events share.
+    # Shared by the event handlers.
 
     def _check(self, args: TrainingArguments, state: TrainerState) -> None:
         from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
@@ -278,12 +278,6 @@ class ShardedCheckpointCallback(TrainerCallback):
             files[resume.PARAMS_FILE] = save_text(params)
         return files
 
-    def _report_failure(self) -> None:
-        assert self._writer is not None
-        failure = self._writer.collect_failure()
-        if failure is not None:
-            self._record_failure(failure)
-
     def _record_failure(self, error: Exception) -> None:
         # Training continues: the earlier checkpoint is intact and the next save may succeed.
         self._failure = error
@@ -291,7 +285,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             logger.warning("%s Training continues.", error)
 
     def _finish(self) -> Path | None:
-        """Wait for the save in flight; return its checkpoint, or None if it failed or there was none."""
+        """Wait for the save in flight; return its checkpoint, or None."""
         assert self._writer is not None
         was_writing = self._writer.has_started
         try:
@@ -304,7 +298,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         return completed
 
     def _push(self) -> None:
-        """Start pushing the last complete checkpoint, once. Acts on rank 0 only; no collective."""
+        """Start pushing the last complete checkpoint, once. Acts on rank 0 only; not a collective."""
         completed = self._writer.completed if self._writer is not None and self._pusher is not None else None
         if completed is not None and completed != self._pushed and self._pusher is not None:
             self._pushed = completed

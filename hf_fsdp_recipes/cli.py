@@ -1,4 +1,4 @@
-"""The `hf-fsdp` command. Each package registers its own subcommands; none of them imports torch before it runs."""
+"""The `hf-fsdp` command. Each package registers its own subcommands; none imports torch until it runs."""
 
 import sys
 from pathlib import Path
@@ -12,14 +12,14 @@ from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.export import command as export_command
 from hf_fsdp_recipes.metrics import command as report_command
 from hf_fsdp_recipes.tools.planner import command as plan_command
-from hf_fsdp_recipes.tools.preflight import preflight
+from hf_fsdp_recipes.tools.preflight import command as preflight_command
 from hf_fsdp_recipes.tools.rehearsal import command as rehearsal_command
 from hf_fsdp_recipes.tools.sweep import command as sweep_command
 
 app = typer.Typer(help="FSDP recipes for Accelerate, Trainer and TRL.", no_args_is_help=True, add_completion=False)
 config_command.register(app)
 plan_command.register(app)
-app.command("preflight")(preflight.command)
+preflight_command.register(app)
 rehearsal_command.register(app)
 sweep_command.register(app)
 checkpoints_command.register(app)
@@ -40,7 +40,7 @@ def main() -> None:
 def prepare_data(
     context: typer.Context,
     output: Annotated[Path, typer.Option(help="Directory to write; pass it to a recipe as dataset_name.")],
-    config: Annotated[Optional[Path], typer.Option(help="Recipe to take settings from.")] = None,
+    config: Annotated[Optional[Path], typer.Option(help="Recipe with the settings.")] = None,
 ) -> None:
     """Tokenize and pack a recipe's dataset once, on a CPU. Override any field of the recipe with --field value."""
     from hf_fsdp_recipes.training.data.cache import prepare_directory

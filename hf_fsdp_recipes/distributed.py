@@ -1,6 +1,6 @@
 """Rank, world size, small collectives, and errors that every rank raises together.
 
-Thin functions over `torch.distributed` that also work in a single process. They start no process group.
+Thin functions over `torch.distributed` that also work in a single process, without a process group.
 """
 
 import contextlib
@@ -21,26 +21,26 @@ Value = TypeVar("Value")
 logger = logging.getLogger(__name__)
 
 EXIT_WAIT_SECONDS = 3.0  # gives other ranks time to print their own errors before the launcher ends them
-UNLIMITED = timedelta(days=30)  # timeout for work of one rank that may take any time
+UNLIMITED = timedelta(days=30)  # timeout for work on one rank that may take arbitrarily long
 
 
 def is_distributed() -> bool:
-    """Tell whether a process group is up."""
+    """Return whether the default process group is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
-    """Return the global rank, from the process group or, before there is one, from the launcher."""
+    """Return the global rank, from the process group or, before it is initialized, from the launcher."""
     return dist.get_rank() if is_distributed() else int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """Return the number of ranks, from the process group or, before there is one, from the launcher."""
+    """Return the number of ranks, from the process group or, before it is initialized, from the launcher."""
     return dist.get_world_size() if is_distributed() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_main() -> bool:
-    """Tell whether this is global rank 0."""
+    """Return whether this is global rank 0."""
     return rank() == 0
 
 
@@ -105,8 +105,8 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
     Collective: every rank of the group (default: all) must call this, with its own error or None.
 
     Raises:
-        RecipeError: the first failing rank's error, with the same class and message everywhere. An error of another
-            class is raised unchanged on the ranks that had one, and as a RecipeError elsewhere.
+        RecipeError: the first failing rank's error, with the same class and message on every rank. Any other exception is
+            raised unchanged on the ranks where it occurred, and as a RecipeError on the others.
     """
     failures = [(r, report) for r, report in enumerate(gather_objects(_report(error), group)) if report is not None]
     if failures:
@@ -150,7 +150,7 @@ def run_on_main(work: Callable[[], Value]) -> Value:
 
 @contextlib.contextmanager
 def sync_errors(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run a block that may fail on some ranks, then fail on all of them or on none.
+    """If a block fails on any rank, raise its error on all ranks.
 
     Collective: every rank of the group (default: all) must enter this. The block must not call collectives.
     """
@@ -163,15 +163,15 @@ def sync_errors(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def main_first(work: Callable[[], Value]) -> Value:
-    """Return what `work` returns, run first on rank 0, then on one rank of each other node, then on all others.
+    """Run `work` on rank 0, then on one rank of each other node, then on all others, and return its result.
 
-    Rank 0 fills a cache that all nodes share; a node's first rank fills one on the node's own disk.
+    This way rank 0 fills a shared cache, and each node's first rank fills a node-local one.
 
     Collective: every rank must call this. `work` must not call collectives; it may take longer than `ddp_timeout`,
     because ranks wait in a group without a timeout.
 
     Raises:
-        Exception: as `raise_together`; ranks whose turn comes after a failure do not start.
+        Exception: as in `raise_together`; after a failure, the remaining ranks do not run `work`.
     """
     if not is_distributed():
         return work()
@@ -196,7 +196,7 @@ def exit_with_message() -> Iterator[None]:
     try:
         yield
     except RecipeError as error:
-        # One write, newline included, so that lines of several ranks do not mix.
+        # A single write, so that the lines of several ranks do not interleave.
         os.write(sys.stderr.fileno(), f"{type(error).__name__}: {error}\n".encode())
         # The launcher ends the other ranks as soon as one exits; let them print first.
         if error.is_agreed:

@@ -1,15 +1,15 @@
-"""Reads what `accelerate launch` passes to a rank through the environment, and flags of config files."""
+"""Reads the environment variables that `accelerate launch` sets for a rank."""
 
 import os
 
 
 def is_true(value: object) -> bool:
-    """Parse a flag of the environment or of a YAML file as Accelerate does."""
+    """Parse a flag from the environment or a YAML file as Accelerate does."""
     return str(value).lower() in ("true", "1", "yes", "on", "y", "t")
 
 
 def is_fsdp_requested() -> bool:
-    """Tell whether the launcher, or a TrainingArguments, turned FSDP on through Accelerate."""
+    """Return whether the launcher, or a TrainingArguments, turned FSDP on through Accelerate."""
     return is_true(os.environ.get("ACCELERATE_USE_FSDP", "false"))
 
 

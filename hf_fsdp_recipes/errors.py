@@ -1,21 +1,21 @@
-"""The exceptions of this package, one class per package. Each message states the problem, the value and the cure.
+"""The exceptions of this package, one class per package. Each message states the problem, the value and the fix.
 
 `distributed.exit_with_message` turns them into one line on stderr and an exit status.
 """
 
 
 class RecipeError(Exception):
-    """Something that the user has to change. The base of all exceptions below.
+    """An error that the user can fix. Base class of all exceptions below.
 
     Attributes:
-        is_agreed: every rank raises this same error, so none of them is still waiting in a collective.
+        is_agreed: every rank raises this error, so none is still waiting in a collective.
     """
 
     is_agreed = False
 
 
 class PatchError(RecipeError):
-    """An upstream function that this package patches or uses has moved."""
+    """An upstream function that this package patches or uses has moved or changed."""
 
 
 class TemplateError(RecipeError):
@@ -35,11 +35,11 @@ class CheckpointError(RecipeError):
 
 
 class ExportError(RecipeError):
-    """The final weights could not be written, or are not what they should be."""
+    """The final weights could not be written, or failed verification."""
 
 
 class DataError(RecipeError):
-    """A dataset cannot be trained on as it is."""
+    """A dataset cannot be used for training."""
 
 
 class PlanError(RecipeError):

@@ -1,4 +1,4 @@
-"""Maps the names of wrapped parameters to the names that checkpoints use.
+"""Maps the names of wrapped parameters to their names in checkpoints.
 
 FSDP1, activation checkpointing, torch.compile and PEFT all add parts to a parameter's name.
 """
@@ -18,12 +18,12 @@ def without_wrappers(name: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Tell whether PEFT added this parameter; a trained copy of a module (`modules_to_save`) counts."""
+    """Return whether PEFT added this parameter, including trained copies of modules (`modules_to_save`)."""
     return name.startswith(_PEFT_PREFIX) and _ADAPTER.search(name) is not None
 
 
 def in_base_model(name: str) -> str:
-    """Return the name that the transformers model itself gives to the parameter.
+    """Return the parameter's name in the transformers model.
 
     `base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight` becomes
     `model.layers.0.self_attn.q_proj.weight`.

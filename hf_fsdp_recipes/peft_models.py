@@ -16,7 +16,7 @@ def find_peft_model(model: torch.nn.Module) -> "PeftModel | None":
 
 
 def has_adapter(model: torch.nn.Module) -> bool:
-    """Tell whether a model carries PEFT adapters."""
+    """Return whether a model has PEFT adapters."""
     return find_peft_model(model) is not None
 
 

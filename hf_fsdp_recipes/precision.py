@@ -1,4 +1,4 @@
-"""Names of dtypes, as torch ("bfloat16") and Accelerate ("bf16") spell them, and the dtype of mixed precision."""
+"""Converts dtype names, in torch's ("bfloat16") and Accelerate's ("bf16") spelling."""
 
 import torch
 
@@ -8,10 +8,10 @@ TRAINING_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.
 
 
 def parse_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype of a name, or None for "no" (Accelerate's mixed_precision without one).
+    """Return the dtype of a name, or None for "no" (no mixed precision).
 
     Raises:
-        ValueError: not a dtype that parameters are trained in.
+        ValueError: not a training dtype.
     """
     if name.lower() in ("no", "none", "false"):
         return None
@@ -28,5 +28,5 @@ def format_dtype(dtype: torch.dtype) -> str:
 
 
 def mixed_precision_dtype() -> torch.dtype | None:
-    """Return the dtype that the launcher chose for mixed precision, or None if it chose full precision."""
+    """Return the launcher's mixed-precision dtype, or None without mixed precision."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision() or "no")

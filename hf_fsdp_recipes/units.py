@@ -1,4 +1,4 @@
-"""Read and write sizes and bandwidths: "80GB", "512GiB", "200Gb/s"."""
+"""Read and write sizes, bandwidths and counts: "80GB", "512GiB", "200Gb/s", "2 nodes"."""
 
 import re
 
@@ -6,7 +6,7 @@ _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10,
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Write a number of bytes in decimal units: `1.2 GB` is 1.2e9 bytes."""
+    """Format a number of bytes in decimal units: `1.2 GB` is 1.2e9 bytes."""
     if abs(num_bytes) < 1000:
         return f"{num_bytes:.0f} B"
     for unit in ("kB", "MB", "GB"):
@@ -16,8 +16,13 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes / 1000:,.1f} TB"
 
 
+def count(number: int, noun: str) -> str:
+    """Write a number and its noun: "1 rank", "2 ranks"."""
+    return f"{number} {noun}{'s'[: number != 1]}"
+
+
 def parse_bytes(text: str) -> int:
-    """Read a size such as "80GB" (decimal), "512GiB" (binary) or "1.5T" in bytes.
+    """Return the bytes of a size such as "80GB" (decimal), "512GiB" (binary) or "1.5T".
 
     Raises:
         ValueError: not a size.
@@ -27,7 +32,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Read a bandwidth such as "200Gb/s" (bits) or "25GB/s" (bytes) in bytes per second.
+    """Return the bytes per second of a bandwidth such as "200Gb/s" (bits) or "25GB/s" (bytes).
 
     Raises:
         ValueError: not a bandwidth.

@@ -1,4 +1,4 @@
-"""Tiny real models and data that the tests make for themselves; nothing is fetched."""
+"""Tiny real models and data that the tests create themselves; nothing is downloaded."""
 
 import json
 import os
@@ -125,3 +125,12 @@ def chat_file(tmp_path_factory) -> Path:
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by what they start: `ranks` in test_*_ranks.py, `launch` in test_*_launch.py and tests/recipes/."""
+    for item in items:
+        if item.path.stem.endswith("_ranks"):
+            item.add_marker("ranks")
+        elif item.path.stem.endswith("_launch") or "recipes" in item.path.parts:
+            item.add_marker("launch")

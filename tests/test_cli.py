@@ -7,12 +7,12 @@ from typer.testing import CliRunner
 
 from hf_fsdp_recipes.cli import app
 from hf_fsdp_recipes.errors import CheckpointError
-from tests.test_layout import make, tear_flipped, tear_truncated
+from tests.checkpointing.test_layout import make, tear_flipped, tear_truncated
 
 run = CliRunner().invoke
 
 
-def test_checkpoints_are_listed_with_what_speaks_against_them(tmp_path):
+def test_checkpoints_are_listed_with_their_faults(tmp_path):
     make(tmp_path, 5)
     tear_truncated(make(tmp_path, 10))
     output = run(app, ["checkpoints", str(tmp_path)]).output

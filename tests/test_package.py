@@ -1,4 +1,4 @@
-"""The package as a whole: what a wheel carries, what is never loaded, how rooms import each other."""
+"""The package: contents of the wheel, what is never loaded, and imports between subpackages."""
 
 import ast
 import re
@@ -30,12 +30,12 @@ def test_no_pickle_is_loaded():
             assert "weights_only=True" in call, (file, call)
 
 
-def test_rooms_import_only_rooms_below_them():
+def test_packages_import_only_packages_below_them():
     for file in PACKAGE.rglob("*.py"):
-        room = file.relative_to(PACKAGE).with_suffix("").parts[0]
+        layer = file.relative_to(PACKAGE).with_suffix("").parts[0]
         for node in ast.walk(ast.parse(file.read_text())):
             module = getattr(node, "module", None) if isinstance(node, ast.ImportFrom) else None
-            if module and module.startswith("hf_fsdp_recipes") and room in FLOORS:
+            if module and module.startswith("hf_fsdp_recipes") and layer in FLOORS:
                 below = [module.split(".")[1]] if "." in module else [alias.name for alias in node.names]
                 for other in below:
-                    assert other not in FLOORS or FLOORS.index(other) <= FLOORS.index(room), (file, other)
+                    assert other not in FLOORS or FLOORS.index(other) <= FLOORS.index(layer), (file, other)

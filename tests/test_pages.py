@@ -1,4 +1,4 @@
-"""The pages in docs/ and the table of recipes: nothing is forgotten, and commands name what exists."""
+"""The pages in docs/ and the table of recipes are complete, and commands name what exists."""
 
 import re
 import shlex
@@ -69,7 +69,7 @@ def test_links_lead_somewhere(page):
             assert anchor in slugs, link
 
 
-def test_figures_quoted_in_why_are_the_measured_ones():
+def test_figures_quoted_in_why_are_measured():
     measured = (ROOT / "docs" / "measured.md").read_text()
     section = (ROOT / "docs" / "why.md").read_text().split("## Measured", 1)[1]
     cells = [line.split("|")[2:] for line in section.splitlines() if line.startswith("|")]
@@ -103,7 +103,7 @@ def test_hf_fsdp_commands_have_the_options_that_are_shown(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_scripts_that_are_submitted_exist(page):
+def test_submitted_scripts_exist(page):
     for command in commands(page):
         if command.startswith("sbatch"):
             [script] = [

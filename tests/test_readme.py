@@ -1,4 +1,4 @@
-"""The README's commands: each is run here, by another test, or by `make quickstart`; and the files a contributor needs."""
+"""Every README command is run here, by another test, or by `make quickstart`; and the files a contributor needs exist."""
 
 import ast
 import re

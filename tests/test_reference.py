@@ -1,4 +1,4 @@
-"""docs/reference.md and docs/patches.md are what the code says."""
+"""docs/reference.md and docs/patches.md match the code."""
 
 import runpy
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Reads ranges of elements out of torch DCP's `.distcp` files, whichever program wrote them.
+"""Reads ranges of elements from torch DCP's `.distcp` files, whichever program wrote them.
 
 A `.distcp` file is a sequence of uncompressed torch.save archives, each with one rank's chunk of one tensor. `.metadata`
-says where each archive begins, and its zip directory where the tensor's bytes begin. Tensors only.
+records where each archive begins; the archive's zip directory records where the tensor's bytes begin. Tensors only.
 
 Source: torch 2.13 `distributed/checkpoint/filesystem.py`, `metadata.py`; the torch.save archive format.
 """
@@ -39,7 +39,7 @@ class DcpTensor:
     chunks: tuple[Chunk, ...]
 
     def read(self, start: int, count: int) -> torch.Tensor:
-        """Return `count` elements from `start` on (1-D, CPU)."""
+        """Return `count` elements starting at `start` (1-D, CPU)."""
         out = torch.empty(count, dtype=self.dtype)
         view = memoryview(out.view(torch.uint8).numpy())
         size = self.dtype.itemsize
@@ -99,7 +99,7 @@ def find_directory(checkpoint: Path) -> Path:
 
 
 def read_index(directory: Path) -> dict[str, DcpTensor]:
-    """Return the tensors of a DCP directory and where they lie. Any process; no collective.
+    """Return the tensors of a DCP directory and where they are stored. Any process may call this.
 
     Raises:
         ExportError: the index cannot be read, a file is missing or truncated, or a tensor is not sharded by rows.
@@ -111,16 +111,16 @@ def read_index(directory: Path) -> dict[str, DcpTensor]:
         metadata = FileSystemReader(directory).read_metadata()
     except Exception as error:
         raise ExportError(f"{directory}/.metadata cannot be read: {error}") from error
-    places: dict[tuple[str, tuple[int, ...]], Any] = {}
-    for index, place in (metadata.storage_data or {}).items():
-        places[(index.fqn, tuple(index.offset or ()))] = place
+    storage: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for index, info in (metadata.storage_data or {}).items():
+        storage[(index.fqn, tuple(index.offset or ()))] = info
     tensors = {}
     plain: dict[bytes, bool] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             shape = tuple(entry.size)
             dtype = entry.properties.dtype
-            chunks = [_chunk(directory, name, shape, dtype, chunk, places, plain) for chunk in entry.chunks]
+            chunks = [_chunk(directory, name, shape, dtype, chunk, storage, plain) for chunk in entry.chunks]
             tensors[name] = _checked(directory, DcpTensor(name, shape, dtype, _in_order(chunks)))
     return tensors
 
@@ -131,7 +131,7 @@ def _chunk(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     chunk: Any,
-    places: Any,
+    storage: Any,
     plain: dict[bytes, bool],
 ) -> Chunk:
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
@@ -139,10 +139,10 @@ def _chunk(
         raise ExportError(
             f"{directory}: {name} has a chunk of {sizes} at {offsets}; only tensors sharded by rows can be exported."
         )
-    place = places[(name, offsets)]
+    info = storage[(name, offsets)]
     width, count = math.prod(shape[1:]), math.prod(sizes)
-    file = directory / place.relative_path
-    start = 0 if count == 0 else _data_start(file, name, place.offset, place.length, count * dtype.itemsize, plain)
+    file = directory / info.relative_path
+    start = 0 if count == 0 else _data_start(file, name, info.offset, info.length, count * dtype.itemsize, plain)
     return Chunk((offsets[0] if offsets else 0) * width, count, file, start)
 
 
@@ -154,7 +154,7 @@ def _data_start(file: Path, name: str, offset: int, length: int, num_bytes: int,
         with _Window(file, offset, length) as window, zipfile.ZipFile(window) as archive:
             (data,) = [info for info in archive.infolist() if info.filename.split("/")[-2:-1] == ["data"]]
             (pickle,) = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
-            description = archive.read(pickle)  # equal for all tensors of a shape
+            description = archive.read(pickle)  # identical for all tensors of the same shape
             if description not in plain:
                 window.seek(0)
                 described = torch.load(window, map_location="meta", weights_only=True)

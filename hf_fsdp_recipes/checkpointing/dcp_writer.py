@@ -1,4 +1,4 @@
-"""torch DCP's file writer on files that bypass the page cache and take their checksums while they are written.
+"""A torch DCP file writer that bypasses the page cache and computes checksums while it writes.
 
 Source: torch 2.13 `distributed/checkpoint/filesystem.py`: FileSystemWriter writes through its own `fs`.
 """
@@ -16,10 +16,10 @@ from hf_fsdp_recipes.checkpointing.direct_io import ChecksummedStream
 
 
 class DirectWriter(FileSystemWriter):
-    """A DCP writer whose `.distcp` files are durable when they are closed; `.metadata` is left to the caller.
+    """A DCP writer whose `.distcp` files are durable once closed; the caller must sync `.metadata`.
 
     Attributes:
-        manifest_entries: bytes and checksum of each `.distcp` file that this rank has written, by name.
+        manifest_entries: size and checksum of each `.distcp` file that this rank has written, by name.
 
     Args:
         directory: to write into.

@@ -1,10 +1,10 @@
-"""Writes files past the page cache (O_DIRECT), or through it if the file system has no O_DIRECT.
+"""Writes files with O_DIRECT, or through the page cache if the file system does not support it.
 
-For gigabytes that will not be read again soon the page cache costs more than the disk: its pages are allocated and cleared
-one by one, take memory from training, and two ranks that write one file wait for each other's lock. Full blocks go to the
-disk from one aligned buffer; what remains at either end goes through the cache.
+For gigabytes that will not be read again soon, the page cache costs more than the disk: pages are allocated and zeroed one by
+one, take memory from training, and ranks that write to the same file contend for its lock. Full blocks are written directly
+from one aligned buffer; the unaligned ends go through the cache.
 
-Source: open(2), "O_DIRECT", on alignment and on mixing both ways in one file.
+Source: open(2), "O_DIRECT", on alignment and on mixing direct and cached writes.
 """
 
 import errno
@@ -20,13 +20,13 @@ import xxhash
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-BLOCK_BYTES = 4096  # offset, length and memory of a direct write are multiples of it
+BLOCK_BYTES = 4096  # offset, length and memory address of a direct write must be multiples of this
 BUFFER_BYTES = 2 * 1024 * 1024
 MIN_DIRECT_BYTES = 256 * 1024  # smaller writes are faster through the cache
 
 
 class DirectFile:
-    """An existing file to write byte ranges into, in any order, from one thread. `close` makes them durable."""
+    """Write byte ranges of an existing file, in any order, from one thread. `close` makes them durable."""
 
     def __init__(self, file: Path) -> None:
         self._descriptor = os.open(file, os.O_WRONLY)
@@ -35,7 +35,7 @@ class DirectFile:
         self._small_bytes = 0
 
     def write(self, data: "ReadableBuffer", offset: int, buffer: mmap.mmap) -> None:
-        """Write all of `data` from byte `offset` on, its full blocks by way of an aligned buffer.
+        """Write all of `data` at byte `offset`, full blocks through an aligned buffer.
 
         Raises:
             OSError: the disk is full or fails.
@@ -54,7 +54,7 @@ class DirectFile:
         self._write_later(view[last_block - offset :], last_block)
 
     def _write_later(self, view: memoryview, offset: int) -> None:
-        """Collect writes through the cache: each one would wait for the blocks of other ranks."""
+        """Batch small cached writes, because each one waits for other ranks' blocks."""
         if view:
             self._small.append((bytes(view), offset))
             self._small_bytes += len(view)
@@ -78,7 +78,7 @@ class DirectFile:
                 except OSError as error:
                     if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                         raise
-                os.close(self._direct)  # some file systems open with O_DIRECT but cannot write
+                os.close(self._direct)  # some file systems accept O_DIRECT on open but fail to write
                 self._direct = None
             _write_all(self._descriptor, view[:count], offset)
 
@@ -98,7 +98,7 @@ class DirectFile:
 
 
 class ChecksummedStream(io.RawIOBase):
-    """A new file, written from front to back, that takes the XXH3 of its bytes on the way.
+    """Write a new file sequentially and compute its XXH3 checksum on the fly.
 
     Args:
         file: its path.
@@ -115,7 +115,7 @@ class ChecksummedStream(io.RawIOBase):
         self._hash = xxhash.xxh3_64()
 
     def writable(self) -> bool:
-        """Tell that this is a file to write to."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
@@ -138,7 +138,7 @@ class ChecksummedStream(io.RawIOBase):
         return done
 
     def manifest_entry(self) -> dict[str, int | str]:
-        """Return the bytes and the checksum of what was written so far, as a manifest lists them."""
+        """Return the size and checksum of the bytes written so far, in the manifest's format."""
         return {"bytes": self.tell(), "xxh3": self._hash.hexdigest()}
 
     def close(self) -> None:

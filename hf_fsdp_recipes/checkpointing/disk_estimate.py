@@ -56,7 +56,7 @@ class Parameter(NamedTuple):
 
 
 def estimate(recipe: dict[str, Any]) -> DiskEstimate:
-    """Estimate what a run writes, with TRL's and Trainer's defaults for what the recipe leaves out.
+    """Estimate what a run writes, with TRL's and Trainer's defaults for fields that the recipe omits.
 
     Raises:
         TemplateError: the model's config cannot be read.
@@ -83,7 +83,7 @@ def read_parameters(model: str, trust_remote_code: bool = False) -> dict[str, Pa
 
     from hf_fsdp_recipes.loading.safetensors_index import open_index  # imports torch
 
-    # Files that are not here, incomplete or not safetensors: the config gives the same shapes.
+    # If the files are not local, incomplete or not safetensors, the config gives the same shapes.
     with contextlib.suppress(LoadError, OSError, ValueError):
         directory = model if Path(model).is_dir() else snapshot_download(model, local_files_only=True)
         stored = open_index(Path(directory)).tensors.values()
@@ -124,7 +124,7 @@ def _count_checkpoints(recipe: dict[str, Any]) -> tuple[int, bool]:
 
 
 def _count_saves(recipe: dict[str, Any]) -> int | None:
-    """Return how often the run saves; None if the recipe alone does not tell."""
+    """Return how often the run saves; None if that depends on the data."""
     strategy, save_steps = recipe.get("save_strategy", "steps"), float(recipe.get("save_steps", 500))
     max_steps = int(recipe.get("max_steps", -1))
     if strategy == "no":

@@ -1,4 +1,4 @@
-"""What checkpoints need for FSDP1 alone."""
+"""FSDP1-specific parts of checkpointing."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,13 @@ def capture(
 
 
 class ShardedTensorStaging:
-    """Host copy of one ShardedTensor, into the same memory each time."""
+    """Copies one ShardedTensor to host memory, reusing the same buffer."""
 
     def __init__(self) -> None:
         self._stager: BlockingAsyncStager | None = None
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy in host memory; the copy before it is overwritten."""
+        """Return a copy in host memory. Overwrites the previous copy."""
         from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
         if self._stager is not None:

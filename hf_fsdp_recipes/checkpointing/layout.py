@@ -1,7 +1,7 @@
-"""Checkpoint directories: their names, when one is complete, which is the newest, which may be deleted.
+"""Checkpoint directories: names, manifests, validation, and which to resume from or delete.
 
-A checkpoint is complete when its directory has its final name and holds a manifest that its files match. The manifest is
-written last, and a rename gives the name. Files and paths only: no torch, no ranks.
+A checkpoint is complete if its directory has its final name and its files match its manifest. The manifest is written last,
+then the directory is renamed. Uses neither torch nor collectives.
 """
 
 import json
@@ -44,7 +44,7 @@ class Checkpoint:
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Tell whether a directory's name is exactly `checkpoint-<step>`."""
+    """Return whether a directory's name is exactly `checkpoint-<step>`."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -54,12 +54,12 @@ def directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
 
 
 def incomplete_directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
-    """Return the path that a step's checkpoint is written under; Trainer does not take it for a checkpoint."""
+    """Return the path that a step is written to before it is complete. Trainer ignores directories of this name."""
     return Path(output_dir) / f".checkpoint-{step}.incomplete"
 
 
 def checksum(file: Path) -> str:
-    """Return the 64-bit XXH3 of a file in hexadecimal. It detects accidents at memory speed, not attacks."""
+    """Return the 64-bit XXH3 of a file in hexadecimal. It detects accidental corruption, not tampering."""
     value = xxhash.xxh3_64()
     with file.open("rb", buffering=0) as stream:
         while block := stream.read(_READ_BYTES):
@@ -68,7 +68,7 @@ def checksum(file: Path) -> str:
 
 
 def manifest_entries(directory: Path, files: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return bytes and checksum of files, by their path relative to `directory`."""
+    """Return the size and checksum of files, by path relative to `directory`."""
     return {
         name: {"bytes": (directory / name).stat().st_size, "xxh3": checksum(directory / name)} for name in sorted(files)
     }
@@ -81,7 +81,7 @@ def files_in(directory: Path) -> list[str]:
 
 
 def start(output_dir: str | os.PathLike[str], step: int) -> Path:
-    """Create the empty directory that a step is written into, and delete interrupted saves. Main rank only.
+    """Create the empty directory that a step is written into, and delete interrupted saves. Rank 0 only.
 
     Raises:
         CheckpointError: the directory cannot be created.
@@ -100,15 +100,15 @@ def start(output_dir: str | os.PathLike[str], step: int) -> Path:
 
 
 def commit(incomplete: Path, final: Path, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
-    """Write the manifest, make everything durable, and give the directory its final name. Main rank only.
+    """Write the manifest, make everything durable, and give the directory its final name. Rank 0 only.
 
     Raises:
-        CheckpointError: the files on disk are not those that were written, or the disk fails.
+        CheckpointError: files were added or removed during the save, or the disk fails.
     """
     present = set(files_in(incomplete))
     if present != set(files):
-        odd = sorted(present ^ set(files))[:3]
-        raise CheckpointError(f"{incomplete}: another process added or removed {odd} during the save")
+        changed = sorted(present ^ set(files))[:3]
+        raise CheckpointError(f"{incomplete}: another process added or removed {changed} during the save")
     manifest = {"format": MANIFEST_FORMAT, **facts, "files": {name: dict(files[name]) for name in sorted(files)}}
     try:
         (incomplete / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -126,12 +126,12 @@ def commit(incomplete: Path, final: Path, files: Mapping[str, Mapping[str, Any]]
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a directory that is in the way, so that nothing is deleted without being asked for."""
+    """Rename a directory instead of deleting it."""
     number = 0
     while (target := path.with_name(f"{path.name}.set-aside-{number}")).exists():
         number += 1
     path.rename(target)
-    logger.warning("%s was in the way and has been renamed to %s", path, target.name)
+    logger.warning("renamed %s to %s", path, target.name)
     return target
 
 
@@ -191,7 +191,7 @@ def check_named(directory: Path) -> None:
     """
     if not directory.is_dir():
         raise CheckpointError(
-            f"{directory} is not a checkpoint directory. Name one, or use auto for the newest complete one."
+            f"{directory} is not a checkpoint directory. Pass one, or use auto for the newest complete one."
         )
     if not (directory / MANIFEST).is_file():
         logger.warning("%s has no %s; resuming without integrity checks", directory, MANIFEST)
@@ -218,7 +218,7 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
 
 
 def quarantine_incomplete(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """Rename checkpoints that cannot be resumed from, so that no tool takes them for complete. Main rank only.
+    """Rename checkpoints that cannot be resumed from, so that no tool mistakes them for complete ones. Rank 0 only.
 
     A stock Trainer's checkpoints, which have no manifest, keep their names; so do interrupted saves, which the next save
     deletes.
@@ -231,7 +231,7 @@ def quarantine_incomplete(output_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def remove_old(output_dir: str | os.PathLike[str], keep: int, protect: Iterable[Path | str] = ()) -> list[Path]:
-    """Delete the oldest complete checkpoints beyond `keep`, never the newest or a protected one. Main rank only.
+    """Delete the oldest complete checkpoints beyond `keep`, never the newest or a protected one. Rank 0 only.
 
     Call it after a newer checkpoint is complete. Only directories named exactly `checkpoint-<step>` are deleted.
     """

@@ -1,4 +1,4 @@
-"""Keeps two runs from writing checkpoints into one directory."""
+"""Keeps two runs from writing checkpoints to the same directory."""
 
 import os
 import socket
@@ -13,9 +13,9 @@ OWNER_FILE = ".writer.owner"
 
 
 def lock_directory(output_dir: str | os.PathLike[str], wait_seconds: float = 60.0) -> FileLock:
-    """Lock a run's output directory for this process; release the returned lock when the run ends. Main rank only.
+    """Lock a run's output directory for this process; release the returned lock when the run ends. Rank 0 only.
 
-    Waits for what is left of the run that this one replaces. On file systems without locks nothing is locked.
+    Waits for a previous run to exit. Has no effect on file systems without locks.
 
     Raises:
         CheckpointError: another process still holds the lock after `wait_seconds`, or the directory is not writable.

@@ -1,7 +1,7 @@
-"""Ends a run after a checkpoint when a signal asks for it, on all ranks at the same step.
+"""Stops a run on SIGTERM or SIGUSR1, after a checkpoint, at the same step on all ranks.
 
-SIGTERM and SIGUSR1 set a flag. At the end of a step the ranks exchange it in one small collective; if any rank was
-signaled, all write a checkpoint and leave with the same exit status. Further signals change nothing.
+A signal sets a flag, which the ranks all-reduce at the end of a step. If any rank was signaled, all write a checkpoint and
+exit with the same status. Further signals are ignored.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ class SignalWatch:
     """Watches for signals on this rank and shares them with the others. Every rank has one.
 
     Args:
-        every_steps: how often the ranks exchange the flag; a signal waits for at most this many steps.
+        every_steps: number of steps between exchanges, and thus the longest that a signal waits.
     """
 
     def __init__(self, every_steps: int = 1) -> None:
@@ -52,7 +52,7 @@ class SignalWatch:
         self._previous = {}
 
     def is_agreed(self, step: int) -> bool:
-        """Tell whether any rank was signaled. Collective: every rank must call this at the same steps."""
+        """Return whether any rank was signaled. Collective: every rank must call this at the same steps."""
         if step % self._every_steps == 0 and not self._is_agreed:
             flag = torch.tensor([self._received], dtype=torch.int32)
             if self._group is not None:
@@ -64,10 +64,10 @@ class SignalWatch:
         return self._is_agreed
 
     def exit_if_signaled(self, completed: Path | None) -> None:
-        """Leave with EXIT_PREEMPTED after an agreed stop.
+        """Exit with EXIT_PREEMPTED if the ranks agreed to stop.
 
         Raises:
-            SystemExit: on every rank, if they agreed to stop.
+            SystemExit: on every rank.
         """
         if self._is_agreed:
             distributed.print_main(f"stopped by a signal; resume from {completed} with --resume_from_checkpoint auto")
@@ -81,7 +81,7 @@ class SignalWatch:
 def _end_with_launcher() -> None:
     """Have the kernel send SIGTERM to this rank when its launcher dies. Linux only.
 
-    torchrun starts ranks in their own sessions. If it is killed, they would go on training unseen, into the same directory
+    torchrun starts ranks in their own sessions. If it is killed, they would keep training and write to the same directory
     as the run that replaces them.
 
     Source: prctl(2), PR_SET_PDEATHSIG.

@@ -1,7 +1,7 @@
 """What a checkpoint records about its run, and whether another run may continue from it.
 
-A resumed run's position in the data is a number of global batches in a seeded order. It holds on any number of ranks as
-long as the global batch size stays the same, which `keep_global_batch` ensures.
+A resumed run's position in the data is a number of global batches in a seeded order. It is valid on any number of ranks if
+the global batch size stays the same, which `keep_global_batch` ensures.
 """
 
 import json
@@ -26,12 +26,12 @@ PARAMS_FILE = "train_params.yaml"
 
 
 def global_batch_size(args: "TrainingArguments") -> int:
-    """Return the rows of one optimizer step over all ranks."""
+    """Return the number of rows in one optimizer step on all ranks."""
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size()
 
 
 def manifest_facts(args: "TrainingArguments", state: "TrainerState") -> dict[str, Any]:
-    """Return the manifest's entries about the run."""
+    """Return the manifest entries that describe the run."""
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     return {
         "world_size": distributed.world_size(),
@@ -97,13 +97,13 @@ def read_train_params(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def keep_global_batch(args: "TrainingArguments", checkpoint: Path) -> None:
-    """Set gradient accumulation so that the resumed run's optimizer steps see as many rows as before.
+    """Set gradient accumulation so that the resumed run keeps its global batch size.
 
-    Every rank calls this before the Trainer is built; no collective. Prints what is not restored.
+    Call it on every rank before building the Trainer; not a collective. Prints what is not restored.
 
     Raises:
-        CheckpointError: the checkpoint's global batch does not divide over these ranks, or its 8-bit optimizer states
-            cannot be resharded.
+        CheckpointError: this number of ranks cannot keep the global batch size, or 8-bit optimizer states cannot be
+            resharded.
     """
     params = read_train_params(checkpoint)
     if params is None:
@@ -113,9 +113,9 @@ def keep_global_batch(args: "TrainingArguments", checkpoint: Path) -> None:
     rows_per_micro_step = args.per_device_train_batch_size * num_ranks
     if wanted % rows_per_micro_step:
         raise CheckpointError(
-            f"{checkpoint} was trained with {wanted} rows per optimizer step, which {num_ranks} ranks x "
-            f"per_device_train_batch_size {args.per_device_train_batch_size} = {rows_per_micro_step} do not divide; rows would be "
-            f"skipped or repeated. Choose another per_device_train_batch_size."
+            f"{checkpoint} was trained with {wanted} rows per optimizer step, which is not a multiple of "
+            f"{rows_per_micro_step} ({num_ranks} ranks x per_device_train_batch_size {args.per_device_train_batch_size}). "
+            f"Choose another per_device_train_batch_size."
         )
     accumulation = wanted // rows_per_micro_step
     if accumulation != args.gradient_accumulation_steps:
@@ -126,8 +126,8 @@ def keep_global_batch(args: "TrainingArguments", checkpoint: Path) -> None:
         args.gradient_accumulation_steps = accumulation
     if params["world_size"] != num_ranks:
         distributed.print_main(
-            "resume: restores weights, optimizer, scheduler and data position, but not the random states, which belong to ranks: "
-            "dropout and the like will differ from an uninterrupted run"
+            "resume: the number of ranks changed, so random states are not restored; dropout will differ from an uninterrupted "
+            "run"
         )
 
 
@@ -135,17 +135,17 @@ def _check_optimizer(params: dict[str, Any], checkpoint: Path) -> None:
     optimizer = str(params["arguments"].get("optim"))
     if "8bit" in optimizer and params["world_size"] != distributed.world_size():
         raise CheckpointError(
-            f"{checkpoint} holds {optimizer} states of {params['world_size']} ranks, and this run has "
-            f"{distributed.world_size()}. Blocks of 8-bit states cannot be resharded: resume on {params['world_size']} ranks, or "
+            f"{checkpoint} holds {optimizer} states of {params['world_size']} ranks, but this run has "
+            f"{distributed.world_size()}. 8-bit states cannot be resharded: resume on {params['world_size']} ranks, or "
             f"train with a 32-bit optimizer."
         )
 
 
 def check_data_position(args: "TrainingArguments", state: "TrainerState") -> None:
-    """Refuse a resumed run whose global batch differs from the checkpoint's. Checks what the checkpoint records.
+    """Check that a resumed run has the checkpoint's global batch size.
 
     Raises:
-        CheckpointError: rows would be skipped or repeated.
+        CheckpointError: it does not, so rows would be skipped or repeated.
     """
     checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
     params = read_train_params(checkpoint) if checkpoint.is_dir() else None
@@ -154,7 +154,7 @@ def check_data_position(args: "TrainingArguments", state: "TrainerState") -> Non
     _check_optimizer(params, checkpoint)
     if int(params["global_batch_size"]) != global_batch_size(args):
         raise CheckpointError(
-            f"{checkpoint} was trained with {params['global_batch_size']} rows per optimizer step and this run has "
+            f"{checkpoint} was trained with {params['global_batch_size']} rows per optimizer step, but this run has "
             f"{global_batch_size(args)}; rows would be skipped or repeated. Set gradient_accumulation_steps, or call "
             f"hf_fsdp_recipes.checkpointing.resume.keep_global_batch before building the Trainer."
         )

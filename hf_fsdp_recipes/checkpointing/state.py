@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 def capture(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, plugin: "FullyShardedDataParallelPlugin"
 ) -> dict[str, dict[str, Any]]:
-    """Return {"model": ..., "optimizer": ...} as sharded tensors, without copies if they live on the CPU.
+    """Return {"model": ..., "optimizer": ...} as sharded tensors; CPU tensors are not copied.
 
-    Collective: every rank must call this. A LoRA model gives its adapters only.
+    Collective: every rank must call this. For a LoRA model, only the adapters are returned.
     """
     from accelerate.utils import fsdp_utils
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -29,7 +29,7 @@ def capture(
 
 
 def local_bytes(value: Any) -> int:
-    """Return the bytes of a state that this rank holds: full tensors and its shards of sharded ones."""
+    """Return the number of bytes of a state on this rank: full tensors and local shards."""
     if isinstance(value, Mapping):
         return sum(local_bytes(inner) for inner in value.values())
     if isinstance(value, list | tuple):

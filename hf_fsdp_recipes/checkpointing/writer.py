@@ -1,6 +1,6 @@
-"""Writes SHARDED_STATE_DICT checkpoints through torch DCP, while training goes on or before it does.
+"""Writes SHARDED_STATE_DICT checkpoints with torch DCP, in the background or synchronously.
 
-`Writer.save` starts a thread that copies this rank's state to host memory and then writes it over its own process group:
+`Writer.save` starts a thread that copies this rank's state to host memory and then writes it, with its own process group:
 files, fsync, checksums, and one rename by rank 0 when every rank is done. The copy overlaps the next forward and backward;
 only the next optimizer step waits for it. One save is in flight at a time; a failure is kept and raised at the next call.
 """
@@ -38,13 +38,13 @@ State = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one checkpoint will hold.
+    """The contents of one checkpoint.
 
     Attributes:
         step: the global step.
         state: {"model": ..., "optimizer": ...}, sharded tensors.
-        small_files: this rank's other files: a function that writes to the path it is given, by file name.
-        facts: further entries of the manifest, on rank 0.
+        small_files: this rank's other files: for each name, a function that writes the file to a path.
+        facts: additional manifest entries, used on rank 0.
     """
 
     step: int
@@ -78,21 +78,21 @@ class Writer:
 
     @property
     def completed(self) -> Path | None:
-        """The last complete checkpoint of this run; None while one is being written. No collective."""
+        """The last complete checkpoint of this run; None while one is being written. Not a collective."""
         return None if self.is_writing else self._completed
 
     def save(self, snapshot: Snapshot) -> None:
         """Start writing a snapshot. The state must not change before `wait_until_staged` returns.
 
-        Collective: every rank must call this. Waits for the save before it, if that is still in flight. A writer that is
-        not asynchronous returns when the checkpoint is complete.
+        Collective: every rank must call this. Waits for a previous save that is still in flight. A synchronous writer
+        returns when the checkpoint is complete.
 
         Raises:
-            CheckpointError: the same on every rank: the save before this one failed, or this one cannot start.
+            CheckpointError: on every rank, if the previous save failed or this one cannot start.
         """
         self.wait()
         if self._group is None and distributed.is_distributed():
-            # The writer's collectives must not mix with those of training, and run on the CPU.
+            # Keeps the writer's collectives on the CPU and separate from training's.
             self._group = dist.new_group(backend="gloo")
         with distributed.sync_errors():
             if distributed.is_main():
@@ -108,13 +108,13 @@ class Writer:
             self._report_written(time.perf_counter() - started)
 
     def _report_written(self, seconds: float) -> None:
-        """Print what a synchronous save has cost, if progress bars are shown. No collective."""
+        """Print the size and duration of a synchronous save, if progress bars are shown."""
         if self._completed is not None and progress.is_shown():
             num_bytes = sum(file.stat().st_size for file in self._completed.rglob("*") if file.is_file())
             progress.say(f"{self._completed.name}: {num_bytes / 1e6:,.1f} MB written in {seconds:.1f} s")
 
     def wait_until_staged(self) -> None:
-        """Wait until the state may change again. No collective."""
+        """Wait until the state may change again. Not a collective."""
         if self._thread is not None:
             self._is_staged.wait()
 
@@ -124,7 +124,7 @@ class Writer:
         Collective: every rank must call this.
 
         Raises:
-            CheckpointError: the same on every rank, once, if the save failed.
+            CheckpointError: on every rank, once, if the save failed.
         """
         if self._thread is not None:
             self._thread.join()
@@ -134,21 +134,23 @@ class Writer:
         return self._completed
 
     def collect_failure(self) -> Exception | None:
-        """Return the error of a finished save once, without waiting. No collective."""
+        """Return the error of a finished save once, without waiting. Not a collective."""
         if self.is_writing:
             return None
         failure, self._failure = self._failure, None
         return failure
 
     def _stage_all(self, state: Mapping[str, State], staged: Mapping[str, "Future[State]"]) -> None:
-        """Copy part after part, so that the first is written while the second is copied."""
+        """Copy one part after the other, so that the first is written while the second is copied."""
         try:
             for part, future in staged.items():
                 future.set_result(self._staging.setdefault(part, HostStaging()).copy(state[part]))
             self._is_staged.set()
         except (MemoryError, RuntimeError) as error:
-            # Write the state itself then: training waits for the write, and nothing is lost.
-            logger.warning("no host memory for a copy of the state, so training waits for the write: %s", _cause(error))
+            # Fall back to writing the state without a copy.
+            logger.warning(
+                "not enough host memory to stage the state, so training waits for the write: %s", _cause(error)
+            )
             self._staging.clear()
             for part, future in staged.items():
                 if not future.done():
@@ -217,7 +219,7 @@ class Writer:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the part of an error that helps most: the operating system's message if there is one."""
+    """Return the most useful part of an error: the operating system's message, or else the last line."""
     failures = getattr(error, "failures", None)  # DCP collects the errors of all ranks
     if failures:
         causes = [failure[0] for failure in failures.values()]
@@ -228,7 +230,7 @@ def _cause(error: BaseException) -> str:
 
 
 def save_tensors(value: Any) -> Callable[[Path], None]:
-    """Return a function that writes a value with `torch.save`, as it is now."""
+    """Return a function that writes a value with `torch.save`."""
     return lambda path: torch.save(value, path)
 
 

@@ -56,7 +56,7 @@ def render(
     num_processes: Annotated[Optional[int], typer.Option(help="Number of ranks on all nodes together.")] = None,
     output: Annotated[Optional[Path], typer.Option("--output", "-o", help="File to write; default: stdout.")] = None,
 ) -> None:
-    """Write a config for any combination of strategy, FSDP version, offload, wrapping and machine size."""
+    """Write a config for any combination of strategy, FSDP version, offload, wrapping, nodes and ranks."""
     if (name is None) == (strategy is None):
         raise TemplateError("Pass either a template name or --strategy, for example --strategy full_shard.")
     if wrap == "layer" and min_num_params is not None:
@@ -92,7 +92,7 @@ def render_all() -> None:
 def check(
     file: Annotated[Path, typer.Argument(help="An Accelerate config file.")],
     model: Annotated[
-        Optional[str], typer.Option(help="Directory or Hub id of the model whose layers it wraps.")
+        Optional[str], typer.Option(help="Directory or Hub id of the model, to check the wrap classes.")
     ] = None,
 ) -> None:
     """Report all faults of a config at once; exit status 1 if there are any."""

@@ -1,10 +1,9 @@
-"""What an Accelerate config says about sharding: the one place that reads it, for every tool that needs to know."""
+"""Read from an Accelerate config how a model is sharded."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_recipes.configs.templates import find_template, template_directory
 from hf_fsdp_recipes.configs.validate import read_config
 from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import TemplateError
@@ -15,7 +14,7 @@ FSDP1_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "
 
 @dataclass(frozen=True)
 class Strategy:
-    """The parts of an Accelerate FSDP config that decide memory and communication.
+    """The parts of an Accelerate FSDP config that determine memory and communication.
 
     Attributes:
         name: template or file name.
@@ -52,15 +51,12 @@ class Strategy:
 
 
 def find_strategy(name_or_file: str) -> Strategy:
-    """Return the strategy of a shipped template, by name, or of an Accelerate config, by path.
+    """Return the strategy of a template, by name, or of an Accelerate config, by path.
 
     Raises:
-        TemplateError: neither a template nor a readable FSDP config.
+        TemplateError: it is neither a template nor a readable FSDP config.
     """
-    path = Path(name_or_file)
-    if not (path.suffix in (".yaml", ".yml") and path.is_file()):
-        path = template_directory() / f"{find_template(path.stem).name}.yaml"
-    return read_strategy(read_config(path), path.stem)
+    return read_strategy(read_config(name_or_file), Path(name_or_file).stem)
 
 
 def read_strategy(config: dict[str, Any], name: str) -> Strategy:

@@ -1,6 +1,6 @@
 """Accelerate FSDP configs as commented YAML: the shipped templates and every other combination.
 
-Imports neither torch nor Accelerate, so that `hf-fsdp config list|show|render` answers at once.
+Imports neither torch nor Accelerate, so that `hf-fsdp config list|show|render` starts fast.
 
 Source of the interconnect advice: the strategy section of Prime Intellect's "Run Torch FSDP" tutorial.
 """
@@ -96,7 +96,7 @@ class Template:
 
     @property
     def notes(self) -> list[tuple[str, ...]]:
-        """When to choose this config, in lines for a header; the most specific note is the last."""
+        """Comments on when to choose this config, each a tuple of lines; the most specific is last."""
         if self.on_cpu:
             return [VARIANTS["cpu"]]
         is_old = self.version == 1 and self.strategy != "no_shard"
@@ -132,7 +132,7 @@ SHIPPED = (
 
 @cache
 def all_templates() -> list[Template]:
-    """Return every combination, hybrid strategies for two nodes and the others for one, 8 ranks per node."""
+    """Return every combination: hybrid strategies on two nodes, the others on one, with 8 ranks per node."""
     templates = [
         Template(version, strategy, offload, min_num_params, num_machines=nodes, num_processes=8 * nodes)
         for version in (2, 1)
@@ -145,12 +145,12 @@ def all_templates() -> list[Template]:
 
 
 def shipped_templates() -> list[Template]:
-    """Return the templates that have a file in accelerate_configs/, in the order in which to consider them."""
+    """Return the templates that have a file in accelerate_configs/, the most generally useful first."""
     return [find_template(name) for name in SHIPPED]
 
 
 def find_template(name: str) -> Template:
-    """Return the template of a name, shipped or not: fsdp2_hybrid_shard, or fsdp1_full_shard_offload.
+    """Return a template by name, shipped or not, for example fsdp1_full_shard_offload.
 
     Raises:
         TemplateError: there is no template of that name.
@@ -172,7 +172,7 @@ def render(template: Template) -> str:
     """Return a template as YAML, with a comment on every key whose value is not Accelerate's default.
 
     Raises:
-        TemplateError: the node and rank counts do not match, or a setting does not go with another one.
+        TemplateError: the node and rank counts do not match, or settings conflict.
     """
     _check(template)
     lines = [f"# {line}".rstrip() for line in _header(template)] + [""]

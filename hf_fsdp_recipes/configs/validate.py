@@ -40,7 +40,7 @@ def read_config(source: str | Path) -> Section:
     """
     path = Path(source)
     try:
-        # A template need not be shipped as a file, so its path in a checkout works as its name.
+        # Not every template has a file, so accept the path that its file would have.
         is_name = not path.exists() and path.parent.name in ("", "accelerate_configs")
         text = render(find_template(path.stem)) if is_name else path.read_text(encoding="utf-8")
         config = yaml.safe_load(text)
@@ -54,7 +54,7 @@ def read_config(source: str | Path) -> Section:
 
 
 def find_faults(config: Section, model_classes: Collection[str] | None = None) -> list[str]:
-    """Return all faults of a config, each with the value and what to change; an empty list if there are none.
+    """Return all faults of a config, each with the value and what to change.
 
     Args:
         config: the parsed YAML.
@@ -93,7 +93,7 @@ def build_on_meta(model: str, trust_remote_code: bool = False) -> "PreTrainedMod
 
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):  # init_empty_weights would allocate each parameter for a moment
+        with torch.device("meta"):  # init_empty_weights would briefly allocate each parameter
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise TemplateError(f"Cannot read the config of {model}: {str(error).splitlines()[0]}") from error
@@ -110,10 +110,10 @@ def _check_keys(config: Section, fsdp: Section, parallel: Section) -> Iterator[s
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    # Accelerate merges the two sections into the launcher's arguments, so these are the keys that it reads.
+    # Accelerate merges both sections into the launcher's arguments, so it reads these keys.
     arguments = vars(launch_command_parser().parse_args(["script.py"]))
     for place, keys, known in (
-        ("", config, {*ClusterConfig.__dataclass_fields__, "dynamo_backend", "fp16"}),  # the last two are old spellings
+        ("", config, {*ClusterConfig.__dataclass_fields__, "dynamo_backend", "fp16"}),  # the last two are deprecated
         (" in fsdp_config", fsdp, {key for key in arguments if key.startswith("fsdp_")} | {"fsdp_ignored_modules"}),
         (" in parallelism_config", parallel, {key for key in arguments if key.startswith("parallelism_config_")}),
     ):

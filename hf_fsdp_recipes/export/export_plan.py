@@ -24,13 +24,13 @@ class ShardExport:
     """This rank's part of one parameter.
 
     Attributes:
-        name: in the model's own state dict.
-        shape: of the full parameter.
-        held_dtype: of what `read` returns.
+        name: key in the model's state dict.
+        shape: shape of the full parameter.
+        held_dtype: dtype that `read` returns.
         first, count: the elements that this rank writes, in the parameter's row-major order.
         parts: the stored tensors that the parameter becomes, as ranges of its elements.
-        dtype: that is written.
-        read: returns `count` final values from `start` on, counted from `first`; 1-D.
+        dtype: dtype in the file.
+        read: `read(start, count)` returns `count` final values (1-D), starting `start` elements after `first`.
     """
 
     name: str
@@ -69,7 +69,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return a floating-point dtype given by name or as a dtype.
 
     Raises:
-        ExportError: it is not one.
+        ExportError: there is no floating-point dtype of that name.
     """
     if isinstance(dtype, str):
         found = getattr(torch, dtype, None)
@@ -80,7 +80,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def written_dtype(held: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that a tensor is written in: integers keep theirs."""
+    """Return the dtype that a tensor is written in; integer tensors keep theirs."""
     return requested if requested is not None and held.is_floating_point else held
 
 
@@ -88,17 +88,17 @@ def split_parameter(model: "PreTrainedModel", name: str, shape: tuple[int, ...])
     """Split a parameter into the tensors that `save_pretrained` writes.
 
     Raises:
-        ExportError: they do not consist of whole rows of the parameter.
+        ExportError: a stored tensor is not a range of the parameter's rows.
     """
     try:
         return stored_ranges(model, parameter_names.in_base_model(name), shape)
     except ValueError as error:
         raise ExportError(
-            f"{name}: transformers writes it in a way that cannot be done shard by shard ({error}). Gather the model with "
-            f"accelerator.get_state_dict and call save_pretrained."
+            f"{name} cannot be written shard by shard ({error}). Gather the model with accelerator.get_state_dict and call "
+            f"save_pretrained."
         ) from error
 
 
 def full_range(stored_name: str, shape: tuple[int, ...]) -> TensorRange:
-    """Return a parameter as one stored tensor of the same shape."""
+    """Return the range that stores a full parameter as one tensor."""
     return TensorRange(stored_name, shape, 0, torch.Size(shape).numel())

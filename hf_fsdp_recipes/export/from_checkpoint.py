@@ -1,7 +1,7 @@
-"""`export_checkpoint`: a sharded checkpoint as a model directory, offline.
+"""Converts a sharded checkpoint to a model directory, offline.
 
-The checkpoint's tensors are matched by name with a model on meta. Several processes share the work tensor by tensor. A LoRA
-checkpoint becomes an adapter, or a merged model whose base weights are read from the base model's files, chunk by chunk.
+The checkpoint's tensors are matched by name with a model on meta; each process writes every n-th tensor. A LoRA checkpoint
+becomes an adapter, or a merged model whose base weights are read chunk by chunk from the base model's files.
 """
 
 import math
@@ -55,16 +55,16 @@ def export_checkpoint(
 ) -> Path:
     """Convert a sharded checkpoint to a directory that `from_pretrained` loads, offline and without GPUs.
 
-    Collective if there are several processes, of any number: every one must call this. Reads by ranges, in constant
-    memory. Takes checkpoints of this package, of a stock Trainer or Accelerate (FSDP2 and FSDP1), plain directories of
-    `.distcp` files, and, to merge them, exported adapters.
+    Collective if there are several processes (any number): every process must call this. Reads in chunks, in constant
+    memory. Accepts checkpoints of this package, of a stock Trainer or Accelerate (FSDP2 and FSDP1), plain directories of
+    `.distcp` files, and exported adapters to merge.
 
     Args:
         checkpoint_dir: `checkpoint-<step>`, its `pytorch_model_fsdp_0`, any directory with a `.metadata` file, or, with
             `merge_adapter`, one with an `adapter_config.json`.
         output_dir: appears when the export is complete.
-        base_model: directory or Hub id that config and tokenizer come from, and the base weights if the adapter is
-            merged. None uses what the checkpoint's train_params.yaml names.
+        base_model: directory or Hub id of the config, the tokenizer and, to merge an adapter, the base weights. None
+            uses the model in the checkpoint's train_params.yaml.
         dtype, max_shard_size: as in `export_model`.
         merge_adapter: for a LoRA checkpoint or adapter, write the base model with the adapter merged in. An adapter
             trained on a 4-bit base is merged into the unquantized base.
@@ -73,8 +73,8 @@ def export_checkpoint(
         `output_dir`.
 
     Raises:
-        ExportError: the same on every process: not such a checkpoint, one that does not match its model, no base model,
-            or no space.
+        ExportError: on every process, if the checkpoint cannot be read or does not match its model, the base model is
+            unknown, or the disk is full.
     """
     target_dtype = parse_dtype(dtype)
 
@@ -103,8 +103,8 @@ def _describe(checkpoint: Path, base_model: ModelName, dtype: torch.dtype | None
         name = str(own_config)  # training may have added embeddings
     if not name:
         raise ExportError(
-            f"{checkpoint} does not record its model. Name it with base_model (--base-model): a directory or Hub id with its "
-            f"config and tokenizer."
+            f"{checkpoint} does not record its model. Pass base_model (--base-model): a directory or Hub id with its config "
+            f"and tokenizer."
         )
     model, base = _build(name, read_weights=is_adapter)
     if base is not None:
@@ -119,11 +119,13 @@ def _describe_adapter_directory(
 ) -> ExportPlan:
     """Describe the merge of an exported adapter into its base model."""
     if not merge_adapter:
-        raise ExportError(f"{directory} is an exported adapter already. Merge it with merge_adapter (--merge-adapter).")
+        raise ExportError(
+            f"{directory} is already an exported adapter. Pass merge_adapter (--merge-adapter) to merge it."
+        )
     config, tensors = lora_merge.read_adapter(directory)
     name = str(base_model or config.base_model_name_or_path or "")
     if not name:
-        raise ExportError(f"{directory} does not record its base model. Name it with base_model (--base-model).")
+        raise ExportError(f"{directory} does not record its base model. Pass base_model (--base-model).")
     model, base = _build(name, read_weights=True)
     assert base is not None
     return _describe_merged(lora_merge.StoredAdapter(config, tensors), model, base, name, dtype, directory)
@@ -141,10 +143,10 @@ def _train_params(checkpoint: Path) -> dict[str, Any]:
 
 
 def _without_prefix(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
-    """Drop the key of the state dict itself (`model.`), if every tensor has it, and wrappers."""
+    """Drop wrapper names, and the state dict's own key (`model.`) if every tensor has it."""
     if tensors and all(name.startswith("model.") for name in tensors):
         inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-        # Usually {"model": {...}}; but all names of a bare decoder's state dict may begin with `model.` too.
+        # The state dict is usually {"model": {...}}, but a model's own names may all begin with `model.` too.
         if any(name.startswith(("model.", "transformer.", "base_model.", "lm_head.")) for name in inner):
             tensors = inner
     return {parameter_names.without_wrappers(name): tensor for name, tensor in tensors.items()}
@@ -172,7 +174,7 @@ def _build(name: str, read_weights: bool) -> tuple["PreTrainedModel", BaseWeight
 
 
 def _own_count(number: int, count: int) -> int:
-    """Return how many of a parameter's `count` elements this process writes: all of every n-th parameter."""
+    """Return how many of parameter `number`'s `count` elements this process writes: all or none."""
     return count if number % distributed.world_size() == distributed.rank() else 0
 
 
@@ -187,11 +189,11 @@ def _describe_model(
     state = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     missing = sorted(set(state) - set(tensors) - tied)
     unexpected = sorted(set(tensors) - set(state))
-    wrong = [k for k in state if k in tensors and tensors[k].shape != state[k]]
-    if missing or unexpected or wrong:
+    mismatched = [key for key in state if key in tensors and tensors[key].shape != state[key]]
+    if missing or unexpected or mismatched:
         raise ExportError(
-            f"the checkpoint does not match {name}: missing {missing[:3]}, unexpected {unexpected[:3]}, other shapes {wrong[:3]}. "
-            f"Name the model that was trained with base_model (--base-model)."
+            f"the checkpoint does not match {name}: missing {missing[:3]}, unexpected {unexpected[:3]}, wrong shape "
+            f"{mismatched[:3]}. Pass the trained model as base_model (--base-model)."
         )
     shards = []
     for number, key in enumerate(key for key in state if key in tensors and key not in tied):
@@ -248,13 +250,13 @@ def _adapter_config(params: dict[str, Any], name: str) -> "PeftConfig":
     """Return the PEFT config that the checkpoint recorded.
 
     Raises:
-        ExportError: it recorded none, as a stock Trainer's does not.
+        ExportError: there is none, as in a stock Trainer's checkpoint.
     """
     from peft import PeftConfig
 
     if "adapter" not in params:
         raise ExportError(
-            f"the checkpoint holds an adapter but no {PARAMS_FILE} with its PEFT config. Resume it for a step with "
+            f"the checkpoint holds an adapter but no {PARAMS_FILE} with its PEFT config. Resume it for one step with "
             f"ShardedCheckpointCallback, or write adapter_config.json by hand."
         )
     config = PeftConfig.from_peft_type(**params["adapter"])
@@ -264,7 +266,7 @@ def _adapter_config(params: dict[str, Any], name: str) -> "PeftConfig":
 
 
 def _stored_adapter_name(key: str, adapter_name: str) -> str:
-    """Return PEFT's file name of an adapter tensor; FSDP1 checkpoints keep the adapter's name in theirs."""
+    """Return an adapter tensor's name in PEFT's files, without the adapter name that FSDP1 checkpoints keep."""
     return key.replace(f".modules_to_save.{adapter_name}.", ".").replace(f".{adapter_name}.", ".")
 
 

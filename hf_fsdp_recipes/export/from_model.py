@@ -1,7 +1,7 @@
-"""`export_model`: FULL_STATE_DICT as Hugging Face safetensors, from a model in training.
+"""Exports a model in training as Hugging Face safetensors, like FULL_STATE_DICT.
 
-A rank's part of a row-major tensor is one contiguous range of the safetensors file, so every rank writes its own: no gather,
-no second copy, disk speed.
+A rank's shard of a row-major tensor is a contiguous range of the safetensors file, so every rank writes its own shard at disk
+speed, without a gather or a second copy.
 """
 
 import os
@@ -50,10 +50,10 @@ def export_model(
 
     Args:
         model: FSDP2, FSDP1 or plain. With PEFT adapters only the adapter is written, unless `merge_adapter`.
-        output_dir: appears when the export is complete, and replaces an earlier export then.
+        output_dir: created, or replaced if it is an earlier export, when the new export is complete.
         dtype: floating-point dtype to cast to while writing; None keeps the parameters' own.
         max_shard_size: bytes or "5GB", as in `save_pretrained`.
-        method: `direct`: every rank writes its part into shared files. `gather`: rank 0 writes what the others send.
+        method: `direct`: every rank writes its shards to shared files. `gather`: the others send theirs to rank 0.
             `auto`: `direct` if all ranks see the same storage, else `gather`.
         tokenizer: saved next to the weights, with its chat template.
         merge_adapter: write the base model with the LoRA weights merged in.
@@ -62,8 +62,8 @@ def export_model(
         `output_dir`.
 
     Raises:
-        ExportError: the same on every rank: no space, no permission, `output_dir` is not an export, a weight cannot be
-            written shard by shard, or a check failed. Nothing is left under the final name.
+        ExportError: on every rank, if there is no space or permission, `output_dir` is not an export, a weight cannot be
+            written shard by shard, or verification failed. `output_dir` is then unchanged.
     """
     target_dtype = parse_dtype(dtype)
     with distributed.sync_errors():
@@ -94,9 +94,9 @@ def _describe(
         ]
     else:
         shards = [
-            _shard(piece, split_parameter(base, piece.name, piece.shape), dtype, merger)
-            for piece in slices.values()
-            if not lora_merge.is_merged_or_unused(piece.name)
+            _shard(local_slice, split_parameter(base, local_slice.name, local_slice.shape), dtype, merger)
+            for local_slice in slices.values()
+            if not lora_merge.is_merged_or_unused(local_slice.name)
         ]
 
     def write_assets(directory: Path, plan: FilePlan) -> None:
@@ -119,15 +119,29 @@ def _find_transformers_model(model: torch.nn.Module) -> "PreTrainedModel":
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
-    raise ExportError(f"{type(model).__name__} holds no transformers model; export_model writes PreTrainedModels only.")
+    raise ExportError(
+        f"{type(model).__name__} contains no transformers model; export_model only writes PreTrainedModels."
+    )
 
 
 def _shard(
-    piece: Slice, parts: list[TensorRange], dtype: torch.dtype | None, merger: lora_merge.ShardMerger | None = None
+    local_slice: Slice,
+    parts: list[TensorRange],
+    dtype: torch.dtype | None,
+    merger: lora_merge.ShardMerger | None = None,
 ) -> ShardExport:
     def read(start: int, count: int) -> torch.Tensor:
-        values = piece.values[start : start + count]
-        return merger.merge(piece, start, values) if merger is not None else values
+        values = local_slice.values[start : start + count]
+        return merger.merge(local_slice, start, values) if merger is not None else values
 
-    written = written_dtype(piece.dtype, dtype)
-    return ShardExport(piece.name, piece.shape, piece.dtype, piece.first, piece.values.numel(), parts, written, read)
+    written = written_dtype(local_slice.dtype, dtype)
+    return ShardExport(
+        local_slice.name,
+        local_slice.shape,
+        local_slice.dtype,
+        local_slice.first,
+        local_slice.values.numel(),
+        parts,
+        written,
+        read,
+    )

@@ -1,4 +1,4 @@
-"""What FSDP1's flat parameters hold on this rank.
+"""Finds this rank's slices of FSDP1's flat parameters.
 
 Source: torch 2.13 `distributed/fsdp/_flat_param.py`, `FlatParamHandle` and `_ShardParamInfo`.
 """
@@ -18,7 +18,7 @@ from hf_fsdp_recipes.parameter_names import without_wrappers
 
 
 def is_flat(tensor: torch.Tensor) -> bool:
-    """Tell whether a parameter is a flattened unit."""
+    """Return whether a parameter is a flat parameter of FSDP1."""
     return isinstance(tensor, FlatParameter)
 
 
@@ -26,7 +26,7 @@ def flat_slices(model: torch.nn.Module) -> dict[str, Slice]:
     """Return this rank's slices of the parameters that FSDP1 has flattened, by name; none under FSDP2.
 
     Raises:
-        ExportError: this torch keeps flat parameters differently.
+        ExportError: the installed torch stores flat parameters differently.
     """
     return dict(_slices(model))
 
@@ -40,7 +40,8 @@ def _slices(model: torch.nn.Module) -> Iterator[tuple[str, Slice]]:
         flat = handle.flat_param
         if not hasattr(flat, "_shard_param_infos"):
             raise ExportError(
-                "this torch keeps FSDP1's flat parameters differently. Install torch 2.11 to 2.13, or use FSDP2."
+                f"torch {torch.__version__} stores FSDP1's flat parameters differently. Install torch 2.11 to 2.13, or use "
+                f"FSDP2."
             )
         is_replica = _is_replica(module, handle)
         infos = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)

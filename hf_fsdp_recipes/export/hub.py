@@ -1,8 +1,8 @@
 """Pushes checkpoints and exports to the Hub from a separate process, while training goes on.
 
-huggingface_hub does the uploading; it skips what is there already, so an interrupted push continues where it stopped. A
-repository is private unless `hub_private_repo` is false. No failure here ends a run: it is a warning with the command that
-repeats the push. Writes to `<output_dir>/.hub` only.
+huggingface_hub skips files that are already uploaded, so an interrupted push continues where it stopped. A repository is
+private unless `hub_private_repo` is false. A failed push does not end the run; it logs a warning with the command to retry.
+Writes to `<output_dir>/.hub` only.
 """
 
 import argparse
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 logger = logging.getLogger(__name__)
-# Set by the launcher for a rank; the pushing process is not one.
+# Set by the launcher for each rank; removed because the push process is not a rank.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 RANK_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_CONFIG_")
 
@@ -47,7 +47,7 @@ class HubTarget:
 
 
 def read_target(training: "TrainingArguments") -> HubTarget | None:
-    """Return the target that `push_to_hub` and related arguments describe, or None. Any rank; no collective.
+    """Return the target that `push_to_hub` and related arguments describe, or None. Any rank may call this.
 
     Raises:
         RecipeError: pushing is on, but there is no token or the Hub is switched off.
@@ -140,7 +140,7 @@ class Pusher:
 
 
 def upload(source: Path, repo: str, strategy: str, is_private: bool, folder: Path) -> str:
-    """Upload an export, or a checkpoint as a model and, depending on the strategy, as it is. Returns the address."""
+    """Upload an export, or a checkpoint as a model and, depending on the strategy, unconverted. Returns the URL."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -156,7 +156,7 @@ def upload(source: Path, repo: str, strategy: str, is_private: bool, folder: Pat
 
 
 def main() -> None:
-    """Push one directory; the last line of stdout is its address, or why it was not pushed."""
+    """Push one directory; the last line of stdout is its URL, or why the push failed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("source", type=Path)
     parser.add_argument("--repo", required=True)
@@ -166,11 +166,11 @@ def main() -> None:
     arguments = parser.parse_args()
     os.nice(10)  # training comes first
     try:
-        address = upload(arguments.source, arguments.repo, arguments.strategy, arguments.private, arguments.folder)
-    except Exception as error:  # huggingface_hub raises many kinds; each means that nothing was pushed
+        url = upload(arguments.source, arguments.repo, arguments.strategy, arguments.private, arguments.folder)
+    except Exception as error:  # huggingface_hub raises many types
         print(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
         sys.exit(1)
-    print(f"pushed: {arguments.source.name} to {address}")
+    print(f"pushed: {arguments.source.name} to {url}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Loads an export in one process, as its users will: a model, or an adapter on its base."""
+"""Loads an export in one process: a model, or an adapter on its base model."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedModel":
-    """Return the model of an export, in evaluation mode. One process; no collective.
+    """Return the model of an export, in evaluation mode.
 
-    Adapters are loaded through PEFT's own class, which adds the rows of new tokens to the base model. transformers 5.23 alone
-    does not, and silently leaves DoRA's magnitudes at the base model's norms.
+    Adapters are loaded through PEFT's own class, which adds the embedding rows of new tokens to the base model. transformers
+    5.23 alone does not, and silently leaves DoRA's magnitudes at the base model's norms.
 
     Args:
         directory: written by `export_model` or `export_checkpoint`.

@@ -1,6 +1,6 @@
-"""LoRA adapters at export: their names in a file, and merging them into base weights.
+"""Exports LoRA adapters, or merges them into base weights.
 
-Merging adds `scaling * B @ A` to the rows at hand, so no process ever holds a merged layer in full, let alone a model.
+Merging adds `scaling * B @ A` to a range of rows at a time, so no process ever holds a full merged layer.
 
 Source: peft 0.21 `utils/save_and_load.py` (names), `tuners/lora/layer.py` (`get_delta_weight`).
 """
@@ -29,29 +29,29 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 class StoredValues(Protocol):
-    """A tensor in files that can be read by ranges of elements."""
+    """A tensor on disk that can be read in ranges of elements."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
 
     def read(self, start: int, count: int) -> torch.Tensor:
-        """Return `count` elements from `start` on (1-D, CPU)."""
+        """Return `count` elements starting at `start` (1-D, CPU)."""
 
 
 def is_merged_or_unused(name: str) -> bool:
-    """Tell whether a parameter is not written by itself in a merged or plain model.
+    """Return whether a merged export omits a parameter.
 
-    Adapter matrices are merged into the base weight; of a saved module the trained copy counts, not the original.
+    Adapter matrices are merged into the base weight, and trained copies of modules replace the originals.
     """
     return ".original_module." in name or (parameter_names.is_adapter(name) and ".modules_to_save." not in name)
 
 
 def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[str, str]:
-    """Map the adapter's parameters to their names in `adapter_model.safetensors`. Any rank; no collective.
+    """Map the adapter's parameters to their names in `adapter_model.safetensors`. Any rank may call this.
 
     Raises:
-        ExportError: PEFT finds no adapter parameters, or other ones than the model has.
+        ExportError: PEFT finds no adapter parameters, or parameters that the model does not have.
     """
     from peft import get_peft_model_state_dict
 
@@ -67,14 +67,14 @@ def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[st
     )
     found = {by_identity[id(tensor)]: stored for stored, tensor in kept.items() if id(tensor) in by_identity}
     if not found or len(found) != len(kept):
-        raise ExportError(f"PEFT names {len(kept)} adapter tensors, but the model holds {len(found)} of them")
+        raise ExportError(f"PEFT lists {len(kept)} adapter tensors, but the model has {len(found)} of them")
     return found
 
 
 def _without_wrappers(model: torch.nn.Module, peft_model: "PeftModel") -> "PeftModel":
-    """Return a PeftModel with plain module names: the model's own, or under FSDP1 a copy of its structure on meta.
+    """Return a PeftModel without FSDP1 wrappers: the model's own, or under FSDP1 a copy on meta.
 
-    PEFT looks adapters up by module name, and FSDP1 adds its wrappers to those names.
+    PEFT looks up adapters by module name, and FSDP1 adds its wrappers to those names.
     """
     if all(name == parameter_names.without_wrappers(name) for name, _ in model.named_parameters()):
         return peft_model
@@ -91,7 +91,7 @@ def _without_wrappers(model: torch.nn.Module, peft_model: "PeftModel") -> "PeftM
 
 
 def save_config(model: torch.nn.Module, directory: Path) -> None:
-    """Write `adapter_config.json`, set for inference. Main rank only."""
+    """Write `adapter_config.json`, set for inference. Rank 0 only."""
     peft_model = find_peft_model(model)
     assert peft_model is not None
     config = copy.deepcopy(peft_model.peft_config[active_adapter(peft_model)])
@@ -107,9 +107,9 @@ def _check_mergeable(config: Any) -> None:
 
 
 class ShardMerger:
-    """Merges LoRA into the rows of base weights that a rank holds.
+    """Merges LoRA into this rank's shards of the base weights.
 
-    Construct it on every rank; `gather` is collective, `merge` is not.
+    Construct it on every rank; `gather` is a collective, `merge` is not.
 
     Raises:
         ExportError: the model has no adapter, a 4-bit base, or an adapter that cannot be merged by rows.
@@ -133,20 +133,20 @@ class ShardMerger:
         unsupported = [n for n, m in self._layers.items() if type(m).__name__ not in ("Linear", "Conv1D")]
         if unsupported:
             raise ExportError(
-                f"merge_adapter merges linear layers only, not {unsupported[:3]}. Merge the adapter with PEFT."
+                f"merge_adapter supports linear layers only, not {unsupported[:3]}. Merge the adapter with PEFT."
             )
         self._slices = local_slices(model)
         self._matrices: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def gather(self) -> None:
-        """Gather every layer's two small matrices on every rank. Collective: every rank must call this."""
+        """Gather A and B of every layer on every rank. Collective: every rank must call this."""
         for name in self._layers:
             a, b = (self._slices[f"{name}.lora_{x}.{self._adapter}.weight"] for x in "AB")
             device = a.values.device
             self._matrices[f"{name}.base_layer.weight"] = (gather_full(a, device), gather_full(b, device))
 
     def merge(self, piece: Slice, start: int, values: torch.Tensor) -> torch.Tensor:
-        """Return values of a slice, from `start` of the slice on, with the adapter merged in."""
+        """Return `values`, which start at element `start` of a slice, with the adapter merged in."""
         matrices = self._matrices.get(piece.name)
         if matrices is None or not values.numel():
             return values
@@ -167,15 +167,15 @@ def add_rows(
     """Add `scaling * B @ A` to a range of a weight's elements.
 
     Args:
-        values: the range, 1-D, from element `first` of the weight on.
-        first: the range's first element.
-        shape: of the weight, (out, in), or (in, out) with `fan_in_fan_out`.
+        values: the range, 1-D.
+        first: position of the range's first element in the weight.
+        shape: shape of the weight: (out, in), or (in, out) with `fan_in_fan_out`.
         a, b: LoRA's matrices, (r, in) and (out, r).
-        scaling: LoRA's alpha over r, or over its square root.
+        scaling: alpha / r, or alpha / sqrt(r) for rsLoRA.
         fan_in_fan_out: whether the weight is stored transposed (GPT-2's Conv1D).
 
     Returns:
-        The sum in the weight's dtype, as PEFT's own merge computes it.
+        The sum in the weight's dtype, computed as in PEFT.
     """
     left, right = (a.T, b.T) if fan_in_fan_out else (b, a)
     width = shape[1]
@@ -195,17 +195,17 @@ class FileTensor:
     name: str
 
     def read(self, start: int, count: int) -> torch.Tensor:
-        """Return `count` elements from `start` on (1-D, CPU)."""
+        """Return `count` elements starting at `start` (1-D, CPU)."""
         out = torch.empty(count, dtype=self.dtype)
         self.index.read_into(as_bytes(out), self.index.tensors[self.name], start * self.dtype.itemsize)
         return out
 
 
 def read_adapter(directory: Path) -> tuple["PeftConfig", dict[str, FileTensor]]:
-    """Return the PEFT config and the tensors of an exported adapter. Any rank; no collective.
+    """Return the PEFT config and the tensors of an exported adapter. Any rank may call this.
 
     Raises:
-        ExportError: the directory holds no readable adapter.
+        ExportError: the adapter cannot be read.
     """
     from peft import PeftConfig
 
@@ -213,12 +213,12 @@ def read_adapter(directory: Path) -> tuple["PeftConfig", dict[str, FileTensor]]:
         config = PeftConfig.from_pretrained(str(directory))
         index = SafetensorsIndex(read_header(directory / ADAPTER_FILE))
     except (LoadError, OSError, ValueError) as error:
-        raise ExportError(f"{directory} holds no readable adapter: {str(error).splitlines()[0]}") from error
+        raise ExportError(f"the adapter in {directory} cannot be read: {str(error).splitlines()[0]}") from error
     return config, {name: FileTensor(t.shape, t.dtype, index, name) for name, t in index.tensors.items()}
 
 
 class StoredAdapter:
-    """A LoRA adapter in files, merged into base weights that are read from files.
+    """A LoRA adapter on disk, to merge into base weights that are read from disk.
 
     Raises:
         ExportError: the adapter cannot be merged by rows.
@@ -237,15 +237,13 @@ class StoredAdapter:
             if marker and matrix in ("A.weight", "B.weight"):
                 self._matrices.setdefault(f"{layer}.weight", {})[matrix[0]] = tensor
             elif marker:
-                raise ExportError(
-                    f"merge_adapter cannot merge {name}. Export the adapter without merging, and merge it with PEFT."
-                )
+                raise ExportError(f"merge_adapter cannot merge {name}. Export the adapter and merge it with PEFT.")
             elif ".original_module." not in name:
                 self._saved_modules[plain.replace(".modules_to_save.", ".")] = tensor
         self._latest: tuple[str, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def check_fits(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that the base model has a parameter for everything in the adapter.
+        """Check that every adapter tensor has a base parameter of the right shape.
 
         Raises:
             ExportError: names what does not match.
@@ -254,8 +252,8 @@ class StoredAdapter:
         unmatched += [n for n, tensor in self._saved_modules.items() if n in shapes and tensor.shape != shapes[n]]
         if unmatched:
             raise ExportError(
-                f"the base model has no parameters for {unmatched[:3]} of the adapter, or of another size. Name the right base "
-                f"model, or merge with PEFT."
+                f"the adapter's {unmatched[:3]} have no match in the base model, or one of another shape. Pass the base model "
+                f"that the adapter was trained on."
             )
 
     def merge(self, name: str, shape: tuple[int, ...], first: int, values: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """The small files next to a model's weights: config, generation config, and tokenizer with its chat template.
 
-Every checkpoint gets them, as Trainer's own do, so that it can be exported without the run that wrote it: training may have
-added embeddings or changed the tokenizer.
+Every checkpoint includes them, as Trainer's do, because training may have added embeddings or changed the tokenizer.
 """
 
 import copy
@@ -21,7 +20,7 @@ CONFIG_FILE = "config.json"
 
 
 def collect(model: torch.nn.Module, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, bytes]:
-    """Return the files' contents by name. Main rank only. A model with adapters has no config of its own."""
+    """Return the files' contents by name, without the config if the model has adapters. Rank 0 only."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         if not has_adapter(model):
@@ -32,7 +31,7 @@ def collect(model: torch.nn.Module, tokenizer: "PreTrainedTokenizerBase | None")
 
 
 def save_configs(model: torch.nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Write config and generation config, set for inference. Main rank only."""
+    """Write config and generation config, set for inference. Rank 0 only."""
     from transformers import PreTrainedModel
 
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
@@ -49,5 +48,5 @@ def save_configs(model: torch.nn.Module, directory: Path, dtype: torch.dtype | N
 
 
 def find_directory(checkpoint: Path, file: str) -> Path | None:
-    """Return the directory of a checkpoint that holds a file: itself, or its parent if only the weights' were named."""
-    return next((place for place in (checkpoint, checkpoint.parent) if (place / file).is_file()), None)
+    """Return the checkpoint directory, or its parent, if it contains a file; else None."""
+    return next((folder for folder in (checkpoint, checkpoint.parent) if (folder / file).is_file()), None)

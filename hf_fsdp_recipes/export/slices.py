@@ -1,7 +1,7 @@
-"""What this rank holds of each parameter, as one range of its elements, under any sharding. Copies nothing.
+"""Finds this rank's slice of each parameter, under any sharding, without copying.
 
-FSDP2 shards rows, FSDP1 a flattened unit, hybrid sharding holds replicas; each is elements [first, first + count) of a
-parameter.
+FSDP2 shards by rows and FSDP1 shards a flattened unit, and hybrid sharding adds replicas. In every case a rank holds elements
+[first, first + count) of a parameter.
 """
 
 from collections.abc import Iterator
@@ -20,8 +20,7 @@ from hf_fsdp_recipes.parameter_names import without_wrappers
 def local_slices(model: torch.nn.Module) -> dict[str, Slice]:
     """Return this rank's slices of all parameters and persistent buffers, tied ones once, in state-dict order.
 
-    Every rank calls this and gets the same names, shapes and dtypes; no collective. Over all ranks each element is held
-    exactly once.
+    Every rank gets the same names, shapes and dtypes; not a collective. Each element is in exactly one rank's slice.
 
     Raises:
         ExportError: a parameter is neither sharded on dimension 0 nor replicated.
@@ -38,15 +37,12 @@ def local_slices(model: torch.nn.Module) -> dict[str, Slice]:
             slices[name] = flat[name]
         elif not fsdp1.is_flat(tensor):
             slices[name] = _slice(name, tensor)
-    slices.update({name: piece for name, piece in flat.items() if name not in slices})
-    order = {without_wrappers(name): number for number, name in enumerate(_state_dict_order(model))}
+    slices = flat | slices
+    leaves = (
+        f"{name}.{leaf}" for name, module in model.named_modules() for leaf in [*module._parameters, *module._buffers]
+    )
+    order = {without_wrappers(name.lstrip(".")): number for number, name in enumerate(leaves)}
     return dict(sorted(slices.items(), key=lambda item: order.get(item[0], len(order))))
-
-
-def _state_dict_order(model: torch.nn.Module) -> Iterator[str]:
-    for module_name, module in model.named_modules():
-        for leaf in [*module._parameters, *module._buffers]:
-            yield f"{module_name}.{leaf}".lstrip(".")
 
 
 def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -57,7 +53,7 @@ def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
 
 
 def _slice(name: str, tensor: torch.Tensor) -> Slice:
-    """Describe an FSDP2 parameter (a DTensor), or a tensor that every rank holds in full, of which rank 0's counts."""
+    """Return the slice of an FSDP2 parameter (a DTensor), or of a replicated tensor, which belongs to rank 0."""
     shape, data = tuple(tensor.shape), tensor.detach()
     if not isinstance(data, DTensor):
         values = data.reshape(-1)
@@ -68,14 +64,14 @@ def _slice(name: str, tensor: torch.Tensor) -> Slice:
 
 
 def _first_element(name: str, tensor: DTensor) -> tuple[int, bool]:
-    """Return the first element that this rank holds, and whether another rank's replica counts instead."""
+    """Return the first element of this rank's shard, and whether the shard is a replica of another rank's."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     sharded = [dim for dim, placement in enumerate(tensor.placements) if placement == Shard(0)]
     replicated = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
     if len(sharded) > 1 or len(sharded) + len(replicated) != len(tensor.placements):
         raise ExportError(
-            f"{name} is placed as {tuple(tensor.placements)}; only sharding on dimension 0 and replication can be exported."
+            f"{name} has placements {tuple(tensor.placements)}; only sharding on dimension 0 and replication can be exported."
         )
     is_replica = any(coordinate[dim] != 0 for dim in replicated)
     if not sharded:
@@ -85,7 +81,7 @@ def _first_element(name: str, tensor: DTensor) -> tuple[int, bool]:
 
 
 def gather_full(piece: Slice, device: torch.device) -> torch.Tensor:
-    """Return a small parameter in full on every rank. Collective: every rank must call this."""
+    """Gather a small parameter in full on every rank. Collective: every rank must call this."""
     full = torch.zeros(torch.Size(piece.shape).numel(), dtype=piece.dtype, device=device)
     full[piece.first : piece.first + piece.values.numel()] = piece.values.to(device)
     if distributed.is_distributed():

@@ -1,4 +1,4 @@
-"""Safetensors files whose headers are written first and whose tensors any rank may fill in, in any order.
+"""Writes safetensors files headers first, so that ranks can then fill in tensors in any order.
 
 Source: the safetensors format, https://github.com/huggingface/safetensors#format
 """
@@ -34,7 +34,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """The files of one export: headers and sizes in bytes by file name, and the place of each tensor."""
+    """The files of one export: headers and sizes in bytes by file name, and tensors by name."""
 
     headers: Mapping[str, bytes]
     num_bytes: Mapping[str, int]
@@ -55,7 +55,7 @@ class FilePlan:
         return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
     def main_dtype(self) -> torch.dtype:
-        """Return the floating-point dtype of most bytes."""
+        """Return the floating-point dtype with the most bytes."""
         sizes: dict[torch.dtype, int] = {}
         for tensor in self.tensors.values():
             if tensor.dtype.is_floating_point:
@@ -67,10 +67,9 @@ class FilePlan:
 def plan_files(
     tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], max_shard_size: int | str, pattern: str
 ) -> FilePlan:
-    """Split tensors over files as `save_pretrained` does, and lay each file out. Any rank; no collective.
+    """Assign tensors to files as `save_pretrained` does, and lay out each file. Any rank may call this.
 
-    One difference: `save_pretrained` keeps fused experts in one file because they share memory while it writes; here
-    they may be in different files.
+    The one difference: `save_pretrained` keeps tensors that share memory, such as fused experts, in one file.
 
     Args:
         tensors: name, shape and dtype, in the order of the state dict.
@@ -83,7 +82,7 @@ def plan_files(
     split = split_torch_state_dict_into_shards(meta, filename_pattern=pattern, max_shard_size=max_shard_size)
     headers, num_bytes, planned = {}, {}, {}
     for file, names in split.filename_to_tensors.items():
-        # The reference writer sorts the same way, to keep wide items aligned.
+        # The reference writer sorts the same way, to align larger dtypes.
         ordered = sorted(names, key=lambda name: (-meta[name].dtype.itemsize, name))
         entries: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
         offset = 0
@@ -107,10 +106,9 @@ def plan_files(
 
 
 def create_files(plan: FilePlan, directory: Path) -> None:
-    """Write the headers and give every file its full size, if there is space for all. One rank calls this.
+    """Create all files with their headers and full sizes, if there is enough space. One rank calls this.
 
-    The files are sparse: writing into blocks reserved by `fallocate` took ten times as long on a new ext4 disk. A disk that
-    fills up meanwhile is an error of the write or its fsync.
+    The files are sparse, because writing to blocks reserved by `fallocate` took ten times as long on a new ext4 disk.
 
     Raises:
         ExportError: there is not enough free space; nothing was written.
@@ -131,7 +129,7 @@ def create_files(plan: FilePlan, directory: Path) -> None:
 
 
 class FileWriter:
-    """Writes ranges of elements into planned files; each rank has its own. `close` makes them durable."""
+    """Writes ranges of elements to planned files; each rank has its own writer. `close` makes them durable."""
 
     def __init__(self, plan: FilePlan, directory: Path) -> None:
         self._plan = plan
@@ -140,7 +138,7 @@ class FileWriter:
         self._buffer = new_buffer()
 
     def write(self, name: str, first: int, values: torch.Tensor) -> None:
-        """Write elements (1-D, contiguous, CPU, in the planned dtype) from element `first` of a tensor on."""
+        """Write elements (1-D, contiguous, CPU, in the planned dtype) of a tensor, starting at element `first`."""
         tensor = self._plan.tensors[name]
         if tensor.file not in self._files:
             self._files[tensor.file] = DirectFile(self._directory / tensor.file)
@@ -148,7 +146,7 @@ class FileWriter:
         self._files[tensor.file].write(values.view(torch.uint8).numpy(), offset, self._buffer)
 
     def close(self) -> None:
-        """Make everything that was written durable."""
+        """Make all writes durable."""
         for file in self._files.values():
             file.close()
         self._files = {}

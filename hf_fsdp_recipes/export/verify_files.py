@@ -1,7 +1,4 @@
-"""Checks an export before it gets its name: every tensor is there, has the right size and matches the config.
-
-Reads headers only; the values are checked while they are written.
-"""
+"""Checks an export before it is renamed: every tensor exists, has the right size and matches the config."""
 
 import json
 import logging
@@ -18,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def looks_like_export(directory: Path) -> bool:
-    """Tell whether a directory holds the files of an export, or nothing."""
+    """Return whether a directory is empty or looks like an export."""
     if not directory.is_dir():
         return False
     files = {file.name for file in directory.iterdir()}
@@ -26,7 +23,7 @@ def looks_like_export(directory: Path) -> bool:
 
 
 def has_weights(directory: Path) -> bool:
-    """Tell whether an export holds readable weights."""
+    """Return whether an export holds readable weights."""
     try:
         return any(read_header(file) for file in directory.glob("*.safetensors"))
     except (LoadError, OSError):
@@ -34,10 +31,10 @@ def has_weights(directory: Path) -> bool:
 
 
 def check_headers(directory: Path, plan: FilePlan, is_adapter: bool) -> None:
-    """Check the files' headers against the plan, and against the model of their config. Main rank only.
+    """Check the files' headers against the plan, and against the model of their config. Rank 0 only.
 
     Raises:
-        ExportError: names the first tensor that is wrong.
+        ExportError: a tensor is missing, unexpected, or has the wrong shape or dtype.
     """
     try:
         found = {tensor.name: tensor for file in plan.headers for tensor in read_header(directory / file)}
@@ -52,12 +49,12 @@ def check_headers(directory: Path, plan: FilePlan, is_adapter: bool) -> None:
 
 
 def check_adapter_rows(directory: Path, plan: FilePlan) -> None:
-    """Refuse an adapter with zero rows in a matrix that is never initialized to zero: a rank's shard is missing.
+    """Check that no `lora_A` has zero rows. It is never initialized to zero, so a rank's shard would be missing.
 
-    Main rank only, after all ranks have written.
+    Rank 0 only, after all ranks have written.
 
     Raises:
-        ExportError: names the first such tensor.
+        ExportError: a row is all zeros.
     """
     from safetensors import safe_open
 
@@ -65,7 +62,7 @@ def check_adapter_rows(directory: Path, plan: FilePlan) -> None:
         with safe_open(directory / file, "pt") as stored:
             for name in stored.keys():  # noqa: SIM118 - safetensors' handle is not a mapping
                 if ".lora_A." in name and not stored.get_tensor(name).any(dim=1).all():
-                    raise ExportError(f"{directory}: {name} has rows of zeros, so the shard of a rank is missing")
+                    raise ExportError(f"{directory}: {name} has rows of zeros, so a rank's shard is missing")
 
 
 def _check_against_config(directory: Path, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -73,7 +70,7 @@ def _check_against_config(directory: Path, shapes: dict[str, tuple[int, ...]]) -
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if "auto_map" in json.loads((directory / "config.json").read_text()):
-        return  # the model's code is not part of the export, so the model cannot be built here
+        return  # the export does not include the model's code, so the model cannot be built
     config = AutoConfig.from_pretrained(directory)
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config)
@@ -82,20 +79,20 @@ def _check_against_config(directory: Path, shapes: dict[str, tuple[int, ...]]) -
     ranges, unexpected = WeightMapping(model).to_parameters(shapes, state)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     missing = sorted(set(state) - set(ranges) - tied)
-    wrong = [name for name, r in ranges.items() if sum(x.num_elements for x in r) != math.prod(state[name])]
-    if missing or unexpected or wrong:
+    mismatched = [name for name, r in ranges.items() if sum(x.num_elements for x in r) != math.prod(state[name])]
+    if missing or unexpected or mismatched:
         raise ExportError(
-            f"{directory} does not match its config.json: missing {missing[:3]}, unexpected {unexpected[:3]}, of another size "
-            f"{wrong[:3]}"
+            f"{directory} does not match its config.json: missing {missing[:3]}, unexpected {unexpected[:3]}, wrong size "
+            f"{mismatched[:3]}"
         )
 
 
 def warn_non_finite(own: dict[str, int]) -> None:
-    """Warn once of tensors with NaN or infinity. Collective: every rank must call this."""
+    """Warn once about tensors with NaN or infinity. Collective: every rank must call this."""
     total: dict[str, int] = {}
     for counts in distributed.gather_objects(own):
         for name, count in counts.items():
             total[name] = total.get(name, 0) + count
     if total and distributed.is_main():
         worst = sorted(total.items(), key=lambda item: -item[1])[:3]
-        logger.warning("%d exported tensors hold NaN or infinity: %s", len(total), worst)
+        logger.warning("%d exported tensors contain NaN or infinity: %s", len(total), worst)

@@ -1,7 +1,7 @@
-"""The final check of an export: it computes the same logits as the model in training.
+"""Checks that an export computes the same logits as the model in training.
 
-Runs one prompt through the sharded model on all ranks, loads the export on rank 0 with plain transformers, and compares.
-Rank 0 holds the full model for that, so this is for models that fit there.
+Runs one prompt through the sharded model on all ranks and through the export on rank 0, with plain transformers. The full model
+must fit on rank 0.
 """
 
 import copy
@@ -19,31 +19,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPT = "The quick brown fox"
-# Sums in another order differ by this much; a wrong or missing row moves logits by far more.
+# A different summation order changes logits by this much; a wrong or missing row by far more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 2e-2}
 
 
-def check_logits(
-    model: torch.nn.Module, export: Path, tokenizer: "PreTrainedTokenizerBase", prompt: str = PROMPT
-) -> float:
+def check_logits(model: torch.nn.Module, export: Path, tokenizer: "PreTrainedTokenizerBase") -> float:
     """Compare the logits of a model in training with those of its export.
 
     Collective: every rank must call this, because the sharded forward needs all of them.
 
     Args:
-        model: the model as it was exported, in any sharding.
+        model: the exported model, sharded or not.
         export: a model directory, or an adapter whose base model can be loaded.
-        tokenizer: the model's.
-        prompt: the input of both.
+        tokenizer: the model's tokenizer.
 
     Returns:
         The largest difference, relative to the largest logit.
 
     Raises:
-        ExportError: the same on every rank: the export cannot be loaded, or its logits differ.
+        ExportError: on every rank, if the export cannot be loaded or its logits differ.
     """
     device = next((buffer.device for buffer in model.buffers()), torch.device("cpu"))
-    inputs = {"input_ids": tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)}
+    inputs = {"input_ids": tokenizer(PROMPT, return_tensors="pt")["input_ids"].to(device)}
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -77,7 +74,7 @@ def _compare(expected: torch.Tensor, export: Path, input_ids: torch.Tensor, quan
     tolerance = max(TOLERANCE.get(dtype, 0.15) for dtype in (loaded.dtype, mixed_precision_dtype() or loaded.dtype))
     if not difference <= tolerance:
         raise ExportError(
-            f"the logits of {export} differ from the trained model's by {difference:.2g} of the largest logit, and at most "
-            f"{tolerance:g} is expected in {loaded.dtype}. The checkpoints are intact; export one with hf-fsdp export."
+            f"the logits of {export} differ from the trained model's by {difference:.2g} relative to the largest logit; the "
+            f"tolerance for {loaded.dtype} is {tolerance:g}. The checkpoints are intact; export one with hf-fsdp export."
         )
     return difference

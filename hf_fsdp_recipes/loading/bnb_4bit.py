@@ -1,7 +1,7 @@
-"""4-bit weights, quantized while they load: one rank reads a weight, quantizes it and sends every rank its shard.
+"""Quantizes weights to 4 bits while they load: one rank reads and quantizes a weight and sends every rank its shard.
 
-No rank holds more than one unquantized weight (two copies while one is transposed). A weight's scales, bitsandbytes' quant
-state, go to every rank, as in the stock path: gathering the weight needs all of them.
+No rank holds more than one unquantized weight (two copies while one is transposed). Every rank gets all scales
+(bitsandbytes' quant state), because dequantizing a gathered weight needs them.
 
 Source: bitsandbytes 0.50 `functional.py` (`quantize_4bit`, `QuantState`), `nn/modules.py` (`Linear4bit` takes the quant state
 from the module if FSDP has replaced its parameter); transformers 5.23 `quantizers/`.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
     from transformers.quantizers.base import HfQuantizer
 
-CPU_CHUNK_ELEMENTS = 512 * 1024  # a multiple of a block of 64; fits into a core's cache with its temporaries
+CPU_CHUNK_ELEMENTS = 512 * 1024  # a multiple of the block size 64; fits in a core's cache with its temporaries
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Quant4bitSpec:
     """How one weight is quantized.
 
     Attributes:
-        shape: of the weight as the checkpoint holds it.
-        dtype: that it is cast to first, the model's dtype.
-        is_transposed: whether the layer needs its transpose (GPT-2's Conv1D).
+        shape: shape of the weight in the checkpoint.
+        dtype: the model's dtype, to which the weight is cast first.
+        is_transposed: whether the layer stores the transpose (GPT-2's Conv1D).
         quant_type: nf4 or fp4.
         has_nested_scales: whether the scales are quantized too (`use_bnb_nested_quant`).
-        storage: dtype that holds the packed bytes; FSDP shards and gathers in it.
+        storage: dtype of the packed weight, as FSDP shards and gathers it.
     """
 
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class Quant4bitSpec:
         )
 
     def _quantize_in_chunks(self, weight: torch.Tensor) -> tuple[torch.Tensor, "QuantState"]:
-        """Return the same bytes without bitsandbytes' CPU temporaries, which are ten times the weight."""
+        """Quantize without bitsandbytes' CPU temporaries, which take ten times the weight's size."""
         from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
 
         chunks = [
@@ -90,13 +90,13 @@ class Quant4bitSpec:
 
 
 def prepare_config(config: "BitsAndBytesConfig", dtype: torch.dtype) -> "BitsAndBytesConfig":
-    """Return the quantization config with a storage dtype that FSDP can shard. No collective.
+    """Return the quantization config with a storage dtype that FSDP can shard. Not a collective.
 
-    FSDP casts what it gathers to the mixed-precision dtype, so packed bytes survive in that dtype only. Accelerate leaves
-    weights in integer storage, bitsandbytes' default, unsharded.
+    FSDP casts gathered parameters to the mixed-precision dtype, so only storage in that dtype keeps packed bytes intact.
+    Accelerate does not shard weights in integer storage, bitsandbytes' default.
 
     Raises:
-        LoadError: a kind of quantization that cannot be sharded.
+        LoadError: this kind of quantization cannot be sharded.
     """
     if not getattr(config, "load_in_4bit", False):
         kind = "8-bit" if getattr(config, "load_in_8bit", False) else type(config).__name__
@@ -120,7 +120,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtype: torch.dtype) -> "HfQuantizer":
-    """Replace a meta model's linear layers by 4-bit ones, still of full shape, and return the quantizer. No collective.
+    """Replace a meta model's linear layers with 4-bit ones of unpacked shape, and return the quantizer. Not a collective.
 
     Raises:
         LoadError: bitsandbytes is missing or does not work on this machine.
@@ -140,7 +140,7 @@ def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtyp
 
 
 def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torch.dtype) -> dict[str, Quant4bitSpec]:
-    """Give the 4-bit layers' meta weights their packed shape; return how to quantize each. No collective."""
+    """Give the 4-bit layers' meta weights their packed shape; return how to quantize each by name. Not a collective."""
     from bitsandbytes.nn import Linear4bit, Params4bit
     from transformers.pytorch_utils import Conv1D
 
@@ -148,7 +148,7 @@ def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torc
     for name, module in model.named_modules():
         if not isinstance(module, Linear4bit):
             continue
-        # bitsandbytes repacks a layer's weight for good when it evaluates on a CPU; a gathered weight does not survive that.
+        # In evaluation on a CPU, bitsandbytes would repack the weight permanently, which breaks a gathered weight.
         module.support_avx512bf16_for_cpu = False
         old = module.weight
         is_transposed = issubclass(module.source_cls, Conv1D)
@@ -172,7 +172,7 @@ def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torc
 def read_and_quantize(
     index: SafetensorsIndex, ranges: Sequence[TensorRange], spec: Quant4bitSpec, device: torch.device
 ) -> tuple[torch.Tensor, "QuantState"]:
-    """Read one full weight and quantize it. For the rank that reads."""
+    """Read one full weight and quantize it. Called on the reading rank."""
     stored_dtype = index.tensors[ranges[0].tensor].dtype
     values = torch.empty(torch.Size(spec.shape).numel(), dtype=stored_dtype)
     read_elements(index, ranges, 0, values)
@@ -189,15 +189,15 @@ def scatter(
     checksums: Checksums | None,
     device: torch.device,
 ) -> None:
-    """Fill every rank's shards of the packed weights and every layer's quant state.
+    """Fill every rank's shards of the packed weights, and every layer's quant state.
 
     Collective: every rank must call this, with the same work in the same order.
 
     Args:
-        work: packed target, how to quantize it, and its layer, for each 4-bit weight.
-        index: on global rank 0, or, without `checksums`, on every rank.
+        work: for each 4-bit weight, its packed target, how to quantize it, and its layer.
+        index: the checkpoint on global rank 0 or, without `checksums`, on every rank.
         group: how the packed weights are sharded and replicated.
-        checksums: of what rank 0 sends, filled there; None if the ranks of the first replica take turns reading.
+        checksums: filled on rank 0 with checksums of what it sends; None if the first replica's ranks take turns reading.
         device: where to quantize.
     """
     readers = group.ranks if checksums is None else group.ranks[:1]
@@ -223,7 +223,7 @@ def scatter(
 def _quantize_each(
     work: Sequence[Packed], index: SafetensorsIndex, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, "QuantState"]]:
-    """Quantize this rank's weights, each when it is asked for."""
+    """Yield this rank's quantized weights, one at a time."""
     prefetcher = Prefetcher(index, (part for target, _, _ in work for part in byte_ranges(index, target.ranges)))
     for target, spec, _ in work:
         yield read_and_quantize(index, target.ranges, spec, device)
@@ -285,10 +285,10 @@ def broadcast_state(state: "QuantState | None", source: int, device: torch.devic
 
 
 def check_states(layers: Sequence["Linear4bit"]) -> None:
-    """Check that the scales are equal on all ranks, by a sample of each. Collective: every rank must call this.
+    """Check on a sample that the scales are equal on all ranks. Collective: every rank must call this.
 
     Raises:
-        LoadError: the same on every rank; names the ranks that differ.
+        LoadError: on every rank, if they differ.
     """
     crc = 0
     for layer in layers:
@@ -300,7 +300,7 @@ def check_states(layers: Sequence["Linear4bit"]) -> None:
 
 
 def layer_finder(model: torch.nn.Module) -> "Callable[[str], Linear4bit]":
-    """Return a function from a base-model parameter name to the module that holds it, whatever wraps the module."""
+    """Return a function that finds the module of a base-model parameter by name, inside any wrappers."""
     owners: dict[str, Any] = {
         parameter_names.in_base_model(f"{module_name}.weight".lstrip(".")): module
         for module_name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Builds a model from its config alone: parameters on meta, buffers real. No weights, no collectives."""
+"""Builds a model from its config, with parameters on meta and real buffers."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from hf_fsdp_recipes.loading.safetensors_index import StoredTensor
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# A Hub download leaves out weights in other formats than safetensors.
+# Skips weights in other formats than safetensors.
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 
 
@@ -20,7 +20,7 @@ def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
 
     Args:
         name_or_path: a directory or a Hub id.
-        kwargs: of `from_pretrained`; `subfolder`, `revision` and `token` are used.
+        kwargs: `from_pretrained` arguments; `subfolder`, `revision` and `token` are used.
 
     Raises:
         LoadError: it is neither, or cannot be downloaded.
@@ -40,20 +40,20 @@ def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
         raise LoadError(f"{name_or_path} is neither a directory nor a Hub id. Check the path.") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise LoadError(
-            f"{name_or_path} is not a directory here and cannot be downloaded from the Hub: {str(error).splitlines()[0]} Check "
-            f"the name, the network and, for a gated model, the token."
+            f"{name_or_path} is not a local directory and cannot be downloaded from the Hub: {str(error).splitlines()[0]} "
+            f"Check the name, the network and, for a gated model, the token."
         ) from error
 
 
 def read_config(name: str, overrides: str | None = None) -> "PreTrainedConfig":
-    """Read a config from a file, a directory or the Hub, and override fields of it.
+    """Read a config from a file, a directory or the Hub, and override fields.
 
     Args:
         name: a config.json, a directory with one, or a Hub id.
-        overrides: `hidden_size=768,num_hidden_layers=12`.
+        overrides: fields to change, such as `hidden_size=768,num_hidden_layers=12`.
 
     Raises:
-        LoadError: there is no such config, or it lacks a field.
+        LoadError: the config does not exist, or an override is invalid.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -106,7 +106,7 @@ def build_on_meta(config: "PreTrainedConfig", dtype: torch.dtype, trust_remote_c
     except (ValueError, ImportError) as error:
         raise LoadError(f"a {config.model_type!r} model cannot be built: {error}") from error
     _initialize_buffers(model)
-    model.tie_weights()  # init_empty_weights unties what it moves to meta
+    model.tie_weights()  # init_empty_weights unties parameters
     for pattern, kept_dtype in model._get_dtype_plan(dtype).items():
         for name, parameter in model.named_parameters():
             if pattern in name:
@@ -115,7 +115,7 @@ def build_on_meta(config: "PreTrainedConfig", dtype: torch.dtype, trust_remote_c
 
 
 def _initialize_buffers(model: "PreTrainedModel") -> None:
-    """Run the model's own init on modules with buffers only: weights on meta have no values to initialize."""
+    """Run the model's own init, on modules with buffers only."""
     for module in model.modules():
         module._is_hf_initialized = next(module.buffers(recurse=False), None) is None
     model.initialize_weights()

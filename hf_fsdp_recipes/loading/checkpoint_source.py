@@ -1,4 +1,4 @@
-"""What `load_model` leaves on a model on meta: which bytes of which files fill each parameter and buffer."""
+"""Records on a meta model which bytes of which files fill each parameter and buffer."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,13 +24,13 @@ class CheckpointSource:
     """The checkpoint of a model whose parameters are still on meta.
 
     Attributes:
-        name_or_path: for messages.
+        name_or_path: the model's name, for messages.
         index: the files; only on ranks that read (rank 0, or every rank with `direct`).
-        stored: what the checkpoint holds, on every rank.
-        ranges: for each entry of the model's state dict, what fills it.
-        is_direct: whether every rank reads for itself.
+        stored: the checkpoint's tensors by name, on every rank.
+        ranges: for each entry of the model's state dict, the stored ranges that fill it.
+        is_direct: whether every rank reads its own shards.
         verify: whether checksums cover a sample of every shard or all of it.
-        new_rows: how rows added to embeddings are filled, by mean or at random; None if none were added.
+        new_rows: how to fill rows added to embeddings; None if none were added.
         quantized: how each 4-bit weight is quantized.
     """
 
@@ -45,12 +45,12 @@ class CheckpointSource:
 
 
 def attach_source(model: torch.nn.Module, source: CheckpointSource) -> None:
-    """Mark a model as one that has to be filled from `source`."""
+    """Attach the source to a model on meta."""
     setattr(model, SOURCE_ATTRIBUTE, source)
 
 
 def find_source(model: torch.nn.Module) -> tuple[Any, CheckpointSource] | None:
-    """Return the module that `load_model` marked and its source, wherever wrappers have put it."""
+    """Return the module that has a source attached, inside any wrappers, and the source."""
     for module in model.modules():
         source = module.__dict__.get(SOURCE_ATTRIBUTE)
         if source is not None:
@@ -59,15 +59,15 @@ def find_source(model: torch.nn.Module) -> tuple[Any, CheckpointSource] | None:
 
 
 def detach_source(marked: torch.nn.Module) -> None:
-    """Remove the mark: the model is filled."""
+    """Detach the source from a model that is filled."""
     del marked.__dict__[SOURCE_ATTRIBUTE]
 
 
 def check_sources(model: torch.nn.Module, source: CheckpointSource) -> None:
-    """Refuse a model with a meta parameter that nothing fills. Any rank, no collective.
+    """Check that every meta parameter has a source. Any rank may call this.
 
     Raises:
-        LoadError: names the parameters.
+        LoadError: a parameter has none.
     """
     unfilled = []
     for name, parameter in model.named_parameters():
@@ -78,20 +78,20 @@ def check_sources(model: torch.nn.Module, source: CheckpointSource) -> None:
             unfilled.append(name)
     if unfilled:
         raise LoadError(
-            f"{len(unfilled)} parameters are on meta and the checkpoint holds nothing for them: {unfilled[:3]}. Initialize modules "
-            f"that you add after load_model with real values, or load the model with from_pretrained."
+            f"{len(unfilled)} parameters are on meta and not in the checkpoint: {unfilled[:3]}. Initialize modules that you add "
+            f"after load_model with real values, or load the model with from_pretrained."
         )
 
 
 def full_target(name: str, tensor: torch.Tensor, source: CheckpointSource) -> ShardTarget:
-    """Describe a tensor that every rank holds in full."""
+    """Return the target for a tensor that every rank holds in full."""
     ranges = source.ranges[parameter_names.in_base_model(name)]
     stored_dtype = source.stored[ranges[0].tensor].dtype
     return ShardTarget(name, ranges, stored_dtype, tensor.dtype, [(0, tensor.numel())], tensor.detach().view(-1))
 
 
 def fill_buffers(model: torch.nn.Module, source: CheckpointSource, device: torch.device) -> None:
-    """Give every rank the buffers that the checkpoint holds. Collective: every rank must call this."""
+    """Fill the buffers that are in the checkpoint, on every rank. Collective: every rank must call this."""
     for name, buffer in model.named_buffers():
         if parameter_names.in_base_model(name) in source.ranges:
             staging = torch.empty_like(buffer, device=buffer.device)
@@ -100,5 +100,5 @@ def fill_buffers(model: torch.nn.Module, source: CheckpointSource, device: torch
 
 
 def raise_read_errors(source: CheckpointSource) -> None:
-    """Raise an error of the rank that reads for all others, on every rank. Collective: every rank must call this."""
+    """Raise the reading rank's deferred error on every rank. Collective: every rank must call this."""
     distributed.raise_together(source.index.error if isinstance(source.index, DeferredErrorIndex) else None)

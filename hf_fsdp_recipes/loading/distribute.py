@@ -1,6 +1,6 @@
-"""Sends a checkpoint's bytes from global rank 0, the only rank that reads, to the shards of all ranks.
+"""Distributes a checkpoint from global rank 0, the only rank that reads, to the shards of all ranks.
 
-Bytes are sent in the checkpoint's dtype, in buckets, and cast on arrival. Rank 0 reads one bucket ahead, so no rank holds
+Bytes are sent in buckets, in the checkpoint's dtype, and cast on arrival. Rank 0 reads one bucket ahead, so no rank holds
 more than two buckets beyond its shards.
 """
 
@@ -52,7 +52,7 @@ def scatter(
         targets: the parameters, in the order of their bytes in the files, all sharded over the same group.
         index: the checkpoint on global rank 0; None elsewhere.
         group: how the parameters are sharded and replicated.
-        checksums: of what rank 0 reads for every shard; filled on rank 0 only.
+        checksums: filled on rank 0 with checksums of what it reads for every shard.
     """
     if targets and index is not None:
         _send_all(targets, index, group, checksums)
@@ -61,7 +61,7 @@ def scatter(
 
 
 def _shard_bytes(num_shards: int) -> int:
-    """Return the bytes of one bucket for one shard, at most."""
+    """Return the most bytes of one bucket for one shard."""
     return max(BUCKET_BYTES // num_shards, 64)
 
 
@@ -106,9 +106,9 @@ def _send_all(targets: Sequence[ShardTarget], index: SafetensorsIndex, group: Sh
 def _stage(
     targets: Sequence[ShardTarget], index: SafetensorsIndex, group: ShardGroup, checksums: Checksums
 ) -> Iterator[tuple[_Bucket, dict[int, torch.Tensor]]]:
-    """Read bucket after bucket: one byte buffer for each other rank that has elements in it."""
+    """Yield each bucket with a byte buffer for each other rank that has elements in it."""
     others = [r for r in range(len(group.ranks)) if r != group.shard_rank]
-    # Two buckets' memory, used in turn: page faults of new memory cost more than the reading.
+    # Reuse the memory of two buckets, because page faults on new memory cost more than reading.
     memory = torch.empty((2, len(others), _shard_bytes(len(group.ranks))), dtype=torch.uint8)
     for number, bucket in enumerate(_buckets(targets, len(group.ranks))):
         buffers = {}
@@ -131,7 +131,7 @@ def _read_bucket(bucket: _Bucket, buffer: torch.Tensor, index: SafetensorsIndex,
 
 
 def _add_checksums(checksums: Checksums, bucket: _Bucket, shard_rank: int, index: SafetensorsIndex) -> None:
-    """Read what one rank gets of the parameters that begin in a bucket once more, in full or a sample, for its checksum."""
+    """Add checksums of one rank's shards of the parameters that begin in a bucket. Rereads them, in full or a sample."""
     for target in (entry.target for entry in bucket if entry.start == 0):
         first, count = target.shard_ranges[shard_rank]
         count = checksums.num_covered(count)
@@ -167,7 +167,7 @@ def _fill_own(bucket: _Bucket, index: SafetensorsIndex, group: ShardGroup, check
 
 
 def _receive_all(targets: Sequence[ShardTarget], group: ShardGroup) -> None:
-    """Receive bucket after bucket, from rank 0 or from another replica, and send them on to further replicas."""
+    """Receive all buckets, from rank 0 or from another replica, and forward them to further replicas."""
     pending = None
     num_shards = len(group.ranks)
     memory = torch.empty((2, _shard_bytes(num_shards)), dtype=torch.uint8, device=targets[0].local.device)
@@ -217,7 +217,7 @@ def _wait(requests: Sequence[dist.Work]) -> None:
 
 @torch.no_grad()
 def broadcast_full(target: ShardTarget, index: SafetensorsIndex | None, device: torch.device) -> None:
-    """Give every rank a full parameter or buffer that only global rank 0 reads.
+    """Read a full parameter or buffer on global rank 0 and broadcast it.
 
     Collective: every rank must call this, with a `target` whose `local` holds the full tensor.
     """

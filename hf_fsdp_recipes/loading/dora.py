@@ -1,6 +1,6 @@
-"""DoRA's magnitudes, which are norms of base weights: computed after loading, by the ranks that hold the rows.
+"""Computes DoRA's magnitudes, the row norms of base weights, on each rank's shard after loading.
 
-`patches/peft.py` leaves them on meta until then. FSDP2 and unquantized linear layers only.
+`patches/peft.py` keeps them on meta until then. FSDP2 and unquantized linear layers only.
 
 Source: peft 0.21 `lora/dora.py` (`DoraLinearLayer.update_layer`, `get_weight_norm`).
 """
@@ -11,7 +11,7 @@ import torch
 
 
 def is_magnitude(name: str) -> bool:
-    """Tell whether a parameter is a DoRA magnitude."""
+    """Return whether a parameter is a DoRA magnitude."""
     return ".lora_magnitude_vector." in name
 
 
@@ -28,7 +28,7 @@ def fill_magnitudes(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def row_norms(layer: Any, adapter: str) -> torch.Tensor:
-    """Return the norms of the rows of W + scaling * B @ A that this rank holds, shape (rows,). Collective.
+    """Return the norms of this rank's rows of W + scaling * B @ A, shape (rows,). Collective.
 
     Args:
         layer: PEFT's LoRA layer, with weights that are sharded by rows or full.

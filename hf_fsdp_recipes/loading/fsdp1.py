@@ -1,4 +1,4 @@
-"""Materializes FSDP1's units one at a time: FSDP1 flattens a unit's full parameters before it shards them."""
+"""Materializes FSDP1's units one at a time, because FSDP1 flattens a unit's full parameters before sharding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def prepare(
     Collective: every rank must call this.
 
     Raises:
-        LoadError: the same on every rank: a parameter without a source, or DoRA.
+        LoadError: on every rank, if a parameter has no source or the model uses DoRA.
     """
     plugin = accelerator.state.fsdp_plugin
     plugin.param_init_fn = _unit_filler(model, source, accelerator.device)
@@ -42,10 +42,10 @@ def prepare(
 def _unit_filler(
     model: torch.nn.Module, source: CheckpointSource, device: torch.device
 ) -> Callable[[torch.nn.Module], torch.nn.Module]:
-    """Return FSDP1's `param_init_fn`: it gives one module's own meta parameters rank 0's values.
+    """Return FSDP1's `param_init_fn`, which fills one module's own meta parameters with rank 0's values.
 
-    Collective: FSDP1 calls it module by module, in the same order on every rank. Buffers are left alone: `to_empty`, the
-    usual way, would also empty real ones (rotary frequencies), and nothing would notice.
+    Collective: FSDP1 calls it module by module, in the same order on every rank. It does not use `to_empty`, which would
+    also erase real buffers (rotary frequencies).
     """
     with distributed.sync_errors():
         resize.apply_resize(model, source)
@@ -69,7 +69,7 @@ def _unit_filler(
                 real = _full_parameter(name, module, parameter, source, device)
                 bar.update(sizes[id(parameter)])
                 if bar.n == bar.total:
-                    bar.close()  # FSDP1 does not say which call is the last
+                    bar.close()  # FSDP1 does not signal the last call
                 if num_uses[id(parameter)] > 1:
                     shared[id(parameter)] = real
             module._parameters[leaf] = real
@@ -85,7 +85,7 @@ def _full_parameter(
     source: CheckpointSource,
     device: torch.device,
 ) -> torch.nn.Parameter:
-    """Return a real parameter with rank 0's values in place of a meta one. Collective: every rank must call this."""
+    """Return a real parameter with rank 0's values for a meta one. Collective: every rank must call this."""
     base_name = parameter_names.in_base_model(name)
     if base_name in source.quantized:
         return _packed_weight(source, base_name, module, device)
@@ -109,16 +109,16 @@ def _packed_weight(source: CheckpointSource, name: str, layer: Any, device: torc
 def _check_no_dora(model: torch.nn.Module) -> None:
     if any(dora.is_magnitude(name) for name, _ in model.named_parameters()):
         raise LoadError(
-            "use_dora is not supported under FSDP1, which holds lora_A flat while PEFT's DoRA needs its shape. Use an fsdp2 "
-            "template, or LoRA."
+            "use_dora is not supported under FSDP1, which flattens lora_A, while DoRA needs its shape. Use an fsdp2 template, or "
+            "LoRA."
         )
 
 
 def _refresh_parameter_views(model: torch.nn.Module) -> None:
-    """Let FSDP1's parameters show that Accelerate has cast their unit to float32.
+    """Update FSDP1's parameter views after Accelerate has cast the flat parameters to float32.
 
-    Otherwise they stay views of the old unit until it is resharded for the first time, in the middle of the first forward:
-    PEFT casts a layer's input to the dtype its weights seem to have, and recomputation finds another dtype than the forward.
+    Otherwise they keep the old dtype until the first reshard, in the middle of the first forward. PEFT casts a layer's input
+    to its weights' dtype, so recomputation would see another dtype than the forward.
 
     Source: torch 2.13 `_flat_param.py`, `FlatParamHandle._use_sharded_views`.
     """

@@ -1,7 +1,7 @@
 """`load_model`: `from_pretrained` for FSDP, without a full model on any rank.
 
-Global rank 0 reads config and headers, and every rank builds the same model on meta from them. The weights are read when
-Accelerate shards the model (`materialize.py`). Without FSDP this is plain `from_pretrained`.
+Global rank 0 reads the config and headers, and every rank builds the same model on meta. The weights are read when Accelerate
+shards the model (`materialize.py`).
 """
 
 import os
@@ -39,26 +39,26 @@ def load_model(
     verify: Verify = "sample",
     **from_pretrained_kwargs: Any,
 ) -> "PreTrainedModel":
-    """Load a causal language model without any rank holding more host memory than its shard and a small constant.
+    """Load a causal language model with no more host memory per rank than its shard and a small constant.
 
-    Collective: every rank must call this. Turns FSDP on for CPU ranks if the launcher asked for that.
+    Collective: every rank must call this. Turns on FSDP for CPU ranks if the launcher requests it.
 
     Args:
         name_or_path: a local directory or a Hub id, as in `from_pretrained`.
         source: which ranks read the weights. `rank0`: global rank 0 reads them and sends every rank its shard. `direct`:
-            every rank reads its own byte ranges, so all must see the files. `auto`: `direct` if every rank sees rank 0's
-            files, else `rank0`.
-        verify: checksums over a `sample` of every shard, or over all of it (`full`).
+            every rank reads its own byte ranges, so every rank needs access to the files. `auto`: `direct` if every rank
+            sees rank 0's files, else `rank0`.
+        verify: compare checksums of a `sample` of every shard, or of all of it (`full`).
         **from_pretrained_kwargs: as in `from_pretrained`: dtype, attn_implementation, revision, token, trust_remote_code,
             config, quantization_config (4-bit bitsandbytes; weights are quantized while they load), and overrides of
             config fields.
 
     Returns:
-        The model. Under FSDP its parameters are on meta, and get their values when Accelerate prepares the model with its
-        optimizer, which Trainer does in `train()`; buffers are real. Without FSDP it is what `from_pretrained` returns.
+        The model. Under FSDP its parameters stay on meta until Accelerate prepares the model with its optimizer, which
+        Trainer does in `train()`; buffers are real. Without FSDP it is what `from_pretrained` returns.
 
     Raises:
-        LoadError: the same on every rank, before any weight is read: there is no such model, the checkpoint is pickled,
+        LoadError: on every rank, before any weight is read, if the model does not exist, the checkpoint is pickled,
             truncated or inconsistent, shapes differ from the config's, or a weight cannot be read shard by shard.
     """
     if source not in get_args(Source) or verify not in get_args(Verify):
@@ -75,18 +75,18 @@ def load_model(
 def initialize_model(
     config_name: str, *, overrides: str | None = None, dtype: Any = "float32", **from_config_kwargs: Any
 ) -> "PreTrainedModel":
-    """Build a causal language model with new weights, made on rank 0 by the model's own init.
+    """Build a causal language model with new weights, which rank 0 creates with the model's own init.
 
     Collective: every rank must call this. Rank 0 holds the full new model until it is sharded.
 
     Args:
         config_name: a config.json, a directory with one, or a Hub id.
-        overrides: of config fields, `hidden_size=768,num_hidden_layers=12`.
-        dtype: of the parameters.
+        overrides: config fields to change, such as `hidden_size=768,num_hidden_layers=12`.
+        dtype: dtype of the parameters.
         **from_config_kwargs: as in `AutoModelForCausalLM.from_config`: attn_implementation.
 
     Raises:
-        LoadError: the same on every rank: there is no such config, or it lacks a field.
+        LoadError: on every rank, if the config does not exist or an override is invalid.
     """
     _prepare_process()
     with distributed.sync_errors():
@@ -175,7 +175,7 @@ def _load_on_meta(name_or_path: str, source: Source, verify: Verify, kwargs: dic
 def _describe(
     name_or_path: str, kwargs: dict[str, Any]
 ) -> tuple["PreTrainedConfig", "GenerationConfig | None", SafetensorsIndex]:
-    """Read config, generation config and weight headers. Main rank only."""
+    """Read config, generation config and weight headers. Rank 0 only."""
     from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
     directory = resolve_directory(name_or_path, kwargs)
@@ -193,8 +193,8 @@ def _describe(
         raise LoadError(f"the config of {name_or_path} cannot be read: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise LoadError(
-            f"{name_or_path} is quantized already, and packed weights cannot be sharded. Name the unquantized model and set "
-            f"load_in_4bit, which quantizes while it loads."
+            f"{name_or_path} is already quantized, and packed weights cannot be sharded. Use the unquantized model and set "
+            f"load_in_4bit, which quantizes while loading."
         )
     if "attn_implementation" in rest:
         config._attn_implementation = rest["attn_implementation"]
@@ -206,7 +206,7 @@ def _describe(
 
 
 def _do_all_ranks_see(stored: dict[str, StoredTensor]) -> bool:
-    """Tell whether every rank finds files with the same headers under rank 0's paths. Collective."""
+    """Return whether every rank sees rank 0's files, with the same headers. Collective."""
     by_file: dict[Path, dict[str, StoredTensor]] = {}
     for tensor in stored.values():
         by_file.setdefault(tensor.file, {})[tensor.name] = tensor
@@ -218,8 +218,10 @@ def _do_all_ranks_see(stored: dict[str, StoredTensor]) -> bool:
     except (OSError, LoadError):
         sees = False
     blind = [rank for rank, sees_files in enumerate(distributed.gather_objects(sees)) if not sees_files]
-    reason = f"ranks {blind[:3]} do not see its files, so rank 0 reads for all" if blind else "every rank reads its own"
-    distributed.print_main(f"load: {reason}")
+    decision = (
+        f"ranks {blind[:3]} cannot see rank 0's files, so rank 0 reads for all" if blind else "every rank reads its own"
+    )
+    distributed.print_main(f"load: {decision}")
     return not blind
 
 
@@ -229,7 +231,7 @@ def _map_ranges(
     state = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     ranges, unexpected = WeightMapping(model).to_parameters({n: t.shape for n, t in stored.items()}, shapes)
-    wrong = [
+    mismatched = [
         f"{name}: {list(stored[r[0].tensor].shape)} in the checkpoint, {list(shapes[name])} in the config"
         for name, r in ranges.items()
         if len(r) == 1
@@ -237,10 +239,10 @@ def _map_ranges(
         and r[0].shape == stored[r[0].tensor].shape
         and r[0].num_elements != state[name].numel()
     ]
-    if wrong:
+    if mismatched:
         raise LoadError(
-            f"{len(wrong)} tensors of {name_or_path} do not have the shape that its config gives: {'; '.join(wrong[:3])}. Check "
-            f"that config.json belongs to the weights."
+            f"{len(mismatched)} tensors of {name_or_path} do not have the shape in its config: {'; '.join(mismatched[:3])}. "
+            f"Check that config.json belongs to the weights."
         )
     unused = [name for name in unexpected if "rotary_emb.inv_freq" not in name and "position_ids" not in name]
     if unused:

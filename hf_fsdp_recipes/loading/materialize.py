@@ -1,4 +1,4 @@
-"""Fills a model that was built on meta, at the moment Accelerate shards it, and verifies the result.
+"""Fills a model that was built on meta when Accelerate shards it, and verifies the result.
 
 Registered with `patches/accelerate.py`. This module handles FSDP2; `fsdp1.py` materializes FSDP1's units.
 """
@@ -31,7 +31,7 @@ class MetaModelLoader:
     """Fills models from `load_model` while Accelerate prepares them; a `patches.accelerate.MetaModelHandler`."""
 
     def handles(self, model: torch.nn.Module) -> bool:
-        """Tell whether `load_model` built the model and it has not been filled yet."""
+        """Return whether `load_model` built the model and it is not filled yet."""
         return find_source(model) is not None
 
     def shard_fsdp2(
@@ -77,7 +77,7 @@ class MetaModelLoader:
 
 
 def broadcast_real_parameters(model: torch.nn.Module, device: torch.device) -> None:
-    """Give every rank rank 0's values of the parameters that are real before sharding, such as adapters. Collective."""
+    """Broadcast parameters that are real before sharding, such as adapters, from rank 0. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     for parameter in model.parameters():
@@ -93,14 +93,13 @@ def fill_sharded(model: torch.nn.Module, source: CheckpointSource, device: torch
     Collective: every rank must call this, after `fully_shard` and before the first forward.
 
     Args:
-        model: an FSDP2 model: DTensors sharded on dimension 0 over one mesh, plain tensors replicated.
-        source: what fills it.
-        device: where this rank computes.
-        is_offloaded: whether shards live on the CPU (CPUOffloadPolicy).
+        model: an FSDP2 model with DTensors sharded on dimension 0 over one mesh; plain tensors are replicated.
+        source: the checkpoint.
+        device: this rank's compute device.
+        is_offloaded: whether shards are on the CPU (CPUOffloadPolicy).
 
     Raises:
-        LoadError: the same on every rank; before any byte is read (a parameter without a source, an unsupported
-            placement) or after (a checksum that differs).
+        LoadError: on every rank, if a parameter has no source or an unsupported placement, or a checksum differs.
     """
     with distributed.sync_errors():
         resize.apply_resize(model, source)
@@ -130,7 +129,7 @@ def fill_sharded(model: torch.nn.Module, source: CheckpointSource, device: torch
 def _allocate(
     model: torch.nn.Module, source: CheckpointSource, device: torch.device
 ) -> tuple[list[ShardTarget], list[ShardTarget], list[bnb_4bit.Packed], ShardGroup | None]:
-    """Replace meta parameters by real ones, and return what has to be filled, in the order of the files."""
+    """Replace meta parameters with real ones; return the targets to fill, in file order."""
     sharded: list[ShardTarget] = []
     replicated: list[ShardTarget] = []
     packed: list[bnb_4bit.Packed] = []
@@ -155,12 +154,12 @@ def _allocate(
         else:
             sharded.append(target)
 
-    def place_in_files(target: ShardTarget) -> tuple[str, int]:
+    def position_in_files(target: ShardTarget) -> tuple[str, int]:
         stored = source.stored[target.ranges[0].tensor]
         return str(stored.file), stored.start
 
-    sharded.sort(key=place_in_files)
-    packed.sort(key=lambda item: place_in_files(item[0]))
+    sharded.sort(key=position_in_files)
+    packed.sort(key=lambda item: position_in_files(item[0]))
     return sharded, replicated, packed, group
 
 

@@ -1,6 +1,6 @@
-"""Parameters that the checkpoint lacks: tied to one that it holds, or initialized by the model itself.
+"""Handles parameters that are missing from the checkpoint: ties them to another, or initializes them.
 
-Runs before any weight is read. New values live on rank 0 until they are distributed like the others.
+Runs before any weight is read. New values stay on rank 0 until they are distributed like the others.
 """
 
 import copy
@@ -24,11 +24,11 @@ IN_MEMORY = Path("<initialized>")
 def complete_ranges(model: "PreTrainedModel", source: CheckpointSource, is_new: bool = False) -> None:
     """Complete `source.ranges`: tied names share ranges, missing names get newly initialized tensors.
 
-    Every rank calls this with the same model; no collective. Values are made on rank 0 only. `is_new` says that the
-    model has no checkpoint at all, so missing parameters are not worth a warning.
+    Every rank calls this with the same model; not a collective. Only rank 0 and ranks that read create values. `is_new`
+    means that there is no checkpoint, so missing parameters cause no warning.
 
     Raises:
-        LoadError: on the reading rank, the checkpoint holds a tied pair with two different values.
+        LoadError: on a reading rank, if tied parameters differ in the checkpoint.
     """
     tied_groups = _find_tied_groups(model)
     for names in tied_groups:
@@ -40,7 +40,7 @@ def complete_ranges(model: "PreTrainedModel", source: CheckpointSource, is_new: 
         _initialize(model, source, initialized)
     if initialized and not is_new:
         distributed.warn_main(
-            f"{source.name_or_path} lacks {len(initialized)} parameters, which the model's own init fills: {initialized[:3]}"
+            f"{source.name_or_path} lacks {len(initialized)} parameters, which are newly initialized: {initialized[:3]}"
         )
     for names in tied_groups:
         _share_ranges(source, names)
@@ -63,7 +63,7 @@ def _share_ranges(source: CheckpointSource, names: list[str]) -> None:
 
 
 def _check_equal(source: CheckpointSource, names: list[str]) -> None:
-    """Refuse a tied pair with two different values: whichever is taken, one of them would be wrong."""
+    """Check that tied parameters have the same values in the checkpoint."""
     first, *others = (source.ranges[name] for name in names)
     for other in others:
         if other == first or source.index is None:
@@ -76,9 +76,10 @@ def _check_equal(source: CheckpointSource, names: list[str]) -> None:
             )
 
 
-def _bytes_equal(index: SafetensorsIndex, one: StoredTensor, other: StoredTensor, step: int = 16 * 1024 * 1024) -> bool:
+def _bytes_equal(index: SafetensorsIndex, one: StoredTensor, other: StoredTensor) -> bool:
     if one.num_bytes != other.num_bytes:
         return False
+    step = 16 * 1024 * 1024
     for start in range(0, one.num_bytes, step):
         buffers = [torch.empty(min(step, one.num_bytes - start), dtype=torch.uint8) for _ in range(2)]
         for tensor, buffer in zip((one, other), buffers, strict=True):

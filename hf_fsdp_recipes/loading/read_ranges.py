@@ -12,7 +12,7 @@ from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 from hf_fsdp_recipes.metrics import progress
 
 PROGRESS_TITLE = "load weights"
-READ_BYTES = 2 * 1024 * 1024  # per read; stays in a core's cache while it is cast
+READ_BYTES = 2 * 1024 * 1024  # per read; fits in a core's cache for the cast
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -23,23 +23,23 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def byte_ranges(
     index: SafetensorsIndex, ranges: Sequence[TensorRange], first: int = 0, count: int | None = None
 ) -> Iterator[ByteRange]:
-    """Yield where elements [first, first + count) of a parameter lie, in order; by default all of them."""
-    remaining = sum(piece.num_elements for piece in ranges) - first if count is None else count
+    """Yield the byte ranges of elements [first, first + count) of a parameter, by default of all elements."""
+    remaining = sum(part.num_elements for part in ranges) - first if count is None else count
     skip = first
-    for piece in ranges:
-        if skip >= piece.num_elements:
-            skip -= piece.num_elements
+    for part in ranges:
+        if skip >= part.num_elements:
+            skip -= part.num_elements
             continue
         if not remaining:
             return
-        tensor = index.tensors[piece.tensor]
-        length = min(piece.num_elements - skip, remaining)
-        yield tensor, (piece.start + skip) * tensor.dtype.itemsize, length * tensor.dtype.itemsize
+        tensor = index.tensors[part.tensor]
+        length = min(part.num_elements - skip, remaining)
+        yield tensor, (part.start + skip) * tensor.dtype.itemsize, length * tensor.dtype.itemsize
         remaining, skip = remaining - length, 0
 
 
 def read_elements(index: SafetensorsIndex, ranges: Sequence[TensorRange], first: int, out: torch.Tensor) -> None:
-    """Fill `out` (1-D, CPU, in the stored dtype) with a parameter's elements from `first` on."""
+    """Fill `out` (1-D, CPU, in the stored dtype) with a parameter's elements, starting at `first`."""
     buffer, filled = as_bytes(out), 0
     for tensor, start, num_bytes in byte_ranges(index, ranges, first, out.numel()):
         index.read_into(buffer[filled : filled + num_bytes], tensor, start)
@@ -47,7 +47,7 @@ def read_elements(index: SafetensorsIndex, ranges: Sequence[TensorRange], first:
 
 
 def fill_shard(target: ShardTarget, index: SafetensorsIndex, shard_rank: int, start: int, length: int) -> None:
-    """Read `length` elements of this rank's shard, from `start` of the shard on, and cast them on the way."""
+    """Read and cast `length` elements of this rank's shard, starting at element `start` of the shard."""
     first = target.shard_ranges[shard_rank][0] + start
     step = READ_BYTES // target.stored_dtype.itemsize
     for offset in range(0, length, step):
@@ -61,7 +61,7 @@ def fill_shard(target: ShardTarget, index: SafetensorsIndex, shard_rank: int, st
 
 
 def read_direct(targets: Sequence[ShardTarget], index: SafetensorsIndex, shard_rank: int) -> None:
-    """Fill all of this rank's shards from files that it can read itself. Any rank; no collective."""
+    """Fill all of this rank's shards from the files. Any rank may call this."""
     sizes = [target.shard_ranges[shard_rank][1] * target.stored_dtype.itemsize for target in targets]
 
     def read(target: ShardTarget) -> None:
@@ -77,9 +77,6 @@ def read_direct(targets: Sequence[ShardTarget], index: SafetensorsIndex, shard_r
 
 
 def _num_readers() -> int:
-    """Return two reading threads if the machine has two cores for each rank, else one.
-
-    Reading cached files keeps a core busy, so two threads on one core only slow each other down.
-    """
+    """Return 2 reading threads if each rank has two cores, else 1, because reading cached files keeps a core busy."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(2, max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

@@ -1,10 +1,10 @@
-"""Embeddings that are resized between `load_model` and sharding.
+"""Supports `resize_token_embeddings` between `load_model` and sharding.
 
 transformers cannot average embeddings on meta, so the resize is recorded and applied when the weights load: added rows are
 the mean of the checkpoint's rows, or random if `mean_resizing=False`.
 
-Source: transformers 5.23 `modeling_utils.py`, `_init_added_embeddings_weights_with_mean`, which draws from a normal
-distribution around the mean with a covariance scaled by 1e-9; here it is the mean itself.
+Source: transformers 5.23 `modeling_utils.py`, `_init_added_embeddings_weights_with_mean`, which adds noise with a covariance
+scaled by 1e-9 to the mean; we use the mean.
 """
 
 import functools
@@ -26,7 +26,7 @@ _ROWS_PER_READ = 4096
 
 
 def track_resize(model: "PreTrainedModel", source: CheckpointSource) -> None:
-    """Let `model.resize_token_embeddings` work on meta, and record that it was called. No collective."""
+    """Make `model.resize_token_embeddings` work on meta and record its calls. Not a collective."""
     original = model.resize_token_embeddings
 
     @functools.wraps(original)
@@ -45,10 +45,10 @@ def untrack_resize(model: torch.nn.Module) -> None:
 
 
 def apply_resize(model: torch.nn.Module, source: CheckpointSource) -> None:
-    """Change the ranges of resized embeddings to their new number of rows. Every rank; no collective.
+    """Adjust the ranges of resized embeddings to their new number of rows. Every rank calls this; not a collective.
 
     Raises:
-        LoadError: another parameter has another size than in the checkpoint, or rows have become longer.
+        LoadError: anything but the number of embedding rows differs from the checkpoint.
     """
     for full_name, parameter in model.named_parameters():
         name = parameter_names.in_base_model(full_name)
@@ -62,8 +62,8 @@ def apply_resize(model: torch.nn.Module, source: CheckpointSource) -> None:
         is_resized = source.new_rows is not None and len(ranges) == 1 and num_stored % width == 0
         if not is_resized or ranges[0].shape[1:] != parameter.shape[1:]:
             raise LoadError(
-                f"{name} has shape {list(parameter.shape)} in the model and {list(ranges[0].shape)} in the checkpoint. Change the "
-                f"number of embeddings with model.resize_token_embeddings; nothing else may change its size."
+                f"{name} has shape {list(parameter.shape)} in the model and {list(ranges[0].shape)} in the checkpoint. Only "
+                f"the number of embeddings may change, with model.resize_token_embeddings."
             )
         source.ranges[name] = _resized_ranges(name, ranges[0], tuple(parameter.shape), source)
 

@@ -1,7 +1,6 @@
-"""Where each tensor of a safetensors checkpoint lies on disk, and reads of byte ranges from there.
+"""Locates the tensors of a safetensors checkpoint on disk and reads byte ranges of them.
 
-The index is built from headers alone and checked in full, so a broken checkpoint is one clear error before any rank
-waits for its bytes.
+The index is built from headers alone and fully checked, so a corrupt checkpoint is a clear error before any weight is read.
 
 Source: the safetensors format, https://github.com/huggingface/safetensors#format
 """
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-PREFETCH_BYTES = 64 * 1024 * 1024  # read-ahead that keeps a disk busy
+PREFETCH_BYTES = 64 * 1024 * 1024  # enough read-ahead to keep a disk busy
 PREFETCH_REQUEST_BYTES = 4 * 1024 * 1024  # of that, per system call
 
 DTYPES = {
@@ -70,15 +69,15 @@ class SafetensorsIndex:
         self._in_memory: dict[str, torch.Tensor] = {}
 
     def add_in_memory(self, tensor: StoredTensor, values: torch.Tensor) -> None:
-        """Serve a tensor from memory that no file holds, for example newly initialized weights."""
+        """Add a tensor that is not in a file, such as newly initialized weights."""
         self.tensors[tensor.name] = tensor
         self._in_memory[tensor.name] = values.contiguous().reshape(-1).view(torch.uint8)
 
     def read_into(self, buffer: torch.Tensor, tensor: StoredTensor, start_bytes: int) -> None:
-        """Fill `buffer` (uint8, 1-D, CPU) with the bytes of `tensor` from `start_bytes` on.
+        """Fill `buffer` (uint8, 1-D, CPU) with the bytes of `tensor`, starting at `start_bytes`.
 
         Raises:
-            LoadError: the file has become shorter since its header was checked.
+            LoadError: the file was truncated after its header was checked.
         """
         if tensor.name in self._in_memory:
             buffer.copy_(self._in_memory[tensor.name][start_bytes : start_bytes + buffer.numel()])
@@ -118,10 +117,10 @@ class SafetensorsIndex:
 
 
 class DeferredErrorIndex(SafetensorsIndex):
-    """An index for the rank that reads for all others.
+    """An index for rank 0 when it reads for all ranks.
 
-    A failed read is kept in `error` instead of raised: the exchange with the other ranks goes on, and afterwards all of
-    them can raise the same error instead of a broken connection.
+    A failed read is kept in `error` instead of raised, so that the exchange with the other ranks completes and all of them
+    can then raise the same error.
     """
 
     def __init__(self, tensors: Iterable[StoredTensor]) -> None:
@@ -137,12 +136,12 @@ class DeferredErrorIndex(SafetensorsIndex):
 
 
 class Prefetcher:
-    """Keeps PREFETCH_BYTES of the byte ranges that are read next requested from the kernel. For one thread."""
+    """Keeps PREFETCH_BYTES of upcoming reads requested from the kernel. Not thread-safe."""
 
     def __init__(self, index: SafetensorsIndex, ranges: Iterable[ByteRange]) -> None:
         self._index = index
         self._requests = _split(ranges)
-        self._num_bytes = 0  # requested and not read yet
+        self._num_bytes = 0  # requested but not read yet
         self.advance(0)
 
     def advance(self, num_bytes: int) -> None:
@@ -162,17 +161,16 @@ def _split(ranges: Iterable[ByteRange]) -> Iterator[ByteRange]:
 def _is_cached(descriptor: int, offset: int) -> bool:
     try:
         return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    # Not cached; a file system without RWF_NOWAIT; a Python built against a libc without it.
+    # Not cached, or RWF_NOWAIT is not supported by the file system or by this Python's libc.
     except (OSError, AttributeError, NotImplementedError):
         return False
 
 
 def open_index(directory: Path) -> SafetensorsIndex:
-    """Read and check the headers of the safetensors checkpoint in a local directory. Any rank; no collective.
+    """Read and check the headers of the safetensors checkpoint in a local directory. Any rank may call this.
 
     Raises:
-        LoadError: there is no checkpoint or only a pickled one; the index names a file outside the directory, a missing
-            file or a missing tensor; or a file is truncated or does not match its header.
+        LoadError: there is no safetensors checkpoint, or it is corrupt.
     """
     files, expected = _find_files(directory)
     tensors: dict[str, StoredTensor] = {}
@@ -183,7 +181,7 @@ def open_index(directory: Path) -> SafetensorsIndex:
     missing = sorted(set(expected or ()) - set(tensors))
     if expected is not None and missing:
         raise LoadError(
-            f"{directory / INDEX_FILE} lists {missing[0]!r} in {expected[missing[0]].name}, which does not hold it "
+            f"{directory / INDEX_FILE} lists {missing[0]!r} in {expected[missing[0]].name}, which does not contain it "
             f"({len(missing)} such tensors). Download the checkpoint again."
         )
     return SafetensorsIndex(tensors.values())
@@ -224,7 +222,7 @@ def _stored_tensor(file: Path, name: str, info: "TensorInfo", data_start: int) -
         raise _broken(file, f"the entry of tensor {name!r} cannot be read ({error!r})") from error
     num_bytes = math.prod(shape) * dtype.itemsize
     if end - begin != num_bytes or min(begin, *shape, 0) < 0:
-        raise _broken(file, f"tensor {name!r} of shape {list(shape)} needs {num_bytes} bytes and has {end - begin}")
+        raise _broken(file, f"tensor {name!r} of shape {list(shape)} needs {num_bytes} bytes but has {end - begin}")
     return StoredTensor(name, file, dtype, shape, data_start + begin, num_bytes)
 
 
@@ -236,10 +234,10 @@ def _find_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
     for name in PICKLE_FILES:
         if (directory / name).is_file():
             raise LoadError(
-                f"{directory} holds {name}, a pickle, which can run code and cannot be read by byte ranges. Convert it to "
-                f"safetensors once, with from_pretrained and save_pretrained."
+                f"{directory} has {name}, a pickle, which can run code and cannot be read in byte ranges. Convert it to "
+                f"safetensors with from_pretrained and save_pretrained."
             )
-    raise LoadError(f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}. Check the path.")
+    raise LoadError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}. Check the path.")
 
 
 def _read_weight_map(directory: Path) -> tuple[list[Path], dict[str, Path]]:
@@ -250,9 +248,9 @@ def _read_weight_map(directory: Path) -> tuple[list[Path], dict[str, Path]]:
         raise _broken(index, f"it has no weight_map ({error!r})") from error
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file or file in ("", ".", ".."):
-            raise _broken(index, f"it names {file!r}, which is not a file name in its directory")
+            raise _broken(index, f"it lists {file!r}, which is not a file name in its directory")
         if not (directory / file).is_file():
-            raise _broken(index, f"it names {file!r}, which does not exist")
+            raise _broken(index, f"it lists {file!r}, which does not exist")
     files = sorted({directory / file for file in weight_map.values()})
     return files, {name: directory / file for name, file in weight_map.items()}
 

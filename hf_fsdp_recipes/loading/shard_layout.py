@@ -1,7 +1,7 @@
-"""Which elements of a parameter each rank holds.
+"""Describes which elements of a parameter each rank holds.
 
-Whatever shards a model, a rank holds elements [first, first + count) of a parameter in row-major order: whole rows under
-FSDP2, any range under FSDP1. Loading reads those ranges and exporting writes them.
+Under any sharding, a rank holds elements [first, first + count) of a parameter in row-major order: full rows under FSDP2, any
+range under FSDP1. Loading reads those ranges and exporting writes them.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardTarget:
-    """The local shard of one parameter, and what is to be loaded into it.
+    """The local shard of one parameter, and where to load it from.
 
     Attributes:
         name: the parameter's name.
-        ranges: the stored tensors that make up the full parameter, in its row-major order.
-        stored_dtype: the checkpoint's dtype; bytes are read and sent in it.
+        ranges: the stored ranges that make up the full parameter, in row-major order.
+        stored_dtype: the checkpoint's dtype, in which bytes are read and sent.
         dtype: the parameter's dtype.
         shard_ranges: for each rank of the shard group, (first element, number of elements) of the full parameter.
         local: this rank's shard, 1-D and contiguous, on its device.
@@ -47,11 +47,11 @@ class ShardGroup:
     """The ranks that parameters are sharded over, and the replicas of their shards.
 
     Attributes:
-        ranks: global ranks of global rank 0's replica, in shard order.
-        shard_rank: which shard this rank holds.
+        ranks: the ranks of the first replica (global rank 0's), in shard order.
+        shard_rank: index of this rank's shard.
         is_first_replica: whether this rank is one of `ranks`.
-        replicate_group: the ranks that hold this same shard, first replica first; None with a single replica.
-        group: process group over `ranks`; None stands for the default group.
+        replicate_group: the ranks that hold the same shard, first replica first; None with a single replica.
+        group: process group over `ranks`; None for the default group.
     """
 
     ranks: Sequence[int]
@@ -66,11 +66,11 @@ class Slice:
     """This rank's part of one parameter or buffer.
 
     Attributes:
-        name: without the wrappers of FSDP1, activation checkpointing and torch.compile; PEFT's names stay.
-        shape: of the full parameter.
-        dtype: that it is held in.
-        first: the first element held, in the parameter's row-major order.
-        values: the elements held, 1-D; empty if this rank holds none, or only a replica.
+        name: full name, without the wrappers of FSDP1, activation checkpointing and torch.compile.
+        shape: shape of the full parameter.
+        dtype: dtype of the parameter.
+        first: position of the slice in the parameter, in row-major order.
+        values: the elements, 1-D; empty if this rank holds none, or only a replica.
     """
 
     name: str
@@ -90,10 +90,10 @@ def row_range(shape: Sequence[int], num_shards: int, shard_rank: int) -> tuple[i
 
 
 def find_shard_group(mesh: "DeviceMesh", placements: Sequence["Placement"]) -> ShardGroup:
-    """Return the shard group of a DTensor. Any rank; no collective.
+    """Return the shard group of a DTensor. Any rank may call this.
 
     Raises:
-        LoadError: it is not sharded exactly once, on dimension 0, and replicated at most once.
+        LoadError: it uses anything but full or hybrid sharding on dimension 0.
     """
     from torch.distributed.tensor import Shard
 
@@ -102,7 +102,7 @@ def find_shard_group(mesh: "DeviceMesh", placements: Sequence["Placement"]) -> S
     is_supported = len(sharded) == 1 and placements[sharded[0]] == Shard(0) and len(replicated) <= 1
     if not is_supported or len(sharded) + len(replicated) != mesh.ndim:
         raise LoadError(
-            f"parameters are placed as {tuple(placements)}; only full and hybrid sharding on dimension 0 are supported. Remove "
+            f"parameters have placements {tuple(placements)}; only full and hybrid sharding on dimension 0 are supported. Remove "
             f"tensor, context and expert parallelism from the Accelerate config."
         )
     coordinate = mesh.get_coordinate()

@@ -1,6 +1,6 @@
-"""Verifies a freshly loaded model: nothing on meta, ties tied, buffers equal on all ranks, bytes as rank 0 read them.
+"""Verifies a freshly loaded model: nothing on meta, weights tied, buffers equal on all ranks, and matching checksums.
 
-Cheap and always on: checksums cover a sample of each shard unless `verify="full"`.
+Checksums cover a sample of each shard unless `verify="full"`.
 """
 
 import zlib
@@ -44,12 +44,12 @@ def check_model(
 
     Args:
         model: the model, sharded or not.
-        targets: what was filled, with this rank's shards.
-        expected: rank 0's checksums of what it read; None if every rank read for itself.
-        shard_rank: which shard this rank holds.
+        targets: the targets that were filled.
+        expected: rank 0's checksums of what it read; None if every rank read its own shards.
+        shard_rank: index of this rank's shard.
 
     Raises:
-        LoadError: the same on every rank; names the first parameter or buffer that is wrong.
+        LoadError: on every rank, if a check fails.
     """
     if expected is not None:
         expected.values = distributed.broadcast_object(expected.values)
@@ -64,28 +64,31 @@ def check_model(
 
 
 def _check_ties(model: torch.nn.Module) -> None:
-    """Check that weights which the config ties are one tensor."""
+    """Check that weights tied by the config are the same tensor."""
     for module in model.modules():
         tied: dict[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
         for target, origin in tied.items():
             try:
                 pair = [module.get_parameter(name) for name in (target, origin)]
             except AttributeError:
-                continue  # PEFT has wrapped one of them and keeps track of the tie itself
+                continue  # PEFT has wrapped one of them and handles the tie
             if pair[0] is not pair[1]:
                 raise LoadError(f"{target} and {origin} are tied by the config but are two tensors after loading")
 
 
 def check_buffers(model: torch.nn.Module, targets: Sequence[ShardTarget] = ()) -> None:
-    """Check that all buffers are equal on all ranks, and warn of NaN in what was loaded on any rank.
+    """Check that all buffers are equal on all ranks, and warn about NaN in loaded parameters.
 
-    Collective: every rank must call this. A single exchange, whatever the number of ranks.
+    Collective: every rank must call this.
 
     Raises:
-        LoadError: the same on every rank; names the first buffer that differs, and the rank.
+        LoadError: on every rank, if a buffer differs.
     """
-    own = {name: _crc(buffer) for name, buffer in model.named_buffers()}
-    gathered = distributed.gather_objects((own, _find_nan(targets)))
+    own = {
+        name: zlib.crc32(as_bytes(buffer.detach().cpu().contiguous()).numpy()) for name, buffer in model.named_buffers()
+    }
+    nan = [t.name for t in targets if not t.is_packed and torch.isnan(t.local[:SAMPLE_ELEMENTS]).any()]
+    gathered = distributed.gather_objects((own, nan))
     with distributed.sync_errors():
         for rank, (theirs, _) in enumerate(gathered):
             different = [name for name in own if theirs.get(name) != own[name]]
@@ -93,7 +96,7 @@ def check_buffers(model: torch.nn.Module, targets: Sequence[ShardTarget] = ()) -
                 raise LoadError(f"buffer {different[0]!r} differs between ranks {distributed.rank()} and {rank}")
     found = sorted({name for _, names in gathered for name in names})
     if found:
-        distributed.warn_main(f"{len(found)} parameters hold NaN in the checkpoint itself: {found[:3]}")
+        distributed.warn_main(f"{len(found)} parameters contain NaN in the checkpoint itself: {found[:3]}")
 
 
 def _check_bytes(targets: Sequence[ShardTarget], expected: Checksums, shard_rank: int) -> None:
@@ -108,14 +111,6 @@ def _check_bytes(targets: Sequence[ShardTarget], expected: Checksums, shard_rank
             actual.add(target.name, shard_rank, start, covered[start : start + step].cpu())
         if actual.values[key] != expected.values[key]:
             raise LoadError(
-                f"{target.name}: rank {distributed.rank()} received other bytes than rank 0 read (CRC-32 "
+                f"{target.name}: rank {distributed.rank()} received different bytes than rank 0 read (CRC-32 "
                 f"{actual.values[key]:08x}, expected {expected.values[key]:08x}). Check the network and the memory."
             )
-
-
-def _find_nan(targets: Sequence[ShardTarget]) -> list[str]:
-    return [t.name for t in targets if not t.is_packed and torch.isnan(t.local[:SAMPLE_ELEMENTS]).any()]
-
-
-def _crc(tensor: torch.Tensor) -> int:
-    return zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy())

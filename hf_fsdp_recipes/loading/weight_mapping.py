@@ -1,9 +1,9 @@
-"""Which ranges of which checkpoint tensors make up each parameter.
+"""Maps each parameter to ranges of checkpoint tensors.
 
-transformers renames, fuses and splits the tensors of some checkpoints while loading them (`core_model_loading.py`), above all
-MoE experts. In terms of bytes, fusing experts is concatenation, so a parameter is a list of `TensorRange`s. They are found
-by sending row numbers instead of weights through transformers' own conversion. A conversion that does more than rearrange
-whole rows is refused by name.
+transformers renames, fuses and splits the tensors of some checkpoints while loading (`core_model_loading.py`), above all MoE
+experts. Fusing experts concatenates their bytes, so a parameter is a list of `TensorRange`s. We find them by passing row
+numbers instead of weights through transformers' own conversion. Conversions that do more than rearrange full rows raise an
+error.
 
 Source: transformers 5.17 to 5.23, `core_model_loading.rename_source_key`, `revert_weight_conversion`.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorRange:
-    """`num_elements` of a stored tensor of `shape`, from element `start` on, that come next in a parameter."""
+    """The next `num_elements` of a parameter: those of a stored tensor of `shape`, starting at element `start`."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -33,12 +33,12 @@ class TensorRange:
 
 
 class WeightMapping:
-    """The weight conversions of one transformers model. Any rank may hold one; no collectives."""
+    """The weight conversions of one transformers model."""
 
     def __init__(self, model: "PreTrainedModel") -> None:
         try:
             from transformers import conversion_mapping, core_model_loading
-        except ImportError as error:  # pragma: no cover - setup.cfg refuses older versions
+        except ImportError as error:  # pragma: no cover - setup.cfg excludes older versions
             raise LoadError(
                 f"transformers has no core_model_loading ({error}). Install transformers 5.17 or newer."
             ) from error
@@ -51,17 +51,17 @@ class WeightMapping:
     def to_parameters(
         self, stored_shapes: Mapping[str, tuple[int, ...]], parameter_shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[dict[str, list[TensorRange]], list[str]]:
-        """Map a checkpoint onto the parameters and buffers of the model.
+        """Map a checkpoint to the parameters and buffers of the model.
 
         Args:
             stored_shapes: shape of every tensor in the checkpoint, by its name there.
             parameter_shapes: shape of every entry of the model's state dict.
 
         Returns:
-            The ranges of each parameter that the checkpoint holds, and the stored names that match nothing.
+            The ranges of each parameter in the checkpoint, and the stored names that match no parameter.
 
         Raises:
-            LoadError: a conversion does more than rearrange whole rows.
+            LoadError: a conversion does more than rearrange full rows.
         """
         names = dict.fromkeys(parameter_shapes, True)
         ranges: dict[str, list[TensorRange]] = {}
@@ -76,7 +76,7 @@ class WeightMapping:
                 ranges[target] = [TensorRange(stored, shape, 0, math.prod(shape))]
             else:
                 converted.setdefault(target, (pattern, []))[1].append(stored)
-        # save_pretrained and `stored_ranges` revert the conversions that were used here.
+        # save_pretrained and `stored_ranges` revert the conversions used here.
         self._model._weight_conversions = [t for t in self._transforms if t.was_used()]
         for target, (pattern, sources) in converted.items():
             ranges.update(self._convert(target, pattern, sources, stored_shapes, parameter_shapes))
@@ -132,9 +132,9 @@ class WeightMapping:
 
 
 def set_conversions(model: "PreTrainedModel") -> None:
-    """Record the weight conversions of a model that was not loaded, as `from_pretrained` does. Any rank; no collective.
+    """Record the weight conversions of a model that was not loaded, as `from_pretrained` does.
 
-    Without the record transformers would look them up again for every name.
+    Otherwise transformers would look them up again for every name.
     """
     if getattr(model, "_weight_conversions", None) is None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -150,14 +150,14 @@ def stored_ranges(model: "PreTrainedModel", name: str, shape: tuple[int, ...]) -
     Args:
         model: the transformers model, with its conversions as loaded.
         name: the parameter's name in the model's own state dict, without wrappers.
-        shape: of the full parameter.
+        shape: shape of the full parameter.
 
     Returns:
-        Ranges of the parameter: `tensor` and `shape` of what is written, `start` and `num_elements` in elements of
-        the parameter. Together they cover it exactly once.
+        Ranges that cover the parameter exactly once: name and shape of the written tensor, and `start` and
+        `num_elements` within the parameter.
 
     Raises:
-        ValueError: the conversion does more than rearrange whole rows of this one parameter.
+        ValueError: the conversion does more than rearrange full rows of this parameter.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -178,7 +178,7 @@ def stored_ranges(model: "PreTrainedModel", name: str, shape: tuple[int, ...]) -
 
 
 def _row_numbers(shape: Iterable[int]) -> torch.Tensor:
-    """Return a stand-in for a weight: the same shape except for a last dimension of 1, each entry its row number."""
+    """Return a stand-in for a weight: each row is a single element, its row number."""
     shape = tuple(shape)
     rows = (*shape[:-1], 1) if len(shape) > 1 else shape
     return torch.arange(math.prod(rows)).reshape(rows)

@@ -1,1 +1,1 @@
-"""What a run measures about itself: metrics.jsonl, FLOPs, memory, progress and the report."""
+"""Metrics of a run: metrics.jsonl, FLOPs, memory, progress bars, and the report with its plots."""

@@ -1,4 +1,4 @@
-"""Metrics of all ranks between two logged steps, combined into one entry of metrics.jsonl. Arithmetic only."""
+"""Combines the metrics of all ranks between two logged steps into one entry of metrics.jsonl."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -9,16 +9,16 @@ import torch
 from hf_fsdp_recipes.metrics.clock import PHASES
 from hf_fsdp_recipes.metrics.flops import ModelFlops, TokenCounts
 
-NOT_TRAINING = ("save", "evaluation")  # phases that throughput leaves out
+NOT_TRAINING = ("save", "evaluation")  # phases that throughput excludes
 RATES = ("tokens_per_second", "tokens_per_second_per_device", "model_flops_per_second_per_device", "mfu", "hfu")
 
 
 @dataclass(frozen=True)
 class MfuInputs:
-    """What turns tokens per second into FLOP/s, MFU and HFU.
+    """Inputs for computing FLOP/s, MFU and HFU.
 
     Attributes:
-        flops: the model's, or None if unknown.
+        flops: the model's FLOPs, or None if unknown.
         peak_flops: dense peak FLOP/s of one device, or None if unknown.
         is_recomputed: whether activation checkpointing repeats the forward pass.
     """
@@ -30,7 +30,7 @@ class MfuInputs:
 
 @dataclass
 class RankMetrics:
-    """What one rank measured since the last logged step; `seconds` has an entry per phase of the clock."""
+    """One rank's metrics since the last logged step; `seconds` has an entry per phase of the clock."""
 
     host_bytes: int = 0
     device_bytes: int = 0
@@ -62,11 +62,11 @@ def summarize(rows: Sequence[Sequence[int]], num_steps: int, inputs: MfuInputs) 
     Args:
         rows: what `pack` returned on each rank.
         num_steps: optimizer steps since the last logged step.
-        inputs: this run's.
+        inputs: FLOPs of the model and of a device.
 
     Returns:
         Memory as lists with one value per rank, `seconds` per phase as the mean over ranks, `tokens` of all ranks, and
-        throughput and utilization over the training time. Unknown metrics are left out.
+        throughput and utilization over the training time. Unknown metrics are omitted.
     """
     counts = TokenCounts(*(sum(row[i] for row in rows) for i in range(NUM_COUNTS)))
     memory = {name: [row[NUM_COUNTS + i] for row in rows] for i, name in enumerate(MEMORY)}
@@ -97,7 +97,7 @@ def _rates(counts: TokenCounts, seconds: float, num_ranks: int, inputs: MfuInput
 
 
 def average(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the mean of each rate over the training time of all entries after the warm-up."""
+    """Return the mean of each rate, weighted by training time, over all entries after the warm-up."""
     means = {}
     for rate in RATES:
         spans = [

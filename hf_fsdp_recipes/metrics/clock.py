@@ -1,7 +1,7 @@
 """Wall time of a run by phase: data, forward and backward, optimizer, save, evaluation, other.
 
-A mark ends a phase. On an accelerator a mark is an event on the current stream, so a phase lasts as long as the device
-worked on it or idled in it, no matter when Python launched the work. Only reading the totals synchronizes.
+A mark ends a phase. On an accelerator a mark is an event on the current stream, so a phase is device time, including idle
+time, no matter when Python launched the work. Only reading the totals synchronizes.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ class Clock:
     """Time of one rank by phase. Ignores marks until it is started."""
 
     def __init__(self) -> None:
-        self._marks: list[tuple[str, Any]] = []  # phases that ended, and when
-        self._seconds = dict.fromkeys(PHASES, 0.0)  # of marks that were summed
+        self._marks: list[tuple[str, Any]] = []  # (phase, end time)
+        self._seconds = dict.fromkeys(PHASES, 0.0)  # of summed marks
         self._device: Any = None
         self._is_running = False
 
@@ -62,7 +62,7 @@ class Clock:
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
     def pop(self) -> dict[str, float]:
-        """Return the seconds of each phase up to the last mark, and reset. On a device, wait for that mark."""
+        """Return the seconds of each phase up to the last mark, and reset. Synchronizes with the device."""
         self._sum_marks()
         seconds = self._seconds
         self.reset()
@@ -83,4 +83,4 @@ class Clock:
         return event
 
 
-clock = Clock()  # this process's clock: MetricsCallback starts it, other modules mark the phases they are in
+clock = Clock()  # MetricsCallback starts it; other modules mark their phases

@@ -12,7 +12,7 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    directory: Annotated[Path, typer.Argument(help="A run's output directory; the run may still be going.")],
+    directory: Annotated[Path, typer.Argument(help="A run's output directory; the run may still be running.")],
 ) -> None:
     """Rewrite a run's report.md and plots from its metrics.jsonl."""
     from hf_fsdp_recipes.metrics.report import render  # imports torch

@@ -23,7 +23,7 @@ NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Sizes of a set of sequences, as far as FLOPs depend on them.
+    """Token counts of a set of sequences that determine their FLOPs.
 
     Attributes:
         tokens: sum of the sequence lengths, without padding.
@@ -49,11 +49,11 @@ class ModelFlops:
 
     Attributes:
         matmul_parameters: parameters in the matrix products of one token.
-        trainable_parameters: those of them that get a gradient.
-        head_parameters: those in the language model head, which activation checkpointing does not recompute.
+        trainable_parameters: the trained ones of those.
+        head_parameters: the ones in the language model head, which activation checkpointing does not recompute.
         attention_width: heads * (query dim + value dim), summed over the layers with full attention.
         window_width: the same, summed over the layers with sliding-window attention.
-        window: length of that window in tokens, or None.
+        window: window length in tokens, or None.
     """
 
     matmul_parameters: int
@@ -68,12 +68,12 @@ class ModelFlops:
         return 2 * self.matmul_parameters * counts.tokens + self._attention(counts)
 
     def training(self, counts: TokenCounts) -> int:
-        """Return the model FLOPs of a forward and a backward pass: the numerator of MFU."""
+        """Return the model FLOPs of a forward and backward pass, the numerator of MFU."""
         per_token = 4 * self.matmul_parameters + 2 * self.trainable_parameters
         return per_token * counts.tokens + 3 * self._attention(counts)
 
     def hardware(self, counts: TokenCounts) -> int:
-        """Return the FLOPs with activation checkpointing, which repeats the forward pass: the numerator of HFU.
+        """Return the FLOPs with activation checkpointing, which repeats the forward pass; the numerator of HFU.
 
         This is an upper bound: torch stops recomputing a layer once it has what it needs, and some layers may not be
         checkpointed.
@@ -87,13 +87,13 @@ class ModelFlops:
 def count_flops(model: nn.Module) -> ModelFlops:
     """Count the parameters and attention widths that determine a model's FLOPs.
 
-    The model is a transformers or PEFT model: unsharded, on the meta device, or sharded by FSDP2. Of a multimodal model
-    only the language model counts. With LoRA the backward pass is assumed to go through every layer; in fact it stops
-    below the first adapter, which saves a few products of the first layer at most.
+    Accepts a transformers or PEFT model that is unsharded, on meta, or sharded by FSDP2. For a multimodal model, only the
+    language model counts. With LoRA, the backward pass is assumed to go through every layer, although it stops at the first
+    adapter.
 
     Raises:
-        ValueError: the model has no transformers config, is an encoder-decoder, has parameters flattened by FSDP1, or
-            has experts whose number per token is unknown.
+        ValueError: the model has no transformers config, is an encoder-decoder, is already wrapped in FSDP1, or has an
+            unknown number of experts per token.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
@@ -126,9 +126,9 @@ def _matmuls(model: nn.Module, config: Any) -> Iterator[tuple[nn.Module, int, bo
         share = 1.0
         if EXPERT_OF_A_LIST.search(f".{name}."):
             share = _active_experts(config) / _first_of(config, NUM_EXPERTS, "the number of experts")
-        # A PEFT layer exposes its base layer's attributes, but owns no weight; the base layer is visited by itself.
+        # A PEFT layer exposes its base layer's attributes but owns no weight; the base layer is visited separately.
         if hasattr(module, "in_features") and hasattr(module, "out_features") and "weight" in module._parameters:
-            # The features, because quantized layers pack their weight.
+            # Use the features, because quantized layers pack their weight.
             yield module, round(module.in_features * module.out_features * share), module.weight.requires_grad
             continue
         for key, parameter in module.named_parameters(recurse=False):
@@ -161,7 +161,7 @@ def _attention_width(config: Any) -> int:
 
 
 def _attention_layers(config: Any) -> tuple[int, int]:
-    """Return the numbers of layers with full and with windowed attention; others, such as state space layers, have none."""
+    """Return the numbers of layers with full and with windowed attention; others, such as state-space layers, do not count."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if not kinds:
         return (0, config.num_hidden_layers) if _window(config) else (config.num_hidden_layers, 0)

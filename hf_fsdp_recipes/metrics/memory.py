@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+SAMPLE_INTERVAL_SECONDS = 0.01
+
 
 def host_bytes(process: int | str = "self") -> int:
-    """Return the anonymous resident memory of this process, or of the process with an id."""
+    """Return the anonymous resident memory of a process."""
     total = 0
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith(("RssAnon:", "RssShmem:")):
@@ -69,8 +71,7 @@ class HostPeak:
         seconds: duration of the block.
     """
 
-    def __init__(self, interval_seconds: float = 0.01) -> None:
-        self._interval_seconds = interval_seconds
+    def __init__(self) -> None:
         self._stop = threading.Event()
         self.before_bytes = self.peak_bytes = self.after_bytes = 0
         self.seconds = 0.0
@@ -90,5 +91,5 @@ class HostPeak:
         self.peak_bytes = max(self.peak_bytes, self.after_bytes)
 
     def _sample(self) -> None:
-        while not self._stop.wait(self._interval_seconds):
+        while not self._stop.wait(SAMPLE_INTERVAL_SECONDS):
             self.peak_bytes = max(self.peak_bytes, host_bytes())

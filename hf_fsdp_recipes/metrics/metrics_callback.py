@@ -1,4 +1,4 @@
-"""MetricsCallback: measures a Trainer's steps, writes metrics.jsonl while it trains and the report at the end."""
+"""`MetricsCallback` measures a Trainer's steps and writes metrics.jsonl and the report."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ SHOWN_IN_LOGS = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "hf
 
 
 def _mark(phase: str) -> Callable[..., None]:
-    """Return an event of MetricsCallback that ends a phase."""
+    """Return an event handler that ends a phase."""
 
     def event(
         self: "MetricsCallback", args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -50,15 +50,14 @@ class MetricsCallback(TrainerCallback):
       time per phase of a step, throughput, MFU, and the memory of every rank;
     - `report.md`, `loss.png`, `throughput.png` and `memory.png` at the end. `hf-fsdp report` rewrites them at any time.
 
-    It also adds `tokens_per_second`, `tokens_per_second_per_device`, `mfu` and `hfu` to the logs of other callbacks, and
-    their averages to the last ones. Call `place_before_reporters(trainer)` for wandb and similar reporters to get them.
+    It also adds `tokens_per_second`, `tokens_per_second_per_device`, `mfu` and `hfu` to Trainer's logs, and their averages
+    to the final log. Call `place_before_reporters(trainer)` so that wandb and other reporters log them too.
 
     A step without logging costs no synchronization. At a logged step the ranks gather 14 integers each, right after
     Trainer has gathered the loss. A failure to count tokens or to write the report is logged as a warning.
 
     Args:
-        throughput_warmup_steps: steps after each start or resume to leave out of the averages, because kernels are
-            chosen and caches filled then.
+        throughput_warmup_steps: number of steps after each start or resume to exclude from the averages.
     """
 
     def __init__(self, *, throughput_warmup_steps: int = 3) -> None:
@@ -87,7 +86,10 @@ class MetricsCallback(TrainerCallback):
         if self._flops is None and not self._no_flops_reason:
             self._count_model(model)
         device = memory.find_device_module(args.device)
-        start = self._describe_run(args, state, model, device) | _count_rows(kwargs.get("train_dataloader"))
+        start = self._describe_run(args, state, model, device)
+        dataset: Any = getattr(kwargs.get("train_dataloader"), "dataset", None)
+        if hasattr(dataset, "__len__"):  # not a stream
+            start["num_rows"] = len(dataset)
         if distributed.is_main():
             metrics_file.begin(self._path(args), state.global_step, [*map(asdict, stages.gathered), start])
             _print_model(model, Path(args.output_dir))
@@ -103,7 +105,7 @@ class MetricsCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """End the data phase; when the warm-up ends between two logged steps, forget what was measured in it."""
+        """End the data phase; reset the measurements if the warm-up ends between two logged steps."""
         clock.mark("data")
         if self._logged_step < state.global_step == self._start_step + self._warmup_steps:
             self._reset_counts(state)
@@ -156,7 +158,7 @@ class MetricsCallback(TrainerCallback):
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         try:
             self._flops = count_flops(model)
-        except Exception as error:  # a model that is not from transformers may raise anything
+        except Exception as error:  # other models than transformers' may raise anything
             self._no_flops_reason = str(error)
 
     def _count_batch(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -226,8 +228,8 @@ class MetricsCallback(TrainerCallback):
 def place_before_reporters(trainer: "Trainer") -> None:
     """Move MetricsCallback before the callbacks of `report_to`, so that they log its throughput and MFU.
 
-    Trainer hands one dict of logs from callback to callback, and puts its own callbacks and those of `report_to` before
-    the ones that it is given. Call this on every rank before training; without a MetricsCallback it changes nothing.
+    Trainer passes the same dict of logs to all callbacks, and calls those of `report_to` before user callbacks. Call this
+    on every rank before training; it has no effect without a MetricsCallback.
 
     Source: transformers 5.23, `Trainer.__init__` (order) and `CallbackHandler.on_log` (one dict for all).
     """
@@ -241,12 +243,6 @@ def place_before_reporters(trainer: "Trainer") -> None:
 
 def _numbers(entry: Mapping[str, Any]) -> dict[str, int | float]:
     return {key: value for key, value in entry.items() if isinstance(value, int | float)}
-
-
-def _count_rows(dataloader: Any) -> dict[str, int]:
-    """Return the number of sequences per epoch, unless the dataset is a stream."""
-    dataset: Any = getattr(dataloader, "dataset", None)
-    return {"num_rows": len(dataset)} if hasattr(dataset, "__len__") else {}
 
 
 def _print_model(model: torch.nn.Module, output_dir: Path) -> None:

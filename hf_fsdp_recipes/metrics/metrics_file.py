@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per line, appended during the run; survives a kill and a resume."""
+"""Reads and writes metrics.jsonl: one JSON object per line, appended during the run and continued after a resume."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a metrics.jsonl, skipping a line that a kill left incomplete."""
+    """Return the entries of a metrics.jsonl, skipping incomplete lines of a killed run."""
     entries = []
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
@@ -20,7 +20,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def append(path: Path, entry: dict[str, Any]) -> None:
-    """Append an entry in one write, so that a kill damages at most this line. Rank 0 only."""
+    """Append an entry in a single write. Rank 0 only."""
     with path.open("a") as stream:
         stream.write(json.dumps(entry) + "\n")
 
@@ -43,6 +43,6 @@ def begin(path: Path, step: int, entries: Sequence[dict[str, Any]]) -> None:
 
 
 def last_of_each_step(entries: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Return the entries that have `key`, in order of steps; the last one of a step that a resume repeated."""
+    """Return the entries that have `key`, ordered by step. For a step repeated after a resume, only the last entry."""
     found = {entry["step"]: entry for entry in entries if key in entry}
     return [found[step] for step in sorted(found)]

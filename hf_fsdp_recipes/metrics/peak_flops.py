@@ -1,14 +1,16 @@
 """Peak FLOP/s of devices per dtype: dense (without structured sparsity), from the vendors' documents.
 
-A device has a peak only if its full name matches a row, because no MFU is better than a wrong one: MIG slices, laptop
-GPUs and unlisted devices have none. Tensor-core figures assume fp32 accumulation, as PyTorch uses it. A card that
-clocks higher than its vendor's rating can exceed its peak by a few percent.
+A device needs an exact match of its full name, because no MFU is better than a wrong one: MIG slices and laptop GPUs do not
+match. Tensor-core figures assume fp32 accumulation, as in PyTorch. A card that clocks higher than its rating can exceed its
+peak by a few percent.
 """
 
 import re
 from collections import Counter
 
 import torch
+
+from hf_fsdp_recipes.precision import format_dtype
 
 DTYPES = ("bfloat16", "float16", "tf32", "float32")
 # Regular expression for a device's full name in lower case, without vendor and series: TFLOP/s for each of DTYPES, None
@@ -84,7 +86,7 @@ def matmul_dtype(mixed_precision: str, model: torch.nn.Module) -> str:
 
     Args:
         mixed_precision: Accelerate's setting: no, bf16, fp16 or fp8.
-        model: with "no", the dtype of most of its parameters decides.
+        model: its most common parameter dtype is used if mixed precision is off.
     """
     if mixed_precision != "no":
         return {"bf16": "bfloat16", "fp16": "float16"}.get(mixed_precision, mixed_precision)
@@ -95,4 +97,4 @@ def matmul_dtype(mixed_precision: str, model: torch.nn.Module) -> str:
     dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return "tf32"
-    return str(dtype).removeprefix("torch.")
+    return format_dtype(dtype)

@@ -17,7 +17,7 @@ BLUE, PALE_BLUE, ORANGE, GRAY = "#1f5a8c", "#9db4c8", "#d9822b", "#8a8f98"
 PHASE_COLORS = dict(zip(PHASES, ("#d9822b", "#1f5a8c", "#6fa3cf", "#7a4f9a", "#3b8f5c", "#c9ccd1"), strict=True))
 RANK_COLORS = ("#1f5a8c", "#d9822b", "#3b8f5c", "#7a4f9a", "#b8434e", "#4fa3b8", "#8c6d31", "#5f6770")
 MAX_BARS = 60
-MIN_SHARE = 0.01  # of the time; a shorter phase would be in the legend without a visible bar
+MIN_SHARE = 0.01  # of the time; shorter phases have no visible bar
 STEP_LABEL = "optimizer step"
 
 Entry = dict[str, Any]
@@ -73,7 +73,7 @@ def _draw_points_and_mean(axes: Axes, steps: Sequence[int], values: Sequence[flo
 
 
 def _moving_average(values: Sequence[float], width: int) -> list[float]:
-    """Return the mean of `width` neighbors of each value, centered to avoid lag, and of fewer near the ends."""
+    """Return the centered moving average over `width` values, or fewer near the ends."""
     sums = [0.0, *accumulate(values)]
     means = []
     for i in range(len(values)):
@@ -132,7 +132,7 @@ def _figure(num_panels: int) -> tuple[Figure, list[Axes]]:
 
 
 def style(axes: Axes, title: str, x_label: str, y_label: str) -> None:
-    """Give a panel its title, axis labels and the common look; the y axis starts at 0."""
+    """Set a panel's title, axis labels and common style; the y axis starts at 0."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
@@ -147,7 +147,7 @@ def _finish(figure: Figure, axes: Axes, title: str, unit: str) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.label_outer()  # the panels share the x axis
     if labels := axes.get_legend_handles_labels()[1]:
-        # On the line of the title, where it covers no data.
-        place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": min(4, len(labels))}
-        axes.legend(frameon=False, fontsize=9, borderaxespad=0.2, columnspacing=1.2, **place)
+        # Next to the title, so that it covers no data.
+        position = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": min(4, len(labels))}
+        axes.legend(frameon=False, fontsize=9, borderaxespad=0.2, columnspacing=1.2, **position)
     return figure

@@ -1,4 +1,4 @@
-"""Progress bars of long operations on rank 0's terminal; silent on other ranks and without a terminal.
+"""Progress bars on rank 0's terminal; silent on other ranks and without a terminal.
 
 Thin wrappers around tqdm, so that the bars look like Trainer's. Turning off the bars of transformers or of the Hub
 turns these off too.
@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 
 def is_shown() -> bool:
-    """Return whether this process shows progress: it is rank 0, has a terminal, and bars are not turned off."""
+    """Return whether this process shows progress bars: it is rank 0, has a terminal, and bars are enabled."""
     terminal = sys.__stderr__
     if terminal is None or terminal.closed or not terminal.isatty() or not distributed.is_main():
         return False
@@ -31,9 +31,9 @@ def bar(total: float | None, title: str, unit: str = "B", **style: Any) -> tqdm:
 
     Args:
         total: size of the operation, or None if unknown.
-        title: what is being done.
-        unit: "B" to show bytes with their prefixes, or the name of what is counted.
-        **style: further arguments of tqdm.
+        title: label of the bar.
+        unit: "B" to show bytes with unit prefixes, or the name of the items counted.
+        **style: additional tqdm arguments.
     """
     # sys.__stderr__, because some callers redirect sys.stderr to hide upstream's messages.
     return tqdm(
@@ -49,7 +49,7 @@ def bar(total: float | None, title: str, unit: str = "B", **style: Any) -> tqdm:
 
 
 def each(items: Sequence[Item], title: str, unit: str = "B", sizes: Sequence[int] | None = None) -> Iterator[Item]:
-    """Yield the items behind a progress bar, which advances by their sizes in bytes, or by one if there are none."""
+    """Yield items and advance a progress bar by their sizes in bytes, or by one without sizes."""
     steps = sizes or [1] * len(items)
     with bar(sum(steps), title, unit) as shown:
         for item, step in zip(items, steps, strict=True):
@@ -67,8 +67,3 @@ def print_above(line: str) -> None:
     """Print a line to standard output, above any bars."""
     tqdm.write(line, file=sys.stdout)
     sys.stdout.flush()
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Return a size as the bars show it, for example `12.3MB`."""
-    return f"{tqdm.format_sizeof(num_bytes)}B"

@@ -1,6 +1,6 @@
-"""The report of a run: report.md and its plots, rendered from metrics.jsonl alone.
+"""Renders a run's report, report.md and its plots, from metrics.jsonl alone.
 
-A report can therefore be written for a run that is still going, was killed, or was resumed.
+A report can therefore be written for a run that is in progress, was killed, or was resumed.
 """
 
 import statistics

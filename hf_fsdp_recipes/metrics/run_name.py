@@ -16,8 +16,8 @@ def default_run_name(training: "TrainingArguments", model: str, date: datetime |
     """Return the default name of a run, with node and GPU counts from the launcher's environment.
 
     Args:
-        training: gives the number of steps or epochs, and the batch size per GPU.
-        model: Hub id or directory, of which the last part is used.
+        training: arguments with the number of steps or epochs, and the batch size per GPU.
+        model: Hub id or directory; its last part is used.
         date: start of the run; default: now.
     """
     gpus_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,7 +1,7 @@
-"""Memory and time of the loading stages before the first step, per rank.
+"""Measures memory and time of the loading stages before the first step, per rank.
 
-Each rank records its stages; `show` gathers and prints them as a table. MetricsCallback writes them to metrics.jsonl,
-and the report has the same table. It follows the memory log in Hugging Face's Llama-2-70B FSDP article.
+Each rank records its stages; `show` gathers and prints them as a table, modeled on the memory log in Hugging Face's
+Llama-2-70B FSDP article. MetricsCallback also writes them to metrics.jsonl for the report.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ gathered: list["Stage"] = []  # of all ranks; MetricsCallback writes and clears 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage on one rank; memory in bytes, host memory anonymous."""
+    """One stage on one rank; host memory is anonymous memory."""
 
     stage: str
     rank: int

@@ -1,8 +1,8 @@
 """Token counts of batches as the model receives them, without padding and without a device synchronization.
 
 Trainer's `include_num_input_tokens_seen` and TRL's `num_tokens` gather and synchronize at every micro-batch. The former
-also takes real tokens for padding if the pad token is the end-of-text token and there is no mask (packing). Their
-figures stay in the logs.
+also takes real tokens for padding if the pad token is the end-of-text token and there is no mask (packing). Both counts
+remain in the logs.
 """
 
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ import torch
 def count_tokens(inputs: Mapping[str, Any], window: int | None = None) -> torch.Tensor:
     """Count a batch's tokens and the pairs of tokens that attend to each other.
 
-    Sequences in packed batches begin where `cu_seq_lens_q` says, or else where `position_ids` restart at 0. A packed
-    sequence of one token is filler from `pad_to_multiple_of`, has nothing to predict, and does not count.
+    Sequences in packed batches begin at `cu_seq_lens_q`, or else where `position_ids` restart at 0. A packed sequence of one
+    token is padding from `pad_to_multiple_of` and does not count.
 
     Args:
         inputs: the forward pass's keyword arguments; `attention_mask` is (B, T).
         window: length of the sliding attention window in tokens, or None.
 
     Returns:
-        (3,) int64 on the batch's device: the fields of `flops.TokenCounts`. If sequences are told apart by
-        `position_ids`, the third is a lower bound, too low by at most window * window / 4 per sequence.
+        (3,) int64 on the batch's device: the fields of `flops.TokenCounts`. If only `position_ids`
+        separate the sequences, the third is a lower bound, too low by at most window * window / 4 per sequence.
     """
     boundaries, mask, positions = (inputs.get(key) for key in ("cu_seq_lens_q", "attention_mask", "position_ids"))
     if isinstance(boundaries, torch.Tensor):
@@ -44,7 +44,7 @@ def _from_lengths(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
 
 
 def _from_positions(positions: torch.Tensor, window: int | None) -> torch.Tensor:
-    # 1 + 3 + 5 + ... + (2 n - 1) = n * n, so there is no need to find the ends, which would synchronize with the device.
+    # 1 + 3 + 5 + ... + (2 n - 1) = n * n. This avoids looking up sequence lengths, which would synchronize with the device.
     odd = 2 * positions.long() + 1
     next_positions = torch.nn.functional.pad(positions[:, 1:], (0, 1))
     is_counted = ((positions != 0) | (next_positions != 0)).long()

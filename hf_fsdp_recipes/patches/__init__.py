@@ -1,1 +1,1 @@
-"""Every place where upstream code is changed at run time, one file for each upstream package."""
+"""All run-time changes to upstream code, one file for each upstream package."""

@@ -1,7 +1,4 @@
-"""Accelerate: FSDP on CPU ranks, size-based wrapping, and models whose parameters are on meta.
-
-The loader registers with `register_meta_model_handler`; this module knows nothing of it but these methods.
-"""
+"""Patches for Accelerate: FSDP on CPU ranks, size-based wrapping, and models with parameters on meta."""
 
 import functools
 import os
@@ -14,10 +11,10 @@ from hf_fsdp_recipes.patches.registry import patch
 
 
 class MetaModelHandler(Protocol):
-    """What fills a model that was built on meta, as the patches of `Accelerator` call it."""
+    """Fills a model that was built on meta; called by the patches of `Accelerator`."""
 
     def handles(self, model: torch.nn.Module) -> bool:
-        """Tell whether this handler built the model and has not filled it yet."""
+        """Return whether this handler has to fill the model."""
 
     def shard_fsdp2(self, accelerator: Any, model: torch.nn.Module, shard: Any) -> torch.nn.Module:
         """Return `shard(accelerator, model)`, Accelerate's own FSDP2 step, with the shards filled. Collective."""
@@ -30,13 +27,13 @@ _handler: MetaModelHandler | None = None
 
 
 def register_meta_model_handler(handler: MetaModelHandler) -> None:
-    """Name what fills models on meta from now on."""
+    """Set the handler that fills models on meta."""
     global _handler
     _handler = handler
 
 
 def meta_model_handler(model: torch.nn.Module) -> MetaModelHandler | None:
-    """Return the registered handler if it is in charge of this model."""
+    """Return the registered handler if it handles this model."""
     return _handler if _handler is not None and _handler.handles(model) else None
 
 
@@ -47,8 +44,8 @@ def meta_model_handler(model: torch.nn.Module) -> MetaModelHandler | None:
     "accelerate.state.AcceleratorState.__init__",
     *("self", "mixed_precision", "cpu", "dynamo_plugin", "deepspeed_plugin", "fsdp_plugin"),
     feature="cpu ranks",
-    changes="CPU ranks that were started with an FSDP plugin become FSDP ranks over gloo.",
-    reason="The list of MULTI_* types that may become FSDP has no MULTI_CPU, so the FSDP template is silently ignored.",
+    changes="CPU ranks with an FSDP plugin become FSDP ranks over gloo.",
+    reason="Accelerate does not turn MULTI_CPU into FSDP, so the FSDP template is silently ignored.",
     upstream="to file: `accelerate launch --use_cpu` with an FSDP config trains as plain data parallel, without a warning",
     tested_with="accelerate 1.15",
 )
@@ -66,7 +63,7 @@ def _set_fsdp(state: Any, plugin: Any) -> None:
     if state.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.NO):
         return
     if not torch.distributed.is_initialized():
-        # Accelerate gives a single CPU rank no process group, but FSDP shards over one even then.
+        # Accelerate creates no process group for a single CPU rank, but FSDP needs one.
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     if state._mixed_precision != "no":
@@ -78,8 +75,8 @@ def _set_fsdp(state: Any, plugin: Any) -> None:
 
 
 def _unpin_offload(plugin: Any) -> None:
-    # Pinning needs an accelerator. FSDP1 always pins what it offloads, so it does not offload here: on CPU ranks the
-    # parameters already are where it would put them.
+    # Pinning needs an accelerator. FSDP1 always pins offloaded parameters, so turn its offload off: on CPU ranks the
+    # parameters are on the CPU anyway.
     from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
     if isinstance(plugin.cpu_offload, CPUOffload):
@@ -96,8 +93,8 @@ def _unpin_offload(plugin: Any) -> None:
     *("fsdp2_plugin", "model"),
     feature="size wrap",
     changes="SIZE_BASED_WRAP skips module lists, the decoder and the output head.",
-    reason="FSDP2 refuses module lists, which have no forward. Accelerate shards the decoder's final norm a second time with "
-    "the head. TRL multiplies by the head's weight without calling the head, so the head must stay in the root unit.",
+    reason="FSDP2 rejects module lists, which have no forward. Accelerate shards the decoder's final norm a second time with "
+    "the head. TRL uses the head's weight without calling the head, so the head must stay in the root unit.",
     upstream="to file: SIZE_BASED_WRAP with fsdp_version 2 fails on ModuleList and shards the final norm twice",
     tested_with="accelerate 1.15, trl 1.16",
 )
@@ -113,14 +110,14 @@ def _wrap_only_modules_that_run(original: Any, fsdp2_plugin: Any, model: torch.n
 
 
 def is_size_based(policy: Any) -> bool:
-    """Tell whether a wrap policy is torch's size-based one."""
+    """Return whether a wrap policy is torch's size-based policy."""
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
     return getattr(policy, "func", policy) is size_based_auto_wrap_policy
 
 
 def find_heads(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the output head and, if the two are tied, the input embedding."""
+    """Return the output head and, if it is tied, the input embedding."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     if head is None:
@@ -130,7 +127,7 @@ def find_heads(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _can_be_unit(module: torch.nn.Module, root_modules: list[torch.nn.Module]) -> bool:
-    """Tell whether FSDP2 may shard a module by itself: it runs, and contains none of the root unit's modules."""
+    """Return whether a module can be an FSDP2 unit: it has a forward and contains none of the root unit's modules."""
     if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
         return False
     return all(inner is not kept for inner in module.modules() for kept in root_modules)
@@ -143,8 +140,8 @@ def _can_be_unit(module: torch.nn.Module, root_modules: list[torch.nn.Module]) -
     "accelerate.accelerator.Accelerator._prepare_fsdp2",
     "self",
     feature="loading",
-    changes="Parameters on meta get distinct values of `data_ptr` before Accelerate maps the optimizer's parameters.",
-    reason="The map goes by `data_ptr`, which is 0 for every parameter on meta.",
+    changes="Parameters on meta get distinct `data_ptr` values before Accelerate maps the optimizer's parameters.",
+    reason="Accelerate maps parameters by `data_ptr`, which is 0 for every parameter on meta.",
     upstream="to file: `_prepare_fsdp2` maps optimizer parameters by data_ptr and mixes up parameters on meta",
     tested_with="accelerate 1.15",
 )
@@ -162,7 +159,7 @@ def _prepare_with_distinct_pointers(original: Any, self: Any, *args: Any) -> Any
     *("accelerator", "model"),
     feature="loading",
     changes="After sharding a model from `load_model`, its shards are filled from the checkpoint.",
-    reason="Accelerate fills meta parameters from a full state dict on rank 0 only, which costs rank 0 a full copy of the model.",
+    reason="Accelerate can only fill meta parameters from a full state dict, which takes a full copy of the model on rank 0.",
     upstream="to file: a hook between `fully_shard` and the first forward, to load sharded weights",
     tested_with="accelerate 1.15",
 )
@@ -172,7 +169,7 @@ def _shard_then_fill(original: Any, accelerator: Any, model: torch.nn.Module) ->
 
 
 def use_cpu() -> bool:
-    """Tell whether the launcher asked for CPU ranks, or the machine has nothing else.
+    """Return whether the launcher requested CPU ranks, or the machine has no accelerator.
 
     `accelerate launch` ignores `use_cpu: true` in FSDP configs (accelerate 1.15 sets ACCELERATE_USE_CPU in its simple
     launcher only), so without an accelerator FSDP means CPU ranks.

@@ -1,9 +1,9 @@
-"""Make bitsandbytes' optimizers step sharded parameters (FSDP2): each rank updates the rows it holds.
+"""Makes bitsandbytes' optimizers work under FSDP2: each rank updates its own rows.
 
-Their operators accept no DTensor ("does not have a sharding strategy registered") and need none: an update reads one
-element or, for 8-bit states, one block of 256. The states become DTensors sharded like their parameter, so that torch
-DCP saves and loads them. Blocks of 8-bit states start at a rank's own rows, so these resume on the same number of ranks
-only. The methods are overridden in a subclass; bitsandbytes itself is left alone.
+Their operators do not accept DTensors ("does not have a sharding strategy registered"), but an update only needs one element
+or, for 8-bit states, one block of 256. The states become DTensors sharded like their parameter, so that torch DCP can save and
+load them. Blocks of 8-bit states start at each rank's first row, so they can only be resumed on the same number of ranks. A
+subclass overrides the methods; bitsandbytes itself is not patched.
 
 Source: bitsandbytes 0.50 `optim/optimizer.py`: `init_state`, `update_step` and `prefetch_state` receive one parameter
 and keep its state in `self.state[p]`.
@@ -25,10 +25,10 @@ STEP_PARAMETERS = ["self", "group", "p", "gindex", "pindex"]
 
 
 def shard_optimizer_class(optimizer_class: type) -> type:
-    """Return a subclass of a bitsandbytes optimizer that also steps DTensors. Other parameters step as before.
+    """Return a subclass of a bitsandbytes optimizer that also supports DTensors.
 
     Raises:
-        RecipeError: this version of bitsandbytes steps parameters differently.
+        RecipeError: this version of bitsandbytes is not supported.
     """
     for name in ("init_state", "update_step"):
         found = list(inspect.signature(getattr(optimizer_class, name, int)).parameters)
@@ -37,12 +37,12 @@ def shard_optimizer_class(optimizer_class: type) -> type:
                 f"bitsandbytes {version('bitsandbytes')} is not supported: {name} takes {found} instead of "
                 f"{STEP_PARAMETERS}. Install bitsandbytes 0.50, or use optim: adamw_torch_fused."
             )
-    # Trainer recognizes these optimizers by "bitsandbytes" in the class's full name and keeps embeddings in 32 bits then.
+    # Trainer keeps embeddings in 32 bits if the full class name contains "bitsandbytes", so use this module's name.
     return type(f"Sharded{optimizer_class.__name__}", (_LocalStep, optimizer_class), {"__module__": __name__})
 
 
 class _LocalStep:
-    """Mixin in front of a bitsandbytes optimizer: hands it this rank's local tensors in place of DTensors."""
+    """Mixin for a bitsandbytes optimizer that passes it this rank's local tensors instead of DTensors."""
 
     state: dict[torch.Tensor, dict[str, Any]]  # these three belong to the optimizer
     is_paged: bool
@@ -51,7 +51,7 @@ class _LocalStep:
     def init_state(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
         if not isinstance(p, DTensor):
             return super().init_state(group, p, gindex, pindex)  # type: ignore[misc]
-        # Sized like the largest shard on every rank, so that all choose the same dtype and number of blocks.
+        # Use the largest shard's size on every rank, so that all choose the same dtype and number of blocks.
         largest = _largest_shard(p)
         super().init_state(group, largest, gindex, pindex)  # type: ignore[misc]
         state = self.state.pop(largest)
@@ -80,7 +80,7 @@ class _LocalStep:
                 prefetch_tensor(value.to_local())
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """Load the state as bitsandbytes does, and move it back into paged memory if the optimizer is paged."""
+        """Load the state, and move it to paged memory if the optimizer is paged."""
         super().load_state_dict(state_dict, move_to_device)  # type: ignore[misc]
         for p, state in self.state.items():
             if isinstance(p, DTensor) and self.is_paged:
@@ -100,14 +100,14 @@ def _num_shards(p: DTensor) -> int:
 
 
 def _largest_shard(p: DTensor) -> torch.Tensor:
-    """Return a tensor shaped like rank 0's shard: this rank's own shard if rows divide evenly."""
+    """Return this rank's shard or, if it is smaller than rank 0's, an empty tensor of that shape."""
     shard = p.to_local().detach()
     rows = -(-p.shape[0] // _num_shards(p)) if p.ndim else 1
     return shard if not p.ndim or shard.shape[0] == rows else shard.new_empty((rows, *shard.shape[1:]))
 
 
 def _to_sharded(name: str, value: Any, p: DTensor) -> Any:
-    """Return an entry of a shard's state in the form that is kept: a DTensor if it differs between ranks."""
+    """Return a state entry in its stored form: a DTensor if it differs between ranks."""
     if name.startswith("state"):
         rows = p.to_local().shape[0] if p.ndim else 1
         local = value if not p.ndim or value.shape[0] == rows else value[:rows]
@@ -116,13 +116,13 @@ def _to_sharded(name: str, value: Any, p: DTensor) -> Any:
             local.is_paged, local.page_deviceid = True, value.page_deviceid
             sharded.is_paged = True
         return sharded
-    if name.startswith("absmax"):  # the same length on every rank; the last ranks may use less of it
+    if name.startswith("absmax"):  # the same length on every rank; the last ranks may use only part of it
         return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False)
     return value
 
 
 def _to_local(name: str, value: Any, shard: torch.Tensor) -> Any:
-    """Return an entry of the state as bitsandbytes expects it for this rank's rows."""
+    """Return a state entry for this rank's rows, as bitsandbytes expects it."""
     if not isinstance(value, DTensor):
         return value
     local = value.to_local()

@@ -1,4 +1,4 @@
-"""FSDP1 and FSDP2 on CPU ranks over gloo, if the launcher asked for them."""
+"""Enables FSDP1 and FSDP2 on CPU ranks over gloo if the launcher requests them."""
 
 import logging
 import os
@@ -10,20 +10,20 @@ from hf_fsdp_recipes.patches.accelerate import use_cpu
 
 
 def is_requested() -> bool:
-    """Tell whether the launcher asked for FSDP on CPU ranks."""
+    """Return whether the launcher requests FSDP on CPU ranks."""
     return is_fsdp_requested() and use_cpu()
 
 
 def enable() -> bool:
-    """Make Accelerate treat CPU ranks as FSDP ranks, if the launcher asked for that. Idempotent.
+    """Make Accelerate treat CPU ranks as FSDP ranks, if the launcher requests that. Idempotent.
 
-    Every rank calls this before its first Accelerator or TrainingArguments; no collective.
+    Call it on every rank before the first Accelerator or TrainingArguments; not a collective.
 
     Returns:
         Whether FSDP on CPU ranks is on.
 
     Raises:
-        TemplateError: an Accelerator exists already.
+        TemplateError: an Accelerator already exists.
         PatchError: this Accelerate or torch is not supported.
     """
     if not is_requested():
@@ -37,7 +37,7 @@ def enable() -> bool:
 
 
 def _check_no_accelerator_exists() -> None:
-    # FSDP cannot be added to an Accelerator that was made before: its plugin is gone.
+    # An existing Accelerator has already dropped its FSDP plugin.
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
 

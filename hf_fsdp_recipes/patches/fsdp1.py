@@ -1,6 +1,6 @@
-"""FSDP1, in whatever upstream package: everything here goes the day FSDP1 goes.
+"""Patches for FSDP1, in any upstream package.
 
-Kept for Gaudi and for configs that have not moved to `fsdp_version: 2`.
+For Gaudi and for configs that have not moved to `fsdp_version: 2`.
 """
 
 import logging
@@ -21,8 +21,8 @@ from hf_fsdp_recipes.patches.registry import patch
     *("module", "ignored_params", "device_from_device_id"),
     feature="cpu ranks",
     changes="CPU ranks compute on `cpu`, not on `cpu:0`.",
-    reason="Tensors on `cpu` and `cpu:0` count as being on different devices in FSDP1's own checks.",
-    upstream="FSDP1 is in maintenance; not filed",
+    reason="FSDP1 treats `cpu` and `cpu:0` as different devices.",
+    upstream="not filed; FSDP1 is in maintenance mode",
     tested_with="torch 2.11 to 2.13",
 )
 def _compute_on_cpu(
@@ -39,8 +39,8 @@ def _compute_on_cpu(
     *("global_process_group", "num_devices_per_node"),
     feature="cpu ranks",
     changes="Hybrid sharding over gloo shards over the ranks of a node.",
-    reason="torch counts one CPU device a node, so every rank would be a node of its own.",
-    upstream="FSDP1 is in maintenance; not filed",
+    reason="torch counts one CPU device per node, so every rank would be a separate node.",
+    upstream="not filed; FSDP1 is in maintenance mode",
     tested_with="torch 2.11 to 2.13",
 )
 def _group_by_local_ranks(original: Any, global_process_group: Any, num_devices_per_node: int) -> Any:
@@ -56,9 +56,9 @@ def _group_by_local_ranks(original: Any, global_process_group: Any, num_devices_
     "accelerate.utils.dataclasses.FullyShardedDataParallelPlugin.set_auto_wrap_policy",
     *("self", "model"),
     feature="size wrap",
-    changes="SIZE_BASED_WRAP leaves the output head in the root unit.",
-    reason="TRL multiplies by the head's weight without calling the head, and would find only a shard there.",
-    upstream="FSDP1 is in maintenance; not filed",
+    changes="SIZE_BASED_WRAP keeps the output head in the root unit.",
+    reason="TRL uses the head's weight without calling the head, so FSDP1 would not gather a separate unit.",
+    upstream="not filed; FSDP1 is in maintenance mode",
     tested_with="accelerate 1.15, trl 1.16",
 )
 def _set_policy_without_heads(original: Any, self: Any, model: torch.nn.Module) -> None:
@@ -69,7 +69,7 @@ def _set_policy_without_heads(original: Any, self: Any, model: torch.nn.Module) 
 
 
 def _without(policy: Any, kept_out: list[torch.nn.Module]) -> Any:
-    """Keep modules out of an FSDP1 policy, which is asked twice: whether to look inside, and whether to wrap."""
+    """Exclude modules from an FSDP1 policy, which decides both whether to recurse and whether to wrap."""
 
     def policy_without(module: torch.nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         if any(module is kept for kept in kept_out):
@@ -87,8 +87,8 @@ def _without(policy: Any, kept_out: list[torch.nn.Module]) -> Any:
     *("self", "model"),
     feature="loading",
     changes="A model from `load_model` is materialized one FSDP1 unit at a time.",
-    reason="Accelerate's way keeps the full model in the memory of rank 0, and of every rank while states are synchronized.",
-    upstream="FSDP1 is in maintenance; not filed",
+    reason="Accelerate keeps the full model in rank 0's memory, and in every rank's while it synchronizes module states.",
+    upstream="not filed; FSDP1 is in maintenance mode",
     tested_with="accelerate 1.15",
 )
 def _prepare_by_units(original: Any, self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -105,9 +105,9 @@ def _prepare_by_units(original: Any, self: Any, model: torch.nn.Module, *args: A
     "accelerate.utils.fsdp_utils._get_model_state_dict",
     *("model", "adapter_only", "sd_options"),
     feature="checkpointing",
-    changes="The adapter-only state of a PEFT model under FSDP1 holds the adapter.",
-    reason="PEFT looks adapters up by module name and FSDP1 puts wrapper names in between: 0 of 70 tensors were saved.",
-    upstream="FSDP1 is in maintenance; not filed",
+    changes="The adapter-only state dict of a PEFT model under FSDP1 contains the adapter.",
+    reason="PEFT looks up adapters by module name, and FSDP1 adds wrapper names: 0 of 70 tensors were saved.",
+    upstream="not filed; FSDP1 is in maintenance mode",
     tested_with="accelerate 1.15, peft 0.21",
 )
 def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = False, sd_options: Any = None) -> Any:
@@ -121,8 +121,8 @@ def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = Fal
     *("model", "state_dict", "adapter_only", "sd_options"),
     feature="checkpointing",
     changes="An adapter-only state dict is loaded into a PEFT model under FSDP1.",
-    reason="As for `_get_model_state_dict`: a resume would silently start from new adapters.",
-    upstream="FSDP1 is in maintenance; not filed",
+    reason="As for `_get_model_state_dict`; a resumed run would silently start with new adapters.",
+    upstream="not filed; FSDP1 is in maintenance mode",
     tested_with="accelerate 1.15, peft 0.21",
 )
 def _set_state_with_adapters(
@@ -137,9 +137,9 @@ def _set_state_with_adapters(
     "transformers.trainer.load_fsdp_optimizer",
     *("fsdp_plugin", "accelerator", "optimizer"),
     feature="checkpointing",
-    changes="The optimizer's state is allocated before a checkpoint is read into it.",
-    reason="A fresh optimizer has no state, so nothing is read and Adam silently restarts from zero.",
-    upstream="FSDP1 is in maintenance; not filed",
+    changes="The optimizer's state is allocated before a checkpoint is loaded.",
+    reason="A new optimizer has no state, so nothing is loaded and Adam silently restarts from zero.",
+    upstream="not filed; FSDP1 is in maintenance mode",
     tested_with="transformers 5.23, torch 2.13",
 )
 def _load_into_allocated_state(
@@ -160,7 +160,7 @@ def _is_fsdp1_peft(model: Any) -> bool:
 
 
 def _load_quietly(model: Any, state_dict: Any) -> Any:
-    # FSDP1 warns once for every base weight that an adapter-only state dict leaves as it is.
+    # FSDP1 warns about every base weight that is not in an adapter-only state dict.
     logger = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)

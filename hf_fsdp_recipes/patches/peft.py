@@ -1,8 +1,7 @@
-"""PEFT: adapters on a base model whose weights are on meta.
+"""Patches for PEFT: adapters on a base model whose weights are on meta.
 
-PEFT moves adapters to the device of their base layer. With the base on meta that would lose their initial values. PEFT's
-`reset_lora_parameters` could draw them again after loading, but from another random state: a LoRA run would no longer
-start from the same adapters as the stock one, which the tests compare digit for digit.
+PEFT moves adapters to the device of their base layer, so a base layer on meta would lose their initial values. Calling
+`reset_lora_parameters` after loading would use another random state, so LoRA runs would differ from stock ones.
 """
 
 from typing import Any
@@ -36,7 +35,7 @@ def _move_unless_to_meta(original: Any, self: Any, adapter_name: str, device: to
     *("self", "adapter_name", "device"),
     feature="loading",
     changes="Adapters of fused experts on meta stay on the CPU.",
-    reason="The class has a move of its own; on meta the adapters would lose their initial values.",
+    reason="The class has its own method; on meta the adapters would lose their initial values.",
     upstream=_UPSTREAM,
     tested_with=_TESTED_WITH,
 )
@@ -56,7 +55,7 @@ def _move_expert_adapter_unless_to_meta(
     *("self", "base_layer", "lora_A", "lora_B", "scaling"),
     feature="loading",
     changes="DoRA's magnitudes stay on meta until the base weights are loaded.",
-    reason="They are norms of base weights, which are not there yet.",
+    reason="They are norms of base weights, which are not loaded yet.",
     upstream=_UPSTREAM,
     tested_with=_TESTED_WITH,
 )
@@ -67,8 +66,8 @@ def _defer_magnitude(original: Any, self: Any, *, base_layer: Any, lora_A: Any, 
     kind = type(base_layer).__name__
     if type(self).__name__ != "DoraLinearLayer" or self.fan_in_fan_out or kind == "Linear4bit":
         raise LoadError(
-            f"use_dora is not supported for {kind} layers: load_model computes DoRA's magnitudes for unquantized linear layers "
-            f"only. Leave these layers out of lora_target_modules, or use LoRA."
+            f"use_dora is not supported for {kind} layers: load_model only computes DoRA's magnitudes for unquantized linear "
+            f"layers. Remove these layers from lora_target_modules, or use LoRA."
         )
     dtype = torch.promote_types(base_layer.weight.dtype, lora_A.dtype)
     self.weight = torch.nn.Parameter(torch.empty(lora_B.shape[0], dtype=dtype, device="meta"))
@@ -78,8 +77,8 @@ def _defer_magnitude(original: Any, self: Any, *, base_layer: Any, lora_A: Any, 
     "peft.tuners.tuners_utils.BaseTuner.inject_adapter",
     *("self", "model", "adapter_name"),
     feature="loading",
-    changes="Adapters that are computed from the base weights (PiSSA, OLoRA, LoftQ, ...) are refused on meta.",
-    reason="The weights are not there yet; PEFT would fail in the middle of a decomposition.",
+    changes="Adapters that are computed from the base weights (PiSSA, OLoRA, LoftQ, ...) raise an error on meta.",
+    reason="The weights are not loaded yet, so PEFT would fail in the middle of a decomposition.",
     upstream=_UPSTREAM,
     tested_with=_TESTED_WITH,
 )
@@ -115,8 +114,8 @@ for _tuner in ("peft.tuners.tuners_utils.BaseTuner", "peft.tuners.lora.model.Lor
         f"{_tuner}._replace_module",
         *("self", "parent", "child_name", "new_module", "child"),
         feature="loading",
-        changes="Adapters that were real before a module is replaced are real afterwards.",
-        reason="PEFT moves the new module to the device of the base weight, here meta.",
+        changes="Adapters stay real when a module is replaced.",
+        reason="PEFT moves the new module to the base weight's device, here meta.",
         upstream=_UPSTREAM,
         tested_with=_TESTED_WITH,
     )(_replace_and_keep_adapters)

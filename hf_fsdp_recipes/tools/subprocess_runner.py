@@ -1,4 +1,4 @@
-"""Run `accelerate launch` in a session of its own, follow it, and leave no process behind."""
+"""Runs `accelerate launch` in its own session, follows it, and leaves no process running."""
 
 import contextlib
 import ctypes
@@ -60,11 +60,11 @@ class Run:
             time.sleep(interval_seconds)
 
     def processes(self) -> list[psutil.Process]:
-        """Return the launcher, its descendants, and the orphans this process has adopted."""
+        """Return the launcher, its descendants, and the orphans that this process has adopted."""
         return _with_descendants(_new_children(self._unrelated))
 
     def signal_ranks(self, signal_number: int, script: Path) -> None:
-        """Send a signal to the processes below the launcher that run a script."""
+        """Send a signal to the launcher's descendants that run `script`."""
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.pid != self._process.pid and str(script) in process.cmdline():

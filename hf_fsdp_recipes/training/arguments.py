@@ -1,7 +1,7 @@
 """The recipes' arguments: TRL's and Trainer's dataclasses, and the fields that this package adds.
 
-A recipe is a YAML file of any of these fields; the command line overrides it. What can be checked from the arguments
-alone is checked here, before anything is loaded.
+A recipe is a YAML file of any of these fields; the command line overrides it. Arguments are checked here, before anything is
+loaded.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def _argument(default: Any, help_text: str) -> Any:
 
 @dataclass
 class RecipeArguments:
-    """What this package adds to TRL's arguments."""
+    """The arguments that this package adds to TRL's."""
 
     attention: Literal["auto", "flash", "sdpa", "eager", "flex"] = _argument(
         "auto", "Attention implementation; auto picks the newest installed FlashAttention, or else the model's default."
@@ -99,7 +99,7 @@ class RecipeArguments:
         "first_exhausted", "When a mixture with fractions ends, as in datasets.interleave_datasets; streams never end."
     )
     report: bool = _argument(True, "Write metrics.jsonl, report.md and plots to the output directory.")
-    throughput_warmup_steps: int = _argument(3, "Number of first steps to leave out of the reported throughput.")
+    throughput_warmup_steps: int = _argument(3, "Number of first steps to exclude from the reported throughput.")
 
 
 class Arguments(NamedTuple):
@@ -113,13 +113,13 @@ class Arguments(NamedTuple):
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """Read a recipe (`--config X.yaml`) and command-line overrides. Every rank calls this; no collective.
+    """Read a recipe (`--config X.yaml`) and command-line overrides. Every rank calls this, but it is not a collective.
 
-    Turns on FSDP on CPU ranks first, because TrainingArguments starts Accelerate's state.
+    Enables FSDP on CPU ranks first, because TrainingArguments initializes Accelerate's state.
 
     Raises:
         RecipeError: an unknown key, an invalid value, or a recipe that is not YAML.
-        TemplateError, DataError: arguments that cannot work together.
+        TemplateError, DataError: conflicting arguments.
     """
     cpu_ranks.enable()
     # Imported after `enable`, which silences what bitsandbytes prints on every CPU rank when TRL imports it.
@@ -148,7 +148,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
 
 
 def _launcher_defaults() -> dict[str, Any]:
-    """Let the template set precision and device unless the recipe does; TRL's default is bf16 regardless."""
+    """Return precision and device from the template, as defaults for the recipe; TRL would always default to bf16."""
     defaults: dict[str, Any] = {}
     precision = mixed_precision()
     if precision is not None:
@@ -176,7 +176,7 @@ def _suggest_name(message: str, parser: "TrlParser") -> str:
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """Refuse arguments that would fail later, or silently do something else. No collective.
+    """Reject arguments that would fail later or be silently ignored. Not a collective.
 
     Raises:
         RecipeError, DataError, TemplateError: with the value and what to change.
@@ -236,7 +236,7 @@ def _check_data(arguments: Arguments) -> None:
 
 
 def is_streaming(arguments: Arguments) -> bool:
-    """Tell whether rows are read during training. For a mixture, TRL has a separate field, `streaming`."""
+    """Return whether rows are read during training. TRL has a separate field for mixtures, `streaming`."""
     return bool(arguments.mixture.streaming if arguments.mixture.datasets else arguments.script.dataset_streaming)
 
 
@@ -255,7 +255,7 @@ def _check_export(arguments: Arguments) -> None:
 
 
 def _check_launch(training: "SFTConfig") -> None:
-    """Refuse a launch whose ranks would not train one model together."""
+    """Check that the launched ranks train one model together."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and training.world_size != launched:
         raise TemplateError(

@@ -1,6 +1,6 @@
 """Selects the attention implementation and verifies that packed documents do not attend to each other.
 
-Packing is verified on a tiny model of the same architecture, because only the model's own masking code knows.
+Packing is verified on a tiny model of the same architecture, because it depends on the model's own masking code.
 
 Source: transformers 5.23 `masking_utils.py` (position_ids that restart at 0 produce a block-diagonal mask, in models
 that build their masks there), `modeling_flash_attention_utils.py`.
@@ -23,7 +23,7 @@ LEAK_TOLERANCE = 1e-4  # relative to the largest logit, in float32
 
 
 def select_implementation(requested: str, is_on_cpu: bool) -> str | None:
-    """Return transformers' name for the requested attention, or None for the model's default. No collective.
+    """Return transformers' name for the requested attention, or None for the model's default. Not a collective.
 
     Args:
         requested: auto, flash, sdpa, eager or flex.
@@ -52,9 +52,9 @@ def find_flash() -> str | None:
 
 
 def check_packing(config: "PretrainedConfig", implementation: str) -> None:
-    """Refuse packing if a document would attend to the one before it. Any rank; no collective.
+    """Check that packed documents do not attend to each other. Any rank may call this.
 
-    FlashAttention takes the documents' lengths and is trusted; other implementations are tried on a tiny model.
+    FlashAttention takes the documents' lengths and is not tested; others are tested on a tiny model.
 
     Raises:
         RecipeError: the logits of the second of two packed documents depend on the first.
@@ -71,7 +71,7 @@ def check_packing(config: "PretrainedConfig", implementation: str) -> None:
 
 
 def measure_leak(config: "PretrainedConfig", implementation: str) -> float:
-    """Return how far the first of two packed documents moves the second one's logits, relative to the largest."""
+    """Return how much the first of two packed documents changes the second one's logits, relative to the largest."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):

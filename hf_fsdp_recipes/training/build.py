@@ -36,8 +36,8 @@ MAX_VERIFIED_PARAMETERS = 3_000_000_000  # to compare logits, rank 0 loads the c
 def build_trainer(arguments: Arguments) -> "SFTTrainer":
     """Build a TRL SFTTrainer that loads, trains and saves sharded.
 
-    Everything that can be checked is checked before the model is loaded. Collective: every rank must call this, with the
-    same arguments.
+    Arguments and data are checked before the model is loaded. Collective: every rank must call this, with the same
+    arguments.
 
     Returns:
         The trainer. `train()` shards the model and reads its weights.
@@ -129,7 +129,7 @@ def _find_checkpoint(requested: str, output_dir: str) -> Path | None:
 
 
 def finish(trainer: "SFTTrainer", arguments: Arguments) -> Path | None:
-    """Export the trained model to `<output_dir>/export`, then verify and push it if the recipe asks for that.
+    """Export the trained model to `<output_dir>/export`, then verify and push it if the recipe says so.
 
     Collective: every rank must call this, after training.
 
@@ -137,7 +137,7 @@ def finish(trainer: "SFTTrainer", arguments: Arguments) -> Path | None:
         The export's directory, or None with `export: false`.
 
     Raises:
-        ExportError: the same on every rank, if `export/` has no weights or not the trained ones.
+        ExportError: on every rank, if the export fails or does not match the trained model.
     """
     output = Path(arguments.training.output_dir)
     if not arguments.recipe.export:

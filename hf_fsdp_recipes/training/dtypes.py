@@ -1,4 +1,4 @@
-"""Which dtype each parameter trains in, settled before sharding so that no rank fails halfway through it.
+"""Sets and checks the dtype of each parameter before sharding.
 
 Under FSDP2, trainable parameters stay in float32 and are cast to the mixed-precision dtype when they are gathered. FSDP1
 flattens each unit into one tensor of one dtype, so there adapters take the dtype of the base weights. Frozen parameters
@@ -16,29 +16,29 @@ from transformers import TrainerCallback
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import TemplateError
-from hf_fsdp_recipes.precision import mixed_precision_dtype
+from hf_fsdp_recipes.precision import format_dtype, mixed_precision_dtype
 
 if TYPE_CHECKING:
     from trl import ModelConfig
 
 
 def set_frozen_dtype(model_arguments: "ModelConfig") -> None:
-    """Give frozen parameters next to 4-bit weights the mixed-precision dtype; fp32 master weights of them are useless.
+    """Load a 4-bit model's other parameters in the mixed-precision dtype, because frozen ones need no fp32 master weights.
 
-    Changes `dtype` if it has TRL's default. The quantization config takes its compute dtype from there too.
+    Changes `dtype` if it has TRL's default. The quantization config also takes its compute dtype from it.
     """
     precision = mixed_precision_dtype()
     if model_arguments.load_in_4bit and precision is not None and model_arguments.dtype in (None, "auto", "float32"):
-        model_arguments.dtype = str(precision).removeprefix("torch.")
+        model_arguments.dtype = format_dtype(precision)
 
 
 def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dtype: str = "auto") -> None:
-    """Cast adapters to the dtype they train in, print the dtypes on rank 0, and refuse what FSDP1 cannot shard.
+    """Cast adapters to their training dtype, print all dtypes on rank 0, and check that FSDP1 can shard them.
 
-    Every rank calls this, before sharding; no collective.
+    Every rank calls this before sharding; not a collective.
 
     Args:
-        model: with its adapters.
+        model: the model with its adapters.
         fsdp_version: 1, 2, or None without FSDP.
         adapter_dtype: auto, or the name of a dtype.
 
@@ -47,7 +47,8 @@ def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dty
     """
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     if frozen and fsdp_version is not None:
-        dtype = _adapter_dtype(frozen, fsdp_version, adapter_dtype)
+        default = torch.float32 if fsdp_version == 2 else frozen[0].dtype
+        dtype = default if adapter_dtype == "auto" else getattr(torch, adapter_dtype)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
@@ -57,19 +58,13 @@ def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dty
         _check_head(model)
 
 
-def _adapter_dtype(frozen: list[torch.nn.Parameter], fsdp_version: int, adapter_dtype: str) -> torch.dtype:
-    if adapter_dtype != "auto":
-        return getattr(torch, adapter_dtype)
-    return torch.float32 if fsdp_version == 2 else frozen[0].dtype
-
-
 def describe_dtypes(model: torch.nn.Module) -> str:
-    """Return the number of trainable and frozen elements of each dtype. 4-bit weights count by their storage dtype."""
+    """Return the number of trainable and frozen elements by dtype; for 4-bit weights, by storage dtype."""
     counts: Counter[tuple[str, str]] = Counter()
     for parameter in model.parameters():
         is_4bit = type(parameter).__name__ == "Params4bit"
         kind = "trainable" if parameter.requires_grad else "frozen 4-bit in" if is_4bit else "frozen"
-        counts[kind, str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+        counts[kind, format_dtype(parameter.dtype)] += parameter.numel()
     return ", ".join(f"{count:,} {kind} {dtype}" for (kind, dtype), count in sorted(counts.items()))
 
 
@@ -77,23 +72,23 @@ class MasterWeightsCallback(TrainerCallback):
     """Checks at the start of mixed-precision training that trainable parameters have fp32 master weights.
 
     Args:
-        adapter_dtype: as in `cast_trainable`; a dtype that the user chose is not checked.
+        adapter_dtype: as in `cast_trainable`; the check is skipped unless it is auto.
     """
 
     def __init__(self, adapter_dtype: str = "auto") -> None:
         self.adapter_dtype = adapter_dtype
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Check the sharded model. Every rank; no collective, because all ranks see the same dtypes."""
+        """Check the sharded model."""
         if mixed_precision_dtype() is not None and self.adapter_dtype == "auto" and not _is_fsdp1_4bit(model):
             check_master_weights(model)
 
 
 def check_master_weights(model: torch.nn.Module) -> None:
-    """Refuse trainable parameters that are kept in less than float32 between steps.
+    """Check that trainable parameters are stored in float32.
 
     Raises:
-        TemplateError: names some of these parameters.
+        TemplateError: some are not.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     lower = [f"{name} ({parameter.dtype})" for name, parameter in trainable.items() if parameter.dtype != torch.float32]
@@ -107,7 +102,7 @@ def check_master_weights(model: torch.nn.Module) -> None:
 
 
 def _is_fsdp1_4bit(model: torch.nn.Module) -> bool:
-    """Tell whether FSDP1 holds 4-bit weights, so that adapters share the dtype of their unit."""
+    """Return whether the model has 4-bit weights under FSDP1, where adapters share the dtype of their unit."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     is_4bit = any(getattr(module, "is_loaded_in_4bit", False) for module in model.modules())
@@ -122,17 +117,17 @@ def _check_uniform_dtype(model: torch.nn.Module) -> None:
     others = [f"{name} ({p.dtype})" for name, p in model.named_parameters() if p.dtype != common]
     raise TemplateError(
         f"FSDP1 needs one dtype for all parameters, but {len(others)} are not {common}: {', '.join(others[:3])}. Use an fsdp2 "
-        f"template, or set dtype: {str(common).removeprefix('torch.')}."
+        f"template, or set dtype: {format_dtype(common)}."
     )
 
 
 def _check_head(model: torch.nn.Module) -> None:
-    """Refuse PEFT's copy of the output head: TRL's fused loss reads its weight, which FSDP1 has flattened."""
+    """Check that PEFT has not copied the output head: TRL's fused loss reads its weight, which FSDP1 flattens."""
     from peft.utils import ModulesToSaveWrapper
 
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(head, ModulesToSaveWrapper):
         raise TemplateError(
-            "lora_modules_to_save names the output head, which TRL's fused loss cannot read under FSDP1. Use an fsdp2 "
-            "template, or leave the head out."
+            "lora_modules_to_save includes the output head, which TRL's fused loss cannot read under FSDP1. Use an fsdp2 "
+            "template, or remove the head."
         )

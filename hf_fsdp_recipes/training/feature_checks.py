@@ -1,7 +1,7 @@
-"""Checks that speed and memory features can work on this launch, and turns on torch.compile block by block.
+"""Checks that speed and memory features work with this launch, and enables torch.compile for each block.
 
-All features but `compile_blocks` are Trainer's or TRL's own. Without these checks an unsupported one fails in the first
-step, or silently does nothing.
+All features except `compile_blocks` are Trainer's or TRL's. Without these checks, unsupported ones fail in the first step or
+silently do nothing.
 
 Source: trl 1.16 `activation_offloading.py` (needs an accelerator); accelerate 1.15 `_prepare_fsdp2`,
 `compile_regions_fsdp2`; transformers 5.23 `trainer_optimizer.py` (which library an optimizer comes from).
@@ -30,12 +30,12 @@ TORCHAO_OPTIMIZERS = ("adamw_torch_8bit", "adamw_torch_4bit")
 
 
 def check_features(arguments: "Arguments") -> None:
-    """Refuse features that are not installed, not supported on these ranks, or in conflict. No collective.
+    """Reject features that are not installed, not supported on these ranks, or conflicting. Not a collective.
 
-    A dry run may be on another machine than the job, so it checks for conflicts only.
+    A dry run only checks for conflicts, because it may run on another machine than the job.
 
     Raises:
-        RecipeError: names all such settings at once.
+        RecipeError: lists all such settings.
     """
     training, recipe = arguments.training, arguments.recipe
     optimizer = optimizer_name(training)
@@ -99,10 +99,10 @@ def _conflicts(training: "SFTConfig", recipe: "RecipeArguments") -> Iterator[str
 
 
 def enable_block_compilation(arguments: "Arguments") -> None:
-    """Turn on torch.compile for each block of the model if the recipe sets `compile_blocks`. No collective.
+    """Turn on torch.compile for each block of the model if the recipe sets `compile_blocks`. Not a collective.
 
-    Call it before the Trainer is built. Trainer's `torch_compile` alone compiles the model in one piece; a variable of
-    Accelerate's makes it compile blocks.
+    Call it before building the Trainer. Trainer's `torch_compile` alone compiles the entire model; an environment variable
+    makes Accelerate compile each block.
     """
     if not arguments.recipe.compile_blocks:
         return

@@ -1,4 +1,4 @@
-"""The model that a recipe trains: loaded or new, with its attention, dtypes and added tokens."""
+"""Builds the model of a recipe, loaded or new, with its attention, dtypes and added tokens."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ def build_model(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "
             attention.check_packing(model.config, model.config._attn_implementation)
     attention.print_attention(model.config._attn_implementation, arguments.training)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        # PEFT resizes an adapter's base model to exactly the tokenizer's length; a full model may have padding rows.
+        # PEFT resizes an adapter's base model to exactly the tokenizer's length, so pad full models only.
         multiple = None if arguments.model.use_peft else VOCABULARY_MULTIPLE
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=multiple)
         _warn_of_untrained_rows(arguments.model)
@@ -46,13 +46,13 @@ def _warn_of_untrained_rows(model_arguments: "ModelConfig") -> None:
     saved = model_arguments.lora_modules_to_save or []
     if model_arguments.use_peft and not any("embed" in name for name in saved):
         distributed.print_main(
-            "special_tokens: the adapter leaves their new rows at the mean of the others; to train them, set "
-            "lora_modules_to_save: [embed_tokens, lm_head]"
+            "special_tokens: LoRA does not train the new embedding rows, which stay at the mean of the others; to train them, "
+            "set lora_modules_to_save: [embed_tokens, lm_head]"
         )
 
 
 def isolates_documents(training: "SFTConfig") -> bool:
-    """Tell whether documents share a sequence and must not attend to each other."""
+    """Return whether documents share a sequence and must not attend to each other."""
     return training.padding_free or (training.packing and training.packing_strategy != "wrapped")
 
 
@@ -96,10 +96,10 @@ def _new_model(arguments: Arguments, implementation: str | None) -> "PreTrainedM
 
 
 def _choose_checkpointing(arguments: Arguments) -> None:
-    """Use reentrant activation checkpointing if FSDP1 holds 4-bit weights.
+    """Use reentrant activation checkpointing for 4-bit weights under FSDP1.
 
-    Source: torch 2.13; the recomputed forward sees a 4-bit weight as another view of its unit, so that the metadata
-    check of non-reentrant checkpointing fails.
+    Otherwise the metadata check of non-reentrant checkpointing fails (torch 2.13), because the recomputed forward sees a
+    4-bit weight as another view of its unit.
     """
     training = arguments.training
     if fsdp_version() == 1 and arguments.model.load_in_4bit and training.activation_checkpointing:

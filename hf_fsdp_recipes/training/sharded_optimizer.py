@@ -14,19 +14,16 @@ if TYPE_CHECKING:
 def sharded_optimizer(args: "TrainingArguments") -> "tuple[type[torch.optim.Optimizer], dict[str, Any]] | None":
     """Make `optim: adamw_8bit` and bitsandbytes' other optimizers work under FSDP2.
 
-    They fail on sharded parameters in the first step. The class returned here updates each rank's own rows; checkpoints
-    save and resume its state. Pass the result to any Trainer:
+    They fail on sharded parameters in the first step. The returned class updates each rank's own rows, and checkpoints
+    include its state. Pass the result to any Trainer:
 
         trainer = SFTTrainer(..., args=args, optimizer_cls_and_kwargs=sharded_optimizer(args))
-
-    Any rank may call this; no collective.
 
     Args:
         args: Trainer's arguments; `optim`, `optim_args`, `learning_rate`, `weight_decay`, `adam_beta1` and so on apply.
 
     Returns:
-        What Trainer takes as `optimizer_cls_and_kwargs`, or None if `args.optim` is not one of bitsandbytes', so that
-        Trainer makes its own.
+        A value for Trainer's `optimizer_cls_and_kwargs`, or None if `args.optim` is not a bitsandbytes optimizer.
 
     Raises:
         ImportError: bitsandbytes is not installed.
@@ -44,12 +41,12 @@ def sharded_optimizer(args: "TrainingArguments") -> "tuple[type[torch.optim.Opti
 
 
 def optimizer_name(args: "TrainingArguments") -> str:
-    """Return `optim` as a string; Trainer keeps an enum."""
+    """Return `optim`, an enum in Trainer, as a string."""
     return str(getattr(args.optim, "value", args.optim))
 
 
 def is_bitsandbytes_optimizer(name: str) -> bool:
-    """Tell whether Trainer takes this optimizer from bitsandbytes."""
+    """Return whether Trainer takes this optimizer from bitsandbytes."""
     return name in ("adamw_8bit", "adamw_bnb_8bit") or name.startswith(("paged_", "lion_", "ademamix", "rmsprop_bnb"))
 
 

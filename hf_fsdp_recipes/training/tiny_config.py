@@ -1,4 +1,4 @@
-"""A tiny model of the same architecture: the same classes, weight tying and masking, with few and small layers."""
+"""Shrinks a config to a tiny model of the same architecture: same classes, weight tying and masking."""
 
 import copy
 from typing import TYPE_CHECKING
@@ -19,13 +19,13 @@ def tiny_config(config: "PretrainedConfig", vocab_size: int | None = None) -> "P
 
     Args:
         config: a transformers config; it is not changed.
-        vocab_size: rows of the embedding; None keeps the number.
+        vocab_size: number of embedding rows; None keeps the original.
     """
     tiny = copy.deepcopy(config)
     text = tiny.get_text_config()
     heads = min(text.num_attention_heads, MAX_HEADS)
     groups = getattr(text, "num_key_value_heads", None)
-    if groups:  # keeps the number of queries per key if it divides
+    if groups:  # keep the number of query heads per key head, if possible
         text.num_key_value_heads = max(1, heads * groups // text.num_attention_heads)
     text.num_attention_heads = heads
     text.hidden_size = heads * HEAD_SIZE

@@ -1,4 +1,4 @@
-"""The recipe's tokenizer: loaded once, completed as SFTTrainer completes it, and hashed to recognize it again."""
+"""Loads the recipe's tokenizer, completes it like SFTTrainer, and hashes it for the cache of prepared rows."""
 
 import copy
 import hashlib
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hf_fsdp_recipes.training.arguments import Arguments
 
-# Text on which normalizers and pre-tokenizers differ; part of the hash.
+# Text that shows differences between normalizers and pre-tokenizers; part of the hash.
 PROBE = "The 3 quick brown Foxes, née Fuchs,\n\tjump: don't they?  <s>"
 CLONED_VOCABULARY_MULTIPLE = 64  # TRL pads the vocabulary to this when it clones a chat template
 
@@ -48,7 +48,7 @@ def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
 
 
 def tokenizer_for_rows(tokenizer: "PreTrainedTokenizerBase", training: "SFTConfig") -> "PreTrainedTokenizerBase":
-    """Return a copy with the end token and chat template that SFTTrainer will set later. No collective.
+    """Return a copy with the end token and chat template that SFTTrainer will set later. Not a collective.
 
     Source: trl 1.16 `SFTTrainer.__init__`, which changes tokenizer and model together before it prepares rows.
 
@@ -77,7 +77,7 @@ def tokenizer_for_rows(tokenizer: "PreTrainedTokenizerBase", training: "SFTConfi
 
 
 def _clone_chat_template(tokenizer: "PreTrainedTokenizerBase", source_path: str) -> None:
-    """Copy template and tokens from another tokenizer, as `trl.clone_chat_template` does, which needs a model too."""
+    """Copy template and tokens from another tokenizer, like `trl.clone_chat_template` but without a model."""
     from transformers import AddedToken, AutoTokenizer
 
     source = AutoTokenizer.from_pretrained(source_path)
@@ -92,7 +92,7 @@ def _clone_chat_template(tokenizer: "PreTrainedTokenizerBase", source_path: str)
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return a SHA-256 of everything that decides how rows become tokens: vocabulary, template, special tokens, a probe."""
+    """Return a SHA-256 of everything that affects tokenization: vocabulary, template, special tokens and a probe text."""
     facts = [
         sorted(tokenizer.get_vocab().items()),
         tokenizer.chat_template,

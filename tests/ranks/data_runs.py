@@ -1,4 +1,4 @@
-"""What the ranks of the data tests run: the parts of a recipe, recording what each rank did."""
+"""Functions that the data tests run on ranks: parts of a recipe that record what each rank did."""
 
 import json
 import os

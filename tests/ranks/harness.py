@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks, with a time-out and every rank's traceback, without paying for imports.
+"""Runs a function on several gloo ranks quickly, with a timeout and every rank's traceback.
 
 A fork server imports torch, transformers and TRL once; each rank is a fork of it. The environment of a rank
 is what `accelerate launch` gives it for a config file, taken from Accelerate itself.
@@ -88,7 +88,7 @@ def run_ranks(
 ) -> list[Any]:
     """Run `function(*arguments)` on every rank; return the results in rank order.
 
-    Fails the test with every rank's traceback if one raises, dies or outlasts the time-out. With
+    Fails the test with every rank's traceback if one raises, dies or outlasts the timeout. With
     `expect_failure` every rank must raise, and the exceptions' (class name, text) are returned.
     """
     results = context.Queue()
@@ -132,7 +132,7 @@ def run_ranks(
 
 def _account(rank: int, process: Any, outcome: tuple[str, Any] | None) -> str:
     if outcome is None:
-        return f"--- rank {rank}: nothing heard (exit code {process.exitcode}; killed at the time-out if -9)"
+        return f"--- rank {rank}: no report (exit code {process.exitcode}; killed at the timeout if -9)"
     kind, value = outcome
     return f"--- rank {rank}: {kind}\n{value[2] if kind == 'error' else value}"
 

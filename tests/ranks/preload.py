@@ -1,4 +1,4 @@
-"""Imported once by the fork server: what every rank of every test would otherwise import for itself."""
+"""Imported once by the fork server, so that the ranks of the tests need not import these modules themselves."""
 
 import torch.distributed.checkpoint
 import torch.distributed.fsdp  # noqa: F401

@@ -1,14 +1,14 @@
-"""What Accelerate really shards, for the planner's tests: the units of a tiny model on real ranks."""
+"""What Accelerate shards on real ranks, for the planner's tests: the units of a tiny model."""
 
 from typing import Any
 
 
 def units_of(kind: str, lora_rank: int) -> tuple[list[int], int]:
-    """Return the sizes of the units in elements, and this rank's own elements. Every rank runs this."""
-    from hf_fsdp_recipes.patches import cpu_ranks, wrapping
+    """Return the sizes of the units and of this rank's shard, in elements. Every rank runs this."""
+    from hf_fsdp_recipes.patches import cpu_ranks, registry
 
     cpu_ranks.enable()
-    wrapping.install()
+    registry.apply("size wrap")
     import torch
     from accelerate import Accelerator
     from peft import LoraConfig, get_peft_model

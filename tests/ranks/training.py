@@ -1,4 +1,4 @@
-"""What the ranks of the tests run: a few real steps of SFTTrainer, from stock loading or from this package's."""
+"""Functions that the tests run on ranks: a few real SFTTrainer steps, with stock loading or with this package."""
 
 import os
 import tempfile

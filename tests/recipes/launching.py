@@ -1,4 +1,4 @@
-"""Starts the real command, `accelerate launch ... recipes/sft.py`, and leaves no process behind."""
+"""Starts the real command, `accelerate launch ... recipes/sft.py`, and leaves no process running."""
 
 import os
 import runpy

@@ -1,8 +1,8 @@
-"""Small stand-ins for what a recipe names: a model of the same architecture, rows in the same columns.
+"""Small substitutes for a recipe's model and data: the same architecture, and rows with the same columns.
 
     python -m tests.recipes.small meta-llama/Llama-2-7b-hf tatsu-lab/alpaca runs/small
 
-writes runs/small/model and runs/small/rows, for the walk-throughs in docs/.
+writes runs/small/model and runs/small/rows, for the walkthroughs in docs/.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The quickstart's own script, on a tiny model in place of the one it fetches."""
+"""The quickstart script, with a tiny model instead of the downloaded one."""
 
 import subprocess
 import sys

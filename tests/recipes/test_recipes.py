@@ -1,4 +1,4 @@
-"""Every shipped recipe: run in small on CPU ranks, and checked at its full size without weights."""
+"""Every shipped recipe: run with a tiny model on CPU ranks, and validated at full size without weights."""
 
 import contextlib
 import io
@@ -85,7 +85,7 @@ def _listen(arguments):
 
 
 @pytest.mark.parametrize("recipe", small.recipes(), ids=lambda file: file.stem)
-def test_recipe_holds_at_its_full_size(recipe, tmp_path):
+def test_recipe_is_valid_at_full_size(recipe, tmp_path):
     """`--dry_run`: template, batches and memory of the published config, without weights."""
     settings = yaml.safe_load(recipe.read_text())
     arguments = ["--config", recipe, "--dry_run", "--push_to_hub", "false", "--output_dir", tmp_path / "run"]
@@ -103,7 +103,7 @@ def test_recipe_holds_at_its_full_size(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", small.recipes(), ids=lambda file: file.stem)
-def test_recipe_opens_with_its_command(recipe):
+def test_recipe_begins_with_its_command(recipe):
     first = recipe.read_text().splitlines()[0]
     assert first.startswith("# accelerate launch --config_file accelerate_configs/")
     assert small.template_of(recipe).is_file()

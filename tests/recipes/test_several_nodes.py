@@ -1,4 +1,4 @@
-"""Several nodes, as two launchers on this machine: the losses of one node with the same rows a step."""
+"""Several nodes, as two launchers on this machine, have the losses of one node with the same rows per step."""
 
 import pytest
 import yaml

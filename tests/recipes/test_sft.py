@@ -1,4 +1,4 @@
-"""The recipe as a user starts it: its files, its resume, and one clear message for bad input."""
+"""The recipe as a user starts it: its files, resuming, and one clear message for bad input."""
 
 import json
 import signal
@@ -110,7 +110,7 @@ def test_full_run_exports_a_model_that_plain_transformers_loads(tiny_model, text
     ("template", "precision"),
     [pytest.param("fsdp2_full_shard", "no", marks=pytest.mark.slow), ("fsdp1_full_shard", "bf16")],
 )
-def test_qlora_run_exports_what_peft_merges_into_the_unquantised_base(
+def test_qlora_run_exports_what_peft_merges_into_the_unquantized_base(
     tiny_model, text_file, tmp_path, template, precision
 ):
     import torch
@@ -205,18 +205,18 @@ def test_dora_run_is_exported_and_resumed(tiny_model, chat_file, tmp_path):
 
 
 @pytest.mark.slow
-def test_embeddings_train_beside_an_adapter_where_they_are_named(tiny_model, text_file, tmp_path):
+def test_embeddings_train_with_an_adapter_if_they_are_named(tiny_model, text_file, tmp_path):
     common = {
         "model_name_or_path": tiny_model("llama"), "dataset_name": text_file, "use_peft": True, "max_steps": 2,
         "lora_target_modules": "all-linear", "special_tokens": [f"<|new{number}|>" for number in range(40)],
     }  # fmt: skip
     frozen = run(CPU, ["--config", recipe(tmp_path, **common), "--output_dir", tmp_path / "frozen"])
     assert frozen.returncode == 0, frozen.stdout
-    assert "leaves their new rows at the mean" in frozen.stdout
+    assert "does not train the new embedding rows" in frozen.stdout
     config = recipe(tmp_path, **common, lora_modules_to_save=["embed_tokens", "lm_head"])
     trained = run(CPU, ["--config", config, "--output_dir", tmp_path / "trained", "--verify_export", "logits"])
     assert trained.returncode == 0, trained.stdout
-    assert "leaves their new rows" not in trained.stdout
+    assert "new embedding rows" not in trained.stdout
     assert "verified: the export's logits differ" in trained.stdout
     stored = load_file(tmp_path / "trained" / "export" / "adapter_model.safetensors")
     assert any("embed_tokens" in name for name in stored)

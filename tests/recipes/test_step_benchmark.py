@@ -1,4 +1,4 @@
-"""The benchmark of a step, with a tiny model: what one GPU will run at the first try, and what trl sft is told."""
+"""The step benchmark with a tiny model: the GPU cases, and the settings for trl sft."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`hf-fsdp plan`: what a run will need, as a table or JSON."""
+"""The `hf-fsdp plan` command."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     model: Annotated[Optional[str], typer.Option(help="Hub id, model directory or config.json.")] = None,
-    template: Annotated[str, typer.Option(help="Shipped template, or path of an Accelerate config.")] = (
+    template: Annotated[str, typer.Option(help="Name of a template, or path of an Accelerate config.")] = (
         "fsdp2_full_shard"
     ),
     config: Annotated[Optional[Path], typer.Option(help="Recipe to take settings from.")] = None,
@@ -75,20 +75,20 @@ def run(
         from hf_fsdp_recipes.loading.build_on_meta import read_config
         from hf_fsdp_recipes.tools.planner import plan_table, suggestions
         from hf_fsdp_recipes.tools.planner.communication import estimate_traffic
-        from hf_fsdp_recipes.tools.planner.job_options import make_job, read_recipe
+        from hf_fsdp_recipes.tools.planner.job_options import make_job, read_recipe, to_options
         from hf_fsdp_recipes.tools.planner.memory_planner import MemoryPlanner
 
-        options = (read_recipe(recipe) if recipe else {}) | options
+        options = (to_options(read_recipe(recipe)) if recipe else {}) | options
         name = model or options.get("model")
         if name is None:
-            raise PlanError("no model to plan for. Pass --model, or a recipe with one as --config.")
+            raise PlanError("There is no model to plan for. Pass --model, or a recipe with one as --config.")
         overrides = None if model else options.get("config_overrides")  # they belong to the recipe's model
         job = make_job(find_strategy(template), options)
         planner = MemoryPlanner(read_config(name, overrides))
         suggestion = suggestions.suggest(planner, job) if is_suggesting else None
         if is_suggesting and suggestion is None:
             raise PlanError(
-                "nothing fits, even at batch 1 with offloading or an 8-bit optimizer. Use more GPUs, or LoRA (--lora 16)."
+                "Nothing fits, even at batch 1 with offloading or an 8-bit optimizer. Use more GPUs, or LoRA (--lora 16)."
             )
         planned = suggestion.plan if suggestion else planner.plan(job)
         job = planned.job

@@ -1,8 +1,8 @@
 """Bytes that one optimizer step moves between ranks, and how long communication and compute take.
 
-Of an all-gather over n ranks, each rank receives (n - 1) / n; a node receives what its ranks lack once, over its share
-of the interconnect. Latency and contention are not modelled, and compute is assumed to reach a fixed share of the peak.
-So the seconds rank strategies; they do not predict step times.
+In an all-gather over n ranks, each rank receives (n - 1) / n of the data; a node receives the data that its ranks lack
+once, over its interconnect. Latency and contention are not modeled, and compute is assumed to reach a fixed share of
+the peak. So the seconds rank strategies; they do not predict step times.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class StepTraffic:
         gpu_bytes: received by one GPU from the others of its node.
         node_bytes: received by one node from the others.
         seconds: communication time.
-        compute_seconds: compute time at 40 % of the peak FLOP/s; None if the model's FLOPs cannot be counted.
+        compute_seconds: compute time at 40% of the peak FLOP/s; None if the model's FLOPs cannot be counted.
     """
 
     gpu_bytes: int
@@ -51,7 +51,7 @@ def estimate_traffic(plan: MemoryPlan) -> StepTraffic:
         moved = 2 * reduced if job.strategy.sharding == "no_shard" else gathered + reduced
         gpu_bytes, node_bytes = moved * gpu_share, moved * node_share
     gpu_seconds, node_seconds = gpu_bytes / cluster.gpu_bytes_per_second, node_bytes / cluster.node_bytes_per_second
-    # A hybrid's collectives inside and between nodes follow one another; others use both links at once.
+    # Hybrid collectives within and between nodes run one after the other; others use both links at once.
     seconds = gpu_seconds + node_seconds if job.strategy.is_hybrid else max(gpu_seconds, node_seconds)
     flops = step_flops(plan)
     compute_seconds = None if flops is None else flops / (cluster.gpu_flops * COMPUTE_EFFICIENCY)

@@ -1,4 +1,4 @@
-"""`recipes/sft.py --dry_run`: validate a recipe and its template at full size, and plan the run. Loads no weights."""
+"""`recipes/sft.py --dry_run`: validates a recipe and its template at full size and plans the run, without weights."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ def run(arguments: "Arguments") -> None:
     Collective: every rank must call this.
 
     Raises:
-        LoadError, TemplateError, PlanError: the same on every rank: the model's config or the template cannot work.
+        LoadError, TemplateError, PlanError: the model's config or the template cannot work; the same on every rank.
     """
     for line in distributed.run_on_main(lambda: describe(arguments, int(os.environ.get("WORLD_SIZE", "1")))):
         distributed.print_main(line)
@@ -49,7 +49,7 @@ def describe(arguments: "Arguments", num_ranks: int) -> list[str]:
         f"attention: {arguments.model.attn_implementation or arguments.recipe.attention}",
         *recipe_checks.describe_batches(arguments, num_ranks),
         *([f"disk: {space}"] if space is not None else []),
-        # Only notes: the dry run may be on another machine than the job.
+        # Only notes, because the job may run on another machine.
         *(f"note: {fault}" for fault in recipe_checks.output_faults(arguments)),
         "",
         plan_table.format_plan(plan, estimate_traffic(plan), [], []),
@@ -67,7 +67,7 @@ def _make_job(arguments: "Arguments", template: dict[str, Any], num_ranks: int) 
 
 
 def template_from_environment() -> dict[str, Any]:
-    """Rebuild the Accelerate config from the environment variables that `accelerate launch` made of it.
+    """Rebuild the Accelerate config from the environment variables that `accelerate launch` sets from it.
 
     Source: accelerate 1.15 `utils/launch.py`, `prepare_multi_gpu_env`: FSDP_<KEY> for each key of fsdp_config.
     """
@@ -85,7 +85,7 @@ def template_from_environment() -> dict[str, Any]:
     config: dict[str, Any] = {
         "distributed_type": "FSDP" if is_true(os.environ.get("ACCELERATE_USE_FSDP", "false")) else "NO",
         "mixed_precision": precision,
-        # On a machine without GPUs, a mixed-precision template is planned for the GPUs that it was written for.
+        # On a machine without GPUs, a mixed-precision template is planned for the GPUs that it is meant for.
         "use_cpu": cpu_ranks.is_requested() and precision == "no",
         "num_processes": num_ranks,
         "num_machines": max(1, num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))),

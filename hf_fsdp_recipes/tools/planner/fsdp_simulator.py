@@ -1,7 +1,4 @@
-"""Memory through a training step: what FSDP gathers, frees and reduces at each event of a traced step.
-
-One class per FSDP version. Only byte counts: nothing is sharded or run.
-"""
+"""Memory during a traced step: the bytes that FSDP gathers, frees and reduces at each event. One class per version."""
 
 from collections.abc import Iterable, Sequence
 
@@ -56,7 +53,7 @@ class Fsdp2Simulator:
         self._reduced: set[FsdpUnit] = set()
         self._gather_buffer_bytes = self._reduce_buffer_bytes = 0
         self._is_backward = False
-        # Without a reduction after each micro-batch, unsharded gradients of the whole model accumulate.
+        # Without a reduction after each micro-batch, unsharded gradients of the full model accumulate.
         self._accumulates = job.accumulation > 1 and not job.sync_each_batch
         self._gradient_bytes = {unit: unit.unsharded_gradient_bytes if self._accumulates else 0 for unit in units}
         timeline.add(UNSHARDED_GRADIENTS, sum(self._gradient_bytes.values()))
@@ -186,7 +183,7 @@ class Fsdp1Simulator(Fsdp2Simulator):
     """FSDP1: flattened units.
 
     An all-gather fills the unit's one buffer, and the previous unit is gathered ahead in backward. A unit is reduced
-    as soon as its last gradient is there; its gradients are first flattened into one tensor.
+    as soon as its last gradient is computed; its gradients are first flattened into one tensor.
 
     Source: torch 2.13 `distributed/fsdp/_runtime_utils.py`, `_flat_param.py`.
     """
@@ -235,14 +232,7 @@ class Fsdp1Simulator(Fsdp2Simulator):
 def simulate_step(
     events: Iterable[TraceEvent], units: Sequence[FsdpUnit], job: TrainingJob, resident_bytes: dict[str, int]
 ) -> dict[str, int]:
-    """Return bytes by category at the peak of a step.
-
-    Args:
-        events: from `trace_step`.
-        units: from `find_units`.
-        job: FSDP version, ranks, accumulation and offloading.
-        resident_bytes: bytes that are always there, by category.
-    """
+    """Return bytes by category at the peak of a step; `resident_bytes` stay allocated throughout."""
     timeline = MemoryTimeline(resident_bytes)
     simulator = (Fsdp2Simulator if job.strategy.version == 2 else Fsdp1Simulator)(units, job, timeline)
     simulator.run(events)

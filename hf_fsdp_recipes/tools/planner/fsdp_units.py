@@ -1,4 +1,4 @@
-"""The units that FSDP gathers at once, as picked by the wrapping policies of Accelerate and torch themselves."""
+"""The units that FSDP gathers at once, chosen by Accelerate's and torch's own wrapping policies."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Host memory of one node while loading, training, saving and exporting: with this package, and without it.
-
-Constants come from docs/measured.md, sizes from the plan.
-"""
+"""Host memory of one node while loading, training, saving and exporting, with and without this package."""
 
 from dataclasses import dataclass
 
@@ -9,20 +6,15 @@ from hf_fsdp_recipes.export.write_export import CHUNK_BYTES
 from hf_fsdp_recipes.loading.distribute import BUCKET_BYTES
 from hf_fsdp_recipes.tools.planner.memory_planner import OPTIMIZER, PARAMETERS, MemoryPlan
 
+# From docs/measured.md.
 PROCESS_BYTES = 930_000_000  # a rank before it loads anything: 926 and 933 MB in the distributed training guide
-LOADING_BYTES = 60_000_000  # per rank, besides its shard and the buckets, for either source
-QUANTIZING_BYTES = 500_000_000  # per rank, besides its shard and the largest weight, while 4-bit weights are made
+LOADING_BYTES = 60_000_000  # per rank, in addition to its shard and the buckets, for either source
+QUANTIZING_BYTES = 500_000_000  # per rank, in addition to its shard and the largest weight, for 4-bit weights
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Host memory that one node needs at one stage.
-
-    Attributes:
-        stage: load, train, save or export.
-        ours_bytes, stock_bytes: with this package, and with transformers and Accelerate alone.
-        why: what the stock figure assumes.
-    """
+    """Host memory of one node at one stage, with this package and with stock code; `why` explains the stock figure."""
 
     stage: str
     ours_bytes: int
@@ -38,7 +30,7 @@ def estimate_host_memory(plan: MemoryPlan) -> list[HostMemory]:
     trained = round(sum(p.num_elements * p.sharded_item_bytes for p in plan.parameters if p.requires_grad))
     loaded = model if job.is_4bit else plan.num_parameters * job.dtype.itemsize
     optimizer = plan.valley.get(OPTIMIZER, plan.host.get(OPTIMIZER, 0))
-    # What each rank stages while a checkpoint is written.
+    # The copy that each rank holds while a checkpoint is written.
     staged = optimizer + (sum(unit.shard_gradient_bytes for unit in plan.units) if job.lora_rank else shard)
     before_load = num_ranks * (PROCESS_BYTES + plan.host.get(PARAMETERS, 0))
     training = num_ranks * (PROCESS_BYTES + sum(plan.host.values()))
@@ -58,6 +50,6 @@ def estimate_host_memory(plan: MemoryPlan) -> list[HostMemory]:
 
 
 def _quantizing_bytes(plan: MemoryPlan) -> int:
-    """Return what a rank needs to quantize weights one at a time: the largest of them, and bitsandbytes."""
+    """Return what a rank needs to quantize weights one at a time."""
     largest = max(parameter.num_elements for parameter in plan.parameters)
     return QUANTIZING_BYTES + largest * plan.job.compute_dtype.itemsize

@@ -1,4 +1,4 @@
-"""Where a planned job comes from: command-line options, over a recipe's keys, over TRL's defaults."""
+"""Build the job to plan from command-line options, a recipe's keys and TRL's defaults, in this order."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +29,7 @@ TRAINER_BATCH = 8  # Trainer's default per_device_train_batch_size
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
-    """Read a recipe's settings, under the names of the command's options.
+    """Return a recipe's keys and values.
 
     Raises:
         PlanError: the file cannot be read or is not a YAML mapping.
@@ -37,10 +37,10 @@ def read_recipe(file: Path) -> dict[str, Any]:
     try:
         keys = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise PlanError(f"cannot read the recipe {file}: {error}.") from error
+        raise PlanError(f"The recipe {file} cannot be read: {error}.") from error
     if not isinstance(keys, dict):
-        raise PlanError(f"the recipe {file} is not a mapping of keys to values.")
-    return to_options(keys)
+        raise PlanError(f"The recipe {file} is not a mapping of keys to values.")
+    return keys
 
 
 def flatten_arguments(arguments: "Arguments") -> dict[str, Any]:
@@ -50,7 +50,7 @@ def flatten_arguments(arguments: "Arguments") -> dict[str, Any]:
 
 
 def to_options(keys: dict[str, Any]) -> dict[str, Any]:
-    """Translate recipe keys to the names of the command's options, without those that are not set."""
+    """Translate the recipe keys that are set into options of `hf-fsdp plan`."""
     options = {option: keys[key] for key, option in OPTION_OF_KEY.items() if keys.get(key) is not None}
     options.setdefault("batch", TRAINER_BATCH)
     if keys.get("use_peft"):
@@ -86,6 +86,7 @@ def make_job(strategy: Strategy, options: dict[str, Any]) -> TrainingJob:
     quantized = options.get("quantized")
     if quantized not in (None, "4bit"):
         raise PlanError(f"quantized is {quantized!r}; only 4bit is supported.")
+    options = {"mixed_precision": strategy.precision} | options
     targets = options.get("lora_targets", "all-linear")
     fields = {name: options[name] for name in TrainingJob.__dataclass_fields__ if name in options}
     return TrainingJob(
@@ -94,9 +95,7 @@ def make_job(strategy: Strategy, options: dict[str, Any]) -> TrainingJob:
             "strategy": strategy,
             "cluster": _cluster(strategy, options),
             "dtype": _parse(parse_dtype, options, "dtype") or torch.float32,
-            "mixed_precision": _parse(
-                parse_dtype, {"mixed_precision": strategy.precision} | options, "mixed_precision"
-            ),
+            "mixed_precision": _parse(parse_dtype, options, "mixed_precision"),
             "loss": "fused" if options.get("fused_loss", True) else "model",
             "lora_rank": options.get("lora", 0),
             "lora_targets": targets if targets == "all-linear" else tuple(targets.split(",")),

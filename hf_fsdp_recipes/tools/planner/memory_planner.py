@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PARAMETERS, OPTIMIZER, STEP = "parameters", "optimizer", "optimizer step"
 SCALES, UNPACKED = "4-bit scales", "unpacked weight"
-# Assumed, not measured (docs/planner.md): what the GPU context, NCCL and cuBLAS take, and the share of temporary
+# Assumed, not measured (docs/planner.md): memory of the GPU context, NCCL and cuBLAS, and the share of temporary
 # memory that the caching allocator cannot reuse.
 GPU_CONTEXT_BYTES = 1_500_000_000
 GPU_FRAGMENTATION = 0.03
@@ -34,9 +34,7 @@ class MemoryPlan:
     """Memory of one rank, by category.
 
     Attributes:
-        job: what was planned.
-        units: what FSDP gathers at once.
-        flops: FLOPs of the model, or None if they cannot be counted.
+        flops: None if they cannot be counted.
         valley: device bytes between steps.
         peak: device bytes when their sum is highest.
         allowance_bytes: assumed for the GPU context and fragmentation.
@@ -94,12 +92,7 @@ class MemoryPlan:
 
 
 class MemoryPlanner:
-    """Plan several ways to train one model. Keeps the last model and all traces, which many plans share.
-
-    Args:
-        config: the model's config.
-        compute_loss: replaces the job's own loss.
-    """
+    """Plan several ways to train one model. Keeps the last model and all traces, which many plans share."""
 
     def __init__(self, config: "PreTrainedConfig", compute_loss: LossFunction = compute_job_loss) -> None:
         self._config, self._compute_loss = config, compute_loss
@@ -110,7 +103,7 @@ class MemoryPlanner:
         """Plan one way to train the model.
 
         Raises:
-            PlanError: the model cannot be built, adapted or wrapped like that.
+            PlanError: the model cannot be built, adapted or wrapped as the job asks.
         """
         model = self._model(job)
         units = self.find_units(model, job)
@@ -163,7 +156,7 @@ def _count_flops(model: MetaModel) -> ModelFlops | None:
 
 
 def _resident_bytes(units: list[FsdpUnit], job: TrainingJob) -> tuple[dict[str, int], dict[str, int]]:
-    """Return what is always there, on the device and on the host."""
+    """Return what stays allocated, on the device and on the host."""
     shards = {PARAMETERS: sum(unit.shard_bytes for unit in units)}
     states = {OPTIMIZER: round(sum(_state_bytes(unit, job.optimizer) for unit in units))}
     if job.is_offloaded:
@@ -199,7 +192,7 @@ def _update_bytes(units: list[FsdpUnit], job: TrainingJob) -> int:
 
 
 def _quantization_bytes(units: list[FsdpUnit], job: TrainingJob) -> dict[str, int]:
-    """Return what 4-bit weights need besides their shards: all scales on every rank, and one unpacked weight."""
+    """Return what 4-bit weights need in addition to their shards: all scales, and one unpacked weight."""
     if not job.is_4bit:
         return {}
     packed = [p.num_elements for unit in units for p in unit.parameters if p.sharded_item_bytes == PACKED_ITEM_BYTES]

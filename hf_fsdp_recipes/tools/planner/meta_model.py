@@ -1,4 +1,4 @@
-"""The model of a job on the meta device, with the attention, adapter and checkpointing that it trains with."""
+"""The job's model on the meta device, with its attention, adapter and gradient checkpointing."""
 
 import warnings
 from dataclasses import dataclass
@@ -25,8 +25,6 @@ class Parameter:
     """One parameter as FSDP shards and gathers it.
 
     Attributes:
-        name: in the model.
-        requires_grad: whether it is trained.
         num_elements, num_padded_elements: of the unsharded parameter, without and with FSDP2's padding.
         num_shard_elements: padded elements per rank.
         sharded_item_bytes: bytes per element in the shard: 4 for fp32 masters, 0.5 for 4-bit weights.
@@ -54,7 +52,7 @@ def build_meta_model(config: "PreTrainedConfig", job: TrainingJob) -> MetaModel:
     try:
         model = build_on_meta(config, job.compute_dtype)
     except LoadError as error:
-        raise PlanError(f"cannot build a causal language model to plan for: {error}") from error
+        raise PlanError(f"Cannot build a causal language model from this config: {error}") from error
     model = model.to("meta").train()
     if job.loss == "fused":
         from trl.trainer.utils import add_fused_lm_head
@@ -84,7 +82,7 @@ def _enable_checkpointing(model: MetaModel, has_adapter: bool) -> None:
         # Meta has no random state to preserve, and its few bytes do not matter.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     if has_adapter:
-        model.enable_input_require_grads()  # as Trainer does, so that frozen layers are recomputed at all
+        model.enable_input_require_grads()  # as Trainer does; otherwise frozen layers would not be recomputed
 
 
 def list_parameters(model: MetaModel, job: TrainingJob) -> list[Parameter]:

@@ -10,9 +10,9 @@ from hf_fsdp_recipes.tools.planner.host_memory import estimate_host_memory
 from hf_fsdp_recipes.tools.planner.memory_planner import OPTIMIZER, PARAMETERS, SCALES, STEP, UNPACKED, MemoryPlan
 from hf_fsdp_recipes.tools.planner.step_trace import ACTIVATIONS, LOGITS
 from hf_fsdp_recipes.tools.planner.suggestions import Alternative
-from hf_fsdp_recipes.units import format_bytes
+from hf_fsdp_recipes.units import count, format_bytes
 
-# Categories in the order of the table: what to call them, and a note.
+# Label and note of each category, in the order of the table.
 CATEGORIES = {
     PARAMETERS: ("parameters", "this rank's shard"),
     OPTIMIZER: ("optimizer", "this rank's shard"),
@@ -41,7 +41,7 @@ def align(rows: Iterable[Sequence[str]]) -> list[str]:
 def format_plan(
     plan: MemoryPlan, traffic: StepTraffic, strategies: Sequence[Alternative], changes: Sequence[Alternative]
 ) -> str:
-    """Write a plan, the strategies compared, and the changes that were tried to make it fit."""
+    """Format a plan, the compared strategies, and the changes that were tried to make it fit."""
     lines = [*_title(plan), "", *_device_table(plan), "", *_host_table(plan)]
     if not plan.job.strategy.on_cpu:
         lines += ["", *_traffic_table(traffic, plan)]
@@ -59,9 +59,9 @@ def format_plan(
 def _title(plan: MemoryPlan) -> Iterator[str]:
     job, cluster = plan.job, plan.job.cluster
     trained = "" if plan.num_trained == plan.num_parameters else f", {plan.num_trained / 1e6:,.1f}M trained"
-    ranks = f"{cluster.num_gpus} {'CPU rank' if job.strategy.on_cpu else 'GPU'}{'s'[: cluster.num_gpus != 1]}"
-    nodes = f"{cluster.num_nodes} node{'s'[: cluster.num_nodes != 1]}"
-    yield f"{plan.num_parameters / 1e9:,.2f}B parameters{trained}; {job.strategy.name} on {ranks}, {nodes}"
+    ranks = count(cluster.num_gpus, "CPU rank" if job.strategy.on_cpu else "GPU")
+    hardware = f"{ranks}, {count(cluster.num_nodes, 'node')}"
+    yield f"{plan.num_parameters / 1e9:,.2f}B parameters{trained}; {job.strategy.name} on {hardware}"
     settings = {key: value for key, value in job.describe().items() if value is not None}
     yield ", ".join(f"{key} {settings[key]}" for key in settings if key not in ("template", "gpus", "gpus_per_node"))
 
@@ -97,20 +97,17 @@ def _host_table(plan: MemoryPlan) -> list[str]:
 
 def _traffic_table(traffic: StepTraffic, plan: MemoryPlan) -> list[str]:
     cluster = plan.job.cluster
-    rows = [("traffic per step", "bytes", "bandwidth", "")]
-    rows.append(
-        ("into each GPU", format_bytes(traffic.gpu_bytes), f"{format_bytes(cluster.gpu_bytes_per_second)}/s", "")
-    )
+    links = [("into each GPU", traffic.gpu_bytes, cluster.gpu_bytes_per_second)]
     if cluster.num_nodes > 1:
-        rows.append(
-            ("into each node", format_bytes(traffic.node_bytes), f"{format_bytes(cluster.node_bytes_per_second)}/s", "")
-        )
+        links.append(("into each node", traffic.node_bytes, cluster.node_bytes_per_second))
+    rows = [("traffic per step", "bytes", "bandwidth", "")]
+    rows += [(link, format_bytes(num_bytes), f"{format_bytes(rate)}/s", "") for link, num_bytes, rate in links]
     if traffic.compute_seconds is None:
         compute = "compute unknown: the FLOPs of this architecture cannot be counted"
     else:
         is_bound = traffic.seconds > traffic.compute_seconds
         bound = "communication-bound" if is_bound else "communication is hidden if they overlap"
-        compute = f"{traffic.compute_seconds:.2f} s of compute at 40 % of the peak: {bound}"
+        compute = f"{traffic.compute_seconds:.2f} s of compute at 40% of the peak: {bound}"
     return [*align(rows), f"  {traffic.seconds:.2f} s of communication, {compute}"]
 
 
@@ -124,7 +121,7 @@ def _comparison(alternatives: Sequence[Alternative]) -> list[str]:
 
 
 def format_suggestion(suggestion: Alternative) -> str:
-    """Write what to launch, in two lines."""
+    """Format what to launch, in two lines."""
     job = suggestion.plan.job
     checkpointing = "on" if job.gradient_checkpointing else "off"
     return (

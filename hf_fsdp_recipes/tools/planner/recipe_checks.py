@@ -1,7 +1,4 @@
-"""What can be said about a recipe before it runs, from its settings and the model's config: errors, batches, disk space.
-
-Used by the dry run and by rehearsals.
-"""
+"""Checks and describes a recipe before it runs, from its settings and the model's config. For dry runs and rehearsals."""
 
 import shutil
 import tempfile
@@ -32,7 +29,7 @@ def read_model_config(arguments: "Arguments") -> "PreTrainedConfig":
 
 
 def template_faults(config: dict[str, Any], model: torch.nn.Module) -> list[str]:
-    """Return what is wrong with an Accelerate config for a model (on meta)."""
+    """Return all faults of an Accelerate config for a model (on meta)."""
     return validate.find_faults(config, {type(module).__name__ for module in model.modules()})
 
 
@@ -44,8 +41,7 @@ def output_faults(arguments: "Arguments") -> Iterator[str]:
         tempfile.TemporaryDirectory(dir=parent).cleanup()
     except OSError as error:
         yield (
-            f"output_dir {output} cannot be written ({error.strerror}). Choose another directory, or change its "
-            f"permissions."
+            f"output_dir {output} cannot be written ({error.strerror}). Choose another directory or change its permissions."
         )
         return
     needed = estimate_space(arguments)
@@ -76,6 +72,6 @@ def describe_batches(arguments: "Arguments", num_ranks: int) -> Iterator[str]:
     if training.max_steps > 0:
         yield f"steps: {training.max_steps}, {training.max_steps * rows:,} rows in total"
     else:
-        yield f"steps: {training.num_train_epochs:g} epochs; their length is known once the dataset is prepared"
+        yield f"steps: {training.num_train_epochs:g} epochs; the number of steps is known once the dataset is prepared"
     settings = flatten_arguments(arguments)
     yield f"learning rate: {training.learning_rate:g}, {settings['lr_scheduler_type']}, {settings['optim']}"

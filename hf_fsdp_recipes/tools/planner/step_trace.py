@@ -49,11 +49,7 @@ class TraceEvent:
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Count the storages that ops allocate, until they are freed.
-
-    Args:
-        known: storages that are not counted: parameters and buffers.
-    """
+    """Count the bytes that ops allocate until they are freed, except in `known` storages (parameters and buffers)."""
 
     def __init__(self, known: Collection[int]) -> None:
         super().__init__()
@@ -67,7 +63,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            # Meta has no values. True is right for what models ask of a batch without padding or packing.
+            # Meta has no values. True is the answer for a batch without padding or packing.
             return args[0].dtype == torch.bool or 1
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
@@ -124,12 +120,10 @@ def trace_step(
     """Run forward and backward of one micro-batch and return its events, in order.
 
     Args:
-        model: from `build_meta_model`.
-        job: batch, length, attention and loss.
         watched: modules to record events of.
         last_layer: the last decoder layer: memory counts as logits from its forward until its backward.
-        compute_loss: forward pass to the loss.
-        device: device of the model; tests trace real tensors on the CPU to compare.
+        compute_loss: runs the forward pass and returns the loss.
+        device: the model's; tests trace real tensors on the CPU to compare.
     """
     watched = dict.fromkeys([*watched, *([last_layer] if last_layer else [])])
     tracker = AllocationTracker({t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())})
@@ -195,7 +189,7 @@ def _tensors_with_gradient(tree: Any) -> list[torch.Tensor]:
 
 
 class _RecordBackward(torch.autograd.Function):
-    """Pass tensors through; call back when their gradients are computed."""
+    """Return tensors unchanged, and call back when their gradients are computed."""
 
     @staticmethod
     def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> Any:
@@ -209,7 +203,7 @@ class _RecordBackward(torch.autograd.Function):
 
 
 class _AttentionStandIn(torch.autograd.Function):
-    """Allocate and save what flash and memory-efficient attention do; compute nothing."""
+    """Allocate and save the tensors of flash and memory-efficient attention, without computing."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:

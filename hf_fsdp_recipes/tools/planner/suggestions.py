@@ -1,13 +1,11 @@
-"""Alternatives to a job: the smallest change that makes it fit, all sharding strategies, and the fastest setup.
-
-Every alternative is planned in full; there are no rules of thumb.
-"""
+"""Alternatives to a job: the smallest change that makes it fit, all sharding strategies, and the fastest setup."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from hf_fsdp_recipes.configs.strategy import FSDP1_STRATEGIES
+from hf_fsdp_recipes.configs.templates import Template
 from hf_fsdp_recipes.errors import PlanError
 from hf_fsdp_recipes.metrics import progress
 from hf_fsdp_recipes.tools.planner.communication import StepTraffic, estimate_traffic
@@ -20,13 +18,7 @@ MAX_BATCH = 64
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to train the model.
-
-    Attributes:
-        label: what differs.
-        plan: its memory.
-        traffic: its communication and compute.
-    """
+    """Another way to train the model; `label` is what differs."""
 
     label: str
     plan: MemoryPlan
@@ -56,11 +48,7 @@ class Alternative:
 
 
 def find_smallest_change(planner: MemoryPlanner, job: TrainingJob) -> list[Alternative]:
-    """Try single changes, the least intrusive first, until one fits.
-
-    Returns:
-        All changes that were tried; if any fits, it is the last one.
-    """
+    """Try single changes, the least intrusive first, until one fits; return all that were tried."""
     tried: list[Alternative] = []
     for label, changed in _changes(job):
         alternative = _try(planner, label, changed)
@@ -76,12 +64,12 @@ def _try(planner: MemoryPlanner, label: str, job: TrainingJob) -> Alternative | 
     try:
         plan = planner.plan(job)
     except PlanError:
-        return None  # not possible for this model: no linear layers to adapt, for example
+        return None  # impossible for this model; for example, it has no linear layers to adapt
     return Alternative(label, plan, estimate_traffic(plan))
 
 
 def _changes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
-    """Yield changes, from those that cost nothing to those that train something else."""
+    """Yield changes, from those without a cost to those that train something else."""
     if job.accumulation > 1 and not job.sync_each_batch:
         yield "reduce gradients after each micro-batch (sync_each_batch: true)", job.replace(sync_each_batch=True)
     if job.loss != "fused":
@@ -99,10 +87,7 @@ def _changes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     if not job.is_4bit and "8bit" not in job.optimizer and job.optimizer != "sgd":
         yield "8-bit optimizer (adamw_8bit)", job.replace(optimizer="adamw_8bit")
     if not job.strategy.is_offloaded and not job.strategy.on_cpu:
-        yield (
-            "parameters and optimizer offloaded to the host",
-            job.replace(is_offloaded=True, name=f"{job.strategy.name}_offload"),
-        )
+        yield "parameters and optimizer offloaded to the host", _with_strategy(job, is_offloaded=True)
     if job.strategy.sharding != "no_shard" and not job.strategy.is_hybrid:
         num_gpus = 2 * job.cluster.num_gpus
         while num_gpus <= MAX_GPUS:
@@ -121,9 +106,16 @@ def with_sharding(job: TrainingJob, sharding: str) -> TrainingJob:
     Raises:
         PlanError: the cluster does not allow the strategy.
     """
-    version = 1 if sharding == "no_shard" else job.strategy.version
-    name = "no_shard" if sharding == "no_shard" else f"fsdp{version}_{sharding}"
-    return job.replace(sharding=sharding, version=version, name=name + "_offload" * job.strategy.is_offloaded)
+    return _with_strategy(job, sharding=sharding, version=1 if sharding == "no_shard" else job.strategy.version)
+
+
+def _with_strategy(job: TrainingJob, **fields: Any) -> TrainingJob:
+    """Return the job with another strategy, under the name of its template."""
+    job = job.replace(**fields)
+    settings: dict[str, Any] = {
+        key: getattr(job.strategy, key) for key in ("version", "is_offloaded", "min_num_params")
+    }
+    return job.replace(name=Template(**settings | {"strategy": job.strategy.sharding}).name)
 
 
 def compare_strategies(planner: MemoryPlanner, job: TrainingJob) -> list[Alternative]:
@@ -157,7 +149,7 @@ def suggest(planner: MemoryPlanner, job: TrainingJob) -> Alternative | None:
 
 
 def _try_batches(planner: MemoryPlanner, job: TrainingJob) -> Iterator[Alternative]:
-    """Yield what fits, doubling the batch as long as that makes tokens faster."""
+    """Yield the alternatives that fit, doubling the batch while that increases throughput."""
     batch, best = 1, float("inf")
     while batch <= MAX_BATCH:
         fitting = [one for one in compare_strategies(planner, job.replace(batch=batch)) if one.plan.fits]

@@ -1,4 +1,4 @@
-"""What to plan: how a model is trained, and on which GPUs. Plain values and their validation."""
+"""The job to plan: how a model is trained, and on which GPUs."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from hf_fsdp_recipes.configs.strategy import Strategy
 from hf_fsdp_recipes.errors import PlanError
 from hf_fsdp_recipes.precision import format_dtype
 
-# Tensors of state that an optimizer keeps for each trained parameter.
+# State tensors per trained parameter.
 NUM_STATES = {
     **dict.fromkeys(["adamw_torch", "adamw_torch_fused", "adamw_anyprecision", "stable_adamw", "paged_adamw"], 2),
     **dict.fromkeys(["paged_adamw_32bit", "adamw_torch_4bit", "adamw_torch_8bit"], 2),
@@ -58,8 +58,6 @@ class TrainingJob:
     """One way to train a model.
 
     Attributes:
-        strategy: sharding, FSDP version, offloading and wrapping.
-        cluster: the hardware.
         batch, length, accumulation: rows per rank, tokens per row, micro-batches per step.
         dtype: parameters as loaded (TRL's `dtype`, float32 by default).
         mixed_precision: compute dtype of the template, or None to compute in `dtype`.
@@ -111,8 +109,8 @@ class TrainingJob:
             faults.append("4-bit weights cannot be trained; add a LoRA adapter")
         if self.strategy.is_hybrid and cluster.num_nodes < 2:
             faults.append(
-                f"{self.strategy.sharding} replicates the model across nodes, but the job has one node; use "
-                f"full_shard or shard_grad_op"
+                f"{self.strategy.sharding} replicates the model across nodes, but the job has one node; use full_shard or "
+                "shard_grad_op"
             )
         if faults:
             raise PlanError("; ".join(faults) + ".")

@@ -1,4 +1,4 @@
-"""The master address and port as this host sees them: resolving, listening, connecting, and what went wrong."""
+"""Resolves, listens at and connects to the master address, and explains what went wrong."""
 
 import contextlib
 import errno

@@ -1,7 +1,7 @@
 """One worker: describes its device, then times all-gather and all-reduce within its node and over all nodes.
 
-Started by `workers.Workers`. The rates are bus bandwidths as nccl-tests defines them: what the slowest link carried, comparable
-between collectives and group sizes.
+Started by `workers.Workers`. The rates are bus bandwidths as nccl-tests defines them: those of the slowest link,
+comparable between collectives and group sizes.
 
 Source: nccl-tests `doc/PERFORMANCE.md`: all-gather moves (n-1)/n of the buffer's bytes, all-reduce 2(n-1)/n.
 """
@@ -37,7 +37,7 @@ _ACCELERATOR = _Workload(torch.bfloat16, (1 << 24, 1 << 26, 1 << 28), 8192)
 
 
 def main(info: ParticipantInfo, prefix: str, local_rank: int, on_cpu: bool) -> None:
-    """Report the device, wait for the order to measure, report the rates; all on the store of the preflight."""
+    """Report the device, wait for the request to measure, and report the rates, all on the preflight's store."""
     tcp_store = dist.TCPStore(info.master_address, info.master_port, is_master=False, wait_for_workers=False)
     store = dist.PrefixStore(prefix, tcp_store)
     rank = info.node_rank * info.ranks_per_node + local_rank
@@ -77,7 +77,7 @@ def describe(device: torch.device) -> DeviceInfo:
 
 
 def measure(device: torch.device, info: ParticipantInfo) -> WorkerRates:
-    """Measure bandwidth within and between nodes, and the matrix product that transfers have to hide behind.
+    """Measure bandwidth within and between nodes, and the speed of a matrix product.
 
     Collective: the workers of all nodes must call this.
     """

@@ -1,8 +1,8 @@
-"""What the measured bandwidth means for a template's sharding strategy.
+"""Advice on a template's sharding strategy from the measured bandwidth.
 
 Transfers hide behind computation as long as they are no slower. In a step over T tokens a rank computes 6 T FLOPs per
 parameter; full sharding moves each parameter 3 times over the slowest link (gathered for forward and for backward, its
-gradient scattered). So that link has to carry 3 x bytes / (6 T) of the rank's FLOP/s, whatever the size of the model.
+gradient scattered). So that link needs a bandwidth of 3 x bytes / (6 T) x the rank's FLOP/s, whatever the size of the model.
 
 Source: Kaplan et al. 2020 (6 FLOPs per parameter and token); Rajbhandari et al. 2020, ZeRO, section 7 (3 volumes with sharded
 parameters, 2 without).
@@ -16,7 +16,7 @@ from hf_fsdp_recipes.tools.preflight.node_info import Row
 
 NUM_FLOPS = 6  # per parameter and token
 PASSES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2}
-MIN_HYBRID_GAIN = 1.2  # below this the advice is not worth its risk
+MIN_HYBRID_GAIN = 1.2  # a smaller gain is not worth the advice
 
 
 class Bandwidths(TypedDict):
@@ -35,7 +35,7 @@ class WorkerRates(TypedDict):
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What a rank computes and moves.
+    """Computation and parameter size of a rank.
 
     Attributes:
         num_tokens: in one forward and backward of one rank; `tokens_source` is where the number comes from.

@@ -1,4 +1,4 @@
-"""Whether the devices of all ranks are alike and free enough to train on; compares what the workers report."""
+"""Checks that the devices of all ranks are alike and free enough to train on."""
 
 from typing import TypedDict
 
@@ -21,7 +21,7 @@ class DeviceInfo(TypedDict):
 
 
 def check_devices(devices_by_node: list[list[DeviceInfo]], names: list[str], ranks_per_node: int) -> None:
-    """Raise PreflightError unless every rank has a device of its own that is like the others' and mostly free."""
+    """Raise PreflightError unless every rank has its own device, and all are alike and mostly free."""
     first = [devices[0] for devices in devices_by_node]
     differences = list_differences([device["kind"] for device in first], names)
     errors = [f"the type of devices differs: {differences}. Check the drivers on each node."] if differences else []

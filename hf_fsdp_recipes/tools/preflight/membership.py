@@ -1,4 +1,4 @@
-"""The nodes that take part in a preflight, and whether each expected one joined exactly once."""
+"""The nodes of a preflight, and the check that each expected one joined exactly once."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ from hf_fsdp_recipes.tools.preflight import addresses
 
 @dataclass(frozen=True)
 class ParticipantInfo:
-    """One node's process: what it was started with, and where it runs.
+    """One node's process: its options, and where it runs.
 
     Attributes:
         node_rank: index of the node; node 0 leads.

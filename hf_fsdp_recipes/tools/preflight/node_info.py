@@ -1,4 +1,4 @@
-"""What must be the same on all nodes (versions, code, files) and which limits of a node are worth a warning."""
+"""Facts about nodes: versions, code and files, which must be the same on all, and limits that deserve a warning."""
 
 import hashlib
 import os
@@ -110,7 +110,7 @@ def _hash_file(file: Path) -> str:
 
 
 def check_same(nodes: list[NodeInfo], names: list[str]) -> None:
-    """Raise PreflightError if versions, code or files differ between nodes; list all that do, and who has what."""
+    """Raise PreflightError if versions, code or files differ between nodes; name all that do, with the nodes."""
     compared = [
         (package, [node["versions"][package] for node in nodes], "Install the same versions on every node.")
         for package in PACKAGES
@@ -148,7 +148,7 @@ def shorten(names: list[str]) -> str:
 def check_host_names(nodes: list[NodeInfo], names: list[str]) -> None:
     """Raise PreflightError if gloo, which CPU ranks and checkpoint coordination use, cannot connect the hosts.
 
-    One host whose name means loopback does no harm: it connects to the others. Two of them cannot reach each other.
+    One host whose name resolves to loopback is harmless, because it connects to the others. Two cannot reach each other.
     """
     errors = {
         node["host"]: f"{name}: {node['gloo_error']}"
@@ -177,7 +177,7 @@ def describe(nodes: list[NodeInfo]) -> list[Row]:
 
 
 def find_warnings(nodes: list[NodeInfo], names: list[str], num_ranks: int) -> list[str]:
-    """Return what may cause trouble during the run but need not stop it."""
+    """Return what may cause trouble during the run but does not stop it."""
     warnings = []
     clocks = [node["unix_seconds"] for node in nodes]
     skew_seconds = max(clocks) - min(clocks)

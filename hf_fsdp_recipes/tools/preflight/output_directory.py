@@ -1,4 +1,4 @@
-"""Whether all nodes write to one output directory, how fast, and whether the run's checkpoints fit.
+"""Checks that all nodes share a writable output directory, how fast it is, and whether the run's checkpoints fit.
 
 Each node writes a probe file and looks for the others'. All probe files are removed.
 """
@@ -21,7 +21,7 @@ _CHUNK_BYTES = 16 << 20
 
 
 class WriteProbe(TypedDict):
-    """What writing the probe file showed."""
+    """Result of writing the probe file."""
 
     bytes_per_second: float
     free_bytes: int

@@ -1,4 +1,4 @@
-"""Finds out within a minute whether the nodes of a job can work together, and names the node that cannot.
+"""Finds out within a minute whether the nodes of a job can work together, and names the node that cannot. Run
 
     hf-fsdp preflight --num-nodes 2 --node-rank $SLURM_NODEID --nproc-per-node 8 --master-addr nodea --master-port 29500
 
@@ -13,9 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Optional
-
-import typer
+from typing import Any
 
 from hf_fsdp_recipes.checkpointing import disk_estimate
 from hf_fsdp_recipes.configs import validate
@@ -183,20 +181,22 @@ def read_launcher(environment: Mapping[str, str]) -> ParticipantInfo:
     return ParticipantInfo(rank // ranks_per_node, world_size // ranks_per_node, ranks_per_node, address, port)
 
 
-def command(
-    num_nodes: Annotated[Optional[int], typer.Option(min=1, help="Number of nodes in the job.")] = None,
-    node_rank: Annotated[Optional[int], typer.Option(help="Index of this node, from 0.")] = None,
-    nproc_per_node: Annotated[int, typer.Option(min=1, help="Number of ranks per node.")] = 1,
-    master_addr: Annotated[Optional[str], typer.Option(help="Host name or IP address of node 0.")] = None,
-    master_port: Annotated[int, typer.Option(help="Port on node 0 that the job will use.")] = 29500,
-    template: Annotated[Optional[Path], typer.Option(help="The job's Accelerate config.")] = None,
-    config: Annotated[Optional[Path], typer.Option(help="The job's recipe.")] = None,
-    output_dir: Annotated[
-        Optional[Path], typer.Option(help="The run's output directory. Default: the recipe's.")
-    ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for all nodes to join.")] = 60.0,
+def check_nodes(
+    num_nodes: int | None,
+    node_rank: int | None,
+    nproc_per_node: int,
+    master_addr: str | None,
+    master_port: int,
+    job: Job,
+    timeout: float,
 ) -> None:
-    """Check that the nodes of a job can work together. Run it once per node, or under a launcher without node flags."""
+    """Run the preflight of this node and print the table on node 0.
+
+    Without `num_nodes` and `node_rank` the launcher's variables tell them, and only local rank 0 of a node does the work.
+
+    Raises:
+        PreflightError: the same on every node that can be reached.
+    """
     # An exit that unwinds the stack also kills the workers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if num_nodes is None and node_rank is None and "WORLD_SIZE" in os.environ:
@@ -210,6 +210,6 @@ def command(
                 f"--num-nodes {num_nodes} also needs --node-rank and --master-addr; pass both on every node."
             )
         info = ParticipantInfo(node_rank or 0, num_nodes, nproc_per_node, master_addr or "127.0.0.1", master_port)
-    lines = run(info, Job(template, config, output_dir), timeout)
+    lines = run(info, job, timeout)
     if info.node_rank == 0:
         print("\n".join(lines), flush=True)

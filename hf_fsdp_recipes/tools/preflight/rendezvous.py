@@ -1,4 +1,4 @@
-"""Brings the nodes of a preflight together on a c10d store, where all of them reach the same verdict.
+"""Connects the nodes of a preflight on a c10d store, where all of them reach the same verdict.
 
 Node 0 leads. It hosts a `TCPStore` on the master port; under torchrun and `accelerate launch` the nodes use the one that the
 launcher's agent hosts there. A key that is missing at the deadline names the node that should have written it.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
-ANSWER_SECONDS = 5.0  # a preflight answers at once; what does not is another program
+ANSWER_SECONDS = 5.0  # a preflight answers at once; if nothing answers, it is another program
 FAILURE_GRACE_SECONDS = 2.0  # once one node has failed, how long node 0 waits for the reports of the others
 VERDICT_GRACE_SECONDS = 5.0  # how much longer the others wait for a verdict than node 0 waits for their reports
 CLOSE_SECONDS = 2.0
@@ -84,7 +84,7 @@ class Rendezvous:
 
         Collective: every node must call this.
         """
-        self.extend_deadline(self.timeout_seconds)  # this node may have waited a while for node 0, whose time counts
+        self.extend_deadline(self.timeout_seconds)  # this node may have waited for node 0, whose clock counts
         num_joined = self.store.add("num_joined", 1)
         if num_joined > self.leader.num_nodes:
             raise PreflightError(
@@ -104,7 +104,7 @@ class Rendezvous:
         Collective: every node must call this. Values and result must be serializable as JSON.
 
         Args:
-            stage: what is being done, for messages: "comparing versions".
+            stage: the current activity, for messages: "comparing versions".
             collect: returns this node's value.
             evaluate: called on node 0 with the values of all nodes, in order.
 
@@ -215,7 +215,7 @@ def _open_store(info: ParticipantInfo, deadline: float) -> tuple["Store", bool]:
             listener = addresses.listen(address, port).detach()
             return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener), True
         except OSError as error:
-            listen_error = error  # if another process leads already, join it, so that both are named
+            listen_error = error  # another process may lead already; join it, so that both are named
     started = time.monotonic()
     try:
         addresses.wait_for_listener(address, port, deadline)

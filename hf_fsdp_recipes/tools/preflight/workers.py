@@ -1,6 +1,6 @@
-"""Starts one process per local rank that describes its device and measures bandwidth together with the others.
+"""Starts one process per local rank to describe its device and measure bandwidth.
 
-Separate processes, so that one that crashes or hangs in a collective can be named and killed.
+A process that crashes or hangs in a collective can be named and killed.
 """
 
 import json

@@ -8,10 +8,10 @@ STRATEGY_WITHIN_NODE = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHA
 
 
 def to_cpu_ranks(config: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
-    """Return a copy of a config with only its device and rank counts changed; it shards, wraps and casts as before.
+    """Return a copy of a config with only device and rank counts changed; sharding, wrapping and dtypes stay.
 
-    FSDP1's hybrid strategies replicate across nodes, and here is only one: they become the strategy that they use
-    within a node. An FSDP2 hybrid mesh gets four ranks, whatever `num_ranks` is.
+    FSDP1's hybrid strategies replicate across nodes, and here there is only one, so they become the strategy that they
+    use within a node. An FSDP2 hybrid mesh gets four ranks, whatever `num_ranks` is.
     """
     config = copy.deepcopy(config)
     fsdp = config["fsdp_config"]

@@ -1,7 +1,4 @@
-"""Run a recipe end to end on CPU ranks, with a tiny model of the same architecture.
-
-Needs the model's config and tokenizer and a few rows of its data; no weights and no GPU.
-"""
+"""Runs a recipe end to end on CPU ranks, with a tiny model of the same architecture. Needs no weights and no GPU."""
 
 import logging
 import shutil
@@ -14,30 +11,25 @@ from pathlib import Path
 from datasets import disable_progress_bars
 from transformers.utils import logging as transformers_logging
 
-from hf_fsdp_recipes.configs.templates import find_template, template_directory
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.metrics import progress
 from hf_fsdp_recipes.tools.rehearsal.steps import STEPS, Rehearsal
 
 
 def rehearse(recipe: Path, template: str, overrides: Sequence[str] = (), keep: bool = False) -> bool:
-    """Rehearse a recipe, print a line per step and what the real job does differently.
+    """Rehearse a recipe; print a line per step and what the real job does differently; return whether every step passed.
 
     Args:
         recipe: YAML file.
-        template: name of a shipped template, or path of an Accelerate config.
+        template: name of a template, or path of an Accelerate config.
         overrides: `--field value` pairs for the recipe.
         keep: keep the rehearsal's directory.
-
-    Returns:
-        Whether every step passed.
     """
-    template_file = _find_template_file(template)
     directory = Path(tempfile.mkdtemp(prefix="rehearsal-"))
     try:
         with progress.bar(len(STEPS), "rehearse", "step", bar_format="{desc} [{elapsed}]") as shown:
             _silence_libraries()  # this turns off their progress bars; ours is created before
-            rehearsal = Rehearsal(recipe, template_file, overrides, directory, shown.refresh)
+            rehearsal = Rehearsal(recipe, Path(template), overrides, directory, shown.refresh)
             has_passed = True
             for number, (name, step) in enumerate(STEPS, 1):
                 shown.set_description_str(f"step {number}/{len(STEPS)}, {name}")
@@ -62,12 +54,6 @@ def _run_step(name: str, step: Callable[[Rehearsal], str], rehearsal: Rehearsal,
             mark, text = "FAILED", str(error)
     progress.print_above(f"{mark:<7}{name:<13}{text}".rstrip())
     return mark == "ok"
-
-
-def _find_template_file(template: str) -> Path:
-    if Path(template).suffix in (".yaml", ".yml") and Path(template).is_file():
-        return Path(template)
-    return template_directory() / f"{find_template(template).name}.yaml"
 
 
 def _silence_libraries() -> None:

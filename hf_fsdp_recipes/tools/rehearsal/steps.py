@@ -1,4 +1,4 @@
-"""The steps of a rehearsal: checks that start nothing, then three launches of the recipe, then its export."""
+"""The steps of a rehearsal: static checks, three launches of the recipe, and its export."""
 
 import copy
 import signal
@@ -28,6 +28,7 @@ from hf_fsdp_recipes.training.data import cache
 from hf_fsdp_recipes.training.data.preparation import prepare
 from hf_fsdp_recipes.training.sharded_optimizer import optimizer_errors
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows
+from hf_fsdp_recipes.units import count
 
 LAUNCH_SECONDS = 240
 RESUME = ("--resume_from_checkpoint", "auto")
@@ -35,12 +36,11 @@ RESUME = ("--resume_from_checkpoint", "auto")
 
 @dataclass
 class Rehearsal:
-    """The inputs of a rehearsal, and what its steps have found.
+    """The inputs of a rehearsal and the findings of its steps.
 
     Attributes:
         recipe, template: the user's files.
         overrides: `--field value` pairs for the recipe.
-        directory: where everything is written.
         refresh: redraws the progress display; called while a step waits.
         differences: what the real job does differently, one line each.
     """
@@ -73,7 +73,7 @@ class Rehearsal:
         """Wait until a condition is met or the run exits.
 
         Raises:
-            RecipeError: neither happened in time.
+            RecipeError: the run is still going at the timeout.
         """
         try:
             for _ in run.poll(LAUNCH_SECONDS):
@@ -81,7 +81,7 @@ class Rehearsal:
                     return
                 self.refresh()
         except TimeoutError as error:
-            raise RecipeError(f"the run is {error}. {find_error(run.read_log())}".strip()) from error
+            raise RecipeError(f"The run is {error}. {find_error(run.read_log())}".strip()) from error
 
     def checkpoints(self) -> list[str]:
         """Return the names of the complete checkpoints, oldest first."""
@@ -93,7 +93,7 @@ class Rehearsal:
 
 
 def check_recipe(rehearsal: Rehearsal) -> str:
-    """Parse the recipe, which finds unknown fields and combinations that cannot work."""
+    """Parse the recipe, which finds unknown fields and invalid combinations."""
     arguments = rehearsal.arguments
     return f"{rehearsal.recipe.name}: {arguments.model.model_name_or_path or arguments.recipe.config_name}"
 
@@ -109,7 +109,7 @@ def check_template(rehearsal: Rehearsal) -> str:
         raise RecipeError("; ".join(faults))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_ranks, num_nodes = int(config.get("num_processes", 1)), int(config.get("num_machines", 1))
-    size = f"{num_parameters / 1e9:,.2f}B parameters on {num_ranks} ranks, {num_nodes} node{'s'[: num_nodes != 1]}"
+    size = f"{num_parameters / 1e9:,.2f}B parameters on {count(num_ranks, 'rank')}, {count(num_nodes, 'node')}"
     rehearsal.differences += [size, *recipe_checks.describe_batches(rehearsal.arguments, num_ranks)]
     return f"{rehearsal.template.stem} is valid for {type(model).__name__}"
 
@@ -135,7 +135,7 @@ def check_hub(rehearsal: Rehearsal) -> str:
 
 
 def write_tiny_recipe(rehearsal: Rehearsal) -> str:
-    """Write what the launches use in place of the real model, rows, template and recipe."""
+    """Write the tiny model, the rows, the template and the recipe for the launches."""
     arguments, directory = rehearsal.arguments, rehearsal.directory
     model, rows = tiny_recipe.write_model(arguments, directory), tiny_recipe.write_rows(arguments, directory)
     tiny_recipe.write_template(rehearsal.template, directory)
@@ -173,8 +173,8 @@ def resume_and_stop(rehearsal: Rehearsal) -> str:
             raise RecipeError(run.describe_failure())
     new = [name for name in rehearsal.checkpoints() if name not in before]
     if not new:
-        raise RecipeError(f"the run was signalled to stop but wrote no checkpoint; the newest is {before[-1]}")
-    return f"from {before[-1]}; signalled to stop, it wrote {new[-1]}"
+        raise RecipeError(f"the run was signaled to stop but wrote no checkpoint; the newest is {before[-1]}")
+    return f"from {before[-1]}; signaled to stop, it wrote {new[-1]}"
 
 
 def resume_and_finish(rehearsal: Rehearsal) -> str:

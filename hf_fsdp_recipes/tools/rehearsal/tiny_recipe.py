@@ -26,7 +26,7 @@ NUM_STEPS = 9
 SAVE_STEPS = 2
 MAX_TOKENS = 256  # per row: long enough for prompts, short enough for CPUs
 MIN_UNIT_PARAMETERS = 5000  # for size-based wrapping: the tiny model is smaller than one real unit
-# Settings that need hardware or accounts that a rehearsal must do without.
+# Settings that need hardware or an account.
 REPLACED_SETTINGS = {
     "attention": "auto",
     "attn_implementation": None,
@@ -40,7 +40,7 @@ REPLACED_SETTINGS = {
 
 
 def write_model(arguments: Arguments, directory: Path) -> str:
-    """Write the tiny model with the recipe's tokenizer; return its size in words."""
+    """Write the tiny model with the recipe's tokenizer; return a description of its size."""
     config = read_model_config(arguments)
     tiny = tiny_config(config, vocab_size=None)
     model = AutoModelForCausalLM.from_config(tiny, dtype=getattr(config, "dtype", None) or torch.bfloat16)
@@ -53,7 +53,7 @@ def write_model(arguments: Arguments, directory: Path) -> str:
 
 
 def write_rows(arguments: Arguments, directory: Path) -> str:
-    """Write the first rows of the recipe's dataset with all their columns; return what they are in words."""
+    """Write the first rows of the recipe's dataset with all their columns; return a description."""
     script = arguments.script
     if arguments.mixture.datasets or cache.is_cache(script.dataset_name):
         return "the full dataset"  # a mixture, or rows that are already tokenized
@@ -77,15 +77,11 @@ def write_template(template: Path, directory: Path) -> None:
 
 
 def write_recipe(settings: dict[str, Any], arguments: Arguments, directory: Path) -> list[str]:
-    """Write the recipe that is rehearsed.
+    """Write the adapted recipe; return what the real job does differently, one line each.
 
     Args:
-        settings: as `read_settings` returns them.
-        arguments: the same recipe, parsed.
-        directory: where the model and the rows have been written.
-
-    Returns:
-        What the real job does differently, one line each.
+        settings: the recipe as `read_settings` returns it; `arguments` is the same recipe, parsed.
+        directory: contains the model and the rows.
     """
     replaced = {key: value for key, value in REPLACED_SETTINGS.items() if settings.get(key, value) != value}
     training, model = arguments.training, str(directory / "model")

@@ -1,7 +1,5 @@
-"""The cases of a sweep: one template on one number of ranks each, with everything that decides what it measures.
-
-`case.json` in a case's directory records these settings, so that a case is repeated only when they change.
-"""
+"""The cases of a sweep: one template at one rank count each. case.json records the settings of a case, so that it is
+repeated only if they change."""
 
 import json
 import os
@@ -17,10 +15,12 @@ from hf_fsdp_recipes.configs import templates
 from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import PlanError, TemplateError
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE
+from hf_fsdp_recipes.tools.planner.job_options import read_recipe
 from hf_fsdp_recipes.tools.rehearsal.cpu_variant import to_cpu_ranks
+from hf_fsdp_recipes.units import count
 
 CASE_FILE, TEMPLATE_FILE = "case.json", "template.yaml"
-# Train and measure; write nothing else.
+# Train and measure; save and export nothing.
 MEASURE_ONLY = (
     "--logging_steps", "1", "--save_strategy", "no", "--eval_strategy", "no", "--load_best_model_at_end", "false",
     "--export", "false", "--report", "true", "--report_to", "none", "--push_to_hub", "false", "--disable_tqdm", "true",
@@ -34,7 +34,7 @@ class Case:
 
     Attributes:
         directory: the run's output directory.
-        settings: everything that decides what the case measures; `config` is the Accelerate config.
+        settings: all settings that affect the measurement; `config` is the Accelerate config.
     """
 
     template: str
@@ -45,8 +45,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Template and rank count, for people."""
-        return f"{self.template} on {self.num_ranks} rank{'s'[: self.num_ranks != 1]}"
+        """Template and rank count, for messages."""
+        return f"{self.template} on {count(self.num_ranks, 'rank')}"
 
     @property
     def num_steps(self) -> int:
@@ -102,11 +102,8 @@ def make_cases(
     """Return a case for each template and rank count, and why combinations were skipped.
 
     Args:
-        recipe_file: the recipe's YAML.
         ranks: rank counts over all nodes.
         template_names: shipped templates.
-        output: the sweep's directory.
-        num_steps: optimizer steps per case.
         overrides: `--field value` pairs for the recipe.
         ranks_per_node: for Slurm jobs; None means CPU ranks or accelerators of this machine.
 
@@ -115,7 +112,7 @@ def make_cases(
             is possible.
         TemplateError: unknown template name.
     """
-    recipe = _read_recipe(recipe_file)
+    recipe = read_recipe(recipe_file)
     if min(ranks) < 1 or num_steps < 1:
         raise PlanError(f"--ranks {list(ranks)} and --steps {num_steps}: every number must be at least 1.")
     is_local, num_devices = ranks_per_node is None, torch.accelerator.device_count()
@@ -139,7 +136,7 @@ def make_cases(
             try:
                 config = _render(replace(template, num_processes=num_ranks, num_machines=num_nodes), use_cpu)
             except TemplateError as error:
-                skipped.append(f"{template.name} on {num_ranks} ranks: {error}")
+                skipped.append(f"{template.name} on {count(num_ranks, 'rank')}: {error}")
             else:
                 cases.append(Case(template.name, num_ranks, num_nodes, directory, settings | {"config": config}))
     if not cases:
@@ -150,16 +147,6 @@ def make_cases(
 def _render(template: templates.Template, use_cpu: bool) -> dict[str, Any]:
     config: dict[str, Any] = yaml.safe_load(templates.render(template))
     return to_cpu_ranks(config, template.num_processes) | {"mixed_precision": "no"} if use_cpu else config
-
-
-def _read_recipe(file: Path) -> dict[str, Any]:
-    try:
-        recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise PlanError(f"The recipe {file} cannot be read: {error}.") from error
-    if not isinstance(recipe, dict):
-        raise PlanError(f"The recipe {file} is not a mapping of keys to values.")
-    return recipe
 
 
 def _is_cpu_machine() -> bool:

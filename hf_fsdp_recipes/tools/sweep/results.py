@@ -1,8 +1,4 @@
-"""What the cases of a sweep measured, as a table and as JSON.
-
-The choice of columns (memory, epoch and step time by number of GPUs, out-of-memory cases included) follows the results
-section of AMD's article on FSDP with ROCm.
-"""
+"""The measurements of a sweep, as a table and as JSON. The columns follow AMD's article on FSDP with ROCm."""
 
 import json
 import statistics
@@ -16,6 +12,7 @@ from hf_fsdp_recipes.metrics import aggregate
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, last_of_each_step, read_metrics
 from hf_fsdp_recipes.tools.sweep.cases import CASE_FILE, read_record
 from hf_fsdp_recipes.tools.sweep.run_status import FINISHED, OUT_OF_MEMORY, find_status
+from hf_fsdp_recipes.units import count
 
 TABLE_FILE, JSON_FILE = "sweep.md", "sweep.json"
 DEVICE, HOST_SAMPLED, HOST_LOGGED = "device", "host", "host at logged steps"
@@ -32,7 +29,7 @@ RATES = ("tokens_per_second", "tokens_per_second_per_device", "mfu")
 
 @dataclass(frozen=True)
 class Result:
-    """What a case measured; None if unknown, or if the case did not finish.
+    """The measurements of a case; None if unknown or if it did not finish.
 
     Attributes:
         status: as `run_status.find_status` returns it.
@@ -121,7 +118,7 @@ def write_json(directory: Path, results: Sequence[Result]) -> None:
 
 
 def write_table(directory: Path, results: Sequence[Result], plots: Sequence[tuple[str, str]]) -> Path:
-    """Write sweep.md: the table, notes on its figures, and the plots given as (title, file name)."""
+    """Write sweep.md: the table, notes on its figures, and `plots` given as (title, file name)."""
     finished = [result for result in results if result.status == FINISHED]
     lines = [f"# Sweep of {Path(results[0].recipe).name}", ""]
     lines += [_describe_run(finished[0]), ""] if finished else []
@@ -142,7 +139,7 @@ def write_table(directory: Path, results: Sequence[Result], plots: Sequence[tupl
 
 def _describe_run(result: Result) -> str:
     batch, accumulation = result.batch_per_device, result.gradient_accumulation_steps
-    text = f"{result.num_parameters:,} parameters; {batch} sequence{'s'[: batch != 1]} per rank and micro-batch"
+    text = f"{result.num_parameters:,} parameters; {count(batch or 0, 'sequence')} per rank and micro-batch"
     text += f", {accumulation} micro-batches per step" if accumulation != 1 else ""
     return f"{text}; {result.device}, {result.dtype}."
 
@@ -183,7 +180,7 @@ def _notes(finished: Sequence[Result]) -> list[str]:
 
 def _failures(results: Sequence[Result]) -> list[str]:
     return [
-        f"{result.template} on {result.num_ranks} ranks: {result.status}."
+        f"{result.template} on {count(result.num_ranks, 'rank')}: {result.status}."
         for result in results
         if result.status not in (FINISHED, OUT_OF_MEMORY)
     ]

@@ -22,7 +22,7 @@ RANK_KILLED = re.compile(r"exitcode *: -9|Signal 9 \(SIGKILL\)")
 
 
 class RunExit(NamedTuple):
-    """How a process that we started ended.
+    """How a run that we started ended.
 
     Attributes:
         status: the launcher's exit status.

@@ -1,8 +1,4 @@
-"""Plots of a sweep: memory, epoch time and step time by rank count, and the strategies compared.
-
-The first follows figure 1 of AMD's article on FSDP with ROCm. Comparing strategies by MFU follows Prime Intellect's
-multi-node FSDP tutorial.
-"""
+"""Plots of a sweep: scaling as in figure 1 of AMD's article on FSDP with ROCm, and strategies compared by MFU."""
 
 from collections.abc import Sequence
 
@@ -14,6 +10,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from hf_fsdp_recipes.metrics.plots import RANK_COLORS, style
 from hf_fsdp_recipes.tools.sweep.results import DEVICE, Result
 from hf_fsdp_recipes.tools.sweep.run_status import OUT_OF_MEMORY
+from hf_fsdp_recipes.units import count
 
 MARKERS = "osD^vPX*"
 OOM_LABEL_HEIGHT = 0.07  # of the panel's height, so that the labels of several templates do not overlap
@@ -51,7 +48,7 @@ def draw_strategies(results: Sequence[Result]) -> Figure:
                 axes.plot([memory], [value], marker, color=color, markersize=9, label=name)
             else:
                 axes.plot([], [], "x", color=color, markersize=8, label=f"{name}: {result.status.split(':')[0]}")
-    title = f"Strategies at {num_ranks} rank{'s'[: num_ranks != 1]} (up: faster, left: less memory)"
+    title = f"Strategies at {count(num_ranks, 'rank')} (up: faster, left: less memory)"
     style(axes, title, f"peak {_memory_label(results)}", "MFU, % of dense peak" if has_mfu else "tokens/s, all ranks")
     axes.set_xlim(0, 1.12 * max((result.peak_memory_bytes or 0 for result in points), default=1e9) / 1e9)
     axes.set_ylim(0, 1.12 * axes.dataLim.y1 if points else 1.0)

@@ -7,6 +7,7 @@ from pathlib import Path
 from hf_fsdp_recipes.tools.sweep.cases import TEMPLATE_FILE, Case
 from hf_fsdp_recipes.tools.sweep.run_status import JOB_LOG_FILE, RANK_LOGS
 from hf_fsdp_recipes.tools.sweep.sweep import find_result
+from hf_fsdp_recipes.units import count
 
 SUBMIT_FILE = "submit.sh"
 
@@ -20,7 +21,7 @@ def write_jobs(cases: Sequence[Case], output: Path) -> str:
     header = f"#!/bin/bash\n# One job per case. Run this from the root of the checkout, then: {collect}\nset -e\n"
     output.mkdir(parents=True, exist_ok=True)
     file.write_text(header + "".join(f"{_job_line(case)}\n" for case in new), encoding="utf-8")
-    return f"{len(new)} job{'s'[: len(new) != 1]} to submit: bash {file}\nwhen they have ended: {collect}"
+    return f"{count(len(new), 'job')} to submit: bash {file}\nwhen they have ended: {collect}"
 
 
 def _job_line(case: Case) -> str:

@@ -1,7 +1,4 @@
-"""Run every case of a sweep on this machine, and summarize what they measured.
-
-A case that runs out of memory is a result; one that fails for another reason is reported, and the sweep goes on.
-"""
+"""Runs every case of a sweep on this machine and summarizes the results. Running out of memory is a result too."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,10 +10,11 @@ from hf_fsdp_recipes.metrics import memory, progress
 from hf_fsdp_recipes.tools import subprocess_runner
 from hf_fsdp_recipes.tools.sweep import results, run_status
 from hf_fsdp_recipes.tools.sweep.cases import TEMPLATE_FILE, Case, read_record
+from hf_fsdp_recipes.units import count
 
 SCALING_PLOT, STRATEGIES_PLOT = "scaling.png", "strategies.png"
 SAMPLE_SECONDS = 0.2  # between two samples of host memory
-SAMPLES_PER_CHECK = 5  # new processes and new steps are looked up once per this many samples
+SAMPLES_PER_CHECK = 5  # processes and steps are looked up once per this many samples
 
 
 def run_cases(cases: Sequence[Case], script: Path, time_limit_seconds: float) -> None:
@@ -50,11 +48,7 @@ def find_result(case: Case) -> str | None:
 def run_case(case: Case, script: Path, time_limit_seconds: float, show_step: Callable[[int], None]) -> str:
     """Run a case, record its result in its directory, and return its status.
 
-    Args:
-        case: what to run.
-        script: what `accelerate launch` starts.
-        time_limit_seconds: when to kill it.
-        show_step: called about once per second with the number of steps taken so far.
+    `show_step` is called about once per second with the number of steps taken so far.
     """
     case.start_record()
     config, log = case.directory / TEMPLATE_FILE, case.directory / run_status.LOG_FILE
@@ -69,8 +63,8 @@ def follow(run: subprocess_runner.Run, time_limit_seconds: float, check: Callabl
     """Wait for a run, sample its host memory, and return how it ended; `check` is called about once per second."""
     num_kills, host_peak_bytes, timed_out = _count_kernel_kills(), 0, False
     try:
-        for count in run.poll(time_limit_seconds, SAMPLE_SECONDS):
-            if count % SAMPLES_PER_CHECK == 0:
+        for number in run.poll(time_limit_seconds, SAMPLE_SECONDS):
+            if number % SAMPLES_PER_CHECK == 0:
                 processes = run.processes()
                 check()
             host_peak_bytes = max([host_peak_bytes, *map(_host_bytes, processes)])
@@ -107,7 +101,7 @@ def write_summary(directory: Path) -> Path:
     table = results.write_table(directory, found, _draw_plots(directory, found))
     if all(result.status not in (run_status.FINISHED, run_status.OUT_OF_MEMORY) for result in found):
         first = found[0]
-        raise PlanError(f"No case has a result. {first.template} on {first.num_ranks} ranks: {first.status}.")
+        raise PlanError(f"No case has a result. {first.template} on {count(first.num_ranks, 'rank')}: {first.status}.")
     return table
 
 

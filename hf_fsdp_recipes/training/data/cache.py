@@ -1,7 +1,7 @@
-"""A directory of prepared rows: written once by `hf-fsdp prepare-data`, then used as a recipe's dataset_name.
+"""Writes and reads a directory of prepared rows, which `hf-fsdp prepare-data` creates and a recipe names as dataset_name.
 
-It holds what `datasets.save_to_disk` writes, and `prepared.json` with the settings that the rows depend on. It appears
-under its name only when it is complete.
+It contains the output of `datasets.save_to_disk`, and `prepared.json` with the settings that the rows depend on. It is written
+under a temporary name and renamed when it is complete.
 """
 
 import json
@@ -22,7 +22,7 @@ from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_row
 MANIFEST = "prepared.json"
 # Recipes for GPUs set precisions that this machine may not support; rows do not depend on them.
 CPU_OVERRIDES = ("--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--tf32", "false")
-# Together with the tokenizer, these decide which tokens and labels a row becomes.
+# Together with the tokenizer, these determine a row's tokens and labels.
 TRAINING_SETTINGS = (
     "max_length",
     "packing",
@@ -36,7 +36,7 @@ RECIPE_SETTINGS = ("add_special_tokens", "append_concat_token")
 
 
 def is_cache(name: str | None) -> bool:
-    """Tell whether a dataset name is a directory of prepared rows."""
+    """Return whether a dataset name is a directory of prepared rows."""
     return name is not None and (Path(name) / MANIFEST).is_file()
 
 
@@ -101,10 +101,10 @@ def _settings(arguments: Arguments) -> dict[str, Any]:
 
 
 def read_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
-    """Memory-map prepared rows if this run would prepare the same ones. Every rank calls this; no collective.
+    """Memory-map prepared rows and check that their settings match this run's. Every rank calls this, but it is not a collective.
 
     Raises:
-        DataError: they were prepared with other settings, or there are no evaluation rows but the run evaluates.
+        DataError: they were prepared with other settings, or lack the evaluation rows that the run needs.
     """
     directory, training = Path(arguments.script.dataset_name), arguments.training
     manifest = json.loads((directory / MANIFEST).read_text())
@@ -123,12 +123,12 @@ def read_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Trai
 
 def _check_settings(directory: Path, manifest: dict[str, Any], arguments: Arguments, expected_hash: str) -> None:
     differences = [
-        f"{name} is {manifest.get(name)} there and {expected} here"
+        f"{name} was {manifest.get(name)} and is now {expected}"
         for name, expected in _settings(arguments).items()
         if manifest.get(name) != expected
     ]
     if manifest["tokenizer"]["sha256"] != expected_hash:
-        differences.insert(0, f"the tokenizer is another one ({manifest['tokenizer']['name']})")
+        differences.insert(0, f"the tokenizer was another one ({manifest['tokenizer']['name']})")
     if differences:
         raise DataError(
             f"{directory} was prepared with other settings: {'; '.join(differences)}. Use the same settings, or run hf-fsdp "

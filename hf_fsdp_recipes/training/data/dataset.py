@@ -1,4 +1,4 @@
-"""The rows of a run, ready for SFTTrainer: from a prepared directory, prepared now, or streamed."""
+"""Loads the rows of a run for SFTTrainer: from a prepared directory, prepared now, or streamed."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,8 +14,8 @@ from hf_fsdp_recipes.training.tokenizer import tokenizer_for_rows
 def load_rows(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
     """Load the rows a run trains and evaluates on, and set SFTTrainer's arguments so that it prepares nothing.
 
-    Collective: every rank must call this. Rank 0 prepares the rows and the others read its cache; no collective's timeout
-    runs while they wait. Rank 0 prints how many rows were dropped and truncated.
+    Collective: every rank must call this. Rank 0 prepares the rows and the others read its cache, waiting without a
+    timeout. Rank 0 prints how many rows were dropped and truncated.
 
     Raises:
         DataError: the same on every rank.

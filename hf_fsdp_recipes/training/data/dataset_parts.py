@@ -1,4 +1,4 @@
-"""Reads the datasets that a recipe names: Hub ids, files, folders, or a mixture of these, as they are stored."""
+"""Reads the datasets of a recipe, unprocessed: Hub ids, files, folders, or a mixture of these."""
 
 import codecs
 import contextlib
@@ -13,7 +13,7 @@ from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.arguments import Arguments, is_streaming
 
 FILE_READERS = {".json": "json", ".jsonl": "json", ".txt": "text", ".parquet": "parquet"}
-NOT_UTF8_MARK = "\ufdd0"  # a noncharacter that Unicode reserves for internal use, so no text contains it
+NOT_UTF8_MARK = "\ufdd0"  # a Unicode noncharacter, so no text contains it
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class DatasetPart:
     """One dataset of a mixture, or the only one, with its rows as they were read.
 
     Attributes:
-        fraction: its share of the mixture; None takes all its rows.
+        fraction: share of the mixture; None uses all rows.
     """
 
     name: str
@@ -31,12 +31,12 @@ class DatasetPart:
 
 
 def load_parts(arguments: Arguments) -> list[DatasetPart]:
-    """Read training and, if the recipe evaluates, evaluation rows of every dataset in the recipe.
+    """Read training rows and, if the recipe evaluates, evaluation rows of every dataset in the recipe.
 
-    Every rank calls this; no collective.
+    Every rank calls this, but it is not a collective.
 
     Raises:
-        DataError: a dataset or split does not exist, has too few rows, or has nothing to evaluate on.
+        DataError: a dataset or split does not exist, has too few rows, or lacks evaluation rows.
     """
     script, streaming = arguments.script, is_streaming(arguments)
     if arguments.mixture.datasets:
@@ -48,7 +48,7 @@ def load_parts(arguments: Arguments) -> list[DatasetPart]:
 
 
 def _load_part(part: Any, streaming: bool, arguments: Arguments) -> DatasetPart:
-    """Read one entry of `datasets`: local paths as `dataset_name` would be, everything else through TRL."""
+    """Read one entry of `datasets`: local paths like `dataset_name`, everything else with TRL."""
     from trl import DatasetMixtureConfig, get_dataset
 
     if part.data_files is None and part.data_dir is None and _is_local(part.path):
@@ -79,7 +79,7 @@ def _split_rows(train: Any, test: Any, name: str, arguments: Arguments) -> tuple
             f"validation_split_percentage to hold rows out."
         )
     if not hasattr(train, "train_test_split"):
-        raise DataError("rows cannot be held out of a stream. Name a test split, or turn streaming off.")
+        raise DataError("rows cannot be held out of a stream. Set a test split, or turn streaming off.")
     split = train.train_test_split(test_size=share, seed=training.seed)
     return split["train"], split["test"]
 
@@ -146,7 +146,7 @@ def _data_files(path: Path) -> dict[str, list[Path]]:
 
 
 def _is_empty(file: Path) -> bool:
-    """Tell whether a file holds no rows, for which the readers raise misleading errors."""
+    """Return whether a file holds no rows, for which the readers raise misleading errors."""
     return file.stat().st_size < 16 and file.read_bytes().strip() in (b"", b"[]")
 
 
@@ -159,7 +159,7 @@ def _select_split(splits: dict[str, Any], split: str, name: str) -> Any:
 
 
 def check_num_rows(rows: Any, name: str, num_ranks: int) -> None:
-    """Refuse data with fewer rows than ranks. Streams pass, because their rows cannot be counted.
+    """Check that data has at least one row per rank. Skips streams, whose rows cannot be counted.
 
     Raises:
         DataError: too few rows.

@@ -1,4 +1,4 @@
-"""Drops rows that cannot be trained on and counts why, before the first step."""
+"""Drops rows that cannot be trained on, and counts them by reason."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from hf_fsdp_recipes.training.data.dataset_parts import NOT_UTF8_MARK
 
 
 class RowStatus(IntEnum):
-    """Whether a row is kept, truncated, or dropped for which reason."""
+    """Whether a row is kept or truncated, or why it is dropped."""
 
     KEPT = 0
     TRUNCATED = 1
@@ -102,12 +102,12 @@ def print_counts(counts: Mapping[str, RowCounts], max_length: int | None) -> Non
 
 
 def check_row(row: Mapping[str, Any], text_column: str, needs_answer: bool) -> RowStatus:
-    """Return KEPT, or why a row need not be tokenized.
+    """Return KEPT, or why a row is dropped before tokenization.
 
     Args:
-        row: in one of the formats of `to_sft_format`.
+        row: a row in one of the formats of `to_sft_format`.
         text_column: the column of plain text.
-        needs_answer: whether a conversation without an assistant message has nothing to learn.
+        needs_answer: whether to drop conversations without an assistant message.
     """
     if "input_ids" in row:
         return RowStatus.KEPT if row["input_ids"] else RowStatus.EMPTY
@@ -126,7 +126,7 @@ def _has_text(texts: list[str | None]) -> bool:
 
 
 def _texts_and_answers(row: Mapping[str, Any], text_column: str) -> tuple[list[str | None], list[str | None] | None]:
-    """Return all texts of a row, None for each malformed one, and the answers among them; plain text has no answers."""
+    """Return all texts of a row (None if malformed) and the answers among them (None for plain text)."""
     if "prompt" in row and "completion" in row:
         answers = _texts(row["completion"])
         return _texts(row["prompt"]) + answers, answers

@@ -1,4 +1,4 @@
-"""From rows as they were read to rows that SFTTrainer trains on: filtered, tokenized, mixed and packed."""
+"""Prepares rows for SFTTrainer: filters, tokenizes, mixes and packs them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ class TrainingRows:
     """The datasets for SFTTrainer.
 
     Attributes:
-        counts: what was kept and dropped, by dataset name and split.
+        counts: rows kept and dropped, by dataset name and split.
     """
 
     train: Any  # Dataset or RowStream
@@ -36,8 +36,8 @@ class Preparation:
     """Prepares rows according to a run's arguments.
 
     Args:
-        arguments: the recipe's.
-        tokenizer: from `tokenizer_for_rows`.
+        arguments: the recipe's arguments.
+        tokenizer: result of `tokenizer_for_rows`.
     """
 
     def __init__(self, arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -75,7 +75,7 @@ class Preparation:
             options = {"num_proc": training.dataset_num_proc, "desc": f"Packing {name}"}
             rows = pack_dataset(rows, training.max_length, training.packing_strategy, options)
         rows = self._shuffle(rows)
-        if packing and self.max_length(packing) is None:  # a sequence may consist of nothing but a split prompt
+        if packing and self.max_length(packing) is None:  # a sequence may consist only of part of a prompt
             rows = rows.filter(has_trainable_label, num_proc=training.dataset_num_proc)
         return rows
 
@@ -131,7 +131,7 @@ class Preparation:
 
 
 def prepare(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
-    """Read and prepare all rows that a run trains and evaluates on. One rank; no collective.
+    """Read and prepare all rows that a run trains and evaluates on. One rank; not a collective.
 
     Raises:
         DataError: a dataset has no usable rows, or too few for the ranks.
@@ -149,7 +149,7 @@ def prepare(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Trainin
 
 
 def packs_evaluation(arguments: Arguments) -> bool:
-    """Tell whether evaluation rows are packed; by default they are if training rows are."""
+    """Return whether evaluation rows are packed; by default, like training rows."""
     training = arguments.training
     return training.packing if training.eval_packing is None else training.eval_packing
 

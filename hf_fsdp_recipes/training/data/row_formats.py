@@ -1,4 +1,4 @@
-"""The row formats that a dataset can have, recognized by its columns."""
+"""Recognizes the row format of a dataset by its columns."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,10 +28,10 @@ ALPACA_WITHOUT_INPUT = (
 
 
 def to_sft_format(rows: Dataset, name: str, text_column: str = "text", prompt_template: str = "alpaca") -> Dataset:
-    """Return rows in a format of SFTTrainer's: input_ids, messages, prompt + completion, or text.
+    """Return rows in one of SFTTrainer's formats: input_ids, messages, prompt + completion, or text.
 
     Raises:
-        DataError: lists the dataset's columns and the known formats.
+        DataError: the columns match no known format.
     """
     columns = list(rows.column_names)
     if "input_ids" in columns or "messages" in columns or {"prompt", "completion"} <= set(columns):
@@ -59,6 +59,6 @@ def _alpaca_to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def alpaca_prompt(row: Mapping[str, Any]) -> str:
-    """Return the alpaca prompt of a row with `instruction` and perhaps `input`."""
+    """Return the alpaca prompt of a row with `instruction` and optional `input`."""
     template = ALPACA_WITH_INPUT if row.get("input") else ALPACA_WITHOUT_INPUT
     return template.format(instruction=row["instruction"], input=row.get("input"))

@@ -1,8 +1,7 @@
-"""Turns one row into the tokens and labels that TRL's SFTTrainer would make of it, or the reason why it is dropped.
+"""Turns a row into the same tokens and labels as TRL's SFTTrainer, or returns why the row is dropped.
 
-SFTTrainer prepares rows in a method that needs a trainer with a model, and waits for other ranks in barriers that can
-time out. This does the same for one row, in one pass, on rank 0 alone, on a machine without GPUs, or block by block of a
-stream. tests/test_preparation.py compares it with SFTTrainer for every kind of row.
+SFTTrainer's method needs a trainer with a model, and its barriers can time out. This works row by row, so it also runs on rank
+0 alone, without GPUs, and on blocks of a stream. tests/training/test_preparation.py compares both for every kind of row.
 
 Source: trl 1.16 `SFTTrainer._prepare_dataset`: `add_eos`, `tokenize_fn`, `build_labels`, `truncate`.
 """
@@ -20,10 +19,10 @@ from hf_fsdp_recipes.training.data.filtering import RowStatus, check_row
 
 logger = logging.get_logger(__name__)
 NO_LABEL = -100
-# Longer texts are cut before they are tokenized, which takes about 180 bytes per character.
+# Longer texts are shortened first, because tokenization takes about 180 bytes per character.
 MAX_CHARACTERS = 1_000_000
 MAX_CHARACTERS_PER_TOKEN = 64
-CACHE_VERSION = 1  # part of the key of datasets' cache; increase it if a row would become other tokens
+CACHE_VERSION = 1  # part of the key of datasets' cache; increment it when tokenization changes
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +50,7 @@ class RowTokenizer:
         row = self._shorten(row)
         try:
             tokens = self._tokenize(row)
-        except Exception:  # templates raise jinja's errors, and any error of the expressions in them
+        except Exception:  # a chat template may raise anything
             if is_conversational(row):
                 return _dropped(RowStatus.REJECTED)
             raise
@@ -60,7 +59,7 @@ class RowTokenizer:
         return self._finish(list(tokens["input_ids"]), self._labels(tokens))
 
     def _shorten(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Cut very long texts if truncation would drop the rest anyway."""
+        """Shorten very long texts if truncation would drop the rest anyway."""
         if self.max_length is None or self.keep_end:
             return row
         limit = max(MAX_CHARACTERS, self.max_length * MAX_CHARACTERS_PER_TOKEN)
@@ -68,7 +67,7 @@ class RowTokenizer:
         return row | {name: _shorten_text(row[name], limit) for name in names if name in row}
 
     def _tokenize(self, row: dict[str, Any]) -> Mapping[str, Any]:
-        """Return `input_ids` and the masks of what is learned."""
+        """Return `input_ids` and the masks of tokens to train on."""
         if "input_ids" in row:
             return row
         if "prompt" in row and "completion" in row:
@@ -107,7 +106,7 @@ class RowTokenizer:
         return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
 
     def _with_end_token(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Append the end token to the text or, if there is no text column without one, to the completion."""
+        """Append the end token to the text or else to the completion, if it is missing."""
         end = self.tokenizer.eos_token
         for column in (self.text_column, "completion"):
             if isinstance(row.get(column), str) and not row[column].endswith(end):
@@ -122,7 +121,7 @@ class RowTokenizer:
         return [token if all(bits) else NO_LABEL for token, *bits in zip(tokens["input_ids"], *masks, strict=False)]
 
     def _finish(self, ids: list[int], labels: list[int]) -> dict[str, Any]:
-        """Truncate, and drop what is left with nothing to learn."""
+        """Truncate the row; drop it if nothing is left to train on."""
         if set(ids) <= set(self.special_ids):
             return _dropped(RowStatus.SPECIAL_TOKENS_ONLY)
         limit = len(ids) if self.max_length is None else self.max_length
@@ -133,12 +132,12 @@ class RowTokenizer:
 
 
 def is_conversational(row: Mapping[str, Any]) -> bool:
-    """Tell whether a row holds messages rather than text or tokens."""
+    """Return whether a row holds messages rather than text or tokens."""
     return isinstance(row["prompt"] if "prompt" in row and "completion" in row else row.get("messages"), list)
 
 
 def has_trainable_label(row: Mapping[str, Any]) -> bool:
-    """Tell whether a row has a label after its first token, which is never predicted."""
+    """Return whether a row has a label after its first token, which is never predicted."""
     return any(label != NO_LABEL for label in row["labels"][1:])
 
 

@@ -1,7 +1,7 @@
 """SFTTrainer on a stream: each rank reads its own rows, and a resumed run continues at the row where it stopped.
 
-Accelerate would have every rank read and prepare all rows and keep its share, and Trainer would resume by reading
-everything again. Here the stream is split before it is read, and checkpoints hold its position.
+With Accelerate, every rank would read and prepare all rows, and Trainer would resume by reading everything again. Here the
+stream is split before it is read, and checkpoints contain its position.
 """
 
 import json
@@ -24,19 +24,19 @@ class StreamTrainer(SFTTrainer):
 
     def __init__(self, *, train_dataset: RowStream, **kwargs: Any) -> None:
         block = train_dataset.first_block()
-        assert block is not None  # an endless stream has one, or has raised
+        assert block is not None  # an endless stream always has one
         # SFTTrainer checks the type and the first row of its dataset, which must be a class of `datasets`.
         super().__init__(train_dataset=Dataset.from_list(block.rows[:1]).to_iterable_dataset(), **kwargs)
         self.train_dataset = train_dataset
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
-        """Return batches of this rank's rows. Not prepared by Accelerate, which would split them between ranks again."""
+        """Return batches of this rank's rows. Bypasses Accelerate, which would split them between ranks again."""
         return torch.utils.data.DataLoader(
             self.train_dataset,
             batch_size=self._train_batch_size,
             collate_fn=self.data_collator,
             pin_memory=self.args.dataloader_pin_memory,
-            generator=torch.Generator(),  # the default one is the random state that a checkpoint restores
+            generator=torch.Generator(),  # the default generator would change the random state that checkpoints restore
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -56,19 +56,19 @@ class StreamTrainer(SFTTrainer):
 
 
 class PositionCallback(TrainerCallback):
-    """Keeps the stream's position after the last step; when a checkpoint is written, the stream may be further on."""
+    """Records the stream's position after each step, because the stream may have advanced when a checkpoint is written."""
 
     def __init__(self, stream: RowStream) -> None:
         self._stream = stream
         self._position: dict[str, Any] = {}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Record the position. After a resume, the epoch counts from the start of the run, not of its last part."""
+        """Record the position, and count the epoch from the start of the run, also after a resume."""
         self._position = self._stream.state_dict()
         state.epoch = state.global_step / state.max_steps
 
     def checkpoint_files(self) -> dict[str, str]:
-        """Return this rank's file of a checkpoint: name and text."""
+        """Return this rank's checkpoint file as {name: text}."""
         return {
             _position_file(distributed.rank()): json.dumps({"world_size": distributed.world_size()} | self._position)
         }
@@ -79,10 +79,10 @@ def _position_file(rank: int) -> str:
 
 
 def restore_position(stream: RowStream, checkpoint: Path) -> bool:
-    """Move the stream to where the checkpoint's run stopped; return False if the checkpoint has no stream position.
+    """Move the stream to the checkpoint's position; return False if the checkpoint has none.
 
-    Every rank calls this; no collective. On another number of ranks, each rank skips its share of the rows that all ranks
-    had read.
+    Every rank calls this, but it is not a collective. If the number of ranks has changed, each rank skips its share of the
+    rows read so far.
     """
     if not (checkpoint / _position_file(0)).is_file():
         distributed.print_main(
@@ -107,9 +107,8 @@ def restore_position(stream: RowStream, checkpoint: Path) -> bool:
     return True
 
 
-def _read_position(checkpoint: Path, rank: int) -> dict[str, Any]:
-    position: dict[str, Any] = json.loads((checkpoint / _position_file(rank)).read_text())
-    return position
+def _read_position(checkpoint: Path, rank: int) -> Any:
+    return json.loads((checkpoint / _position_file(rank)).read_text())
 
 
 def _skip_shares(stream: RowStream, checkpoint: Path, saved_world_size: int) -> None:

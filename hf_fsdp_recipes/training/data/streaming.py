@@ -1,7 +1,7 @@
-"""Rows that are read during training: each rank reads its own part, in blocks, and can resume at any row.
+"""Streams rows during training: each rank reads its own part in blocks and can resume at any row.
 
-A block of `shuffle_buffer_size` rows is prepared like a full dataset, shuffled, and used up before the next one. A
-position is therefore the start of a block and an offset into it, and resuming costs reading one block again.
+A block of `shuffle_buffer_size` rows is prepared like a full dataset and shuffled. A position is the start of a block and an
+offset in it, so resuming rereads only one block.
 """
 
 from collections.abc import Iterator
@@ -24,16 +24,16 @@ from hf_fsdp_recipes.training.data.dataset_parts import DatasetPart, load_parts
 from hf_fsdp_recipes.training.data.filtering import RowCounts, check_any_kept
 from hf_fsdp_recipes.training.data.preparation import Preparation, TrainingRows, packs_evaluation
 
-DEFAULT_BLOCK_ROWS = 1000  # without shuffling; TRL packs as many rows at a time
+DEFAULT_BLOCK_ROWS = 1000  # without shuffling; TRL packs the same number of rows at a time
 
 
 class StreamSource:
-    """This rank's rows of one dataset, pass after pass.
+    """This rank's rows of one dataset, repeated endlessly.
 
     Args:
-        rows: all ranks' rows. A rank gets complete files if their number is a multiple of the ranks', otherwise every
+        rows: all ranks' rows. A rank gets complete files if `num_ranks` divides their number, otherwise every
             `num_ranks`-th row. Source: datasets 5.2, split_dataset_by_node.
-        fraction: the dataset's share of a mixture.
+        fraction: share of a mixture.
     """
 
     def __init__(self, name: str, rows: HubIterableDataset, fraction: float | None, rank: int, num_ranks: int) -> None:
@@ -44,7 +44,7 @@ class StreamSource:
         self._start_pass(0, None)
 
     def _start_pass(self, num_passes: int, state: dict[str, Any] | None) -> None:
-        """Start a pass at its first row, or at a state of `datasets`."""
+        """Start a pass at its first row, or at a `datasets` state."""
         self.num_passes = num_passes
         self._rows.set_epoch(num_passes)  # changes the order of the files
         self._rows.load_state_dict(state)
@@ -89,7 +89,7 @@ class StreamSource:
 
 @dataclass
 class Block:
-    """Prepared rows and the position at which they were read."""
+    """Prepared rows and their position in the stream."""
 
     rows: list[dict[str, Any]]
     start: dict[str, Any]
@@ -125,7 +125,7 @@ class RowStream(IterableDataset):
         self.counts = RowCounts()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield rows from the current position on; a second iteration continues there."""
+        """Yield rows from the current position; a second iteration continues there."""
         with ThreadPoolExecutor(1, thread_name_prefix="row-stream") as pool:
             block = self.first_block()
             while block is not None:
@@ -203,14 +203,14 @@ class RowStream(IterableDataset):
         self._reset(state["start"]["num_blocks"], state["offset"])
 
     def skip(self, num_rows: list[int]) -> None:
-        """Skip that many rows of each source, without preparing them."""
+        """Skip this number of rows of each source, without preparing them."""
         for source, count in zip(self.sources, num_rows, strict=True):
             source.skip(count)
         self._reset(0, 0)
 
 
 def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
-    """Open this rank's part of the streams and read its first block. Every rank calls this; no collective.
+    """Open this rank's part of the streams and read its first block. Every rank calls this, but it is not a collective.
 
     Raises:
         DataError: nothing to read, or a full pass has no row to train on.

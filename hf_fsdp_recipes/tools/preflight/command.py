@@ -1,0 +1,31 @@
+"""The `hf-fsdp preflight` command. What it runs is imported when it runs, not for `--help`."""
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the `hf-fsdp` application."""
+    app.command("preflight")(preflight)
+
+
+def preflight(
+    num_nodes: Annotated[Optional[int], typer.Option(min=1, help="Number of nodes in the job.")] = None,
+    node_rank: Annotated[Optional[int], typer.Option(help="Index of this node, from 0.")] = None,
+    nproc_per_node: Annotated[int, typer.Option(min=1, help="Number of ranks per node.")] = 1,
+    master_addr: Annotated[Optional[str], typer.Option(help="Host name or IP address of node 0.")] = None,
+    master_port: Annotated[int, typer.Option(help="Port on node 0 that the job will use.")] = 29500,
+    template: Annotated[Optional[Path], typer.Option(help="The job's Accelerate config.")] = None,
+    config: Annotated[Optional[Path], typer.Option(help="The job's recipe.")] = None,
+    output_dir: Annotated[
+        Optional[Path], typer.Option(help="The run's output directory. Default: the recipe's.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for all nodes to join.")] = 60.0,
+) -> None:
+    """Check that the nodes of a job can work together. Run it once per node, or under a launcher without node flags."""
+    from hf_fsdp_recipes.tools.preflight.preflight import Job, check_nodes
+
+    job = Job(template, config, output_dir)
+    check_nodes(num_nodes, node_rank, nproc_per_node, master_addr, master_port, job, timeout)

@@ -1,0 +1,180 @@
+"""A checkpoint is complete or does not exist."""
+
+import json
+import multiprocessing
+
+import pytest
+
+from hf_fsdp_recipes.checkpointing import layout
+from hf_fsdp_recipes.checkpointing.lock import lock_directory
+from hf_fsdp_recipes.errors import CheckpointError
+
+
+def make(run, step, files=("a.bin", "part/b.bin")):
+    incomplete = layout.start(run, step)
+    for name in files:
+        (incomplete / name).parent.mkdir(exist_ok=True)
+        (incomplete / name).write_bytes(f"{step} {name}".encode() * 100)
+    final = layout.directory_for(run, step)
+    layout.commit(incomplete, final, layout.manifest_entries(incomplete, layout.files_in(incomplete)), {"step": step})
+    return final
+
+
+def test_committed_checkpoint_is_the_latest(tmp_path):
+    make(tmp_path, 5)
+    newest = make(tmp_path, 10)
+    assert layout.latest_checkpoint(tmp_path) == newest
+    assert [c.is_complete for c in layout.list_checkpoints(tmp_path, verify=True)] == [True, True]
+
+
+def test_steps_are_ordered_as_numbers(tmp_path):
+    make(tmp_path, 9)
+    assert layout.latest_checkpoint(tmp_path) == layout.directory_for(tmp_path, 9)
+    assert layout.latest_checkpoint(tmp_path) != make(tmp_path, 10)
+    assert layout.latest_checkpoint(tmp_path).name == "checkpoint-10"
+
+
+def test_unfinished_save_is_not_a_checkpoint(tmp_path):
+    kept = make(tmp_path, 5)
+    (layout.start(tmp_path, 10) / "a.bin").write_bytes(b"half")
+    assert layout.latest_checkpoint(tmp_path) == kept
+
+
+def tear_missing(path):
+    (path / "part/b.bin").unlink()
+
+
+def tear_truncated(path):
+    (path / "a.bin").write_bytes(b"x")
+
+
+def tear_flipped(path):
+    data = bytearray((path / "a.bin").read_bytes())
+    data[3] ^= 1
+    (path / "a.bin").write_bytes(bytes(data))
+
+
+def tear_manifest(path):
+    (path / layout.MANIFEST).unlink()
+
+
+def tear_manifest_text(path):
+    (path / layout.MANIFEST).write_text("{")
+
+
+def tear_other_run(path):
+    manifest = json.loads((path / layout.MANIFEST).read_text())
+    (path / layout.MANIFEST).write_text(json.dumps(manifest | {"step": 7}))
+
+
+@pytest.mark.parametrize(
+    ("tear", "named"),
+    [
+        (tear_missing, "part/b.bin is missing"),
+        (tear_truncated, "a.bin has 1 bytes"),
+        (tear_flipped, "a.bin has changed"),
+        (tear_manifest, "no manifest.json"),
+        (tear_manifest_text, "cannot be read"),
+        (tear_other_run, "is for step 7"),
+    ],
+)
+def test_incomplete_checkpoint_is_named_and_skipped(tmp_path, caplog, tear, named):
+    kept = make(tmp_path, 5)
+    torn = make(tmp_path, 10)
+    tear(torn)
+    assert layout.latest_checkpoint(tmp_path) == kept
+    assert named in caplog.text
+    assert torn.is_dir()  # named, never deleted unasked
+
+
+def test_incomplete_checkpoints_are_set_aside_not_deleted(tmp_path):
+    torn = make(tmp_path, 10)
+    tear_truncated(torn)
+    (moved,) = layout.quarantine_incomplete(tmp_path)
+    assert (moved / "a.bin").read_bytes() == b"x"
+    assert not torn.exists()
+    assert layout.list_checkpoints(tmp_path) == []
+
+
+def test_retention_keeps_newest_and_protected(tmp_path):
+    made = {step: make(tmp_path, step) for step in (5, 10, 15, 20)}
+    removed = layout.remove_old(tmp_path, keep=2, protect=[made[5]])
+    assert [path.name for path in removed] == ["checkpoint-10", "checkpoint-15"]
+    assert layout.remove_old(tmp_path, keep=1, protect=[made[5]]) == []
+    assert made[20].is_dir()
+
+
+def test_retention_touches_only_exact_names(tmp_path):
+    for step in (5, 10):
+        make(tmp_path, step)
+    for name in ("checkpoint-5-mine", "my-checkpoint-5", "checkpoint-abc", "checkpoint-05.bak"):
+        (tmp_path / name).mkdir()
+    layout.remove_old(tmp_path, keep=1)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"checkpoint-10", "checkpoint-5-mine", "my-checkpoint-5", "checkpoint-abc", "checkpoint-05.bak"}
+
+
+def test_retention_does_not_count_incomplete_checkpoints(tmp_path):
+    make(tmp_path, 5)
+    tear_truncated(make(tmp_path, 10))
+    assert layout.remove_old(tmp_path, keep=1) == []
+
+
+def test_existing_directory_of_that_name_is_set_aside(tmp_path):
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / "checkpoint-5" / "precious").write_text("mine")
+    make(tmp_path, 5)
+    assert layout.latest_checkpoint(tmp_path).name == "checkpoint-5"
+    assert (tmp_path / "checkpoint-5.set-aside-0" / "precious").read_text() == "mine"
+
+
+def test_file_that_vanished_before_the_commit_is_an_error(tmp_path):
+    incomplete = layout.start(tmp_path, 5)
+    (incomplete / "a.bin").write_bytes(b"x")
+    files = layout.manifest_entries(incomplete, ["a.bin"])
+    (incomplete / "a.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"a\.bin"):
+        layout.commit(incomplete, layout.directory_for(tmp_path, 5), files, {"step": 5})
+    assert not layout.directory_for(tmp_path, 5).exists()
+
+
+def _hold(path, ready, release):
+    with lock_directory(path):
+        ready.set()
+        release.wait(20)
+
+
+def test_second_run_in_one_directory_is_refused(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    ready, release = context.Event(), context.Event()
+    other = context.Process(target=_hold, args=(tmp_path, ready, release))
+    other.start()
+    try:
+        assert ready.wait(20)
+        with pytest.raises(CheckpointError, match="in use by another run"):
+            lock_directory(tmp_path, wait_seconds=0.1)
+    finally:
+        release.set()
+        other.join(20)
+    lock_directory(tmp_path, wait_seconds=5).release()
+
+
+def test_unwritable_directory_is_one_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be created"):
+        layout.start(tmp_path / "file", 5)
+
+
+@pytest.mark.parametrize("tear", [tear_missing, tear_truncated, tear_flipped, tear_other_run])
+def test_incomplete_checkpoint_named_to_resume_from_is_refused(tmp_path, tear):
+    torn = make(tmp_path, 10)
+    tear(torn)
+    with pytest.raises(CheckpointError, match="cannot be resumed from"):
+        layout.check_named(torn)
+
+
+def test_checkpoint_without_a_manifest_is_accepted_with_a_warning(tmp_path, caplog):
+    (tmp_path / "checkpoint-5").mkdir()
+    layout.check_named(tmp_path / "checkpoint-5")
+    assert "no manifest.json" in caplog.text
+    assert layout.quarantine_incomplete(tmp_path) == []

@@ -1,0 +1,207 @@
+"""Offline export: any sharded checkpoint becomes a model directory."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.checkpointing.test_save_ranks import train
+from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
+from tests.ranks.training import LORA, build
+
+PARTS = ("model.safetensors", "adapter_model.safetensors")
+
+
+def _export_live(model, data, output, keywords):
+    """Train, save a checkpoint and export at the same step."""
+    from hf_fsdp_recipes import ShardedCheckpointCallback, export_model
+
+    callback = ShardedCheckpointCallback()
+    trainer = build(
+        str(model),
+        str(data),
+        str(output),
+        steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        callbacks=[callback],
+        **keywords,
+    )
+    trainer.train()
+    export_model(trainer.model, output / "live", tokenizer=trainer.processing_class)
+    if keywords.get("lora"):
+        export_model(trainer.model, output / "live_merged", tokenizer=trainer.processing_class, merge_adapter=True)
+
+
+def _export_offline(checkpoint, output, keywords):
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.loading.load_model import _prepare_process
+
+    _prepare_process()
+    export_checkpoint(checkpoint, output, **keywords)
+
+
+def same_tensors(one, other):
+    (first,), (second,) = (
+        [load_file(place / name) for name in PARTS if (place / name).is_file()] for place in (one, other)
+    )
+    assert set(first) == set(second)
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fsdp", "world_size", "processes"),
+    [("llama_tied", FSDP2, 2, 1), ("qwen3_moe", FSDP2, 3, 2), ("gpt2", FSDP1, 2, 1), ("llama", FSDP1, 3, 3)],
+)
+def test_checkpoint_exports_what_the_running_model_exports(
+    tiny_model, text_file, tmp_path, kind, fsdp, world_size, processes
+):
+    run_ranks(_export_live, world_size, tiny_model(kind), text_file, tmp_path, {}, environment=fsdp_environment(fsdp))
+    run_ranks(
+        _export_offline,
+        processes,
+        tmp_path / "checkpoint-2",
+        tmp_path / "offline",
+        {},
+        environment={"ACCELERATE_USE_FSDP": "false"},
+    )
+    assert same_tensors(tmp_path / "live", tmp_path / "offline")
+    assert (tmp_path / "offline" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("fsdp", [FSDP2, FSDP1])
+def test_lora_checkpoint_exports_adapter_and_merged_model(tiny_model, text_file, tmp_path, fsdp):
+    run_ranks(
+        _export_live, 2, tiny_model("llama"), text_file, tmp_path, {"lora": LORA}, environment=fsdp_environment(fsdp)
+    )
+    for name, keywords in (("offline", {}), ("offline_merged", {"merge_adapter": True})):
+        run_ranks(
+            _export_offline,
+            1,
+            tmp_path / "checkpoint-2",
+            tmp_path / name,
+            keywords,
+            environment={"ACCELERATE_USE_FSDP": "false"},
+        )
+    assert same_tensors(tmp_path / "live", tmp_path / "offline")
+    configs = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("live", "offline")]
+    assert {k: sorted(v) if isinstance(v, list) else v for k, v in configs[0].items()} == {
+        k: sorted(v) if isinstance(v, list) else v for k, v in configs[1].items()
+    }
+    merged = [load_file(tmp_path / name / "model.safetensors") for name in ("live_merged", "offline_merged")]
+    for name, tensor in merged[0].items():
+        torch.testing.assert_close(merged[1][name], tensor, rtol=0, atol=1e-7)
+
+
+def _stock_save(model, data, output):
+    trainer = build(str(model), str(data), str(output), loader="stock", steps=2, save_strategy="steps", save_steps=2)
+    trainer.train()
+
+
+def test_checkpoint_of_a_stock_trainer_exports_with_its_base_model_named(tiny_model, text_file, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    run_ranks(_stock_save, 2, tiny_model("llama"), text_file, tmp_path, environment=fsdp_environment(FSDP2))
+    arguments = (tmp_path / "checkpoint-2", tmp_path / "offline")
+    no_fsdp = {"ACCELERATE_USE_FSDP": "false"}
+    errors = run_ranks(_export_offline, 1, *arguments, {}, environment=no_fsdp, expect_failure=True)
+    assert errors[0][0] == "ExportError" and "base_model=" in errors[0][1]
+    run_ranks(_export_offline, 1, *arguments, {"base_model": str(tiny_model("llama"))}, environment=no_fsdp)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "offline")
+
+
+@pytest.fixture
+def checkpoint(tiny_model, text_file, tmp_path):
+    train(tiny_model("llama"), text_file, tmp_path, steps=2, save_steps=2)
+    return tmp_path / "checkpoint-2"
+
+
+def _file(checkpoint):
+    return checkpoint / "pytorch_model_fsdp_0" / "__1_0.distcp"
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda c: _file(c).unlink(), "is missing or cut"),
+        (lambda c: _file(c).write_bytes(_file(c).read_bytes()[:-100]), "is missing or cut"),
+        (lambda c: (c / "pytorch_model_fsdp_0" / ".metadata").write_bytes(b"nonsense"), "cannot be read"),
+        (lambda c: shutil.rmtree(c / "pytorch_model_fsdp_0"), "no sharded model"),
+    ],
+)
+def test_damaged_checkpoint_is_one_error_and_no_export(checkpoint, tmp_path, damage, words):
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.errors import ExportError
+
+    damage(checkpoint)
+    with pytest.raises(ExportError, match=words):
+        export_checkpoint(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_checkpoint_of_another_model_is_refused(checkpoint, tiny_model, tmp_path):
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.errors import ExportError
+
+    with pytest.raises(ExportError, match="is not of"):
+        export_checkpoint(checkpoint, tmp_path / "out", base_model=tiny_model("gpt2"))
+
+
+def test_plain_folder_of_distcp_files_with_train_params_is_exported(checkpoint, tiny_model, tmp_path):
+    """The layout of the ROCm article: __0_0.distcp, .metadata and train_params.yaml in one folder."""
+    from typer.testing import CliRunner
+
+    from hf_fsdp_recipes.cli import app
+
+    folder = tmp_path / "fine-tuned"
+    shutil.copytree(checkpoint / "pytorch_model_fsdp_0", folder)
+    (folder / "train_params.yaml").write_text("model_name: ./somewhere\n")
+    arguments = [
+        "export",
+        str(folder),
+        str(tmp_path / "out"),
+        "--base-model",
+        str(tiny_model("llama")),
+        "--dtype",
+        "bfloat16",
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("The big fox")
+    for extra in ([], ["--chat", "--system", "Be brief."]):
+        result = CliRunner().invoke(
+            app, ["generate", str(tmp_path / "out"), "--prompt-file", str(prompt), "--max-new-tokens", "4", *extra]
+        )
+        assert result.exit_code == 0, result.exception
+
+
+def _grow_and_save(model, data, output):
+    from hf_fsdp_recipes import ShardedCheckpointCallback, export_model
+
+    saving = {"save_strategy": "steps", "save_steps": 2, "callbacks": [ShardedCheckpointCallback()]}
+    trainer = build(str(model), str(data), str(output), steps=2, prepare=("resize", 330), **saving)
+    trainer.processing_class.add_tokens(["<|prompter|>"], special_tokens=True)
+    trainer.processing_class.chat_template = "{{ messages[0]['content'] }}"
+    trainer.train()
+    export_model(trainer.model, output / "export", tokenizer=trainer.processing_class)
+
+
+def test_checkpoint_with_grown_embeddings_exports_without_a_base_model(tiny_model, text_file, tmp_path):
+    from transformers import AutoTokenizer
+
+    from hf_fsdp_recipes import export_checkpoint
+
+    run_ranks(_grow_and_save, 2, tiny_model("llama"), text_file, tmp_path, environment=fsdp_environment(FSDP2))
+    exported = export_checkpoint(tmp_path / "checkpoint-2", tmp_path / "offline")
+    expected = load_file(tmp_path / "export" / "model.safetensors")
+    actual = load_file(exported / "model.safetensors")
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert actual["model.embed_tokens.weight"].shape[0] == 330
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
+    assert "<|prompter|>" in tokenizer.get_vocab()

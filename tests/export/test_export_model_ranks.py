@@ -1,0 +1,262 @@
+"""Exports: every rank writes its part in place, and the result equals what the stock stack would save."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
+from tests.ranks.training import LORA, build
+
+HYBRID = {"dp_replicate_size": 2, "dp_shard_size": 2}
+
+
+def whole_state(trainer):
+    """Gather the trained model by torch's own means, without this package."""
+    from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    model = trainer.model
+    if isinstance(model, FSDP):
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(False, False)):
+            return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    full = {}
+    for name, tensor in model.state_dict().items():
+        full[name] = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
+
+
+def _export(model, data, output, build_keywords, export_keywords):
+    from hf_fsdp_recipes import export_model
+
+    trainer = build(str(model), str(data), str(output), steps=2, **build_keywords)
+    trainer.train()
+    state = whole_state(trainer)
+    export_model(trainer.model, output / "export", tokenizer=trainer.processing_class, **export_keywords)
+    if trainer.accelerator.is_main_process:
+        torch.save(state, output / "state.pt")
+
+
+def export(
+    tiny_model,
+    text_file,
+    tmp_path,
+    kind="llama",
+    world_size=2,
+    environment=None,
+    build_keywords=None,
+    **export_keywords,
+):
+    environment = environment or fsdp_environment(FSDP2)
+    tmp_path.mkdir(exist_ok=True)
+    model = tiny_model(kind)
+    run_ranks(
+        _export, world_size, model, text_file, tmp_path, build_keywords or {}, export_keywords, environment=environment
+    )
+    return tmp_path / "export", torch.load(tmp_path / "state.pt", weights_only=True)
+
+
+def assert_loads_as(directory, state):
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    assert set(loaded) == set(state)
+    for name, tensor in state.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "fsdp", "parallel"),
+    [
+        ("llama", 1, FSDP2, None),
+        ("llama_tied", 2, FSDP2, None),
+        ("gpt2", 2, FSDP2, None),
+        ("qwen3_moe", 3, FSDP2, None),
+        ("mixtral", 2, FSDP2, None),
+        ("llama", 4, FSDP2, None),
+        ("llama", 4, FSDP2, HYBRID),
+        ("llama", 2, FSDP1, None),
+        ("qwen3_moe", 3, FSDP1, None),
+        ("llama_tied", 2, FSDP1 | {"fsdp_sharding_strategy": "NO_SHARD"}, None),
+    ],
+)
+def test_export_loads_as_the_gathered_model(tiny_model, text_file, tmp_path, kind, world_size, fsdp, parallel):
+    environment = fsdp_environment(fsdp, parallel)
+    directory, state = export(tiny_model, text_file, tmp_path, kind, world_size, environment)
+    assert_loads_as(directory, state)
+
+
+@pytest.mark.parametrize("fsdp", [FSDP2, FSDP1])
+def test_gathering_writes_the_same_bytes_as_writing_in_place(tiny_model, text_file, tmp_path, fsdp):
+    environment = fsdp_environment(fsdp)
+    directly, _ = export(
+        tiny_model, text_file, tmp_path / "a", environment=environment, method="direct", max_shard_size="20KB"
+    )
+    gathered, _ = export(
+        tiny_model, text_file, tmp_path / "b", environment=environment, method="gather", max_shard_size="20KB"
+    )
+    files = sorted(file.name for file in directly.iterdir())
+    assert files == sorted(file.name for file in gathered.iterdir())
+    assert len([name for name in files if name.endswith(".safetensors")]) > 2
+    for name in files:
+        assert (directly / name).read_bytes() == (gathered / name).read_bytes(), name
+
+
+def test_files_are_split_as_save_pretrained_splits_them(tiny_model, text_file, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    directory, _ = export(tiny_model, text_file, tmp_path, "llama", max_shard_size="30KB")
+    AutoModelForCausalLM.from_pretrained(directory).save_pretrained(tmp_path / "stock", max_shard_size="30KB")
+    ours, stock = (
+        {file.name: set(load_file(file)) for file in place.glob("*.safetensors")}
+        for place in (directory, tmp_path / "stock")
+    )
+    assert ours == stock
+    index, stock_index = (
+        json.loads((place / "model.safetensors.index.json").read_text()) for place in (directory, tmp_path / "stock")
+    )
+    assert index == stock_index
+
+
+def test_cast_while_writing(tiny_model, text_file, tmp_path):
+    directory, state = export(tiny_model, text_file, tmp_path, dtype="bfloat16")
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        assert torch.equal(tensor, state[name].to(torch.bfloat16)), name
+    assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_config_and_tokenizer_are_written_with_the_weights(tiny_model, text_file, tmp_path):
+    directory, _ = export(tiny_model, text_file, tmp_path)
+    names = {file.name for file in directory.iterdir()}
+    assert names == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "chat_template.jinja",
+    }  # fmt: skip
+    assert sorted(path.name for path in tmp_path.glob(".*")) == []
+
+
+@pytest.mark.parametrize("fsdp", [FSDP2, FSDP1])
+def test_adapter_and_merged_model_are_pefts_own(tiny_model, text_file, tmp_path, fsdp):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    environment, build_keywords = fsdp_environment(fsdp), {"lora": LORA}
+    common = {"environment": environment, "build_keywords": build_keywords}
+    adapter, state = export(tiny_model, text_file, tmp_path / "adapter", **common)
+    merged, _ = export(tiny_model, text_file, tmp_path / "merged", **common, merge_adapter=True)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model("llama")), adapter)
+    reloaded = model.state_dict()
+    trained = {name for name in state if "lora_" in name}
+    assert len(trained) == 28
+    for name in trained:
+        assert torch.equal(reloaded[name], state[name]), name
+        assert state[name].abs().sum(dim=1).min() > 0  # no rank's rows are missing
+    expected = model.merge_and_unload().state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(merged).state_dict()
+    assert set(ours) == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-7)
+
+
+def _export_twice(model, data, output):
+    from hf_fsdp_recipes import export_model
+
+    trainer = build(str(model), str(data), str(output), steps=1)
+    trainer.train()
+    export_model(trainer.model, output / "export", max_shard_size="20KB")
+    export_model(trainer.model, output / "export")
+
+
+def test_earlier_export_is_replaced_completely(tiny_model, text_file, tmp_path):
+    run_ranks(_export_twice, 2, tiny_model("llama"), text_file, tmp_path, environment=fsdp_environment(FSDP2))
+    assert [file.name for file in (tmp_path / "export").glob("*.safetensors*")] == ["model.safetensors"]
+
+
+def _export_into(model, data, output, target):
+    from hf_fsdp_recipes import export_model
+
+    trainer = build(str(model), str(data), str(output), steps=1)
+    trainer.train()
+    export_model(trainer.model, target)
+
+
+def test_directory_that_is_not_an_export_is_not_touched(tiny_model, text_file, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    errors = run_ranks(
+        _export_into, 2, tiny_model("llama"), text_file, tmp_path, tmp_path / "mine",
+        environment=fsdp_environment(FSDP2), expect_failure=True,
+    )  # fmt: skip
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "ExportError"
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+def test_full_disk_leaves_nothing_under_the_final_name(tiny_model, text_file, tmp_path):
+    import subprocess
+
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("this machine does not let root mount a tmpfs")
+    try:
+        errors = run_ranks(
+            _export_into, 2, tiny_model("llama"), text_file, tmp_path, disk / "export",
+            environment=fsdp_environment(FSDP2), expect_failure=True,
+        )  # fmt: skip
+        assert errors[0] == errors[1]
+        assert errors[0][0] == "ExportError"
+        assert "free" in errors[0][1]
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def _die_while_exporting(model, data, output):
+    import signal
+
+    from hf_fsdp_recipes import ShardedCheckpointCallback, export_model
+    from hf_fsdp_recipes.export import write_export
+
+    callback = ShardedCheckpointCallback()
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    trainer = build(str(model), str(data), str(output), steps=2, callbacks=[callback], **saving)
+    trainer.train()
+    write, written = write_export.FileWriter.write, []
+
+    def write_some_then_die(self, *arguments):
+        write(self, *arguments)
+        written.append(arguments[0])
+        if len(written) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    write_export.FileWriter.write = write_some_then_die
+    export_model(trainer.model, output / "export")
+
+
+def test_kill_during_export_leaves_the_checkpoint_and_no_export(tiny_model, text_file, tmp_path):
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.checkpointing import layout
+
+    with pytest.raises(pytest.fail.Exception, match=r"killed at the timeout|exit code -9"):
+        run_ranks(
+            _die_while_exporting,
+            2,
+            tiny_model("llama"),
+            text_file,
+            tmp_path,
+            environment=fsdp_environment(FSDP2),
+            timeout_seconds=60,
+        )
+    assert (tmp_path / ".export.incomplete").is_dir()  # it did die in the middle
+    assert not (tmp_path / "export").exists()
+    [checkpoint] = layout.list_checkpoints(tmp_path, verify=True)
+    assert checkpoint.is_complete
+    exported = export_checkpoint(checkpoint.path, tmp_path / "export", base_model=tiny_model("llama"))
+    assert (
+        load_file(exported / "model.safetensors").keys() == load_file(tiny_model("llama") / "model.safetensors").keys()
+    )
+    assert not (tmp_path / ".export.incomplete").exists()  # the next export takes its place

@@ -1,0 +1,78 @@
+"""Pushing to the Hub, with a local substitute for its API."""
+
+import json
+
+import pytest
+
+from tests.export.hub_standin import serve
+from tests.recipes.launching import run
+from tests.recipes.test_sft import CPU, assert_clear_failure, recipe
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with serve() as standin:
+        monkeypatch.setenv("HF_ENDPOINT", standin.url)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        monkeypatch.setenv("HF_TOKEN", "hf_standin")
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        yield standin
+
+
+def pushing_recipe(tmp_path, model, data, **changes):
+    settings = {"model_name_or_path": model, "dataset_name": data, "push_to_hub": True, "hub_model_id": "someone/tuned"}
+    return recipe(tmp_path, **(settings | changes))
+
+
+def test_every_save_and_the_export_are_pushed_to_a_private_repository(hub, tiny_model, text_file, tmp_path):
+    from safetensors.torch import load
+
+    config = pushing_recipe(
+        tmp_path, tiny_model("llama_tied"), text_file, hub_strategy="every_save", export_dtype="bfloat16", save_steps=3
+    )
+    result = run(CPU, ["--config", config])
+    assert result.returncode == 0, result.stdout
+    assert "pushed: export to" in result.stdout, result.stdout
+    files = hub.files["someone/tuned"]
+    assert hub.private == {"someone/tuned": True}
+    exported = {path.name: path.read_bytes() for path in (tmp_path / "run" / "export").iterdir()}
+    assert {name: files[name] for name in exported} == exported
+    assert [message for _, message in hub.commits][-1] == "End of training"
+    assert hub.commits[0][1].startswith("Training in progress, checkpoint ")
+    assert load(files["model.safetensors"])
+    assert not (tmp_path / "run" / ".hub").exists()
+
+
+@pytest.mark.slow
+def test_a_hub_that_fails_causes_only_a_warning(hub, tiny_model, text_file, tmp_path):
+    hub.refuse_commits = 10**6
+    config = pushing_recipe(tmp_path, tiny_model("llama_tied"), text_file, hub_strategy="every_save", max_steps=3)
+    result = run(CPU, ["--config", config])
+    assert result.returncode == 0, result.stdout
+    assert "push to someone/tuned failed" in result.stdout and "hf upload someone/tuned" in result.stdout
+    assert json.loads((tmp_path / "run" / "export" / "config.json").read_text())
+    assert list((tmp_path / "run").glob("checkpoint-*/manifest.json"))
+
+
+def test_an_interrupted_push_continues_where_it_stopped(hub, tiny_model, tmp_path):
+    from hf_fsdp_recipes.export.hub import HubTarget, Pusher
+
+    pusher = Pusher(HubTarget("someone/again", "end", False, None), tmp_path)
+    hub.refuse_commits = 10**6
+    assert not pusher.push_export(tiny_model("llama"))
+    sent = hub.uploads
+    hub.refuse_commits = 0
+    assert pusher.push_export(tiny_model("llama"))
+    assert sent == hub.uploads == 1  # the weights were not sent a second time
+    assert hub.private == {"someone/again": False}
+
+
+def test_pushing_without_a_token_is_refused_before_anything_is_loaded(
+    hub, tiny_model, text_file, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("HF_TOKEN")
+    config = pushing_recipe(tmp_path, tiny_model("llama_tied"), text_file)
+    result = run(CPU, ["--config", config], timeout_seconds=90)
+    assert_clear_failure(result, "RecipeError", num_ranks=2)
+    assert "no Hub token" in result.stdout

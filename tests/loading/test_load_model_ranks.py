@@ -1,0 +1,394 @@
+"""The loader and stock loading give the same losses to the last digit, on real gloo ranks."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
+from tests.ranks.training import LORA, build, train_losses
+
+HYBRID = {"dp_replicate_size": 2, "dp_shard_size": 2}
+
+
+def both(model, data, tmp_path, environment, world_size=2, **keywords):
+    stock = run_ranks(
+        _train, world_size, model, data, tmp_path / "stock", {"loader": "stock", **keywords}, environment=environment
+    )
+    ours = run_ranks(_train, world_size, model, data, tmp_path / "ours", keywords, environment=environment)
+    return stock, ours
+
+
+def _train(model, data, output, keywords):
+    return train_losses(str(model), str(data), str(output), **keywords)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [
+        ("llama", None),
+        ("llama_tied", None),
+        ("llama_tied", LORA),
+        ("gpt2", None),
+        ("qwen3_moe", None),
+        ("qwen3_moe", LORA),
+        ("mixtral", None),
+    ],
+)
+def test_fsdp2_losses_equal_stock_loading(tiny_model, text_file, tmp_path, kind, lora):
+    stock, ours = both(tiny_model(kind), text_file, tmp_path, fsdp_environment(FSDP2), lora=lora)
+    assert ours == stock
+    assert len(ours[0]) == 5
+
+
+@pytest.mark.parametrize(("kind", "lora"), [("llama_tied", None), ("llama", LORA), ("qwen3_moe", None)])
+def test_fsdp1_losses_equal_stock_loading(tiny_model, text_file, tmp_path, kind, lora):
+    stock, ours = both(tiny_model(kind), text_file, tmp_path, fsdp_environment(FSDP1), lora=lora)
+    assert ours == stock
+
+
+def test_hybrid_losses_equal_stock_loading(tiny_model, text_file, tmp_path):
+    stock, ours = both(tiny_model("llama"), text_file, tmp_path, fsdp_environment(FSDP2, HYBRID), world_size=4)
+    assert ours == stock
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_other_numbers_of_ranks_equal_stock_loading(tiny_model, text_file, tmp_path, world_size):
+    # 307 rows of vocabulary and 5 experts divide over neither 2 nor 3 ranks; biases have fewer rows than some worlds.
+    stock, ours = both(tiny_model("qwen3_moe"), text_file, tmp_path, fsdp_environment(FSDP2), world_size=world_size)
+    assert ours == stock
+
+
+def test_direct_reading_equals_stock_loading(tiny_model, text_file, tmp_path):
+    model = tiny_model("llama", "bfloat16", "40KB")
+    stock, ours = both(model, text_file, tmp_path, fsdp_environment(FSDP2), dtype="float32", loader="direct")
+    stock, _ = both(model, text_file, tmp_path / "again", fsdp_environment(FSDP2), dtype="float32")
+    assert ours == stock
+
+
+def test_bf16_files_become_fp32_masters_as_in_stock_loading(tiny_model, text_file, tmp_path):
+    model = tiny_model("llama_tied", "bfloat16", "40KB")
+    stock, ours = both(model, text_file, tmp_path, fsdp_environment(FSDP2, precision="bf16"), dtype="auto", bf16=True)
+    assert ours == stock
+
+
+def test_offload_equals_stock_loading(tiny_model, text_file, tmp_path):
+    environment = fsdp_environment(FSDP2 | {"fsdp_offload_params": True})
+    stock, ours = both(tiny_model("llama"), text_file, tmp_path, environment)
+    assert ours == stock
+
+
+def _shards(model_dir, data, output, keywords):
+    """Return every parameter whole, gathered from the shards, after loading and before any step."""
+    import torch
+
+    trainer = build(str(model_dir), str(data), str(output), steps=1, **keywords)
+    seen = {}
+
+    from transformers import TrainerCallback
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            for name, parameter in model.named_parameters():
+                whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+                seen[name] = whole.detach().to(torch.float32).tolist()
+
+    trainer.add_callback(Look())
+    trainer.train()
+    return seen
+
+
+def test_every_value_arrives_on_four_ranks_that_read_directly(tiny_model, text_file, tmp_path):
+    from safetensors.torch import load_file
+
+    model = tiny_model("llama", "bfloat16")
+    keywords = {"loader": "direct", "dtype": "bfloat16", "load_arguments": {"verify": "full"}}
+    seen = run_ranks(_shards, 4, model, text_file, tmp_path, keywords, environment=fsdp_environment(FSDP2))
+    for name, tensor in load_file(model / "model.safetensors").items():
+        assert seen[3][name] == tensor.float().tolist(), name
+
+
+def _shards_through_small_buckets(model_dir, data, output, keywords):
+    """As `_shards`, in many buckets."""
+    from hf_fsdp_recipes.loading import distribute, materialize
+
+    distribute.BUCKET_BYTES = 4096
+    scatter = materialize.scatter
+
+    def scatter_and_check_sums(targets, index, group, checksums):
+        scatter(targets, index, group, checksums)
+        if index is not None:  # every shard that was sent has a checksum, also rank 0's own if it has replicas
+            sent = range(0 if group.replicate_group is not None else 1, len(group.ranks))
+            expected = {(target.name, r) for target in targets for r in sent if target.shard_ranges[r][1]}
+            assert checksums.values.keys() == expected
+
+    materialize.scatter = scatter_and_check_sums
+    return _shards(model_dir, data, output, keywords)
+
+
+@pytest.mark.parametrize("parallel", [None, HYBRID])
+def test_every_value_arrives_through_small_buckets(tiny_model, text_file, tmp_path, parallel):
+    from safetensors.torch import load_file
+
+    model = tiny_model("llama", "bfloat16")
+    keywords = {"dtype": "bfloat16", "load_arguments": {"verify": "full"}}
+    environment = fsdp_environment(FSDP2, parallel)
+    found = run_ranks(_shards_through_small_buckets, 4, model, text_file, tmp_path, keywords, environment=environment)
+    for name, tensor in load_file(model / "model.safetensors").items():
+        assert found[3][name] == tensor.float().tolist(), name
+
+
+def _auto_choice(model_dir, data, output, blind_rank):
+    """Return whether `source="auto"` let every rank read; `blind_rank` sees none of the files."""
+    from hf_fsdp_recipes import distributed, load_model
+    from hf_fsdp_recipes.errors import LoadError
+    from hf_fsdp_recipes.loading import load_model as module
+    from hf_fsdp_recipes.loading.checkpoint_source import find_source
+
+    if distributed.rank() == blind_rank:
+        import sys
+
+        def see_nothing(file):
+            raise LoadError(f"{file} does not exist")
+
+        sys.modules["hf_fsdp_recipes.loading.load_model"].read_header = see_nothing
+    del module
+    model = load_model(str(model_dir), source="auto")
+    return find_source(model)[1].is_direct
+
+
+@pytest.mark.parametrize(("blind_rank", "is_direct"), [(None, True), (1, False)])
+def test_auto_reads_directly_only_if_every_rank_sees_the_files(tiny_model, text_file, tmp_path, blind_rank, is_direct):
+    arguments = (tiny_model("llama"), text_file, tmp_path, blind_rank)
+    assert run_ranks(_auto_choice, 2, *arguments, environment=fsdp_environment(FSDP2)) == [is_direct] * 2
+
+
+def test_auto_equals_stock_loading(tiny_model, text_file, tmp_path):
+    model = tiny_model("llama", "bfloat16")
+    keywords = {"dtype": "float32"}
+    _, ours = both(model, text_file, tmp_path, fsdp_environment(FSDP2), loader="auto", **keywords)
+    stock, _ = both(model, text_file, tmp_path / "again", fsdp_environment(FSDP2), **keywords)
+    assert ours == stock
+
+
+def _load_only(model_dir, keywords):
+    from hf_fsdp_recipes import load_model
+
+    load_model(str(model_dir), **keywords)
+
+
+def test_missing_model_is_one_error_on_every_rank(tmp_path):
+    errors = run_ranks(
+        _load_only, 2, tmp_path / "nothing", {}, environment=fsdp_environment(FSDP2), expect_failure=True
+    )
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "LoadError"
+    assert "nothing" in errors[0][1]
+
+
+def _break(directory, how):
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    name, file = next(iter(index["weight_map"].items()))
+    if how == "truncated":
+        with (directory / file).open("r+b") as stream:
+            stream.truncate((directory / file).stat().st_size - 8)
+    elif how == "lying header":
+        data = bytearray((directory / file).read_bytes())
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        entry = header[next(key for key in header if key != "__metadata__")]
+        entry["data_offsets"][1] += 4
+        text = json.dumps(header, separators=(",", ":")).encode()
+        (directory / file).write_bytes(len(text).to_bytes(8, "little") + text + bytes(data[8 + length :]))
+    elif how == "missing file":
+        index["weight_map"][name] = "model-00099-of-00099.safetensors"
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif how == "path outside":
+        index["weight_map"][name] = "../model.safetensors"
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif how == "wrong shape":
+        config = json.loads((directory / "config.json").read_text())
+        config["hidden_size"] = 48
+        (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("how", ["truncated", "lying header", "missing file", "path outside", "wrong shape"])
+def test_broken_checkpoint_is_one_load_error_on_every_rank(tiny_model, tmp_path, how):
+    directory = tmp_path / "broken"
+    shutil.copytree(tiny_model("llama", "float32", "40KB"), directory)
+    _break(directory, how)
+    errors = run_ranks(
+        _load_only, 2, directory, {}, environment=fsdp_environment(FSDP2), expect_failure=True, timeout_seconds=30
+    )
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "LoadError"
+
+
+def test_nan_in_the_checkpoint_is_loaded(tiny_model, text_file, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    directory = tmp_path / "nan"
+    shutil.copytree(tiny_model("llama"), directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    seen = run_ranks(_shards, 2, directory, text_file, tmp_path / "out", {}, environment=fsdp_environment(FSDP2))
+    assert all(value != value for value in seen[0]["model.norm.weight"])
+
+
+def test_tensor_that_the_checkpoint_lacks_is_initialized_equally_on_all_ranks(tiny_model, text_file, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    directory = tmp_path / "lacking"
+    shutil.copytree(tiny_model("llama"), directory)
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    seen = run_ranks(_shards, 2, directory, text_file, tmp_path / "out", {}, environment=fsdp_environment(FSDP2))
+    head = seen[0]["lm_head.weight"]
+    assert head == seen[1]["lm_head.weight"]
+    spread = [value for row in head for value in row]
+    assert 0.01 < (sum(value * value for value in spread) / len(spread)) ** 0.5 < 0.04  # initializer_range is 0.02
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_dora_losses_equal_stock_loading(tiny_model, text_file, tmp_path, world_size):
+    # B is random here, so that the norms are those of the sum.
+    dora = LORA | {"use_dora": True, "init_lora_weights": False}
+    model, environment = tiny_model("llama"), fsdp_environment(FSDP2)
+    stock, ours = both(model, text_file, tmp_path, environment, world_size, lora=dora)
+    assert ours == stock
+    plain = run_ranks(
+        _train, world_size, model, text_file, tmp_path / "lora", {"lora": dora | {"use_dora": False}},
+        environment=environment,
+    )  # fmt: skip
+    assert plain != ours
+
+
+def _add_adapter(model_dir, data, output, kind, changes):
+    build(str(model_dir), str(data), str(output), lora=LORA | changes, steps=1).train()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fsdp", "changes", "word"),
+    [
+        ("llama", FSDP2, {"init_lora_weights": "pissa"}, "pissa"),
+        ("gpt2", FSDP2, {"use_dora": True}, "Conv1D"),
+        ("llama", FSDP1, {"use_dora": True}, "under FSDP1"),
+    ],
+)
+def test_adapter_that_cannot_be_made_on_arrival_is_refused_by_name(
+    tiny_model, text_file, tmp_path, kind, fsdp, changes, word
+):
+    errors = run_ranks(
+        _add_adapter, 2, tiny_model(kind), text_file, tmp_path, kind, changes,
+        environment=fsdp_environment(fsdp), expect_failure=True,
+    )  # fmt: skip
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "LoadError"
+    assert word in errors[0][1]
+
+
+def _lose_a_file_while_loading(model_dir, data, output):
+    """Truncate the weights after their headers have been checked."""
+    from hf_fsdp_recipes import distributed
+    from hf_fsdp_recipes.loading import distribute, materialize
+
+    distribute.BUCKET_BYTES = 4096
+    send = materialize.scatter
+
+    def lose_then_send(*arguments):
+        if distributed.is_main():
+            file = model_dir / "model.safetensors"
+            with file.open("r+b") as stream:
+                stream.truncate(file.stat().st_size // 2)
+        send(*arguments)
+
+    materialize.scatter = lose_then_send
+    build(str(model_dir), str(data), str(output), steps=1).train()
+
+
+def test_file_that_ends_while_it_is_sent_is_one_error_on_every_rank(tiny_model, text_file, tmp_path):
+    model = shutil.copytree(tiny_model("llama", "bfloat16"), tmp_path / "model")
+    errors = run_ranks(
+        _lose_a_file_while_loading, 3, model, text_file, tmp_path / "out",
+        environment=fsdp_environment(FSDP2), expect_failure=True, timeout_seconds=60,
+    )  # fmt: skip
+    assert errors[0][0] == "LoadError"
+    assert "inside tensor" in errors[0][1]
+    assert errors[0] == errors[1] == errors[2]
+
+
+@pytest.mark.parametrize("num_members", [1, 2, 3, 8])
+def test_no_bucket_is_larger_than_its_memory(num_members, monkeypatch):
+    import torch
+
+    from hf_fsdp_recipes.loading import distribute
+
+    monkeypatch.setattr(distribute, "BUCKET_BYTES", 1024)
+    budget = distribute._shard_bytes(num_members)
+    dtypes = [torch.bfloat16, torch.float32, torch.uint8, torch.float64, torch.bfloat16]
+    items = []
+    for count, dtype in zip([budget // 2 - 1, 77, 1001, 513, 3], dtypes, strict=True):
+        runs = [(number * count, count) for number in range(num_members)]
+        items.append(distribute.ShardTarget("w", [], dtype, dtype, runs, torch.empty(0)))
+    taken = dict.fromkeys(range(len(items)), 0)
+    for bucket in distribute._buckets(items, num_members):
+        for position in range(num_members):
+            assert sum(entry.num_bytes(position) for entry in bucket) <= budget
+        for entry in bucket:
+            taken[items.index(entry.target)] += entry.length
+    assert list(taken.values()) == [item.shard_ranges[0][1] for item in items]
+
+
+def _resized(model_dir, data, output, loader, num_tokens):
+    import torch
+
+    trainer = build(str(model_dir), str(data), str(output), loader=loader, steps=1, prepare=("resize", num_tokens))
+    whole = {}
+
+    from transformers import TrainerCallback
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            for name, parameter in model.named_parameters():
+                if "embed_tokens" in name or "lm_head" in name:
+                    tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+                    whole[name] = tensor.detach().clone().to(torch.float32).tolist()
+
+    trainer.add_callback(Look())
+    trainer.train()
+    return whole
+
+
+@pytest.mark.parametrize(("kind", "num_tokens"), [("llama", 320), ("llama_tied", 311), ("llama", 300)])
+def test_resized_embeddings_get_the_mean_of_the_rows(tiny_model, text_file, tmp_path, kind, num_tokens):
+    from safetensors.torch import load_file
+
+    arguments = (tiny_model(kind), text_file, tmp_path / "out", "rank0", num_tokens)
+    seen = run_ranks(_resized, 2, *arguments, environment=fsdp_environment(FSDP2))[0]
+    stored = load_file(tiny_model(kind) / "model.safetensors")
+    assert seen
+    for name, rows in seen.items():
+        kept = min(num_tokens, 307)
+        assert rows[:kept] == stored[name][:kept].tolist()
+        assert len(rows) == num_tokens
+        for row in rows[kept:]:
+            assert row == pytest.approx(stored[name].double().mean(dim=0).tolist(), abs=1e-6)
+
+
+def test_memory_of_each_stage_is_printed_and_recorded(tiny_model, text_file, tmp_path):
+    from hf_fsdp_recipes.metrics.stages import Stage, format_table
+
+    shown = format_table([Stage("read into shards", 1, 1.5, 10**8, 2 * 10**8, 3 * 10**8, 0, 0, 0)])
+    assert shown.splitlines()[1].split() == ["read", "into", "shards", "1", "1.50", "100", "200", "300"]
+    run_ranks(_train_with_metrics, 2, tiny_model("llama"), text_file, tmp_path, environment=fsdp_environment(FSDP2))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    stages = {(line["stage"], line["rank"]) for line in lines if "stage" in line}
+    assert stages == {(stage, rank) for stage in ("build on meta", "read into shards") for rank in (0, 1)}
+
+
+def _train_with_metrics(model, data, output):
+    from hf_fsdp_recipes.metrics.metrics_callback import MetricsCallback
+
+    build(str(model), str(data), str(output), callbacks=[MetricsCallback()], steps=2).train()

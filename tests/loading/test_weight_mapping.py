@@ -1,0 +1,75 @@
+"""Every parameter is found in the checkpoint, element by element, even if transformers fuses experts."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
+from hf_fsdp_recipes.loading.weight_mapping import WeightMapping, stored_ranges
+from tests.conftest import tiny_config
+
+KINDS = ["llama", "llama_tied", "gpt2", "qwen3_moe", "mixtral"]
+
+
+def on_meta(kind):
+    return build_on_meta(tiny_config(kind), torch.float32)
+
+
+def stored_of(directory):
+    return load_file(directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_hold_what_from_pretrained_loads(tiny_model, kind):
+    from transformers import AutoModelForCausalLM
+
+    stored = stored_of(tiny_model(kind))
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model(kind)).state_dict()
+    model = on_meta(kind)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    pieces, unexpected = WeightMapping(model).to_parameters({n: tuple(t.shape) for n, t in stored.items()}, shapes)
+    assert unexpected == []
+    assert set(shapes) - set(pieces) <= set(model.all_tied_weights_keys)
+    for name, parts in pieces.items():
+        flat = torch.cat([stored[p.tensor].reshape(-1)[p.start : p.start + p.num_elements] for p in parts])
+        assert torch.equal(flat, reference[name].reshape(-1)), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_are_what_save_pretrained_writes(tiny_model, kind):
+    from transformers import AutoModelForCausalLM
+
+    stored = stored_of(tiny_model(kind))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(kind))
+    written = set()
+    for name, parameter in model.named_parameters():
+        for part in stored_ranges(model, name, tuple(parameter.shape)):
+            values = parameter.detach().reshape(-1)[part.start : part.start + part.num_elements].reshape(part.shape)
+            assert torch.equal(values, stored[part.tensor]), part.tensor
+            written.add(part.tensor)
+    assert written == set(stored)
+
+
+def test_expert_that_is_missing_is_named():
+    model = on_meta("qwen3_moe")
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    stored = {
+        part.tensor: part.shape
+        for name, shape in shapes.items()
+        for part in stored_ranges(on_meta("qwen3_moe"), name, shape)
+    }
+    lost = next(name for name in stored if ".experts.3." in name)
+    del stored[lost]
+    with pytest.raises(LoadError, match=r"experts\.3"):
+        WeightMapping(on_meta("qwen3_moe")).to_parameters(stored, shapes)
+
+
+def test_unknown_tensors_are_reported_not_loaded():
+    model = on_meta("llama")
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    pieces, unexpected = WeightMapping(model).to_parameters(shapes | {"visual.patch": (3, 3)}, shapes)
+    assert unexpected == ["visual.patch"]
+    assert all(sum(p.num_elements for p in parts) == math.prod(shapes[name]) for name, parts in pieces.items())
