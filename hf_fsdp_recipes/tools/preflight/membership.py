@@ -71,8 +71,8 @@ def _explain_missing(
             f"network address of node 0's host."
         )
     return (
-        f"{text} They must reach {leader.master_address} port {leader.master_port}. Their own logs name a wrong address or a "
-        f"firewall; an empty log means they were never started."
+        f"{text} The missing nodes must reach {leader.master_address} port {leader.master_port}. Their own logs name a wrong "
+        f"address or a firewall; an empty log means they were never started."
     )
 
 
