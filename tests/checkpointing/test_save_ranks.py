@@ -181,7 +181,7 @@ def test_eight_bit_states_are_not_resumed_on_another_number_of_ranks(tiny_model,
         environment=fsdp_environment(FSDP2), expect_failure=True,
     )  # fmt: skip
     assert errors[0][0] == "CheckpointError"
-    assert "written on 2 ranks; this run has 1" in errors[0][1]
+    assert "states of 2 ranks, but this run has 1" in errors[0][1]
 
 
 def _resume_with_other_batch(model, data, output):

@@ -17,7 +17,7 @@ def test_quantizing_in_parts_gives_the_bytes_of_quantizing_at_once(monkeypatch, 
 
     from hf_fsdp_recipes.loading import bnb_4bit
 
-    monkeypatch.setattr(bnb_4bit, "PART_ELEMENTS", 1024)
+    monkeypatch.setattr(bnb_4bit, "CPU_CHUNK_ELEMENTS", 1024)
     weight = torch.randn(96, 52, dtype=torch.bfloat16)  # neither whole parts nor whole blocks
     recipe = bnb_4bit.Recipe((96, 52), torch.bfloat16, False, quant_type, nested, torch.bfloat16)
     packed, state = recipe.quantize(weight.clone().view(-1))
@@ -68,13 +68,13 @@ def test_hybrid_losses_equal_stock_qlora(tiny_model, text_file, tmp_path):
 
 
 def _packed_parameters(model_dir, data, output, keywords):
-    from hf_fsdp_recipes.loading import names
+    from hf_fsdp_recipes.parameter_names import in_base_model
 
     trainer = build(str(model_dir), str(data), str(output), steps=1, **keywords)
     trainer.train()
     layers = {n: m for n, m in trainer.model.named_modules() if type(m).__name__.endswith("Linear4bit")}
     local = {
-        names.in_base_model(n): (str(p.dtype), p.to_local().numel() if hasattr(p, "to_local") else p.numel())
+        in_base_model(n): (str(p.dtype), p.to_local().numel() if hasattr(p, "to_local") else p.numel())
         for n, p in trainer.model.named_parameters()
     }
     assert any(layer.quant_state is not None for layer in layers.values() if hasattr(layer, "quant_state"))
@@ -137,4 +137,4 @@ def test_checkpoint_that_is_already_quantized_is_refused_by_name(tiny_model, tmp
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (model / "config.json").write_text(json.dumps(config))
     errors = run_ranks(_load_only, 2, model, {}, environment=fsdp_environment(FSDP2), expect_failure=True)
-    assert all("quantised already" in text for _, text in errors)
+    assert all("already quantized" in text for _, text in errors)
