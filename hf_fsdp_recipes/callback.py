@@ -50,7 +50,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             state. False blocks until the checkpoint is complete.
         export_dir: export the full model there when training ends.
         signals: whether SIGTERM and SIGUSR1 end the run after a checkpoint, on all ranks at the same step.
-        check_signals_every_steps: number of steps between checks whether any rank was signaled.
+        check_signals_every_steps: number of steps between checks for a signal on any rank.
         hub: where to push checkpoints and the export; None reads Trainer's own `push_to_hub` arguments.
         rank_files: returns this rank's additional small files as {name: text}, as they were after the last step.
 
@@ -169,7 +169,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Save the last step if it is due; schedule a save that is due by epochs."""
+        """Save the epoch's last step if a save is due; with `save_strategy: epoch`, schedule the save."""
         if self._writer is None:
             return control
         self._save_if_due(args, state, kwargs)

@@ -87,7 +87,7 @@ def find_directory(checkpoint: Path) -> Path:
     """Return the directory of a checkpoint that holds the model's `.metadata`.
 
     Raises:
-        ExportError: there is none.
+        ExportError: the checkpoint has no `.metadata`.
     """
     for candidate in (checkpoint / "pytorch_model_fsdp_0", checkpoint):
         if (candidate / ".metadata").is_file():

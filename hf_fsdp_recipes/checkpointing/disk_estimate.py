@@ -25,7 +25,7 @@ class DiskEstimate:
 
     Attributes:
         checkpoint_bytes: size of one checkpoint.
-        export_bytes: size of all exports together.
+        export_bytes: total size of all exports.
         num_checkpoints: most checkpoints on disk at once, including the one being written.
         is_lower_bound: whether the number of checkpoints is unlimited, so that the run may need more.
     """

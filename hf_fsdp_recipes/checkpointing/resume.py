@@ -60,7 +60,7 @@ def train_params(args: "TrainingArguments", model: torch.nn.Module | None = None
 
 
 def _model_facts(model: torch.nn.Module) -> dict[str, Any]:
-    """Return which model was trained and an adapter's PEFT config: what an offline export needs."""
+    """Return what an offline export needs: the name of the trained model and an adapter's PEFT config."""
     peft_model = find_peft_model(model)
     base = model if peft_model is None else peft_model.get_base_model()
     facts: dict[str, Any] = {"model_name_or_path": getattr(getattr(base, "config", None), "name_or_path", None)}

@@ -1,8 +1,9 @@
 """Writes SHARDED_STATE_DICT checkpoints with torch DCP, in the background or synchronously.
 
-`Writer.save` starts a thread that copies this rank's state to host memory and then writes it, with its own process group:
-files, fsync, checksums, and one rename by rank 0 when every rank is done. The copy overlaps the next forward and backward;
-only the next optimizer step waits for it. One save is in flight at a time; a failure is kept and raised at the next call.
+`Writer.save` starts a thread that copies this rank's state to host memory, then writes it to files with fsync and checksums.
+Rank 0 renames the directory when every rank is done. The thread has its own process group. The copy overlaps the next
+forward and backward; only the next optimizer step waits for it. One save is in flight at a time; a failure is kept and
+raised at the next call.
 """
 
 import logging

@@ -49,11 +49,11 @@ def render(
         Optional[Literal["layer", "size"]], typer.Option(help="Make FSDP units by layer or by size.")
     ] = None,
     min_num_params: Annotated[
-        Optional[int], typer.Option(help="Parameters a unit must exceed; implies --wrap size.")
+        Optional[int], typer.Option(help="Wrap modules with more than this many parameters; implies --wrap size.")
     ] = None,
     wrap_class: Annotated[Optional[str], typer.Option(help="Layer class to wrap; default: the model's own.")] = None,
     num_machines: Annotated[Optional[int], typer.Option(help="Number of nodes.")] = None,
-    num_processes: Annotated[Optional[int], typer.Option(help="Number of ranks on all nodes together.")] = None,
+    num_processes: Annotated[Optional[int], typer.Option(help="Total number of ranks on all nodes.")] = None,
     output: Annotated[Optional[Path], typer.Option("--output", "-o", help="File to write; default: stdout.")] = None,
 ) -> None:
     """Write a config for any combination of strategy, FSDP version, offload, wrapping, nodes and ranks."""

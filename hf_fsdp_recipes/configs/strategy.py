@@ -51,7 +51,7 @@ class Strategy:
 
 
 def find_strategy(name_or_file: str) -> Strategy:
-    """Return the strategy of a template, by name, or of an Accelerate config, by path.
+    """Return the strategy of a template name or of the path of an Accelerate config.
 
     Raises:
         TemplateError: it is neither a template nor a readable FSDP config.

@@ -43,8 +43,8 @@ VARIANTS = {
     "fsdp1": ("FSDP1, for Gaudi and for setups that already use it. Prefer FSDP2 otherwise.",),
     "offload": (
         "CPU offload: parameters, gradients and optimizer state live in host memory; the optimizer step runs on the CPU.",
-        "For runs that do not fit otherwise. Memory between steps drops by most of the shard, peak memory by less, and",
-        "steps get slower.",
+        "For runs that do not fit otherwise. It frees most of the shard's memory between steps, but lowers the peak by",
+        "less. Steps get slower.",
     ),
     "size_wrap": (
         "Size-based wrapping: FSDP units by parameter count instead of one per layer.",
@@ -73,7 +73,7 @@ class Template:
         min_num_params: parameters that an FSDP unit must exceed with size-based wrapping; None to wrap by layer.
         wrap_class: comma-separated layer classes to wrap; None for the class that the model declares.
         on_cpu, on_gaudi: device of the ranks, if not a GPU.
-        num_machines, num_processes: nodes, and ranks on all nodes together.
+        num_machines, num_processes: number of nodes, and total number of ranks on all nodes.
     """
 
     version: int = 2
@@ -226,7 +226,7 @@ def _entries(template: Template) -> Iterator[tuple[str, object, str]]:
     else:
         yield "mixed_precision", "bf16", "fp32 master weights, bf16 compute and communication; no loss scaling needed"
     yield "num_machines", nodes, "nodes; override with --num_machines" if nodes > 1 else ""
-    yield "num_processes", ranks, "ranks on all nodes together; override with --num_processes"
+    yield "num_processes", ranks, "total ranks on all nodes; override with --num_processes"
     yield "main_training_function", "main", ""
     if template.on_gaudi:
         yield "dynamo_config", "", "torch.compile, which Gaudi needs to be fast"

@@ -62,8 +62,8 @@ def export_checkpoint(
         checkpoint_dir: `checkpoint-<step>`, its `pytorch_model_fsdp_0`, any directory with a `.metadata` file, or, with
             `merge_adapter`, one with an `adapter_config.json`.
         output_dir: appears when the export is complete.
-        base_model: directory or Hub id of the config, the tokenizer and, to merge an adapter, the base weights. None
-            uses the model in the checkpoint's train_params.yaml.
+        base_model: directory or Hub id to take the config and tokenizer from, and the base weights when merging an adapter.
+            None uses the model in the checkpoint's train_params.yaml.
         dtype, max_shard_size: as in `export_model`.
         merge_adapter: for a LoRA checkpoint or adapter, write the base model with the adapter merged in. An adapter
             trained on a 4-bit base is merged into the unquantized base.
@@ -238,7 +238,7 @@ def _adapter_config(params: dict[str, Any], name: str) -> "PeftConfig":
     """Return the PEFT config that the checkpoint recorded.
 
     Raises:
-        ExportError: there is none, as in a stock Trainer's checkpoint.
+        ExportError: the checkpoint has no PEFT config; a stock Trainer's checkpoints have none.
     """
     from peft import PeftConfig
 

@@ -18,7 +18,7 @@ from hf_fsdp_recipes.parameter_names import without_wrappers
 
 
 def local_slices(model: torch.nn.Module) -> dict[str, Slice]:
-    """Return this rank's slices of all parameters and persistent buffers, tied ones once, in state-dict order.
+    """Return this rank's slices of all parameters and persistent buffers, in state-dict order; tied tensors appear once.
 
     Every rank gets the same names, shapes and dtypes; not a collective. Each element is in exactly one rank's slice.
 

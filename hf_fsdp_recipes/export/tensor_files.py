@@ -23,7 +23,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor to write; `start` is its first byte in its file."""
+    """One tensor to write; its data begins at byte `start` of the file."""
 
     name: str
     file: str

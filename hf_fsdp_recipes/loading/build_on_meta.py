@@ -11,7 +11,7 @@ from hf_fsdp_recipes.loading.safetensors_index import StoredTensor
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# Skips weights in other formats than safetensors.
+# Skips weights that are not in safetensors format.
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 
 
@@ -23,7 +23,7 @@ def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
         kwargs: `from_pretrained` arguments; `subfolder`, `revision` and `token` are used.
 
     Raises:
-        LoadError: it is neither, or cannot be downloaded.
+        LoadError: the name is neither a directory nor a Hub id, or the download fails.
     """
     if Path(name_or_path).is_dir():
         return Path(name_or_path) / (kwargs.get("subfolder") or "")

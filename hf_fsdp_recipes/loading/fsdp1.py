@@ -109,8 +109,8 @@ def _packed_weight(source: CheckpointSource, name: str, layer: Any, device: torc
 def _check_no_dora(model: torch.nn.Module) -> None:
     if any(dora.is_magnitude(name) for name, _ in model.named_parameters()):
         raise LoadError(
-            "use_dora is not supported under FSDP1, which flattens lora_A, while DoRA needs its shape. Use an fsdp2 template, or "
-            "LoRA."
+            "use_dora is not supported under FSDP1: DoRA needs the shape of lora_A, which FSDP1 flattens. Use an fsdp2 template "
+            "or plain LoRA."
         )
 
 
@@ -118,7 +118,7 @@ def _refresh_parameter_views(model: torch.nn.Module) -> None:
     """Update FSDP1's parameter views after Accelerate has cast the flat parameters to float32.
 
     Otherwise they keep the old dtype until the first reshard, in the middle of the first forward. PEFT casts a layer's input
-    to its weights' dtype, so recomputation would see another dtype than the forward.
+    to its weights' dtype, so recomputation would see a different dtype from the forward.
 
     Source: torch 2.13 `_flat_param.py`, `FlatParamHandle._use_sharded_views`.
     """

@@ -70,7 +70,7 @@ class Slice:
         shape: shape of the full parameter.
         dtype: dtype of the parameter.
         first: position of the slice in the parameter, in row-major order.
-        values: the elements, 1-D; empty if this rank holds none, or only a replica.
+        values: this rank's elements, 1-D; empty if it holds no elements or only a replica.
     """
 
     name: str

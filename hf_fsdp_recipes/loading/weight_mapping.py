@@ -178,7 +178,7 @@ def stored_ranges(model: "PreTrainedModel", name: str, shape: tuple[int, ...]) -
 
 
 def _row_numbers(shape: Iterable[int]) -> torch.Tensor:
-    """Return a stand-in for a weight: each row is a single element, its row number."""
+    """Return a stand-in for a weight, in which each row holds only its row number."""
     shape = tuple(shape)
     rows = (*shape[:-1], 1) if len(shape) > 1 else shape
     return torch.arange(math.prod(rows)).reshape(rows)

@@ -158,7 +158,7 @@ class MetricsCallback(TrainerCallback):
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         try:
             self._flops = count_flops(model)
-        except Exception as error:  # other models than transformers' may raise anything
+        except Exception as error:  # models from outside transformers may raise anything
             self._no_flops_reason = str(error)
 
     def _count_batch(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

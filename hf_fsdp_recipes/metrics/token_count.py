@@ -22,8 +22,8 @@ def count_tokens(inputs: Mapping[str, Any], window: int | None = None) -> torch.
         window: length of the sliding attention window in tokens, or None.
 
     Returns:
-        (3,) int64 on the batch's device: the fields of `flops.TokenCounts`. If only `position_ids`
-        separate the sequences, the third is a lower bound, too low by at most window * window / 4 per sequence.
+        (3,) int64 on the batch's device: the fields of `flops.TokenCounts`. If only `position_ids` separate the
+        sequences, `window_pairs` may be too low, by at most window * window / 4 per sequence.
     """
     boundaries, mask, positions = (inputs.get(key) for key in ("cu_seq_lens_q", "attention_mask", "position_ids"))
     if isinstance(boundaries, torch.Tensor):

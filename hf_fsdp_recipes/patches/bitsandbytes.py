@@ -100,14 +100,14 @@ def _num_shards(p: DTensor) -> int:
 
 
 def _largest_shard(p: DTensor) -> torch.Tensor:
-    """Return this rank's shard or, if it is smaller than rank 0's, an empty tensor of that shape."""
+    """Return this rank's shard, or an uninitialized tensor of rank 0's shape if the shard is smaller."""
     shard = p.to_local().detach()
     rows = -(-p.shape[0] // _num_shards(p)) if p.ndim else 1
     return shard if not p.ndim or shard.shape[0] == rows else shard.new_empty((rows, *shard.shape[1:]))
 
 
 def _to_sharded(name: str, value: Any, p: DTensor) -> Any:
-    """Return a state entry in its stored form: a DTensor if it differs between ranks."""
+    """Convert a state entry for a checkpoint; entries that differ between ranks become DTensors."""
     if name.startswith("state"):
         rows = p.to_local().shape[0] if p.ndim else 1
         local = value if not p.ndim or value.shape[0] == rows else value[:rows]

@@ -66,7 +66,7 @@ def _worker_states() -> set[str]:
 def set_local_tensor(dtensor: Any, local: torch.Tensor) -> Any:
     """Replace a DTensor's local tensor with one of the same shape and dtype, and return the DTensor.
 
-    Unlike with `DTensor.from_local`, the local tensor may be on another device than the mesh.
+    Unlike with `DTensor.from_local`, the local tensor and the mesh may be on different devices.
 
     Raises:
         PatchError: the installed torch stores the local tensor elsewhere.

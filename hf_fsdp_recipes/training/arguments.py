@@ -96,7 +96,7 @@ class RecipeArguments:
         1000, "Number of streamed rows to shuffle and pack together; 0 keeps the order of the files."
     )
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = _argument(
-        "first_exhausted", "When a mixture with fractions ends, as in datasets.interleave_datasets; streams never end."
+        "first_exhausted", "When a mixture with fractions ends; see datasets.interleave_datasets. Streams never end."
     )
     report: bool = _argument(True, "Write metrics.jsonl, report.md and plots to the output directory.")
     throughput_warmup_steps: int = _argument(3, "Number of first steps to exclude from the reported throughput.")

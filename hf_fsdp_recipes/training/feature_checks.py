@@ -32,7 +32,7 @@ TORCHAO_OPTIMIZERS = ("adamw_torch_8bit", "adamw_torch_4bit")
 def check_features(arguments: "Arguments") -> None:
     """Reject features that are not installed, not supported on these ranks, or conflicting. Not a collective.
 
-    A dry run only checks for conflicts, because it may run on another machine than the job.
+    A dry run only checks for conflicts, because the job may run on a different machine.
 
     Raises:
         RecipeError: lists all such settings.

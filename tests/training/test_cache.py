@@ -63,7 +63,7 @@ OTHERS = {
     "packing was True and is now False": ["--packing", "false"],
     "packing_strategy was bfd and is now wrapped": ["--packing_strategy", "wrapped"],
     "completion_only_loss was None and is now False": ["--completion_only_loss", "false"],
-    "the tokenizer was another one": ["--eos_token", "<|bos|>"],
+    "the tokenizer was different": ["--eos_token", "<|bos|>"],
 }
 
 

@@ -117,8 +117,8 @@ class Fsdp2Simulator:
             self._prefetch(self._forward_order[-1])
         for unit in self._units:
             if unit not in self._entered_modules and unit not in self._unsharded:
-                # TRL's fused loss never calls the head's forward: it gathers a head that is its own unit with
-                # full_tensor and keeps it. Source: trl 1.16 `trainer/utils.py`, `_fused_forward`.
+                # TRL's fused loss bypasses the head's forward. If the head is a separate unit, the loss gathers it
+                # with full_tensor and keeps it. Source: trl 1.16 `trainer/utils.py`, `_fused_forward`.
                 self._unshard(unit)
 
     def _pre_backward(self, unit: FsdpUnit) -> None:

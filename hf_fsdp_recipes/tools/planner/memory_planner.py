@@ -128,7 +128,7 @@ class MemoryPlanner:
 
     def trace(self, model: MetaModel, job: TrainingJob, units: list[FsdpUnit]) -> list[TraceEvent]:
         """Return the events of one step."""
-        # Always watching what full_shard wraps lets most strategies share one trace.
+        # Trace full_shard's units in every case, so that most strategies can share one trace.
         usual_units = find_units(model, job.replace(**asdict(Strategy())))
         watched = tuple(module_names([*usual_units, *units]))
         key = (*_model_key(job), job.attention, job.batch, job.length, job.strategy.on_cpu, watched)

@@ -31,7 +31,7 @@ LossFunction = Callable[[MetaModel, torch.Tensor, TrainingJob], torch.Tensor]
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """A point of the step where FSDP acts, and the memory up to it.
+    """A point in the step where FSDP acts, with the memory in use there and the peak since the previous event.
 
     Attributes:
         kind: pre_forward and post_forward of a module; forward_done (the loss is computed); pre_backward and

@@ -110,7 +110,7 @@ def with_sharding(job: TrainingJob, sharding: str) -> TrainingJob:
 
 
 def _with_strategy(job: TrainingJob, **fields: Any) -> TrainingJob:
-    """Return the job with another strategy, under the name of its template."""
+    """Return the job with a different strategy, named after the matching template."""
     job = job.replace(**fields)
     settings: dict[str, Any] = {
         key: getattr(job.strategy, key) for key in ("version", "is_offloaded", "min_num_params")

@@ -20,7 +20,7 @@ def resolve(address: str) -> list[str]:
 
 
 def describe(address: str) -> str:
-    """Return a name with its first IP address in parentheses; an IP address unchanged."""
+    """Return `name (first IP address)`; an IP address or an unknown name is returned unchanged."""
     found = resolve(address)
     return address if not found or address in found else f"{address} ({found[0]})"
 

@@ -130,7 +130,7 @@ def _choose_workload(device: torch.device) -> _Workload:
 
 
 def _time_call(work: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None) -> float:
-    """Return the seconds one call takes; with a group, on its slowest rank."""
+    """Return the mean seconds per call, on the slowest rank if a group is given."""
     work()
     _synchronize(device)
     if group is not None:

@@ -1,8 +1,9 @@
 """Advice on a template's sharding strategy from the measured bandwidth.
 
-Transfers hide behind computation as long as they are no slower. In a step over T tokens a rank computes 6 T FLOPs per
-parameter; full sharding moves each parameter 3 times over the slowest link (gathered for forward and for backward, its
-gradient scattered). So that link needs a bandwidth of 3 x bytes / (6 T) x the rank's FLOP/s, whatever the size of the model.
+Transfers hide behind computation as long as they are no slower. In a step over T tokens, a rank computes 6 T FLOPs per
+parameter. Full sharding moves 3 values per parameter over the slowest link: the parameter for forward, the parameter again
+for backward, and its gradient. So that link needs a bandwidth of 3 x bytes / (6 T) x the rank's FLOP/s,
+regardless of model size.
 
 Source: Kaplan et al. 2020 (6 FLOPs per parameter and token); Rajbhandari et al. 2020, ZeRO, section 7 (3 volumes with sharded
 parameters, 2 without).

@@ -45,7 +45,7 @@ class NodeInfo(TypedDict):
 
 
 def collect(files: list[Path]) -> NodeInfo:
-    """Return the facts of this node, or raise PreflightError if one of `files`, which are hashed, cannot be read."""
+    """Return the facts of this node, including hashes of `files`; raise PreflightError if a file cannot be read."""
     max_open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     max_locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return {
@@ -117,7 +117,8 @@ def check_same(nodes: list[NodeInfo], names: list[str]) -> None:
     ]
     code = [node["code_hash"] for node in nodes]
     compared.append(("the code of hf_fsdp_recipes", code, "Use the same checkout or wheel on every node."))
-    for index, file in enumerate(nodes[0]["file_hashes"]):  # by position: nodes may name a file by different paths
+    # Compare by position, because the same file can have a different path on each node.
+    for index, file in enumerate(nodes[0]["file_hashes"]):
         hashes = [list(node["file_hashes"].values())[index] for node in nodes]
         compared.append((f"the content of {file}", hashes, "Put it on shared storage, or copy it to every node again."))
     errors = [
@@ -148,7 +149,8 @@ def shorten(names: list[str]) -> str:
 def check_host_names(nodes: list[NodeInfo], names: list[str]) -> None:
     """Raise PreflightError if gloo, which CPU ranks and checkpoint coordination use, cannot connect the hosts.
 
-    One host whose name resolves to loopback is harmless, because it connects to the others. Two cannot reach each other.
+    A single host whose name resolves to loopback is harmless: it can connect to the others. Two such hosts cannot reach
+    each other.
     """
     errors = {
         node["host"]: f"{name}: {node['gloo_error']}"

@@ -84,7 +84,8 @@ class Rendezvous:
 
         Collective: every node must call this.
         """
-        self.extend_deadline(self.timeout_seconds)  # this node may have waited for node 0, whose clock counts
+        # Restart the timeout, because this node may have spent part of it waiting for node 0.
+        self.extend_deadline(self.timeout_seconds)
         num_joined = self.store.add("num_joined", 1)
         if num_joined > self.leader.num_nodes:
             raise PreflightError(
@@ -121,7 +122,7 @@ class Rendezvous:
         return result
 
     def has_failed(self, stage: str) -> bool:
-        """Tell, during `collect`, whether the stage has failed elsewhere, so that waiting longer is pointless."""
+        """Return whether the stage has failed on another node, so that `collect` can stop waiting."""
         with self._naming_leader(stage):
             return any(self.store.check([f"{stage}/{key}"]) for key in ("failed", "verdict"))
 

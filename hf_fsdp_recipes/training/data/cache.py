@@ -67,7 +67,7 @@ def write_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, output
         DataError: the directory exists, the recipe streams, or its data cannot be trained on.
     """
     if output.exists():
-        raise DataError(f"{output} already exists. Choose another --output, or remove it.")
+        raise DataError(f"{output} already exists. Delete it, or choose a different --output.")
     if is_streaming(arguments):
         raise DataError(
             "a stream cannot be prepared in advance. Add --dataset_streaming false (--streaming for a mixture)."
@@ -104,7 +104,7 @@ def read_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Trai
     """Memory-map prepared rows and check that their settings match this run's. Every rank calls this, but it is not a collective.
 
     Raises:
-        DataError: they were prepared with other settings, or lack the evaluation rows that the run needs.
+        DataError: the rows were prepared with other settings, or lack the evaluation rows that the run needs.
     """
     directory, training = Path(arguments.script.dataset_name), arguments.training
     manifest = json.loads((directory / MANIFEST).read_text())
@@ -128,7 +128,7 @@ def _check_settings(directory: Path, manifest: dict[str, Any], arguments: Argume
         if manifest.get(name) != expected
     ]
     if manifest["tokenizer"]["sha256"] != expected_hash:
-        differences.insert(0, f"the tokenizer was another one ({manifest['tokenizer']['name']})")
+        differences.insert(0, f"the tokenizer was different ({manifest['tokenizer']['name']})")
     if differences:
         raise DataError(
             f"{directory} was prepared with other settings: {'; '.join(differences)}. Use the same settings, or run hf-fsdp "

@@ -63,7 +63,7 @@ def _load_part(part: Any, streaming: bool, arguments: Arguments) -> DatasetPart:
 
 
 def _split_rows(train: Any, test: Any, name: str, arguments: Arguments) -> tuple[Any, Any]:
-    """Return training and evaluation rows; the latter are the test split, or held out of the training rows."""
+    """Return training and evaluation rows, which come from the test split or are held out from training."""
     script, training, recipe = arguments.script, arguments.training, arguments.recipe
     check_num_rows(train, name, training.world_size)
     if training.eval_strategy == "no":
@@ -79,7 +79,7 @@ def _split_rows(train: Any, test: Any, name: str, arguments: Arguments) -> tuple
             f"validation_split_percentage to hold rows out."
         )
     if not hasattr(train, "train_test_split"):
-        raise DataError("rows cannot be held out of a stream. Set a test split, or turn streaming off.")
+        raise DataError("rows cannot be held out from a stream. Set a test split, or turn streaming off.")
     split = train.train_test_split(test_size=share, seed=training.seed)
     return split["train"], split["test"]
 

@@ -78,7 +78,7 @@ class RowCounts:
 
 
 def filter_rows(rows: Dataset) -> tuple[Dataset, RowCounts]:
-    """Return the rows to train on, in order and without their `status` column, and the counts of all rows."""
+    """Return the rows to train on, without their `status` column, and the counts of all rows by status."""
     found = np.array(rows["status"][:], dtype=np.int64)
     counts = np.bincount(found, minlength=len(RowStatus)).tolist()
     kept = np.flatnonzero(~np.isin(found, list(DROPPED)))
