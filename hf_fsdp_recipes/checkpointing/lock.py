@@ -9,7 +9,6 @@ from filelock import FileLock, Timeout
 from hf_fsdp_recipes.errors import CheckpointError
 
 LOCK_FILE = ".writer.lock"
-OWNER_FILE = ".writer.owner"
 
 
 def lock_directory(output_dir: str | os.PathLike[str], wait_seconds: float = 60.0) -> FileLock:
@@ -25,7 +24,7 @@ def lock_directory(output_dir: str | os.PathLike[str], wait_seconds: float = 60.
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=wait_seconds, poll_interval=0.5)
-        (directory / OWNER_FILE).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        (directory / LOCK_FILE).write_text(f"process {os.getpid()} on {socket.gethostname()}")
     except Timeout as error:
         raise CheckpointError(
             f"{output_dir} is in use by another run ({_read_owner(directory)}). Stop that run, or choose another output_dir."
@@ -39,6 +38,6 @@ def lock_directory(output_dir: str | os.PathLike[str], wait_seconds: float = 60.
 
 def _read_owner(directory: Path) -> str:
     try:
-        return (directory / OWNER_FILE).read_text()
+        return (directory / LOCK_FILE).read_text() or "unknown process"
     except OSError:
         return "unknown process"
