@@ -1,5 +1,6 @@
 """Keeps two runs from writing checkpoints to the same directory."""
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -32,6 +33,8 @@ def lock_directory(output_dir: str | os.PathLike[str], wait_seconds: float = 60.
     except NotImplementedError:
         pass  # the file system has no locks
     except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
+            return lock  # likewise
         raise CheckpointError(f"{directory} is not writable: {error.strerror}. Check its permissions.") from error
     return lock
 
