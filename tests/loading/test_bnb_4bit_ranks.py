@@ -19,7 +19,7 @@ def test_quantizing_in_parts_gives_the_bytes_of_quantizing_at_once(monkeypatch, 
 
     monkeypatch.setattr(bnb_4bit, "CPU_CHUNK_ELEMENTS", 1024)
     weight = torch.randn(96, 52, dtype=torch.bfloat16)  # neither whole parts nor whole blocks
-    recipe = bnb_4bit.Recipe((96, 52), torch.bfloat16, False, quant_type, nested, torch.bfloat16)
+    recipe = bnb_4bit.Quant4bitSpec((96, 52), torch.bfloat16, False, quant_type, nested, torch.bfloat16)
     packed, state = recipe.quantize(weight.clone().view(-1))
     expected, expected_state = quantize_4bit(
         weight, compress_statistics=nested, quant_type=quant_type, quant_storage=torch.bfloat16
