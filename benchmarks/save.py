@@ -62,7 +62,7 @@ def measure(num_parameters: float, directory: Path) -> dict:
     optimizer.zero_grad()
     plugin = fsdp2_plugin()
 
-    from hf_fsdp_recipes.checkpointing.writer import capture
+    from hf_fsdp_recipes.checkpointing.state import capture
     from hf_fsdp_recipes.patches import registry
 
     registry.apply("checkpointing")
