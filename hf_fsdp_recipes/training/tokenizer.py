@@ -83,13 +83,13 @@ def check_chat_template(tokenizer: "PreTrainedTokenizerBase", source: str) -> No
     from jinja2 import TemplateSyntaxError
 
     try:
-        tokenizer.apply_chat_template([], tokenize=False)
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
     except TemplateSyntaxError as error:
         raise DataError(
             f"{source} is not valid Jinja, {describe_template_error(error)}. Correct it, or choose another template."
         ) from error
     except Exception:
-        return  # templates may require messages
+        return  # templates may reject this message
 
 
 def describe_template_error(error: Exception) -> str:

@@ -54,7 +54,7 @@ def _has_rows(file: Path) -> bool:
         start = content.read(1024).removeprefix(b"\xef\xbb\xbf").strip()
     if reader_for(file) == "json" and start[:1] not in (b"", b"{", b"["):
         raise DataError(
-            f"{file} starts with {start[:20]!r}, which is not a JSON object or list in UTF-8. Correct the file."
+            f"{file} starts with {start[:20].decode(errors='replace')!r}, not with a JSON object or list in UTF-8. Correct it."
         )
     return start not in (b"", b"[]")
 
@@ -126,7 +126,7 @@ def _read_json(file: Path) -> Iterator[tuple[int, object]]:
         try:
             for line, part in enumerate([text.read()] if is_document else text, 1):
                 if part.strip():
-                    value = json.loads(part)
+                    value = json.loads(part if is_document else part.rstrip())
                     for row in value if is_document and isinstance(value, list) else [value]:
                         yield line, {"text": row} if is_document and isinstance(row, str) else row
         except json.JSONDecodeError as error:

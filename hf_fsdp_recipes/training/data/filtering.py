@@ -133,8 +133,11 @@ def find_token_fault(row: Mapping[str, Any], vocabulary_size: int) -> str | None
         values = row.get(name)
         if values is None:
             continue
-        if not isinstance(values, list) or set(map(type, values)) - {int}:
-            return f"{name} is {str(values)[:60]}, not a list of integers"
+        if not isinstance(values, list):
+            return f"{name} is {values!r:.60}, not a list of integers"
+        for value in values:
+            if type(value) not in (int, float) or value % 1:  # a fraction in another row makes floats of all
+                return f"{name} has {value!r:.60}, which is not an integer"
         if len(values) != len(row["input_ids"]):
             return f"{name} has {len(values)} values for {len(row['input_ids'])} input_ids"
         end = 2 if "mask" in name else vocabulary_size

@@ -177,7 +177,9 @@ class RowStream(IterableDataset):
             is_rejected = counts.by_status[RowStatus.REJECTED] >= DEFAULT_BLOCK_ROWS and not seen.num_kept
             if self._num_passes() >= first_pass + 2 or is_rejected:
                 break
-        check_any_kept(counts if self._is_endless else seen, self.sources[0].name, self._preparation.max_length(self._packing))
+        check_any_kept(
+            counts if self._is_endless else seen, self.sources[0].name, self._preparation.max_length(self._packing)
+        )
         return None
 
     def _num_passes(self) -> int:
