@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,7 @@ def tokenizer_for_rows(tokenizer: "PreTrainedTokenizerBase", training: "SFTConfi
     Source: trl 1.16 `SFTTrainer.__init__`, which changes tokenizer and model together before it prepares rows.
 
     Raises:
-        DataError: `eos_token` is not in the vocabulary, or `chat_template_path` cannot be read.
+        DataError: `eos_token` is not in the vocabulary, or `chat_template_path` cannot be read or is not valid Jinja.
     """
     tokenizer = copy.deepcopy(tokenizer)
     if training.eos_token is not None:
@@ -73,7 +74,30 @@ def tokenizer_for_rows(tokenizer: "PreTrainedTokenizerBase", training: "SFTConfi
             f"chat_template_path: {path} cannot be read: {str(error).splitlines()[0]} Pass a .jinja file or a model with a "
             f"chat template."
         ) from error
+    check_chat_template(tokenizer, f"chat_template_path: {path}")
     return tokenizer
+
+
+def check_chat_template(tokenizer: "PreTrainedTokenizerBase", source: str) -> None:
+    """Raise a DataError with the line if a tokenizer's chat template has a syntax error."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise DataError(
+            f"{source} is not valid Jinja, {describe_template_error(error)}. Correct it, or choose another template."
+        ) from error
+    except Exception:
+        return  # templates may reject this message
+
+
+def describe_template_error(error: Exception) -> str:
+    """Return the message of an error in a chat template, with the template's line if known."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
+    message = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    return message if line is None else f"line {line}: {message}"
 
 
 def _clone_chat_template(tokenizer: "PreTrainedTokenizerBase", source_path: str) -> None:
