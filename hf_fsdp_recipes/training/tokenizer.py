@@ -21,7 +21,9 @@ CLONED_VOCABULARY_MULTIPLE = 64  # TRL pads the vocabulary to this when it clone
 
 
 def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
-    """Load the recipe's tokenizer on rank 0 and broadcast it. Collective: every rank must call this.
+    """Load the recipe's tokenizer on rank 0 and broadcast it; with custom code, load it on every rank.
+
+    Collective: every rank must call this.
 
     Raises:
         LoadError: the same on every rank.
@@ -44,7 +46,13 @@ def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
             ) from error
         return tokenizer
 
-    return distributed.run_on_main(read)
+    def read_if_builtin() -> "PreTrainedTokenizerBase | None":
+        # The class of custom code exists only on the rank that imported it, so it cannot be broadcast.
+        tokenizer = read()
+        return None if type(tokenizer).__module__.startswith("transformers_modules") else tokenizer
+
+    tokenizer = distributed.run_on_main(read_if_builtin)
+    return distributed.main_first(read) if tokenizer is None else tokenizer
 
 
 def tokenizer_for_rows(tokenizer: "PreTrainedTokenizerBase", training: "SFTConfig") -> "PreTrainedTokenizerBase":
