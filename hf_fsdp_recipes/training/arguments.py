@@ -6,18 +6,15 @@ loaded.
 
 import contextlib
 import io
-import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-import yaml
 
 from hf_fsdp_recipes.configs.launch import check_launch
 from hf_fsdp_recipes.environment import fsdp_version, mixed_precision
@@ -25,6 +22,7 @@ from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training.feature_checks import check_features
+from hf_fsdp_recipes.training.value_checks import check_adapter, check_numbers, check_unique_keys
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
@@ -106,31 +104,6 @@ class RecipeArguments:
     throughput_warmup_steps: int = _argument(3, "Number of first steps to exclude from the reported throughput.")
 
 
-# What a number must be, the test for it (false for nan), and the arguments.
-_NUMBERS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
-    (
-        "at least 1",
-        lambda value: value >= 1,
-        (
-            *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-            *("max_length", "lora_r", "lora_alpha"),
-        ),
-    ),
-    (
-        "at least 0",
-        lambda value: value >= 0,
-        (
-            *("weight_decay", "warmup_steps", "max_grad_norm", "neftune_noise_alpha"),
-            *("dataloader_num_workers", "shuffle_buffer_size", "throughput_warmup_steps"),
-        ),
-    ),
-    ("a finite number of at least 0", lambda value: 0 <= value < math.inf, ("learning_rate",)),
-    ("a positive, finite number", lambda value: 0 < value < math.inf, ("num_train_epochs", "adam_epsilon")),
-    ("at least 0 and below 1", lambda value: 0 <= value < 1, ("lora_dropout", "adam_beta1", "adam_beta2")),
-    ("at least 1, or -1 to train for num_train_epochs", lambda value: value >= 1 or value == -1, ("max_steps",)),
-)
-
-
 class Arguments(NamedTuple):
     """All arguments of a run: TRL's script, SFT, model and mixture arguments, and this package's."""
 
@@ -153,7 +126,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     cpu_ranks.enable()
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--config" in argv[:-1]:
-        _check_unique_keys(argv[argv.index("--config") + 1])
+        check_unique_keys(argv[argv.index("--config") + 1])
     # Imported after `enable`, which silences what bitsandbytes prints on every CPU rank when TRL imports it.
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
@@ -181,24 +154,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         ]  # TRL unpacks a list of one; PEFT takes it for a pattern
     check_arguments(arguments)
     return arguments
-
-
-def _check_unique_keys(path: str) -> None:
-    """Refuse a recipe that sets a key twice, of which YAML keeps the last."""
-    pending: list[yaml.Node] = []
-    with contextlib.suppress(OSError, UnicodeDecodeError, yaml.YAMLError):  # TRL reports a file that cannot be read
-        pending = [yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)]
-    while pending:
-        node, lines = pending.pop(), {}
-        if isinstance(node, yaml.SequenceNode):
-            pending += node.value
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            line = key.start_mark.line + 1
-            if lines.setdefault(key.value, line) != line:
-                raise RecipeError(
-                    f"{path} sets {key.value} in line {lines[key.value]} and again in line {line}. Drop one."
-                )
-            pending.append(value)
 
 
 def _launcher_defaults() -> dict[str, Any]:
@@ -235,44 +190,14 @@ def check_arguments(arguments: Arguments) -> None:
     Raises:
         RecipeError, DataError, TemplateError: with the value and what to change.
     """
-    _check_numbers(arguments)
+    check_numbers(vars(arguments.training) | vars(arguments.model) | vars(arguments.recipe))
     _check_model(arguments)
-    _check_adapter(arguments.model)
+    check_adapter(arguments.model)
     _check_data(arguments)
     _check_export(arguments)
     check_features(arguments)
     read_target(arguments.training)
     _check_launch(arguments.training)
-
-
-def _check_numbers(arguments: Arguments) -> None:
-    values = vars(arguments.training) | vars(arguments.model) | vars(arguments.recipe)
-    errors = [
-        f"{name} is {values[name]}. Set it to {expected}."
-        for expected, is_valid, names in _NUMBERS
-        for name in names
-        if values[name] is not None and not is_valid(values[name])
-    ]
-    if errors:
-        raise RecipeError(" ".join(errors))
-
-
-def _check_adapter(model: "ModelConfig") -> None:
-    """Check that the settings of an adapter, and 4-bit weights, come with an adapter."""
-    if model.use_peft:
-        return
-    names = [f.name for f in fields(model) if f.name.startswith("lora_") or f.name in ("use_dora", "use_rslora")]
-    changed = [name for name in names if getattr(model, name) != type(model).__dataclass_fields__[name].default]
-    if changed:
-        raise RecipeError(
-            f"{changed[0]} is {getattr(model, changed[0])} but use_peft is not set, so all parameters would be trained. Set "
-            f"use_peft: true, or drop {', '.join(changed)}."
-        )
-    if model.load_in_4bit or model.load_in_8bit:
-        raise RecipeError(
-            "quantized weights cannot be trained (load_in_4bit, load_in_8bit). Set use_peft: true to train an adapter on them, "
-            "or drop them."
-        )
 
 
 def _check_model(arguments: Arguments) -> None:
