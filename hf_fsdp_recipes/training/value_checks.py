@@ -39,7 +39,7 @@ def check_unique_keys(path: str) -> None:
     Raises:
         RecipeError: with the key and both lines. A file that cannot be read is not an error here.
     """
-    pending: list[yaml.Node] = []
+    pending: list[yaml.Node | None] = []
     with contextlib.suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
         pending = [yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)]
     while pending:
