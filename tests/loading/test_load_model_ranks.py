@@ -266,7 +266,7 @@ def _without_second_layer(tensors):
     ("change", "words"),
     [
         (_without_head, "lacks 1 of the model's parameters and buffers: lm_head.weight. Check that config.json"),
-        (_without_second_layer, "lacks 12 of the model's parameters and buffers: model.layers.1."),
+        (_without_second_layer, "lacks 13 of the model's parameters and buffers: model.layers.1."),
     ],
 )
 def test_checkpoint_that_lacks_parameters_is_refused_with_the_list(tiny_model, tmp_path, change, words, is_fsdp):
@@ -283,7 +283,7 @@ def test_checkpoint_that_lacks_parameters_is_refused_with_the_list(tiny_model, t
 def test_checkpoint_of_another_architecture_is_refused_even_if_missing_parameters_are_allowed(
     tiny_model, tmp_path, is_fsdp
 ):
-    directory = shutil.copytree(tiny_model("llama"), tmp_path / "mixed")
+    directory = shutil.copytree(tiny_model("llama_tied"), tmp_path / "mixed")
     shutil.copy(tiny_model("gpt2") / "config.json", directory)
     environment = fsdp_environment(FSDP2) if is_fsdp else {}
     errors = run_ranks(
