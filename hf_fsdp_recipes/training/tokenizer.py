@@ -40,10 +40,10 @@ def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
             )
             tokenizer.add_tokens(arguments.recipe.special_tokens or [], special_tokens=True)
         except Exception as error:
-            raise LoadError(
-                f"cannot load a tokenizer from {name}: {str(error).splitlines()[0]} Check the name; a local directory needs "
-                f"tokenizer.json and config.json."
-            ) from error
+            cure = "Check the name; a local directory needs tokenizer.json and config.json."
+            if "trust_remote_code" in str(error):
+                cure = "Set trust_remote_code: true if you trust that code."
+            raise LoadError(f"cannot load a tokenizer from {name}: {str(error).splitlines()[0]} {cure}") from error
         return tokenizer
 
     def read_if_builtin() -> "PreTrainedTokenizerBase | None":
