@@ -25,6 +25,7 @@ from hf_fsdp_recipes.checkpointing.lock import lock_directory
 from hf_fsdp_recipes.checkpointing.preemption import SignalWatch
 from hf_fsdp_recipes.checkpointing.state import capture
 from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer, save_bytes, save_tensors, save_text
+from hf_fsdp_recipes.configs.launch import check_launch
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.export import model_assets
 from hf_fsdp_recipes.export.from_model import export_model
@@ -96,6 +97,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         """Take over from Trainer if this is an FSDP run. Collective, like all events below."""
         from accelerate.state import AcceleratorState
 
+        check_launch(args)
         self._plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
         if self._plugin is None:
             return

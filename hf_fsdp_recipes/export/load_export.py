@@ -27,4 +27,5 @@ def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedMo
 
     is_adapter = (directory / ADAPTER_CONFIG_FILE).is_file()
     loader: Any = AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
-    return loader.from_pretrained(str(directory), **from_pretrained_kwargs).eval()
+    # transformers would ask on stdin whether to trust custom code if this were not set.
+    return loader.from_pretrained(str(directory), **({"trust_remote_code": False} | from_pretrained_kwargs)).eval()

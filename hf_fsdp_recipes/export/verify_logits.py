@@ -13,6 +13,7 @@ import torch
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export.load_export import load_export
+from hf_fsdp_recipes.export.model_assets import find_custom_class
 from hf_fsdp_recipes.precision import mixed_precision_dtype
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def check_logits(model: torch.nn.Module, export: Path, tokenizer: "PreTrainedTok
     model.train(was_training)
     config = next((module.config for module in model.modules() if hasattr(module, "config")), None)
     quantization = getattr(config, "quantization_config", None)
-    return distributed.run_on_main(lambda: _compare(expected, export, inputs["input_ids"].cpu(), quantization))
+    kwargs = _quantization_kwargs(quantization) | {"trust_remote_code": find_custom_class(model) is not None}
+    return distributed.run_on_main(lambda: _compare(expected, export, inputs["input_ids"].cpu(), kwargs))
 
 
 def _quantization_kwargs(config: Any) -> dict[str, Any]:
@@ -60,9 +62,9 @@ def _quantization_kwargs(config: Any) -> dict[str, Any]:
     return {"quantization_config": config}
 
 
-def _compare(expected: torch.Tensor, export: Path, input_ids: torch.Tensor, quantization: Any) -> float:
+def _compare(expected: torch.Tensor, export: Path, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> float:
     try:
-        loaded = load_export(export, **_quantization_kwargs(quantization))
+        loaded = load_export(export, **kwargs)
     except (OSError, ValueError) as error:
         raise ExportError(f"{export} cannot be loaded: {str(error).splitlines()[0]}") from error
     for module in loaded.modules():

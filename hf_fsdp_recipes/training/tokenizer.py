@@ -22,7 +22,9 @@ CLONED_VOCABULARY_MULTIPLE = 64  # TRL pads the vocabulary to this when it clone
 
 
 def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
-    """Load the recipe's tokenizer on rank 0 and broadcast it. Collective: every rank must call this.
+    """Load the recipe's tokenizer on rank 0 and broadcast it; with custom code, load it on every rank.
+
+    Collective: every rank must call this.
 
     Raises:
         LoadError: the same on every rank.
@@ -39,13 +41,19 @@ def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
             )
             tokenizer.add_tokens(arguments.recipe.special_tokens or [], special_tokens=True)
         except Exception as error:
-            raise LoadError(
-                f"cannot load a tokenizer from {name}: {str(error).splitlines()[0]} Check the name; a local directory needs "
-                f"tokenizer.json and config.json."
-            ) from error
+            cure = "Check the name; a local directory needs tokenizer.json and config.json."
+            if "trust_remote_code" in str(error):
+                cure = "Set trust_remote_code: true if you trust that code."
+            raise LoadError(f"cannot load a tokenizer from {name}: {str(error).splitlines()[0]} {cure}") from error
         return tokenizer
 
-    return distributed.run_on_main(read)
+    def read_if_builtin() -> "PreTrainedTokenizerBase | None":
+        # The class of custom code exists only on the rank that imported it, so it cannot be broadcast.
+        tokenizer = read()
+        return None if type(tokenizer).__module__.startswith("transformers_modules") else tokenizer
+
+    tokenizer = distributed.run_on_main(read_if_builtin)
+    return distributed.main_first(read) if tokenizer is None else tokenizer
 
 
 def tokenizer_for_rows(tokenizer: "PreTrainedTokenizerBase", training: "SFTConfig") -> "PreTrainedTokenizerBase":
