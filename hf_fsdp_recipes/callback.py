@@ -18,10 +18,10 @@ from hf_fsdp_recipes.checkpointing import divergence, layout, resume, small_file
 from hf_fsdp_recipes.checkpointing.lock import lock_directory
 from hf_fsdp_recipes.checkpointing.preemption import SignalWatch
 from hf_fsdp_recipes.checkpointing.run_identity import PreviousRun, claim_directory, read_run
-from hf_fsdp_recipes.checkpointing.state import capture, random_state
+from hf_fsdp_recipes.checkpointing.state import capture, check_arguments, random_state
 from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer
 from hf_fsdp_recipes.errors import CheckpointError, DivergenceError, SaveError
-from hf_fsdp_recipes.export import model_assets, save_model
+from hf_fsdp_recipes.export import model_assets
 from hf_fsdp_recipes.export.from_model import export_model
 from hf_fsdp_recipes.export.hub import HubTarget, Pusher, read_target
 from hf_fsdp_recipes.export.verify_files import has_weights
@@ -31,6 +31,7 @@ from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
+    from transformers import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,6 @@ class ShardedCheckpointCallback(TrainerCallback):
         wait_for_gloo_at_exit()
         cpu_ranks.enable()
         registry.apply("checkpointing")
-        save_model.enable(ShardedCheckpointCallback)
         self._asynchronous = asynchronous
         self._export_dir = export_dir
         self._rank_files = rank_files
@@ -114,8 +114,10 @@ class ShardedCheckpointCallback(TrainerCallback):
         self.on_init_end(args, state, control)  # not called yet if the callback was added later
         if self._plugin is None:
             return
-        self._check(args, state)
         with distributed.sync_errors():
+            check_arguments(args, self._plugin)
+            if state.global_step > 0:
+                resume.check_data_position(args, state)
             if distributed.is_main():
                 claim_directory(args.output_dir, state, self._previous_run, self._run)
                 self._run = read_run(state)
@@ -253,23 +255,15 @@ class ShardedCheckpointCallback(TrainerCallback):
         if self._pusher is not None:
             self._pusher.push_export(export)
 
+    def save_sharded_model(self, trainer: "Trainer", output_dir: str) -> None:
+        """Export the model on `trainer.save_model()`, to `export` if `output_dir` is the run's own. Collective."""
+        if "SHARDED" in str(getattr(self._plugin, "state_dict_type", "")):
+            is_runs_own = Path(output_dir).resolve() == Path(trainer.args.output_dir).resolve()
+            directory = Path(output_dir) / "export" if is_runs_own else Path(output_dir)
+            export_model(trainer.model, directory, tokenizer=trainer.processing_class)
+            distributed.print_main(f"exported: {directory}")
+
     # Shared by the event handlers.
-
-    def _check(self, args: TrainingArguments, state: TrainerState) -> None:
-        from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
-
-        with distributed.sync_errors():
-            if self._plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT:
-                raise CheckpointError(
-                    f"fsdp_state_dict_type is {self._plugin.state_dict_type.name}, but ShardedCheckpointCallback writes "
-                    f"SHARDED_STATE_DICT. Set that in the Accelerate config."
-                )
-            if args.save_only_model:
-                raise CheckpointError(
-                    "save_only_model is set, but a checkpoint without an optimizer cannot be resumed. Remove save_only_model."
-                )
-            if state.global_step > 0:
-                resume.check_data_position(args, state)
 
     def _schedule(self, state: TrainerState) -> None:
         if state.global_step != self._last_saved_step:

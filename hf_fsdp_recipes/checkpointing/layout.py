@@ -31,14 +31,7 @@ _READ_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One `checkpoint-<step>` directory.
-
-    Attributes:
-        path: the directory.
-        step: the global step.
-        fault: why it cannot be resumed from; None if it can.
-        run: id of the run that wrote it, see `run_identity`; None if it has none.
-    """
+    """One `checkpoint-<step>` directory, why it cannot be resumed from (None if it can), and its run's id."""
 
     path: Path
     step: int

@@ -28,13 +28,7 @@ def collect(
 ) -> dict[str, Callable[[Path], None]]:
     """Return this rank's small files as they are now: for each name, a function that writes the file to a path.
 
-    Args:
-        args: Trainer's arguments.
-        state: Trainer's state.
-        event: the keyword arguments of a callback's event: model and lr_scheduler.
-        random: this rank's random state after the last step; empty before the first.
-        rank_files: additional files of this rank, as text.
-        assets: config and tokenizer files, written by rank 0.
+    `event` holds a callback's keyword arguments. Rank 0 also writes `assets`, the config and tokenizer files.
     """
     name = f"rng_state_{distributed.rank()}.pth" if distributed.world_size() > 1 else "rng_state.pth"
     files = {name: _save_tensors(random or random_state())}

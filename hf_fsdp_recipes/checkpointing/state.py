@@ -8,9 +8,28 @@ import torch
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import fsdp1
+from hf_fsdp_recipes.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accelerate import FullyShardedDataParallelPlugin
+    from transformers import TrainingArguments
+
+
+def check_arguments(args: "TrainingArguments", plugin: "FullyShardedDataParallelPlugin") -> None:
+    """Check that a run saves complete sharded states. Not a collective.
+
+    Raises:
+        CheckpointError: names the argument to change.
+    """
+    if plugin.state_dict_type.name != "SHARDED_STATE_DICT":
+        raise CheckpointError(
+            f"fsdp_state_dict_type is {plugin.state_dict_type.name}, but ShardedCheckpointCallback writes "
+            f"SHARDED_STATE_DICT. Set that in the Accelerate config."
+        )
+    if args.save_only_model:
+        raise CheckpointError(
+            "save_only_model is set, but a checkpoint without an optimizer cannot be resumed. Remove save_only_model."
+        )
 
 
 def capture(

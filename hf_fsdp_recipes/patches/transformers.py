@@ -1,17 +1,9 @@
-"""Patches for transformers' Trainer: stop before the first step, and save sharded models."""
+"""Patches for transformers' Trainer, for sharded models."""
 
-from collections.abc import Callable
 from typing import Any
 
+from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.patches.registry import patch
-
-_save_handler: Callable[[Any, str], None] | None = None
-
-
-def register_save_handler(handler: Callable[[Any, str], None]) -> None:
-    """Set the function that saves a trainer's model to a directory if Trainer itself would not. Collective when called."""
-    global _save_handler
-    _save_handler = handler
 
 
 @patch(
@@ -33,12 +25,31 @@ def _skip_epoch_if_stopped(original: Any, self: Any, *args: Any, **kwargs: Any) 
     "transformers.trainer.Trainer.save_model",
     *("self", "output_dir", "_internal_call"),
     feature="checkpointing",
-    changes="With SHARDED_STATE_DICT, a call from the user's script exports the model.",
-    reason="Trainer saves FSDP models only with FULL_STATE_DICT; with SHARDED_STATE_DICT it writes nothing, without an error.",
+    changes="A call from the user's script also calls `save_sharded_model` of the callbacks that have it.",
+    reason="With SHARDED_STATE_DICT, Trainer writes nothing, without an error.",
     upstream="to file: Trainer.save_model silently saves nothing with SHARDED_STATE_DICT",
     tested_with="transformers 5.23",
 )
 def _save_sharded(original: Any, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-    if _save_handler is not None and not _internal_call:
-        _save_handler(self, output_dir or self.args.output_dir)
+    for callback in self.callback_handler.callbacks:
+        if hasattr(callback, "save_sharded_model") and not _internal_call:
+            callback.save_sharded_model(self, output_dir or self.args.output_dir)
     original(self, output_dir, _internal_call)
+
+
+@patch(
+    "transformers.trainer.Trainer.evaluation_loop",
+    "self",
+    feature="checkpointing",
+    changes="Evaluation before training under FSDP2 is refused with a message that names the alternative.",
+    reason="Accelerate shards FSDP2 models only together with an optimizer, and its error does not say what to do.",
+    upstream="to file: evaluate() before train() fails under FSDP2",
+    tested_with="transformers 5.23",
+)
+def _evaluate_sharded(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if getattr(self.accelerator, "is_fsdp2", False) and not self.accelerator._models:
+        raise RecipeError(
+            "evaluate() was called before train(), which shards the model under FSDP2. Call train() first, or set "
+            "eval_on_start to evaluate before the first step."
+        )
+    return original(self, *args, **kwargs)
