@@ -90,9 +90,8 @@ class Poison(TrainerCallback):
     def on_optimizer_step(self, args, state, control, model=None, **kwargs):
         if state.global_step == self.at_step - 1 and args.process_index == 1:
             with torch.no_grad():
-                parameter = list(model.parameters())[3]
-                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                local.view(-1)[-1:] = float("nan")
+                shards = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
+                next(shard for shard in shards if shard.numel()).view(-1)[-1:] = float("nan")
 
 
 def _diverge(model, data, output, at_step, keywords):
