@@ -58,11 +58,12 @@ def check_run(model: torch.nn.Module, state: "TrainerState", output_dir: str | o
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with distributed.sync_errors():
         check_weights(local_tensors(trained), state.global_step, Path(output_dir))
-    entry = next((entry for entry in reversed(state.log_history) if "loss" in entry or "grad_norm" in entry), {})
+    logged = [entry for entry in state.log_history if "loss" in entry or "grad_norm" in entry]
+    entry = logged[-1] if logged else {}
     for name in ("loss", "grad_norm"):
         value = entry.get(name, 0.0)
         if isinstance(value, float) and not math.isfinite(value):
             distributed.warn_main(
-                f"{name} is {value} at step {entry.get('step')}, although the weights are finite. Check the loss curve before "
+                f"{name} is {value} at step {entry['step']}, although the weights are finite. Check the loss curve before "
                 f"you use them."
             )
