@@ -39,7 +39,7 @@ def _save_sharded(original: Any, self: Any, output_dir: str | None = None, _inte
 
 @patch(
     "transformers.trainer.Trainer.evaluation_loop",
-    "self",
+    *("self", "dataloader", "description"),
     feature="checkpointing",
     changes="Evaluation before training under FSDP2 is refused with a message that names the alternative.",
     reason="Accelerate shards FSDP2 models only together with an optimizer, and its error does not say what to do.",
