@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed, parameter_names
+from hf_fsdp_recipes.checkpointing.divergence import is_finite
 from hf_fsdp_recipes.checkpointing.fsync import sync_path
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export import verify_files
@@ -176,17 +177,9 @@ def _chunks(shard: ShardExport, non_finite: dict[str, int]) -> Iterator[Chunk]:
         for at in range(start, stop, step):
             count = min(step, stop - at)
             values = shard.read(at - begin, count).to(shard.dtype).cpu().contiguous()
-            if not _is_finite(values):
+            if not is_finite(values):
                 non_finite[part.tensor] = non_finite.get(part.tensor, 0) + int((~torch.isfinite(values)).sum())
             yield part.tensor, at - part.start, values
-
-
-def _is_finite(values: torch.Tensor) -> bool:
-    """Return whether no value is NaN or infinite. `aminmax` propagates both and is 30 times faster than `isfinite`."""
-    if not values.is_floating_point() or not values.numel():
-        return True
-    low, high = torch.aminmax(values)
-    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
 
 
 def _write_gathered(shards: list[ShardExport], writer: FileWriter, directory: Path, non_finite: dict[str, int]) -> None:

@@ -100,6 +100,11 @@ class RecipeArguments:
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = _argument(
         "first_exhausted", "When a mixture with fractions ends; see datasets.interleave_datasets. Streams never end."
     )
+    previous_run: Literal["refuse", "archive"] = _argument(
+        "refuse",
+        "If output_dir holds checkpoints or an export of another run: refuse to start, or archive them in "
+        "<output_dir>/previous-<n>.",
+    )
     report: bool = _argument(True, "Write metrics.jsonl, report.md and plots to the output directory.")
     throughput_warmup_steps: int = _argument(3, "Number of first steps to exclude from the reported throughput.")
 
