@@ -27,7 +27,7 @@ from hf_fsdp_recipes.checkpointing.state import capture
 from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer, save_bytes, save_tensors, save_text
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.export import model_assets
-from hf_fsdp_recipes.export.from_model import export_model
+from hf_fsdp_recipes.export.from_model import check_export, export_model
 from hf_fsdp_recipes.export.hub import HubTarget, Pusher, read_target
 from hf_fsdp_recipes.metrics.clock import clock
 from hf_fsdp_recipes.patches import cpu_ranks, registry
@@ -43,12 +43,12 @@ class ShardedCheckpointCallback(TrainerCallback):
     """Save sharded checkpoints atomically and in the background, from a stock Trainer under FSDP.
 
     Add it to a `Trainer` or a TRL trainer on every rank. `save_strategy`, `save_steps`, `save_total_limit` and
-    `load_best_model_at_end` keep their meaning. Without FSDP it does nothing.
+    `load_best_model_at_end` keep their meaning. Without FSDP it only exports.
 
     Args:
         asynchronous: keep training while a checkpoint is written, which needs host memory for one copy of this rank's
             state. False blocks until the checkpoint is complete.
-        export_dir: export the full model there when training ends.
+        export_dir: export the model there when training ends, with FSDP, DDP or a single process.
         signals: whether SIGTERM and SIGUSR1 end the run after a checkpoint, on all ranks at the same step.
         check_signals_every_steps: number of steps between checks for a signal on any rank.
         hub: where to push checkpoints and the export; None reads Trainer's own `push_to_hub` arguments.
@@ -68,6 +68,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         hub: HubTarget | None = None,
         rank_files: Callable[[], dict[str, str]] | None = None,
     ) -> None:
+        if hub is not None and not isinstance(hub, HubTarget):
+            raise CheckpointError(f"hub is {hub!r}, which is not a HubTarget. Pass hub=HubTarget({hub!r}).")
         wait_for_gloo_at_exit()
         cpu_ranks.enable()
         registry.apply("checkpointing")
@@ -96,6 +98,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         """Take over from Trainer if this is an FSDP run. Collective, like all events below."""
         from accelerate.state import AcceleratorState
 
+        self._check_export(str(AcceleratorState().distributed_type.value), kwargs["model"])
         self._plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
         if self._plugin is None:
             return
@@ -188,6 +191,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             SystemExit: the run was signaled; see `preemption` for the exit status.
         """
         if self._writer is None:
+            self._export(kwargs)
             return
         self._save_if_due(args, state, kwargs)
         completed = self._finish()
@@ -201,6 +205,9 @@ class ShardedCheckpointCallback(TrainerCallback):
         distributed.raise_together(self._failure)
         if self._signals is not None:
             self._signals.exit_if_signaled(completed)
+        self._export(kwargs)
+
+    def _export(self, kwargs: dict[str, Any]) -> None:
         if self._export_dir is not None:
             exported = export_model(kwargs["model"], self._export_dir, tokenizer=kwargs.get("processing_class"))
             self.push_export(exported)
@@ -214,6 +221,16 @@ class ShardedCheckpointCallback(TrainerCallback):
             self._pusher.push_export(export)
 
     # Shared by the event handlers.
+
+    def _check_export(self, distributed_type: str, model: torch.nn.Module) -> None:
+        """Check that the export at the end can be written. Collective."""
+        if self._export_dir is None:
+            return
+        if distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
+            raise CheckpointError(
+                f"export_dir is set, but a model cannot be exported under {distributed_type}. Use FSDP or DDP, or drop it."
+            )
+        check_export(model, self._export_dir)
 
     def _check(self, args: TrainingArguments, state: TrainerState) -> None:
         from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
