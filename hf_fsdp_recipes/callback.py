@@ -69,7 +69,9 @@ class ShardedCheckpointCallback(TrainerCallback):
         rank_files: Callable[[], dict[str, str]] | None = None,
     ) -> None:
         if hub is not None and not isinstance(hub, HubTarget):
-            raise CheckpointError(f"hub is {hub!r}, which is not a HubTarget. Pass hub=HubTarget({hub!r}).")
+            raise CheckpointError(
+                f"hub is {hub!r}, not a HubTarget. Pass hf_fsdp_recipes.export.hub.HubTarget({hub!r})."
+            )
         wait_for_gloo_at_exit()
         cpu_ranks.enable()
         registry.apply("checkpointing")

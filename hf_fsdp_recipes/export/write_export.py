@@ -120,7 +120,7 @@ def _choose_method(directory: Path) -> Literal["direct", "gather"]:
     """Probe whether all ranks see a file that rank 0 writes. Collective: every rank must call this."""
     probe = directory / ".probe"
     token = distributed.broadcast_object(os.urandom(16).hex() if distributed.is_main() else "")
-    with distributed.sync_errors():
+    with distributed.sync_errors(), _failed_write(directory):
         if distributed.is_main():
             probe.write_text(token)
     try:
