@@ -143,14 +143,15 @@ class ChecksummedStream(io.RawIOBase):
             self._hash.update(content)
             self._block_hash.update(content)
         self._file.write_blocks(self._buffer, self._num_buffered, self._start)
-        is_last, self._start, self._num_buffered = self._num_buffered < len(self._buffer), self.tell(), 0
-        if self._start and (is_last or self._start % CHECKSUM_BLOCK_BYTES == 0):
+        if self._num_buffered and self.tell() % CHECKSUM_BLOCK_BYTES == 0:
             self._blocks.append(self._block_hash.hexdigest())
             self._block_hash.reset()
+        self._start, self._num_buffered = self.tell(), 0
 
     def manifest_entry(self) -> dict[str, Any]:
         """Return the size and checksums of the closed file, in the manifest's format."""
-        return {"bytes": self.tell(), "xxh3": self._hash.hexdigest(), "blocks": self._blocks}
+        last = [self._block_hash.hexdigest()] if self.tell() % CHECKSUM_BLOCK_BYTES else []
+        return {"bytes": self.tell(), "xxh3": self._hash.hexdigest(), "blocks": [*self._blocks, *last]}
 
     def close(self) -> None:
         """Write what is buffered and make the file durable."""

@@ -91,6 +91,7 @@ def test_many_small_runs_are_not_buffered_forever(tmp_path):
         [BLOCK_BYTES, 1],
         [BUFFER_BYTES + 1, 10, BUFFER_BYTES * 2],
         [7] * 1000,
+        [BUFFER_BYTES],
         [CHECKSUM_BLOCK_BYTES],
         [5, 2 * CHECKSUM_BLOCK_BYTES, 9],
     ],

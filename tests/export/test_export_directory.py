@@ -111,7 +111,7 @@ def test_link_stays_and_its_target_is_filled(tmp_path, exists):
 def test_unusable_places_are_one_error(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for target in (tmp_path / "file", tmp_path / "file" / "export", tmp_path / "loop", "/", "/proc/export"):
+    for target in (tmp_path / "file", tmp_path / "file" / "export", tmp_path / "loop", "/"):
         with pytest.raises(ExportError):
             check_target(target, "5GB")
 
