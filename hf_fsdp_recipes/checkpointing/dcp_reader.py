@@ -243,7 +243,8 @@ def _verify_manifest(directory: Path) -> Checksums | None:
             logger.warning("%s has no %s; exporting without integrity checks", root, layout.MANIFEST)
         return None
     checksums: Checksums = {}
-    small, unblocked = [], []
+    small: list[tuple[Path, str]] = []
+    unblocked: list[tuple[Path, str]] = []
     try:
         for name, entry in layout.read_manifest(root)["files"].items():
             file, num_bytes, blocks = root / name, int(entry["bytes"]), entry.get("blocks")

@@ -1,5 +1,7 @@
 """Exports from ranks that disagree, fail alone or do not use FSDP, and the comparison of logits in each precision."""
 
+import os
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -80,6 +82,8 @@ def test_rank_that_fails_while_gathering_fails_all(tiny_model, tmp_path, failing
 def _train_with_callback(model, data, output):
     from hf_fsdp_recipes import ShardedCheckpointCallback
 
+    if os.environ["WORLD_SIZE"] == "1":  # as a script that was started without a launcher
+        del os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
     callback = ShardedCheckpointCallback(export_dir=output / "export")
     trainer = build(str(model), str(data), str(output), loader="stock", steps=2, callbacks=[callback])
     trainer.train()
