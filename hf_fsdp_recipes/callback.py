@@ -23,7 +23,7 @@ from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer
 from hf_fsdp_recipes.configs.launch import check_launch
 from hf_fsdp_recipes.errors import CheckpointError, DivergenceError, SaveError
 from hf_fsdp_recipes.export import model_assets
-from hf_fsdp_recipes.export.from_model import export_model
+from hf_fsdp_recipes.export.from_model import check_export, export_model
 from hf_fsdp_recipes.export.hub import HubTarget, Pusher, read_target
 from hf_fsdp_recipes.export.verify_files import has_weights
 from hf_fsdp_recipes.metrics.clock import clock
@@ -41,12 +41,12 @@ class ShardedCheckpointCallback(TrainerCallback):
     """Save sharded checkpoints atomically and in the background, from a stock Trainer under FSDP.
 
     Add it to a `Trainer` or a TRL trainer on every rank. `save_strategy`, `save_steps`, `save_total_limit` and
-    `load_best_model_at_end` keep their meaning, and `trainer.save_model()` exports. Without FSDP it does nothing.
+    `load_best_model_at_end` keep their meaning, and `trainer.save_model()` exports. Without FSDP it only exports.
 
     Args:
         asynchronous: keep training while a checkpoint is written, which needs host memory for one copy of this rank's
             state. False blocks until the checkpoint is complete.
-        export_dir: export the full model there when training ends.
+        export_dir: export the model there when training ends, with FSDP, DDP or a single process.
         signals: whether SIGTERM and SIGUSR1 end the run after a checkpoint, on all ranks at the same step.
         check_signals_every_steps: number of steps between checks for a signal on any rank.
         hub: where to push checkpoints and the export; None reads Trainer's own `push_to_hub` arguments.
@@ -70,6 +70,10 @@ class ShardedCheckpointCallback(TrainerCallback):
         previous_run: PreviousRun = "refuse",
         rank_files: Callable[[], dict[str, str]] | None = None,
     ) -> None:
+        if hub is not None and not isinstance(hub, HubTarget):
+            raise CheckpointError(
+                f"hub is {hub!r}, not a HubTarget. Pass hf_fsdp_recipes.export.hub.HubTarget({hub!r})."
+            )
         wait_for_gloo_at_exit()
         cpu_ranks.enable()
         registry.apply("checkpointing")
@@ -102,6 +106,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         check_launch(args)
         if vars(control).setdefault("sharded_checkpoint_callback", self) is not self:
             raise CheckpointError("the trainer has two ShardedCheckpointCallbacks. Pass one.")
+        self._check_export(str(AcceleratorState().distributed_type.value), kwargs["model"])
         self._plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
         if self._plugin is None:
             return
@@ -113,7 +118,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Take over from Trainer if this is an FSDP run."""
-        self.on_init_end(args, state, control)  # not called yet if the callback was added later
+        self.on_init_end(args, state, control, **kwargs)  # not called yet if the callback was added later
         if self._plugin is None:
             return
         with distributed.sync_errors():
@@ -224,6 +229,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             SystemExit: the run was signaled; see `preemption` for the exit status.
         """
         if self._writer is None:
+            self._export(kwargs)
             return
         self._save_if_due(args, state, kwargs)
         completed = self._finish()
@@ -237,13 +243,16 @@ class ShardedCheckpointCallback(TrainerCallback):
             if self._signals.is_stopping:
                 distributed.raise_together(self._failure)
                 self._signals.exit_if_signaled(completed)
-        if self._export_dir is not None and not self.has_exported(Path(self._export_dir)):
-            exported = export_model(kwargs["model"], self._export_dir, tokenizer=kwargs.get("processing_class"))
-            self.push_export(exported)
+        self._export(kwargs)
         if self._lock is not None:
             self._lock.release()
             self._lock = None
         distributed.raise_together(None if self._failure is None else SaveError(str(self._failure)))
+
+    def _export(self, kwargs: dict[str, Any]) -> None:
+        if self._export_dir is not None and not self.has_exported(Path(self._export_dir)):
+            exported = export_model(kwargs["model"], self._export_dir, tokenizer=kwargs.get("processing_class"))
+            self.push_export(exported)
 
     def has_exported(self, export: Path) -> bool:
         """Return whether training had finished before this start, and its export exists. Collective."""
@@ -266,6 +275,16 @@ class ShardedCheckpointCallback(TrainerCallback):
             distributed.print_main(f"exported: {directory}")
 
     # Shared by the event handlers.
+
+    def _check_export(self, distributed_type: str, model: Any) -> None:
+        """Check that the export at the end can be written. Collective."""
+        if self._export_dir is None:
+            return
+        if distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
+            raise CheckpointError(
+                f"export_dir is set, but a model cannot be exported under {distributed_type}. Use FSDP or DDP, or drop it."
+            )
+        check_export(model, self._export_dir)
 
     def _schedule(self, state: TrainerState) -> None:
         if state.global_step != self._last_saved_step:

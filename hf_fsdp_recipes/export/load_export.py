@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.export.export_directory import check_files
 from hf_fsdp_recipes.export.lora_merge import ADAPTER_CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -20,12 +22,16 @@ def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedMo
         **from_pretrained_kwargs: as in `from_pretrained`.
 
     Raises:
-        OSError, ValueError: as `from_pretrained`.
+        ExportError: it cannot be loaded, or its files are not those that its marker lists.
     """
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
+    check_files(directory)
     is_adapter = (directory / ADAPTER_CONFIG_FILE).is_file()
     loader: Any = AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
-    # transformers would ask on stdin whether to trust custom code if this were not set.
-    return loader.from_pretrained(str(directory), **({"trust_remote_code": False} | from_pretrained_kwargs)).eval()
+    kwargs = {"trust_remote_code": False} | from_pretrained_kwargs  # transformers would ask on stdin without it
+    try:
+        return loader.from_pretrained(str(directory), **kwargs).eval()
+    except Exception as error:  # transformers, PEFT and safetensors raise many types
+        raise ExportError(f"{directory} cannot be loaded: {(str(error) or repr(error)).splitlines()[0]}") from error

@@ -19,6 +19,7 @@ import torch
 from hf_fsdp_recipes.configs.launch import check_launch
 from hf_fsdp_recipes.environment import fsdp_version, mixed_precision
 from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError
+from hf_fsdp_recipes.export.export_directory import parse_shard_size
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training.feature_checks import check_features
@@ -256,6 +257,7 @@ def is_streaming(arguments: Arguments) -> bool:
 
 def _check_export(arguments: Arguments) -> None:
     recipe, model = arguments.recipe, arguments.model
+    parse_shard_size(recipe.export_max_shard_size, "export_max_shard_size")
     dtype = recipe.export_dtype
     if dtype is not None and not getattr(getattr(torch, dtype, None), "is_floating_point", False):
         raise RecipeError(f"export_dtype is {dtype}. Set bfloat16, float16 or float32, or drop it.")

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import IterableDataset
 
 from hf_fsdp_recipes import distributed
@@ -12,8 +13,9 @@ from hf_fsdp_recipes.checkpointing.lock import lock_directory
 from hf_fsdp_recipes.checkpointing.resume import keep_global_batch
 from hf_fsdp_recipes.checkpointing.run_identity import EXPORTS, claim_directory
 from hf_fsdp_recipes.errors import CheckpointError, ExportError, SaveError
+from hf_fsdp_recipes.export.export_directory import check_target
 from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
-from hf_fsdp_recipes.export.from_model import export_model
+from hf_fsdp_recipes.export.from_model import check_export, export_model
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.export.verify_files import has_weights
 from hf_fsdp_recipes.export.verify_logits import check_logits
@@ -73,7 +75,26 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     dtypes.cast_trainable(trainer.model, getattr(plugin, "fsdp_version", None), arguments.recipe.adapter_dtype)
     place_before_reporters(trainer)
+    if arguments.recipe.export:
+        _check_exports(trainer.model, arguments)
     return trainer
+
+
+def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
+    """Check before training that the exports can be written. Collective: every rank must call this."""
+    output, options = Path(arguments.training.output_dir), _export_options(arguments)
+    check_export(model, output / "export", **options)
+    if not arguments.recipe.merge_adapter:
+        return
+    if arguments.model.load_in_4bit:  # merged from files, so its size is not the model's
+        distributed.run_on_main(lambda: check_target(output / "export_merged", options["max_shard_size"]))
+    else:
+        check_export(model, output / "export_merged", merge_adapter=True, **options)
+
+
+def _export_options(arguments: Arguments) -> dict[str, Any]:
+    recipe = arguments.recipe
+    return {"dtype": recipe.export_dtype, "max_shard_size": recipe.export_max_shard_size}
 
 
 def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[SFTTrainer], list[TrainerCallback]]":
@@ -183,22 +204,19 @@ def finish(trainer: "SFTTrainer", arguments: Arguments) -> Path | None:
         return None
     if all(callback.has_exported(output / name) for name in EXPORTS[: 1 + arguments.recipe.merge_adapter]):
         return output / EXPORTS[0]
-    options: dict[str, Any] = {
-        "dtype": arguments.recipe.export_dtype,
-        "max_shard_size": arguments.recipe.export_max_shard_size,
-    }
+    options = _export_options(arguments)
     export = export_model(trainer.model, output / "export", tokenizer=trainer.processing_class, **options)
     if arguments.recipe.merge_adapter:
         _export_merged(trainer, arguments, export, options)
+    with distributed.sync_errors():
+        if not has_weights(export):
+            raise ExportError(f"{export} has no weights after the export. The checkpoints in {output} are intact.")
+    distributed.print_main(f"exported: {export}")
     if _verifies_logits(trainer, arguments.recipe.verify_export):
         difference = check_logits(trainer.model, export, trainer.processing_class)
         distributed.print_main(
             f"verified: the export's logits differ from the trained model's by {difference:.1e} at most"
         )
-    with distributed.sync_errors():
-        if not has_weights(export):
-            raise ExportError(f"{export} has no weights after the export. The checkpoints in {output} are intact.")
-    distributed.print_main(f"exported: {export}")
     callback.push_export(export)
     return export
 
