@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.checkpointing.dcp_metadata import read_dcp_metadata
+from hf_fsdp_recipes.errors import CheckpointError, ExportError
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,12 @@ def read_index(directory: Path) -> dict[str, DcpTensor]:
     Raises:
         ExportError: the index cannot be read, a file is missing or truncated, or a tensor is not sharded by rows.
     """
-    from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     try:
-        metadata = FileSystemReader(directory).read_metadata()
-    except Exception as error:
-        raise ExportError(f"{directory}/.metadata cannot be read: {error}") from error
+        metadata = read_dcp_metadata(directory)
+    except CheckpointError as error:
+        raise ExportError(str(error)) from error
     storage: dict[tuple[str, tuple[int, ...]], Any] = {}
     for index, info in (metadata.storage_data or {}).items():
         storage[(index.fqn, tuple(index.offset or ()))] = info

@@ -23,7 +23,7 @@ def generate(
     except (OSError, UnicodeDecodeError) as error:
         raise ExportError(f"{prompt_file} cannot be read as text: {error}") from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         network = load_export(model)
     except (OSError, ValueError) as error:
         raise ExportError(f"{model} cannot be loaded: {str(error).splitlines()[0]}") from error

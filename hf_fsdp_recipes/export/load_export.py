@@ -17,7 +17,7 @@ def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedMo
 
     Args:
         directory: written by `export_model` or `export_checkpoint`.
-        **from_pretrained_kwargs: as in `from_pretrained`.
+        **from_pretrained_kwargs: as in `from_pretrained`; `trust_remote_code` is False unless it is here.
 
     Raises:
         OSError, ValueError: as `from_pretrained`.
@@ -27,4 +27,4 @@ def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedMo
 
     is_adapter = (directory / ADAPTER_CONFIG_FILE).is_file()
     loader: Any = AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
-    return loader.from_pretrained(str(directory), **from_pretrained_kwargs).eval()
+    return loader.from_pretrained(str(directory), **{"trust_remote_code": False, **from_pretrained_kwargs}).eval()
