@@ -4,6 +4,7 @@ A resumed run's position in the data is a number of global batches in a seeded o
 the global batch size stays the same, which `keep_global_batch` ensures.
 """
 
+import functools
 import json
 import os
 import re
@@ -15,13 +16,18 @@ import torch
 import yaml
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.checkpointing import dcp_metadata
-from hf_fsdp_recipes.checkpointing.dcp_metadata import TensorFacts
+from hf_fsdp_recipes.checkpointing.dcp_metadata import (
+    TensorFacts,
+    describe_tensors,
+    find_mismatch,
+    read_dcp_metadata,
+    stored_tensors,
+)
 from hf_fsdp_recipes.checkpointing.state import capture
 from hf_fsdp_recipes.checkpointing.writer import PARTS
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.parameter_names import is_adapter, without_adapter_name
-from hf_fsdp_recipes.patches.transformers import register_resume_checks
+from hf_fsdp_recipes.patches.transformers import register_resume_check
 from hf_fsdp_recipes.peft_models import active_adapter, find_peft_model
 
 if TYPE_CHECKING:
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
 PACKAGES = ("hf-fsdp-recipes", "torch", "accelerate", "transformers", "trl", "peft", "datasets")
 TEMPLATE_VARIABLES = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
 PARAMS_FILE = "train_params.yaml"
+FACTS = ("arguments", "recipe", "adapter")  # the parts of PARAMS_FILE that another run is compared with
 # Arguments that change neither what is trained nor on what; their changes are not reported.
 _UNREPORTED = re.compile(
     r"(output_dir|log|report|run_name|project|trackio|disable_tqdm|save_|enable_jit|push_to_hub|hub_|eval_|per_device_eval"
@@ -115,16 +122,6 @@ def read_train_params(checkpoint: Path) -> dict[str, Any] | None:
     return params
 
 
-def _read_run(checkpoint: Path) -> dict[str, Any] | None:
-    """Return `train_params.yaml` if this package wrote it."""
-    params = read_train_params(checkpoint)
-    if params is not None and not {"arguments", "global_batch_size", "world_size"} <= params.keys():
-        raise CheckpointError(
-            f"{checkpoint}/{PARAMS_FILE} does not describe a run of this package. Use another checkpoint."
-        )
-    return params
-
-
 def keep_global_batch(args: "TrainingArguments", checkpoint: Path) -> None:
     """Set gradient accumulation so that the resumed run keeps its global batch size.
 
@@ -134,8 +131,8 @@ def keep_global_batch(args: "TrainingArguments", checkpoint: Path) -> None:
         CheckpointError: this number of ranks cannot keep the global batch size, or 8-bit optimizer states cannot be
             resharded, or a file cannot be read.
     """
-    _check_small_files(checkpoint)
-    params = _read_run(checkpoint)
+    check_small_files(checkpoint)
+    params = read_train_params(checkpoint)
     if params is None:
         return
     _check_optimizer(params, checkpoint)
@@ -178,7 +175,7 @@ def check_data_position(args: "TrainingArguments", state: "TrainerState") -> Non
         CheckpointError: it does not, so rows would be skipped or repeated.
     """
     checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-    params = _read_run(checkpoint) if checkpoint.is_dir() else None
+    params = read_train_params(checkpoint) if checkpoint.is_dir() else None
     if params is None:
         return
     _check_optimizer(params, checkpoint)
@@ -192,73 +189,71 @@ def check_data_position(args: "TrainingArguments", state: "TrainerState") -> Non
 
 def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Return which arguments that affect training differ between two runs' `train_params`, such as `seed 42 -> 7`."""
-    old, new = ({**of["arguments"], **of.get("recipe", {}), **of.get("adapter", {})} for of in (before, now))
+    old, new = ({n: v for part in FACTS for n, v in of.get(part, {}).items()} for of in (before, now))
     names = [name for name in sorted(old.keys() & new.keys()) if not _UNREPORTED.match(name)]
     return ", ".join(f"{name} {old[name]} -> {new[name]}" for name in names if old[name] != new[name])
 
 
 def enable_checks() -> None:
     """Compare the checkpoints that Trainer resumes from with the run. Idempotent; not a collective."""
-    register_resume_checks(_TrainerChecks())
+    register_resume_check(_check_checkpoint)
 
 
-class _TrainerChecks:
-    """Refuses a checkpoint of another model or optimizer on every rank, and reports what else has changed."""
+def _check_checkpoint(trainer: "Trainer", checkpoint: Path, is_sharded: bool) -> None:
+    """Refuse a checkpoint of another model or optimizer, and report what else has changed. Collective."""
+    if is_sharded:
+        _check_state(trainer, checkpoint)
+        return
+    with distributed.sync_errors():
+        check_small_files(checkpoint)
+    model: Any = trainer.model
+    peft_model = find_peft_model(model)
+    # PEFT renames some tensors when it saves them; the adapter's name is not in every checkpoint.
+    rename = functools.partial(without_adapter_name, adapter_name=active_adapter(peft_model)) if peft_model else str
+    state = model.named_parameters() if peft_model else model.state_dict().items()
+    tensors = {rename(n): TensorFacts(tuple(t.shape), None) for n, t in state if not peft_model or is_adapter(n)}
 
-    def check_unsharded(self, trainer: "Trainer", checkpoint: Path) -> None:
-        with distributed.sync_errors():
-            _check_small_files(checkpoint)
-        model: Any = trainer.model
-        tensors = {name: TensorFacts(tuple(tensor.shape), None) for name, tensor in model.state_dict().items()}
-        peft_model = find_peft_model(model)
-        adapter = None if peft_model is None else active_adapter(peft_model)
-        tied = getattr(model, "all_tied_weights_keys", None) or {}
+    def check() -> None:
+        stored = {rename(name): facts for name, facts in _read_tensors(checkpoint, "model").items()}
+        tied = set(getattr(model, "all_tied_weights_keys", None) or {}) - stored.keys()
+        wanted = {name: facts for name, facts in tensors.items() if name not in tied}
+        _refuse(checkpoint, find_mismatch(stored, wanted, compare_names=not peft_model))
+        changes = describe_changes(read_train_params(checkpoint) or {}, train_params(trainer.args, model))
+        if changes:
+            print(f"resume: changed since {checkpoint.name}: {changes}", flush=True)
 
-        def check() -> None:
-            stored = _read_tensors(checkpoint, "model")
-            if adapter is None:
-                wanted = {name: facts for name, facts in tensors.items() if name in stored or name not in tied}
-            else:  # PEFT renames some tensors when it saves them
-                stored = {without_adapter_name(name, adapter): facts for name, facts in stored.items()}
-                wanted = {
-                    without_adapter_name(name, adapter): facts for name, facts in tensors.items() if is_adapter(name)
-                }
-            _refuse(checkpoint, dcp_metadata.find_mismatch(stored, wanted, compare_names=adapter is None))
-            params = _read_run(checkpoint)
-            changes = "" if params is None else describe_changes(params, train_params(trainer.args, model))
-            if changes:
-                print(f"resume: changed since {checkpoint.name}: {changes}", flush=True)
+    distributed.run_on_main(check)
 
-        distributed.run_on_main(check)
 
-    def check_sharded(self, trainer: "Trainer", checkpoint: Path) -> None:
-        from torch.distributed.checkpoint.state_dict import _init_optim_state
+def _check_state(trainer: "Trainer", checkpoint: Path) -> None:
+    """Compare the checkpoint with what would be saved now. Collective."""
+    from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-        if not distributed.run_on_main((checkpoint / PARTS["optimizer"]).is_dir):
-            return
-        optimizer: Any = trainer.optimizer
-        _init_optim_state(optimizer.optimizer)  # a new optimizer has no state to compare
-        state = capture(trainer.model, optimizer, trainer.accelerator.state.fsdp_plugin)
-        tensors = dcp_metadata.describe_tensors(state["model"])
-        own = {value for values in state["optimizer"]["state"].values() for value in values}
-        values = set().union(*distributed.gather_objects(own))
+    if not distributed.run_on_main((checkpoint / PARTS["optimizer"]).is_dir):
+        return
+    optimizer: Any = trainer.optimizer
+    _init_optim_state(optimizer.optimizer)  # a new optimizer has no state to compare
+    state = capture(trainer.model, optimizer, trainer.accelerator.state.fsdp_plugin)
+    tensors = describe_tensors(state["model"])
+    own = {value for values in state["optimizer"]["state"].values() for value in values}
+    kept = set().union(*distributed.gather_objects(own))
 
-        def check() -> None:
-            _refuse(checkpoint, dcp_metadata.find_mismatch(_read_tensors(checkpoint, "model"), tensors))
-            stored = {name.rpartition(".")[2] for name in _read_tensors(checkpoint, "optimizer", "optimizer.state")}
-            if stored != values:
-                before = ((_read_run(checkpoint) or {}).get("arguments") or {}).get("optim", "another optimizer")
-                raise CheckpointError(
-                    f"{checkpoint} was trained with {before}, which keeps {_join(stored)}, but this run's "
-                    f"{type(optimizer.optimizer).__name__} keeps {_join(values)}. Set optim to that of the checkpoint, or "
-                    f"start a new run from its export."
-                )
+    def check() -> None:
+        _refuse(checkpoint, find_mismatch(_read_tensors(checkpoint, "model"), tensors))
+        stored = {name.rpartition(".")[2] for name in _read_tensors(checkpoint, "optimizer", "optimizer.state")}
+        if stored != kept:
+            recorded = (read_train_params(checkpoint) or {}).get("arguments", {}).get("optim", "another optimizer")
+            raise CheckpointError(
+                f"{checkpoint} was trained with {recorded}, which keeps {_join(stored)}, but this run's "
+                f"{type(optimizer.optimizer).__name__} keeps {_join(kept)}. Set optim to that of the checkpoint, or start a "
+                f"new run from its export."
+            )
 
-        distributed.run_on_main(check)
+    distributed.run_on_main(check)
 
 
 def _read_tensors(checkpoint: Path, part: str, prefix: str | None = None) -> dict[str, TensorFacts]:
-    return dcp_metadata.stored_tensors(dcp_metadata.read_dcp_metadata(checkpoint / PARTS[part]), prefix or part)
+    return stored_tensors(read_dcp_metadata(checkpoint / PARTS[part]), prefix or part)
 
 
 def _refuse(checkpoint: Path, mismatch: str | None) -> None:
@@ -273,21 +268,25 @@ def _join(names: set[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
 
 
-def _check_small_files(checkpoint: Path) -> None:
-    """Read the files that Trainer will read on this rank, as it does."""
+def check_small_files(checkpoint: Path) -> None:
+    """Read the small files that Trainer will read on this rank. Not a collective.
+
+    Raises:
+        CheckpointError: one cannot be read, or holds more than plain data.
+    """
     from transformers import PreTrainedConfig, TrainerState
     from transformers.trainer_pt_utils import safe_globals
 
-    def load(file: Path) -> Any:
-        with safe_globals():
-            return torch.load(file, map_location="cpu", weights_only=True)
-
-    readers: dict[str, Any] = dict.fromkeys(("scheduler.pt", "scaler.pt", "rng_state.pth"), load)
-    readers |= {f"rng_state_{distributed.rank()}.pth": load, "trainer_state.json": TrainerState.load_from_json}
-    for name, read in {**readers, "config.json": PreTrainedConfig.from_json_file}.items():
+    tensors = ("scheduler.pt", "scaler.pt", "rng_state.pth", f"rng_state_{distributed.rank()}.pth")
+    readers: dict[str, Any] = dict.fromkeys(
+        tensors, functools.partial(torch.load, map_location="cpu", weights_only=True)
+    )
+    readers |= {"trainer_state.json": TrainerState.load_from_json, "config.json": PreTrainedConfig.from_json_file}
+    for name, read in readers.items():
         try:
             if (checkpoint / name).exists():
-                read(checkpoint / name)
+                with safe_globals():
+                    read(checkpoint / name)
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise CheckpointError(f"{checkpoint / name} cannot be read: {reason}. Use another checkpoint.") from error

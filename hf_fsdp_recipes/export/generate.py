@@ -22,11 +22,11 @@ def generate(
         prompt = prompt_file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ExportError(f"{prompt_file} cannot be read as text: {error}") from error
+    network = load_export(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-        network = load_export(model)
-    except (OSError, ValueError) as error:
-        raise ExportError(f"{model} cannot be loaded: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # transformers and tokenizers raise many types
+        raise ExportError(f"the tokenizer of {model} cannot be loaded: {str(error).splitlines()[0]}") from error
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     network = network.to(device) if device is not None else network
     if chat:
@@ -34,9 +34,12 @@ def generate(
             raise ExportError(f"{model} has no chat template. Leave out --chat.")
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        try:
+            inputs = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        except Exception as error:  # a template may fail in any way
+            raise ExportError(f"the chat template of {model} fails: {error}") from error
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
     inputs = {key: value.to(network.device) for key, value in inputs.items() if key != "token_type_ids"}

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export.lora_merge import ADAPTER_CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -20,11 +21,15 @@ def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedMo
         **from_pretrained_kwargs: as in `from_pretrained`; `trust_remote_code` is False unless it is here.
 
     Raises:
-        OSError, ValueError: as `from_pretrained`.
+        ExportError: it cannot be loaded.
     """
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
     is_adapter = (directory / ADAPTER_CONFIG_FILE).is_file()
     loader: Any = AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
-    return loader.from_pretrained(str(directory), **{"trust_remote_code": False, **from_pretrained_kwargs}).eval()
+    try:
+        return loader.from_pretrained(str(directory), **{"trust_remote_code": False, **from_pretrained_kwargs}).eval()
+    except Exception as error:  # damaged files raise almost any exception
+        reason = str(error).partition("\n")[0]
+        raise ExportError(f"{directory} cannot be loaded: {reason}") from error

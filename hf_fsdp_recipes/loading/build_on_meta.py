@@ -59,7 +59,7 @@ def read_config(name: str, overrides: str | None = None) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name)
         if overrides:
             config.update_from_string(overrides)
             config = type(config).from_dict(config.to_dict())  # validates the changed config

@@ -66,7 +66,6 @@ def load_model(
             f"source is {source!r} and verify is {verify!r}. Use source rank0, direct or auto, and verify sample or full."
         )
     _prepare_process()
-    from_pretrained_kwargs.setdefault("trust_remote_code", False)  # None would prompt on stdin
     if not is_fsdp_requested():
         return _load_without_fsdp(str(name_or_path), from_pretrained_kwargs)
     with stages.record("build on meta"):

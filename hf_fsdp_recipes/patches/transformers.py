@@ -1,29 +1,24 @@
 """Patches for transformers: a checkpoint is compared with the run before Trainer loads it."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.patches.registry import patch
 
-
-class ResumeChecks(Protocol):
-    """Checks of a checkpoint that an FSDP run resumes from; called by the patches of Trainer. Collective."""
-
-    def check_unsharded(self, trainer: Any, checkpoint: Path) -> None:
-        """Check what can be checked before the model is sharded and its weights are read."""
-
-    def check_sharded(self, trainer: Any, checkpoint: Path) -> None:
-        """Compare the checkpoint with the sharded model and its optimizer."""
+ResumeCheck = Callable[[Any, Path, bool], None]
+_check: ResumeCheck | None = None
 
 
-_checks: ResumeChecks | None = None
+def register_resume_check(check: ResumeCheck) -> None:
+    """Set the check of the checkpoints that FSDP runs resume from.
 
-
-def register_resume_checks(checks: ResumeChecks) -> None:
-    """Set the checks of the checkpoints that Trainer resumes from."""
-    global _checks
-    _checks = checks
+    It is called with the trainer, the checkpoint and whether the model is sharded: once before the model is sharded and its
+    weights are read, and once after. Collective.
+    """
+    global _check
+    _check = check
 
 
 @patch(
@@ -40,8 +35,8 @@ def _check_then_prepare(
 ) -> Any:
     from torch.distributed.checkpoint import CheckpointException
 
-    if resume_from_checkpoint is not None and _checks is not None and self.is_fsdp_enabled:
-        _checks.check_unsharded(self, Path(resume_from_checkpoint))
+    if resume_from_checkpoint is not None and _check is not None and self.is_fsdp_enabled:
+        _check(self, Path(resume_from_checkpoint), False)
     try:
         return original(self, max_steps, train_dataloader, resume_from_checkpoint)
     except CheckpointException as error:  # not an Exception; the same on every rank
@@ -59,6 +54,6 @@ def _check_then_prepare(
     tested_with="transformers 5.17 to 5.23",
 )
 def _check_then_load(original: Any, self: Any, resume_from_checkpoint: Any, model: Any = None) -> Any:
-    if _checks is not None and self.is_fsdp_enabled:
-        _checks.check_sharded(self, Path(resume_from_checkpoint))
+    if _check is not None and self.is_fsdp_enabled:
+        _check(self, Path(resume_from_checkpoint), True)
     return original(self, resume_from_checkpoint, model)
