@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import re
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,7 +215,7 @@ def _check_checkpoint(trainer: "Trainer", checkpoint: Path, is_sharded: bool) ->
     tensors = {rename(n): TensorFacts(tuple(t.shape), None) for n, t in state if not peft_model or is_adapter(n)}
 
     def check() -> None:
-        stored = {rename(name): facts for name, facts in _read_tensors(checkpoint, "model").items()}
+        stored = {rename(name): facts for name, facts in _read_tensors(checkpoint).items()}
         tied = set(getattr(model, "all_tied_weights_keys", None) or {}) - stored.keys()
         wanted = {name: facts for name, facts in tensors.items() if name not in tied}
         _refuse(checkpoint, find_mismatch(stored, wanted, compare_names=not peft_model))
@@ -227,6 +228,7 @@ def _check_checkpoint(trainer: "Trainer", checkpoint: Path, is_sharded: bool) ->
 
 def _check_state(trainer: "Trainer", checkpoint: Path) -> None:
     """Compare the checkpoint with what would be saved now. Collective."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint.state_dict import _init_optim_state
 
     if not distributed.run_on_main((checkpoint / PARTS["optimizer"]).is_dir):
@@ -235,12 +237,13 @@ def _check_state(trainer: "Trainer", checkpoint: Path) -> None:
     _init_optim_state(optimizer.optimizer)  # a new optimizer has no state to compare
     state = capture(trainer.model, optimizer, trainer.accelerator.state.fsdp_plugin)
     tensors = describe_tensors(state["model"])
-    own = {value for values in state["optimizer"]["state"].values() for value in values}
+    own = _last_parts(flatten_state_dict({"state": state["optimizer"]["state"]})[0], "state.")
     kept = set().union(*distributed.gather_objects(own))
 
     def check() -> None:
-        _refuse(checkpoint, find_mismatch(_read_tensors(checkpoint, "model"), tensors))
-        stored = {name.rpartition(".")[2] for name in _read_tensors(checkpoint, "optimizer", "optimizer.state")}
+        _refuse(checkpoint, find_mismatch(_read_tensors(checkpoint), tensors))
+        metadata = read_dcp_metadata(checkpoint / PARTS["optimizer"])
+        stored = _last_parts(metadata.state_dict_metadata, "optimizer.state.")
         if stored != kept:
             recorded = (read_train_params(checkpoint) or {}).get("arguments", {}).get("optim", "another optimizer")
             raise CheckpointError(
@@ -252,8 +255,13 @@ def _check_state(trainer: "Trainer", checkpoint: Path) -> None:
     distributed.run_on_main(check)
 
 
-def _read_tensors(checkpoint: Path, part: str, prefix: str | None = None) -> dict[str, TensorFacts]:
-    return stored_tensors(read_dcp_metadata(checkpoint / PARTS[part]), prefix or part)
+def _read_tensors(checkpoint: Path) -> dict[str, TensorFacts]:
+    return stored_tensors(read_dcp_metadata(checkpoint / PARTS["model"]), "model")
+
+
+def _last_parts(names: Iterable[str], prefix: str) -> set[str]:
+    """Return what an optimizer keeps per parameter, such as exp_avg, from the names of its values."""
+    return {name.rpartition(".")[2] for name in names if name.startswith(prefix)}
 
 
 def _refuse(checkpoint: Path, mismatch: str | None) -> None:

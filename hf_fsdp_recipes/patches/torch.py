@@ -83,15 +83,17 @@ def set_local_tensor(dtensor: Any, local: torch.Tensor) -> Any:
 
 # Checkpoints that could run code.
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # before torch 2.4
-# Plain data: constructing them runs no code from the file.
-_ALLOWED_GLOBALS = {
-    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-    *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
-    *((_METADATA, "_MEM_FORMAT_ENCODING"), (_OLD_METADATA, "MEM_FORMAT_ENCODING"), (_OLD_METADATA, "TensorProperties")),
-    *(("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout")),
-    *(("torch", "Size"), ("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")),
+_METADATA = "Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata BytesStorageMetadata "
+# By module: plain data, whose construction runs no code from the file.
+_ALLOWED = {
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": _METADATA + "ChunkStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",  # written by older torch
+    "collections": "OrderedDict",
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",  # Python 3.13
 }
 
 
@@ -99,7 +101,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) not in _ALLOWED_GLOBALS:
+        if name not in _ALLOWED.get(module, "").split():
             raise pickle.UnpicklingError(f"it refers to {module}.{name}, which torch does not write there")
         return super().find_class(module, name)
 
@@ -117,7 +119,7 @@ def load_metadata(stream: IO[bytes]) -> Any:
         metadata = _MetadataUnpickler(stream).load()
     except Exception as error:  # damaged pickles raise almost any exception
         raise CheckpointError(
-            f"{name} cannot be read: {error or type(error).__name__}. Use another checkpoint."
+            f"{name} cannot be read: {str(error) or type(error).__name__}. Use another checkpoint."
         ) from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{name} is not the metadata of a checkpoint. Use another checkpoint.")
@@ -157,7 +159,8 @@ def _load_bytes_safely(original: Any, self: Any, read_item: Any, value: Any) -> 
         torch.load(value, weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"{read_item.storage_index.fqn} in the checkpoint cannot be loaded as plain data. Use another checkpoint."
+            f"{read_item.storage_index.fqn} in the checkpoint is not plain data. Use another checkpoint, or allow its classes "
+            f"with torch.serialization.add_safe_globals."
         ) from error
     value.seek(0)
     original(self, read_item, value)

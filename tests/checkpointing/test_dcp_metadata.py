@@ -60,6 +60,7 @@ def test_torchs_own_reader_is_safe_once_patched(directory, tmp_path, monkeypatch
     code = f"""
 import pickle, sys, torch, torch.distributed.checkpoint as dcp
 from pathlib import Path
+from hf_fsdp_recipes.patches import registry
 from tests.checkpointing.payload import Payload, put_into_values
 registry.apply("checkpointing")
 directory = Path({str(directory)!r})

@@ -68,8 +68,8 @@ def copy_of(run, tmp_path):
 
 
 REFUSED = {
-    "layers": ("full", {"num_hidden_layers": 1}, {}, r"has 12 tensors that this run's model lacks, such as model.layers.1"),
-    "more layers": ("full", {"num_hidden_layers": 3}, {}, r"lacks 12 tensors of this run's model, such as model.layers.2"),
+    "layers": ("full", {"num_hidden_layers": 1}, {}, r"has 13 tensors that this run's model lacks, such as model.layers.1"),
+    "more layers": ("full", {"num_hidden_layers": 3}, {}, r"lacks 13 tensors of this run's model, such as model.layers.2"),
     "width": ("full", {"hidden_size": 64}, {}, r"has .* as \(.*32.*\) float32?.*, but in this run it is \(.*64.*\)"),
     "vocabulary": ("full", {"vocab_size": 320}, {}, r"weight as \(307, 32\) float32, but in this run it is \(320, 32\)"),
     "no adapter": ("lora", {}, {}, "holds an adapter, but this run trains all parameters"),
@@ -82,8 +82,8 @@ REFUSED = {
         "was trained with adamw_torch_fused, which keeps exp_avg, exp_avg_sq, step, but this run's SGD keeps nothing",
     ),
     "8-bit": ("full", {}, {"optim": "adamw_8bit"}, "which keeps exp_avg, exp_avg_sq, step, but this run's .* keeps .*state1"),
-    "FSDP1": ("fsdp1", {"num_hidden_layers": 1}, {}, "has 12 tensors that this run's model lacks"),
-    "FSDP1 optimizer": ("fsdp1", {}, {"optim": "adafactor"}, "which keeps exp_avg, exp_avg_sq, step, but this run's Adafactor"),
+    "FSDP1": ("fsdp1", {"num_hidden_layers": 1}, {}, "has 13 tensors that this run's model lacks"),
+    "FSDP1 optimizer": ("fsdp1", {}, {"optim": "sgd"}, "which keeps exp_avg, exp_avg_sq, step, but this run's SGD keeps"),
 }  # fmt: skip
 
 
