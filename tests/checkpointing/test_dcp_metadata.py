@@ -71,8 +71,8 @@ put_into_values(directory, "model.note", Payload(Path({str(tmp_path)!r}) / "ran"
 for _ in range(2):
     try:
         dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
-    except dcp.CheckpointException as error:
-        assert "CheckpointError" in str(error), error
+    except BaseException as error:  # with ranks, torch raises its CheckpointException, which is not an Exception
+        assert "Use another checkpoint" in str(error), error
     else:
         raise SystemExit("not refused")
     (directory / ".metadata").write_bytes(pickle.dumps(Payload(Path({str(tmp_path)!r}) / "ran")))

@@ -120,3 +120,37 @@ def test_what_merely_changes_the_run_is_printed_once(checkpoints, tiny_model, te
     line = "resume: changed since checkpoint-2: max_length 64 -> 32, max_steps 2 -> 3, seed 42 -> 7\n"
     assert [line in printed for printed, _ in results] == [True, False]
     assert [step for _, step in results] == [3, 3]
+
+
+def _run_recipe(argv):
+    from tests.ranks.data_runs import train as train_recipe
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        train_recipe(argv)
+    return printed.getvalue()
+
+
+def test_recipe_names_the_changed_data_and_refuses_another_model(changed_model, tiny_model, text_file, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text(text_file.read_text() * 2)
+    environment = fsdp_environment(FSDP2) | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+
+    def launch(model, data, steps, **keywords):
+        settings = {
+            "model_name_or_path": model, "dataset_name": data, "max_steps": steps, "output_dir": tmp_path / "run",
+            "per_device_train_batch_size": 1, "save_steps": 2, "max_length": 64, "report_to": "none", "use_cpu": True,
+            "bf16": False, "dataloader_pin_memory": False, "report": False, "resume_from_checkpoint": "auto",
+        }  # fmt: skip
+        argv = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+        return run_ranks(_run_recipe, 2, argv, environment=environment, timeout_seconds=200, **keywords)
+
+    assert "changed since" not in launch(tiny_model("llama"), text_file, 2)[0]
+    line = (
+        f"changed since checkpoint-2: dataset_name {text_file} -> {other}, max_steps 2 -> 4, num_train_rows 72 -> 144\n"
+    )
+    assert line in launch(tiny_model("llama"), other, 4)[0]
+    larger = changed_model(num_hidden_layers=3)
+    errors = launch(larger, other, 6, expect_failure=True)
+    assert errors[0] == errors[1]
+    assert "lacks 13 tensors of this run's model, such as model.layers.2" in errors[0][1]
