@@ -111,18 +111,21 @@ def read_index(directory: Path) -> dict[str, DcpTensor]:
         metadata = read_dcp_metadata(directory)
     except CheckpointError as error:
         raise ExportError(str(error)) from error
-    storage: dict[tuple[str, tuple[int, ...]], Any] = {}
-    for index, info in (metadata.storage_data or {}).items():
-        storage[(index.fqn, tuple(index.offset or ()))] = info
-    tensors = {}
-    plain: dict[bytes, bool] = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            shape = tuple(entry.size)
-            dtype = entry.properties.dtype
-            chunks = [_chunk(directory, name, shape, dtype, chunk, storage, plain) for chunk in entry.chunks]
-            tensors[name] = _checked(directory, DcpTensor(name, shape, dtype, _in_order(chunks)))
-    return tensors
+    try:
+        storage: dict[tuple[str, tuple[int, ...]], Any] = {}
+        for index, info in (metadata.storage_data or {}).items():
+            storage[(index.fqn, tuple(index.offset or ()))] = info
+        tensors = {}
+        plain: dict[bytes, bool] = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                shape = tuple(entry.size)
+                dtype = entry.properties.dtype
+                chunks = [_chunk(directory, name, shape, dtype, chunk, storage, plain) for chunk in entry.chunks]
+                tensors[name] = _checked(directory, DcpTensor(name, shape, dtype, _in_order(chunks)))
+        return tensors
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ExportError(f"{directory}/.metadata is damaged ({error!r}). Export another checkpoint.") from error
 
 
 def _chunk(
