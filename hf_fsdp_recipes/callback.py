@@ -77,6 +77,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         wait_for_gloo_at_exit()
         cpu_ranks.enable()
         registry.apply("checkpointing")
+        resume.enable_checks()
         self._asynchronous = asynchronous
         self._export_dir = export_dir
         self._rank_files = rank_files

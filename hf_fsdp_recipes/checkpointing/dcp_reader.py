@@ -22,8 +22,9 @@ import xxhash
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import layout
+from hf_fsdp_recipes.checkpointing.dcp_metadata import read_dcp_metadata
 from hf_fsdp_recipes.checkpointing.direct_io import CHECKSUM_BLOCK_BYTES
-from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.errors import CheckpointError, ExportError
 
 logger = logging.getLogger(__name__)
 
@@ -191,26 +192,28 @@ def read_index(directory: Path) -> dict[str, DcpTensor]:
         ExportError: the index cannot be read, a file is missing, truncated or not as in the checkpoint's manifest, or a
             tensor is not sharded by rows.
     """
-    from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     files = _open_files(directory)
     try:
-        metadata = FileSystemReader(directory).read_metadata()
-    except Exception as error:
-        raise ExportError(f"{directory}/.metadata cannot be read: {error}") from error
-    storage: dict[tuple[str, tuple[int, ...]], Any] = {}
-    for index, info in (metadata.storage_data or {}).items():
-        storage[(index.fqn, tuple(index.offset or ()))] = info
-    tensors = {}
-    plain: dict[bytes, bool] = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            shape = tuple(entry.size)
-            dtype = entry.properties.dtype
-            chunks = [_chunk(directory, name, shape, dtype, chunk, storage, files, plain) for chunk in entry.chunks]
-            tensors[name] = _checked(directory, DcpTensor(name, shape, dtype, _in_order(chunks)))
-    return tensors
+        metadata = read_dcp_metadata(directory)
+    except CheckpointError as error:
+        raise ExportError(str(error)) from error
+    try:
+        storage: dict[tuple[str, tuple[int, ...]], Any] = {}
+        for index, info in (metadata.storage_data or {}).items():
+            storage[(index.fqn, tuple(index.offset or ()))] = info
+        tensors = {}
+        plain: dict[bytes, bool] = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                shape = tuple(entry.size)
+                dtype = entry.properties.dtype
+                chunks = [_chunk(directory, name, shape, dtype, chunk, storage, files, plain) for chunk in entry.chunks]
+                tensors[name] = _checked(directory, DcpTensor(name, shape, dtype, _in_order(chunks)))
+        return tensors
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ExportError(f"{directory}/.metadata is damaged ({error!r}). Export another checkpoint.") from error
 
 
 def _open_files(directory: Path) -> Callable[[str], StoredFile]:

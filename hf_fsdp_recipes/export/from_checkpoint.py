@@ -16,7 +16,7 @@ from hf_fsdp_recipes import distributed, parameter_names
 from hf_fsdp_recipes.checkpointing import dcp_reader
 from hf_fsdp_recipes.checkpointing.dcp_reader import DcpTensor
 from hf_fsdp_recipes.checkpointing.resume import PARAMS_FILE, read_train_params
-from hf_fsdp_recipes.errors import ExportError, LoadError
+from hf_fsdp_recipes.errors import CheckpointError, ExportError, LoadError
 from hf_fsdp_recipes.export import lora_merge, model_assets
 from hf_fsdp_recipes.export.export_directory import check_files
 from hf_fsdp_recipes.export.export_plan import (
@@ -87,7 +87,10 @@ def export_checkpoint(
     )
 
     def describe() -> ExportPlan:
-        return _describe(checkpoint, base_model, parse_dtype(dtype), merge_adapter)
+        try:
+            return _describe(checkpoint, base_model, parse_dtype(dtype), merge_adapter)
+        except CheckpointError as error:
+            raise ExportError(str(error)) from error
 
     return write_export(output, describe, max_shard_size, "auto", lambda: None, source=checkpoint)
 
@@ -153,7 +156,7 @@ def _build(name: str, read_weights: bool) -> tuple["PreTrainedModel", BaseWeight
 
     try:
         directory = resolve_directory(name, {})
-        config = AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         model = build_on_meta(config, torch.float32)
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory)
@@ -212,7 +215,7 @@ def _copy_tokenizer(name: str | Path, directory: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        AutoTokenizer.from_pretrained(name).save_pretrained(directory)
+        AutoTokenizer.from_pretrained(name, trust_remote_code=False).save_pretrained(directory)
     except (OSError, ValueError) as error:
         distributed.print_main(f"note: exported without a tokenizer ({str(error).splitlines()[0]})")
 
@@ -227,7 +230,7 @@ def _describe_adapter(
     config = _adapter_config(params, name)
     shards = []
     for number, (key, tensor) in enumerate(tensors.items()):
-        stored = _stored_adapter_name(key, params["adapter_name"])
+        stored = parameter_names.without_adapter_name(key, params["adapter_name"])
         count = _own_count(number, math.prod(tensor.shape))
         written = written_dtype(tensor.dtype, dtype)
         parts = [full_range(stored, tensor.shape)]
@@ -258,11 +261,6 @@ def _adapter_config(params: dict[str, Any], name: str) -> "PeftConfig":
     config.inference_mode = True
     config.base_model_name_or_path = name or config.base_model_name_or_path
     return config
-
-
-def _stored_adapter_name(key: str, adapter_name: str) -> str:
-    """Return an adapter tensor's name in PEFT's files, without the adapter name that FSDP1 checkpoints keep."""
-    return key.replace(f".modules_to_save.{adapter_name}.", ".").replace(f".{adapter_name}.", ".")
 
 
 def _describe_merged(

@@ -28,7 +28,7 @@ def generate(
 
     network = load_export(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many types
         raise ExportError(f"the tokenizer of {model} cannot be loaded: {str(error).splitlines()[0]}") from error
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -38,9 +38,12 @@ def generate(
             raise ExportError(f"{model} has no chat template. Leave out --chat.")
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        try:
+            inputs = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        except Exception as error:  # a template may fail in any way
+            raise ExportError(f"the chat template of {model} fails: {error}") from error
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
     inputs = {key: value.to(network.device) for key, value in inputs.items() if key != "token_type_ids"}

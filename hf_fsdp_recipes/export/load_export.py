@@ -19,7 +19,7 @@ def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedMo
 
     Args:
         directory: written by `export_model` or `export_checkpoint`.
-        **from_pretrained_kwargs: as in `from_pretrained`.
+        **from_pretrained_kwargs: as in `from_pretrained`; `trust_remote_code` is False unless it is here.
 
     Raises:
         ExportError: it cannot be loaded, or its files are not those that its marker lists.

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from hf_fsdp_recipes.errors import PatchError
 
 Feature = Literal["cpu ranks", "size wrap", "loading", "checkpointing"]
-MODULES = ("accelerate", "fsdp1", "peft", "transformers")  # of this package; importing one declares its patches
+# Of this package; importing one declares its patches.
+MODULES = ("accelerate", "fsdp1", "peft", "torch", "transformers")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Builds the SFTTrainer of a recipe, finds what to resume from, and exports the trained model."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +59,7 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
 
     tokenizer = load_tokenizer(arguments)
     rows = load_rows(arguments, tokenizer)
+    arguments.training.recipe_facts = _recipe_facts(arguments, rows)
     model = build_model(arguments, tokenizer)
     feature_checks.enable_block_compilation(arguments)
     trainer_class, callbacks = _trainer_class(arguments, rows)
@@ -95,6 +98,19 @@ def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
 def _export_options(arguments: Arguments) -> dict[str, Any]:
     recipe = arguments.recipe
     return {"dtype": recipe.export_dtype, "max_shard_size": recipe.export_max_shard_size}
+
+
+def _recipe_facts(arguments: Arguments, rows: "TrainingRows") -> dict[str, Any]:
+    """Return what checkpoints record of the recipe in addition to Trainer's arguments."""
+    facts = {
+        **asdict(arguments.script),
+        **asdict(arguments.model),
+        **asdict(arguments.recipe),
+        **asdict(arguments.mixture),
+    }
+    if not isinstance(rows.train, IterableDataset):
+        facts["num_train_rows"] = len(rows.train)
+    return json.loads(json.dumps(facts, default=str))
 
 
 def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[SFTTrainer], list[TrainerCallback]]":

@@ -112,7 +112,7 @@ def _clone_chat_template(tokenizer: "PreTrainedTokenizerBase", source_path: str)
     """Copy template and tokens from another tokenizer, like `trl.clone_chat_template` but without a model."""
     from transformers import AddedToken, AutoTokenizer
 
-    source = AutoTokenizer.from_pretrained(source_path)
+    source = AutoTokenizer.from_pretrained(source_path, trust_remote_code=False)
     tokenizer.chat_template = source.get_chat_template()
     added = source.added_tokens_decoder.values()
     tokenizer.add_tokens([token for token in added if token.content not in tokenizer.vocab])
