@@ -378,23 +378,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         place.mkdir(parents=True)
     soak = Soak(places, options.seed)
     started = time.monotonic()
-    for number in itertools.count() if options.case is None else [options.case]:
-        soak.run_case(number)
-        num_kills = soak.tally.kills.total()
-        seconds = time.monotonic() - started
-        print(
-            f"{number + 1} runs, {num_kills} kills, {seconds:.0f} s, {len(soak.tally.violations)} violations",
-            flush=True,
-        )
-        if num_kills >= options.kills:
-            break
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # interrupted, it still ends its ranks and reports
+    with contextlib.suppress(KeyboardInterrupt):
+        for number in itertools.count() if options.case is None else [options.case]:
+            Case(soak, number).run()
+            tally, seconds = soak.tally, time.monotonic() - started
+            counts = f"{tally.num_runs} runs, {tally.kills.total()} kills, {len(tally.violations)} violations"
+            print(f"{counts}, {seconds:.0f} s", flush=True)
+            if tally.kills.total() >= options.kills:
+                break
     summary = summarize(soak, time.monotonic() - started)
     (places["disk"] / "soak.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(json.dumps(summary, indent=1))
+    if summary["violations"]:
+        sys.exit(1)  # keeps the model and rows of the failed cases too
+    shutil.rmtree(places["tmpfs"])
     shutil.rmtree(places["disk"] / "prepared")
-    if not summary["violations"]:
-        shutil.rmtree(places["tmpfs"])
-    sys.exit(1 if summary["violations"] else 0)
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ def start_launcher(
         return launcher
     status = 1
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
