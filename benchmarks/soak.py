@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 from benchmarks import soak_ranks
 from benchmarks.soak_ranks import NOT_TRAINING, PHASES, Board, Processes, Trap
 
-NUM_STEPS = 40
+NUM_STEPS = 12
 KINDS = ("all ranks", "one rank", "one rank, torchrun stops the others", "launcher", "launcher, ranks go on")
 TRAPS = ("staging", "writing", "commit", "deleting", "export", "export rename", "after export")
 ONCE = ("export", "export rename", "after export")  # phases that do not recur with every save
@@ -341,7 +342,7 @@ def summarize(soak: Soak, seconds: float) -> dict[str, Any]:
     from benchmarks.running import machine
 
     tally = soak.tally
-    num_kills = tally.kills.total()
+    num_kills, used = tally.kills.total(), resource.getrusage(resource.RUSAGE_CHILDREN)
     which = Counter(violation["which"] for violation in tally.violations)
     return {
         "kills": num_kills,
@@ -358,6 +359,7 @@ def summarize(soak: Soak, seconds: float) -> dict[str, Any]:
         "violations": tally.violations,
         "seconds": round(seconds, 1),
         "seconds_per_kill": round(seconds / max(1, num_kills), 2),
+        "cpu_seconds_per_kill": round((used.ru_utime + used.ru_stime) / max(1, num_kills), 2),  # of reaped processes
         "seed": soak.seed,
         "machine": machine(),
     }
