@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # Liger's kernels and the Triton that interprets them, where only the test that runs them looks.
 KERNELS := $(VENV)/kernels
 
-.PHONY: quickstart check test test-all test-slurm rehearse rehearse-all lint bench templates docs-tables clean
+.PHONY: quickstart check test test-all test-slurm rehearse rehearse-all lint bench soak templates docs-tables clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py $(if $(MODEL),--model $(MODEL))
@@ -42,6 +42,14 @@ lint: $(VENV)/.installed
 bench: $(VENV)/.installed
 	for claim in load export save report step; do $(BIN)/python -m benchmarks.$$claim || exit 1; done
 	$(BIN)/python -m benchmarks.plan --write
+
+# Kills runs at random moments and resumes them; DISK and TMPFS are new directories.
+KILLS ?= 1000
+DISK ?= runs/soak
+TMPFS ?= /dev/shm/hf-fsdp-soak
+SEED ?= 0
+soak: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.soak --kills $(KILLS) --disk $(DISK) --tmpfs $(TMPFS) --seed $(SEED)
 
 templates: $(VENV)/.installed
 	$(BIN)/hf-fsdp config render-all
