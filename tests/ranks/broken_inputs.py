@@ -57,6 +57,16 @@ def sharded_model(change: Callable[[Path], None]) -> Maker:
     return model(change, max_shard_size="60KB")
 
 
+def new_model(**changes: Any) -> Maker:
+    """Train a new model from the config of a tiny one."""
+
+    def make(inputs: Inputs) -> Changes:
+        directory = inputs.model("llama")
+        return {"model_name_or_path": None, "config_name": directory, "tokenizer_name": directory} | changes
+
+    return make
+
+
 def config(**changes: Any) -> Callable[[Path], None]:
     """Change fields of config.json; None removes one."""
 
@@ -332,9 +342,8 @@ def resume_with_model(kind: str = "llama", **config_changes: Any) -> Maker:
 
     def make(inputs: Inputs) -> Changes:
         import torch
-        from transformers import AutoModelForCausalLM
-
         from tests.conftest import make_tokenizer, tiny_config
+        from transformers import AutoModelForCausalLM
 
         fields = tiny_config(kind)
         for name, value in config_changes.items():
