@@ -342,8 +342,9 @@ def resume_with_model(kind: str = "llama", **config_changes: Any) -> Maker:
 
     def make(inputs: Inputs) -> Changes:
         import torch
-        from tests.conftest import make_tokenizer, tiny_config
         from transformers import AutoModelForCausalLM
+
+        from tests.conftest import make_tokenizer, tiny_config
 
         fields = tiny_config(kind)
         for name, value in config_changes.items():

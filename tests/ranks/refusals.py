@@ -58,8 +58,9 @@ class Refusal:
 
 def run_recipe_captured(argv: Sequence[str], folder: Path) -> tuple[Any, float]:
     """Run recipes/sft.py as one rank, with its output in `folder`/rank<n>.txt; return its exit status and seconds."""
-    from hf_fsdp_recipes import distributed
     from huggingface_hub import constants
+
+    from hf_fsdp_recipes import distributed
 
     distributed.EXIT_WAIT_SECONDS = 0.0  # no launcher ends the other ranks here
     constants.HF_HUB_OFFLINE = is_true(os.environ.get("HF_HUB_OFFLINE"))  # read before this process was forked

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from tests.ranks import broken_inputs as broken
 from tests.ranks import refusals
 from tests.ranks.broken_inputs import TEXT_ROWS, USER, Inputs
