@@ -33,8 +33,10 @@ VERBS = (
     "Install Keep Leave List Lower Make Move Name Pass Prepare Put Quote Raise Reduce Remove Rename Repair Replace "
     "Resume Retrain Run Save Select Set Split Start Store Train Turn Unset Use Write"
 )
-# What to do: a verb at the start of a sentence or clause.
-CURE = re.compile(rf"(?:^|[.;:,'\")\]] +|\bor |\band |\bwith )(?:{'|'.join(VERBS.split())})\b", re.IGNORECASE)
+# What to do: a verb at the start of a sentence or clause, or a list of what is possible.
+CURE = re.compile(
+    rf"(?:^|[.;:,'\")\]] +|\bor |\band |\bwith )(?:{'|'.join(VERBS.split())})\b|\bone of\b|\bIt has\b", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
