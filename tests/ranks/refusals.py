@@ -28,6 +28,7 @@ HANG_SECONDS = 60.0
 MAX_SENTENCES = 3  # two of ours, and one that quotes upstream
 MAX_CHARACTERS = 600  # without the paths of the test
 ERROR_LINE = re.compile(r"^([A-Z]\w*Error): (.+)$")
+LOSS = re.compile(r"\{'loss'|'train_runtime'")  # Trainer's log
 VERBS = (
     "Accept Add Allow Call Change Check Choose Convert Copy Correct Delete Download Drop Export Fix Free Give "
     "Install Keep Leave List Lower Make Move Name Pass Prepare Put Quote Raise Reduce Remove Rename Repair Replace "
@@ -123,6 +124,8 @@ def find_faults(refusals: Sequence[Refusal], says: Sequence[str], paths: Sequenc
         return ["the run succeeded"]
     faults = [f"rank {r} ended with status {one.status}" for r, one in enumerate(refusals) if one.status != 1]
     faults += [f"rank {r} printed a traceback" for r, one in enumerate(refusals) if "Traceback" in one.output]
+    if any(LOSS.search(one.output) for one in refusals):
+        faults.append("trained before it failed")
     slowest = max(one.seconds for one in refusals)
     if slowest > LIMIT_SECONDS:
         faults.append(f"took {slowest:.0f} s")

@@ -86,6 +86,14 @@ RECIPE_FILE = [
 ARGUMENTS = [
     *settings(max_steps="many"),
     *settings(bf16="maybe"),
+    *settings(max_steps=2.5),
+    *settings(per_device_train_batch_size=2.5),
+    Case("learning_rate is a list", ("learning_rate",), {"learning_rate": [1.0e-3]}),
+    Case("dataset_name is a list", ("dataset_name",), {"dataset_name": ["a.jsonl"]}),
+    Case("output_dir is a number", ("output_dir", "7"), {"output_dir": 7}),
+    *settings(packing=3),
+    *settings(prompt_template="poem"),
+    *settings(stopping_strategy="never"),
     *settings(learning_rate="fast"),
     *settings(learning_rate=-1.0),
     Case("learning_rate: nan", ("learning_rate", "nan"), {"learning_rate": float("nan")}, is_quick=True),
@@ -238,7 +246,7 @@ MODEL = [
     Case("custom code", ("trust_remote_code",), broken.model(broken.custom_code)),
     Case("no tokenizer", ("tokenizer",), broken.model(broken.remove("*token*"))),
     Case("tokenizer is not JSON", ("tokenizer",), broken.model(broken.write("tokenizer.json", "{"))),
-    *settings(tokenizer_name="./no-such-tokenizer"),
+    Case("tokenizer_name: ./no-such-tokenizer", (r"no-such-tokenizer",), {"tokenizer_name": "./no-such-tokenizer"}),
     *settings(dtype="float99"),
     *settings(dtype="int8"),
     *settings(attention="fast"),
@@ -251,9 +259,9 @@ MODEL = [
 ]  # fmt: skip
 
 DATA = [
-    *settings(dataset_name="./no-such-file.jsonl"),
-    *settings(dataset_name="./no-such-folder"),
-    *settings(dataset_name="no-such/dataset"),
+    Case("dataset_name: ./no-such-file.jsonl", (r"no-such-file\.jsonl",), {"dataset_name": "./no-such-file.jsonl"}),
+    Case("dataset_name: ./no-such-folder", (r"no-such-folder",), {"dataset_name": "./no-such-folder"}),
+    Case("dataset_name: no-such/dataset", (r"no-such/dataset",), {"dataset_name": "no-such/dataset"}),
     Case("no dataset", ("dataset_name",), {"dataset_name": None}),
     Case("file is empty", (r"rows\.jsonl", "no rows"), broken.rows("")),
     Case("file has blank lines only", (r"rows\.jsonl",), broken.rows("\n" * 30)),
@@ -285,7 +293,7 @@ DATA = [
     Case("messages without a role", (r"rows\.jsonl",), broken.rows([{"messages": [{"content": "a"}]}] * 8)),
     Case("messages are text", (r"rows\.jsonl",), broken.rows([{"messages": "hello"}] * 8)),
     Case("no messages", (r"rows\.jsonl",), broken.rows([{"messages": []}] * 8)),
-    Case("no answer", ("answer",), broken.rows([{"messages": [USER]}] * 8, assistant_only_loss=True)),
+    Case("no answer", ("answer",), broken.rows([{"prompt": "Why?", "completion": " "}] * 8)),
     Case("token beyond the vocabulary", ("input_ids", "9999"), broken.rows([{"input_ids": [5, 9999, 7]}] * 8)),
     Case("negative token", ("input_ids", "-4"), broken.rows([{"input_ids": [5, -4, 7]}] * 8)),
     Case("tokens are text", ("input_ids",), broken.rows([{"input_ids": ["a", "b"]}] * 8)),
@@ -332,7 +340,7 @@ DATA = [
         "rows held out from a stream", ("stream",),
         STREAM | {"eval_strategy": "steps", "eval_steps": 1, "validation_split_percentage": 10},
     ),
-    Case("packing without a length", ("packing", "max_length"), {"packing": True, "max_length": None}),
+    Case("packing without a length", ("packing", "max_length"), {"packing": True}, recipe=lambda text: text.replace("max_length: 64", "max_length: null")),
     *settings(packing_strategy="tight", packing=True),
     Case("stream without an end", ("max_steps",), STREAM | {"max_steps": -1}),
     Case("stream with a negative buffer", ("shuffle_buffer_size", "-1"), STREAM | {"shuffle_buffer_size": -1}),
@@ -414,7 +422,7 @@ OUTPUT = [
 ]  # fmt: skip
 
 RESUME = [
-    *settings(resume_from_checkpoint="./no-such-checkpoint"),
+    Case("resume_from_checkpoint: ./no-such-checkpoint", (r"no-such-checkpoint",), {"resume_from_checkpoint": "./no-such-checkpoint"}),
     Case(
         "checkpoint is a file", (r"config\.json",),
         lambda inputs: {"resume_from_checkpoint": inputs.model("llama") / "config.json"},
@@ -495,7 +503,7 @@ LAUNCH = [
         "mesh of more ranks", ("dp_replicate|mesh|parallelism", "4", "2"),
         template=parallel(dp_replicate=2, dp_shard=2),
     ),
-    Case("fp8", ("fp8",), template={"mixed_precision": "fp8"}),
+    Case("fp8", ("fp8",), environment={"ACCELERATE_MIXED_PRECISION": "fp8"}),
     Case(
         "FULL_STATE_DICT", ("FULL_STATE_DICT", "SHARDED_STATE_DICT"), template=fsdp(state_dict_type="FULL_STATE_DICT"),
         is_quick=True,
@@ -514,10 +522,6 @@ LAUNCH = [
     Case(
         "two dtypes under FSDP1", ("dtype", "bfloat16|float32"),
         LORA | {"dtype": "bfloat16", "adapter_dtype": "float32"}, template=FSDP1,
-    ),
-    Case(
-        "hybrid sharding on one node", ("HYBRID",),
-        template={"fsdp_config": FSDP1["fsdp_config"] | {"fsdp_sharding_strategy": "HYBRID_SHARD"}},
     ),
 ]  # fmt: skip
 
