@@ -16,7 +16,7 @@ import yaml
 
 from tests.ranks import broken_inputs as broken
 from tests.ranks import refusals
-from tests.ranks.broken_inputs import TEXT_ROWS, USER, Inputs
+from tests.ranks.broken_inputs import TEXT_ROWS, Inputs
 from tests.ranks.harness import run_ranks, template_environment
 from tests.recipes.launching import ROOT, run_recipe
 
@@ -226,7 +226,10 @@ MODEL = [
     ),
     Case("shapes of another size", ("32", "48"), broken.model(broken.config(hidden_size=48)), is_quick=True),
     Case("more layers than weights", (r"layers\.[23]",), broken.model(broken.config(num_hidden_layers=4))),
-    Case("config of another model", ("wte|transformer|no tensor",), broken.model(broken.model_of_other_config), is_quick=True),
+    Case(
+        "config of another model", ("wte|transformer|no tensor",), broken.model(broken.model_of_other_config),
+        is_quick=True,
+    ),
     Case("no config", ("config",), broken.model(broken.remove("config.json"))),
     Case("config is not JSON", (r"config",), broken.model(broken.write("config.json", "{"))),
     Case("config is a list", (r"config",), broken.model(broken.write("config.json", "[]"))),
@@ -340,7 +343,8 @@ DATA = [
         "rows held out from a stream", ("stream",),
         STREAM | {"eval_strategy": "steps", "eval_steps": 1, "validation_split_percentage": 10},
     ),
-    Case("packing without a length", ("packing", "max_length"), {"packing": True}, recipe=lambda text: text.replace("max_length: 64", "max_length: null")),
+    Case("packing without a length", ("packing", "max_length"), {"packing": True},
+         recipe=lambda text: text.replace("max_length: 64", "max_length: null")),
     *settings(packing_strategy="tight", packing=True),
     Case("stream without an end", ("max_steps",), STREAM | {"max_steps": -1}),
     Case("stream with a negative buffer", ("shuffle_buffer_size", "-1"), STREAM | {"shuffle_buffer_size": -1}),
@@ -422,7 +426,8 @@ OUTPUT = [
 ]  # fmt: skip
 
 RESUME = [
-    Case("resume_from_checkpoint: ./no-such-checkpoint", (r"no-such-checkpoint",), {"resume_from_checkpoint": "./no-such-checkpoint"}),
+    Case("resume_from_checkpoint: ./no-such-checkpoint", (r"no-such-checkpoint",),
+         {"resume_from_checkpoint": "./no-such-checkpoint"}),
     Case(
         "checkpoint is a file", (r"config\.json",),
         lambda inputs: {"resume_from_checkpoint": inputs.model("llama") / "config.json"},
@@ -570,7 +575,7 @@ def checkpoint(tiny_model, text_file, ranks_environment, tmp_path_factory):
         if kind not in made:
             folder = tmp_path_factory.mktemp(f"trained-{kind}")
             values = SETTINGS | {"model_name_or_path": tiny_model("llama"), "dataset_name": text_file, "max_steps": 4}
-            values |= {"output_dir": folder / "run"} | (LORA if kind == "lora" else {})
+            values |= {"output_dir": folder / "run", "report": True} | (LORA if kind == "lora" else {})
             argv = write_recipe(folder / "recipe.yaml", values)
             run_ranks(run_recipe, refusals.NUM_RANKS, argv, environment=ranks_environment({}))
             made[kind] = folder / "run" / "checkpoint-2"
