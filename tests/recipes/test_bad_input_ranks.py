@@ -343,8 +343,10 @@ DATA = [
         "rows held out from a stream", ("stream",),
         STREAM | {"eval_strategy": "steps", "eval_steps": 1, "validation_split_percentage": 10},
     ),
-    Case("packing without a length", ("packing", "max_length"), {"packing": True},
-         recipe=lambda text: text.replace("max_length: 64", "max_length: null")),
+    Case(
+        "packing without a length", ("packing", "max_length"), {"packing": True},
+        recipe=lambda text: text.replace("max_length: 64", "max_length: null"),
+    ),
     *settings(packing_strategy="tight", packing=True),
     Case("stream without an end", ("max_steps",), STREAM | {"max_steps": -1}),
     Case("stream with a negative buffer", ("shuffle_buffer_size", "-1"), STREAM | {"shuffle_buffer_size": -1}),
@@ -426,8 +428,10 @@ OUTPUT = [
 ]  # fmt: skip
 
 RESUME = [
-    Case("resume_from_checkpoint: ./no-such-checkpoint", (r"no-such-checkpoint",),
-         {"resume_from_checkpoint": "./no-such-checkpoint"}),
+    Case(
+        "resume_from_checkpoint: ./no-such-checkpoint", (r"no-such-checkpoint",),
+        {"resume_from_checkpoint": "./no-such-checkpoint"},
+    ),
     Case(
         "checkpoint is a file", (r"config\.json",),
         lambda inputs: {"resume_from_checkpoint": inputs.model("llama") / "config.json"},
