@@ -75,7 +75,7 @@ class Patch:
         return owner, name, found
 
 
-def tested(*packages: str) -> str:
+def versions_of(*packages: str) -> str:
     """Return the versions that packages were tested with: `accelerate 1.15, trl 1.16`."""
     return ", ".join(f"{package} {TESTED_VERSIONS[package]}" for package in packages)
 

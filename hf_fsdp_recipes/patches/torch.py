@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hf_fsdp_recipes.errors import PatchError
-from hf_fsdp_recipes.patches.registry import tested
+from hf_fsdp_recipes.patches.registry import versions_of
 
 WORKER_NAME = "pt_gloo_runloop"
 PAUSE_SECONDS = 0.02  # longer than the interpreter's 5 ms switch interval
@@ -74,7 +74,7 @@ def set_local_tensor(dtensor: Any, local: torch.Tensor) -> Any:
     """
     if not isinstance(getattr(dtensor, "_local_tensor", None), torch.Tensor):
         raise PatchError(
-            f"torch {version('torch')} does not keep a DTensor's local tensor in _local_tensor. Install {tested('torch')}."
+            f"torch {version('torch')} does not keep a DTensor's local tensor in _local_tensor. Install {versions_of('torch')}."
         )
     dtensor._local_tensor = local
     return dtensor

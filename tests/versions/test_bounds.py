@@ -6,7 +6,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from hf_fsdp_recipes.patches.registry import TESTED_VERSIONS, tested
+from hf_fsdp_recipes.patches.registry import TESTED_VERSIONS, versions_of
 from tests.recipes.launching import ROOT
 from tests.versions.run import PACKAGES
 
@@ -54,4 +54,4 @@ def test_both_environments_pin_every_package_of_the_table():
 @pytest.mark.parametrize("package", TESTED_VERSIONS)
 def test_patches_name_the_versions_tested(package):
     oldest, newest = (minor(pins(name)[package]) for name in ("lowest", "newest"))
-    assert tested(package) == f"{package} {oldest}" + ("" if oldest == newest else f" to {newest}")
+    assert versions_of(package) == f"{package} {oldest}" + ("" if oldest == newest else f" to {newest}")
