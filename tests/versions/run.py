@@ -48,7 +48,7 @@ def run_tests(python: Path) -> tuple[list[str], str, int]:
     code = f"from importlib.metadata import version; print(*map(version, {PACKAGES}))"
     versions = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     print(f"{python}: {', '.join(map(' '.join, zip(PACKAGES, versions, strict=True)))}", flush=True)
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+    command = [python, "-m", "pytest", "-q", "--timeout=900", "-p", "no:cacheprovider", *TESTS]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         last = ""
         for line in process.stdout or ():
