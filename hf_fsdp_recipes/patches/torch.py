@@ -22,7 +22,7 @@ from typing import IO, Any
 import torch
 
 from hf_fsdp_recipes.errors import CheckpointError, PatchError
-from hf_fsdp_recipes.patches.registry import patch
+from hf_fsdp_recipes.patches.registry import patch, versions_of
 
 WORKER_NAME = "pt_gloo_runloop"
 PAUSE_SECONDS = 0.02  # longer than the interpreter's 5 ms switch interval
@@ -75,7 +75,7 @@ def set_local_tensor(dtensor: Any, local: torch.Tensor) -> Any:
     """
     if not isinstance(getattr(dtensor, "_local_tensor", None), torch.Tensor):
         raise PatchError(
-            f"torch {version('torch')} does not keep a DTensor's local tensor in _local_tensor. Install torch 2.11 to 2.13."
+            f"torch {version('torch')} does not keep a DTensor's local tensor in _local_tensor. Install {versions_of('torch')}."
         )
     dtensor._local_tensor = local
     return dtensor
@@ -133,7 +133,7 @@ def load_metadata(stream: IO[bytes]) -> Any:
     changes="`.metadata` may only refer to the classes that DCP writes there.",
     reason="torch unpickles the file, so resuming from a checkpoint could run any code that is in it.",
     upstream="to file: `FileSystemReader.read_metadata` unpickles without restrictions",
-    tested_with="torch 2.11 to 2.13",
+    tested_with=versions_of("torch"),
 )
 def _read_metadata_safely(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     from torch.distributed.checkpoint.metadata import StorageMeta
@@ -152,7 +152,7 @@ def _read_metadata_safely(original: Any, self: Any, *args: Any, **kwargs: Any) -
     changes="Values that are not tensors are first loaded with `weights_only=True`.",
     reason="torch loads them with `weights_only=False`, so resuming from a checkpoint could run any code that is in it.",
     upstream="to file: `DefaultLoadPlanner.load_bytes` calls `torch.load(weights_only=False)`",
-    tested_with="torch 2.11 to 2.13",
+    tested_with=versions_of("torch"),
 )
 def _load_bytes_safely(original: Any, self: Any, read_item: Any, value: Any) -> None:
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_recipes.errors import CheckpointError, RecipeError
-from hf_fsdp_recipes.patches.registry import patch
+from hf_fsdp_recipes.patches.registry import patch, versions_of
 
 ResumeCheck = Callable[[Any, Path, bool], None]
 _check: ResumeCheck | None = None
@@ -28,7 +28,7 @@ def register_resume_check(check: ResumeCheck) -> None:
     changes="A checkpoint is checked before the model is sharded, and errors of DCP become one CheckpointError.",
     reason="Trainer loads what matches by name: a checkpoint of a larger model trains on without an error.",
     upstream="to file: resuming a sharded checkpoint of another model is not refused",
-    tested_with="transformers 5.17 to 5.23",
+    tested_with=versions_of("transformers"),
 )
 def _check_then_prepare(
     original: Any, self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
@@ -51,7 +51,7 @@ def _check_then_prepare(
     changes="A checkpoint is compared with the sharded model and its optimizer before it is loaded.",
     reason="As for `_prepare_for_training`; the optimizer's state and the dtypes are known only once the model is sharded.",
     upstream="to file: resuming a sharded checkpoint of another optimizer is not refused",
-    tested_with="transformers 5.17 to 5.23",
+    tested_with=versions_of("transformers"),
 )
 def _check_then_load(original: Any, self: Any, resume_from_checkpoint: Any, model: Any = None) -> Any:
     if _check is not None and self.is_fsdp_enabled:
@@ -67,7 +67,7 @@ def _check_then_load(original: Any, self: Any, resume_from_checkpoint: Any, mode
     reason="After `should_training_stop` in `on_train_begin`, Trainer still trains one step, so each resume of a finished run "
     "would add one.",
     upstream="to file: should_training_stop set in on_train_begin is ignored until after the first step",
-    tested_with="transformers 5.23",
+    tested_with=versions_of("transformers"),
 )
 def _skip_epoch_if_stopped(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     if not self.control.should_training_stop:
@@ -81,7 +81,7 @@ def _skip_epoch_if_stopped(original: Any, self: Any, *args: Any, **kwargs: Any) 
     changes="A call from the user's script also calls `save_sharded_model` of the callbacks that have it.",
     reason="With SHARDED_STATE_DICT, Trainer writes nothing, without an error.",
     upstream="to file: Trainer.save_model silently saves nothing with SHARDED_STATE_DICT",
-    tested_with="transformers 5.23",
+    tested_with=versions_of("transformers"),
 )
 def _save_sharded(original: Any, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
     for callback in self.callback_handler.callbacks:
@@ -97,7 +97,7 @@ def _save_sharded(original: Any, self: Any, output_dir: str | None = None, _inte
     changes="Evaluation before training under FSDP2 is refused with a message that names the alternative.",
     reason="Accelerate shards FSDP2 models only together with an optimizer, and its error does not say what to do.",
     upstream="to file: evaluate() before train() fails under FSDP2",
-    tested_with="transformers 5.23",
+    tested_with=versions_of("transformers"),
 )
 def _evaluate_sharded(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if getattr(self.accelerator, "is_fsdp2", False) and not self.accelerator._models:
