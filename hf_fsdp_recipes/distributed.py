@@ -115,6 +115,12 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
 
 
 def _report(error: Exception | None) -> Any:
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return (
+            RecipeError,
+            f"{error.filename}: {error.strerror}. Check the path, its permissions and free space.",
+            True,
+        )
     return None if error is None else (type(error), str(error), isinstance(error, RecipeError))
 
 

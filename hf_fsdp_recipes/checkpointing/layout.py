@@ -191,9 +191,9 @@ def check_named(directory: Path) -> None:
     Raises:
         CheckpointError: it does not exist or does not match its manifest; names the file.
     """
-    if not directory.is_dir():
+    if not directory.is_dir() or _INCOMPLETE.fullmatch(directory.name):
         raise CheckpointError(
-            f"{directory} is not a checkpoint directory. Pass one, or use auto for the newest complete one."
+            f"{directory} is not a complete checkpoint directory. Pass one, or use auto for the newest complete one."
         )
     if not (directory / MANIFEST).is_file():
         logger.warning("%s has no %s; resuming without integrity checks", directory, MANIFEST)

@@ -1,5 +1,6 @@
 """Checks that the launched ranks train one model together, with features that this package supports."""
 
+import math
 import os
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,12 @@ def check_launch(training: "TrainingArguments | None" = None) -> None:
     config = getattr(training, "parallelism_config", None)
     faults = list(find_unsupported(parallel_sizes() if config is None else vars(config), mixed_precision()))
     launched = max(int(os.environ.get("WORLD_SIZE", "1")), distributed.world_size())
+    sizes = [int(size) for key, size in parallel_sizes().items() if key.endswith("_size")]
+    if training is not None and sizes and math.prod(sizes) != launched:
+        faults.append(
+            f"parallelism_config is for {math.prod(sizes)} ranks, but {launched} were launched. Set dp_replicate_size to the "
+            f"number of nodes and dp_shard_size to the ranks per node."
+        )
     if training is not None and training.world_size < launched:
         faults.append(
             f"WORLD_SIZE is {launched} but Trainer sees {training.world_size} "

@@ -55,6 +55,7 @@ def read_target(training: "TrainingArguments") -> HubTarget | None:
     if not training.push_to_hub:
         return None
     from huggingface_hub import constants, get_token
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     if constants.HF_HUB_OFFLINE:
         raise RecipeError("push_to_hub is on, but HF_HUB_OFFLINE is set. Unset one of them.")
@@ -63,6 +64,10 @@ def read_target(training: "TrainingArguments") -> HubTarget | None:
             "push_to_hub is on, but there is no Hub token with write access. Run hf auth login, set HF_TOKEN, or set "
             "push_to_hub: false."
         )
+    try:
+        validate_repo_id(training.hub_model_id or Path(str(training.output_dir)).name)
+    except HFValidationError as error:
+        raise RecipeError(f"hub_model_id is {training.hub_model_id}: {error} Set it to user/name.") from error
     return HubTarget(
         training.hub_model_id or Path(str(training.output_dir)).name,
         str(getattr(training.hub_strategy, "value", training.hub_strategy)),

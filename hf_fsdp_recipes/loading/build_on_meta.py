@@ -66,7 +66,8 @@ def read_config(name: str, overrides: str | None = None) -> "PreTrainedConfig":
         check_has_layers(config)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise LoadError(
-            f"the config {name} (config_overrides: {overrides}) cannot be used: {str(error).splitlines()[-1].strip()}"
+            f"the config {name} (config_overrides: {overrides}) cannot be used: {str(error).splitlines()[-1].strip()}. Correct the "
+            f"overrides, or choose another config."
         ) from error
     return config
 
@@ -115,8 +116,11 @@ def build_on_meta(config: "PreTrainedConfig", dtype: torch.dtype, trust_remote_c
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    except (ValueError, ImportError) as error:
-        raise LoadError(f"a {config.model_type!r} model cannot be built: {error}") from error
+    except (ValueError, ImportError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise LoadError(
+            f"a {config.model_type!r} model cannot be built: {reason} Check its config.json and the arguments."
+        ) from error
     _initialize_buffers(model)
     model.tie_weights()  # init_empty_weights unties parameters
     for pattern, kept_dtype in model._get_dtype_plan(dtype).items():

@@ -253,10 +253,13 @@ def _read_config(name_or_path: str, directory: Path, kwargs: dict[str, Any]) -> 
             unknown = sorted(set(unused) - {"attn_implementation", "trust_remote_code", "use_cache"})
             if unknown:
                 raise LoadError(
-                    f"{unknown} are neither from_pretrained arguments nor fields of {type(config).__name__}"
+                    f"{unknown} are neither from_pretrained arguments nor fields of {type(config).__name__}. Remove them."
                 )
     except (OSError, ValueError) as error:
-        raise LoadError(f"the config of {name_or_path} cannot be read: {error}") from error
+        raise LoadError(
+            f"the config of {name_or_path} cannot be read: {_in_one_line(error)} Check its config.json; a model with its own code "
+            f"needs trust_remote_code."
+        ) from error
     if getattr(config, "quantization_config", None) is not None:
         raise LoadError(
             f"{name_or_path} is already quantized, and packed weights cannot be sharded. Use the unquantized model and set "
@@ -267,6 +270,10 @@ def _read_config(name_or_path: str, directory: Path, kwargs: dict[str, Any]) -> 
     config.name_or_path = name_or_path
     check_has_layers(config)
     return config
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _do_all_ranks_see(stored: dict[str, StoredTensor]) -> bool:

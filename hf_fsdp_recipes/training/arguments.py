@@ -23,7 +23,7 @@ from hf_fsdp_recipes.export.export_directory import parse_shard_size
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training.feature_checks import check_features
-from hf_fsdp_recipes.training.value_checks import check_adapter, check_numbers, check_types, check_unique_keys
+from hf_fsdp_recipes.training.value_checks import check_adapter, check_numbers, check_recipe
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
@@ -139,9 +139,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
 
     classes = (ScriptArguments, SFTConfig, ModelConfig, RecipeArguments, DatasetMixtureConfig)
     if "--config" in argv[:-1]:
-        recipe_file = argv[argv.index("--config") + 1]
-        check_unique_keys(recipe_file)
-        check_types(recipe_file, classes)
+        check_recipe(argv[argv.index("--config") + 1], classes)
     parser = TrlParser(classes)
     parser.set_defaults(**_launcher_defaults())
     usage_errors = io.StringIO()
@@ -156,7 +154,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     except OSError as error:
         raise RecipeError(f"cannot read the recipe: {error}. Check the path after --config.") from error
     except Exception as error:
-        reason = f"{_first_line(error).rstrip('.')}.{_suggest_name(str(error), parser)}"
+        reason = f"{_first_line(error)[:400].rstrip('.')}.{_suggest_name(str(error), parser)}"
         raise RecipeError(f"{reason} {PARSE_ADVICE}") from error
     arguments = Arguments(*parsed)
     model = arguments.model

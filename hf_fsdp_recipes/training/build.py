@@ -14,7 +14,7 @@ from hf_fsdp_recipes.checkpointing.layout import STATE_FILE, check_named, latest
 from hf_fsdp_recipes.checkpointing.lock import lock_directory
 from hf_fsdp_recipes.checkpointing.resume import keep_global_batch
 from hf_fsdp_recipes.checkpointing.run_identity import EXPORTS, claim_directory
-from hf_fsdp_recipes.errors import CheckpointError, ExportError, SaveError
+from hf_fsdp_recipes.errors import CheckpointError, ExportError, RecipeError, SaveError
 from hf_fsdp_recipes.export.export_directory import check_target
 from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
 from hf_fsdp_recipes.export.from_model import check_export, export_model
@@ -65,16 +65,20 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
     trainer_class, callbacks = _trainer_class(arguments, rows)
     name = arguments.model.model_name_or_path or arguments.recipe.config_name or "model"
     arguments.training.run_name = arguments.training.run_name or default_run_name(arguments.training, name)
-    trainer = trainer_class(
-        model=model,
-        args=arguments.training,
-        train_dataset=rows.train,
-        eval_dataset=rows.evaluation,
-        processing_class=tokenizer,
-        peft_config=get_peft_config(arguments.model),
-        callbacks=callbacks,
-        optimizer_cls_and_kwargs=sharded_optimizer(arguments.training),
-    )
+    try:
+        trainer = trainer_class(
+            model=model,
+            args=arguments.training,
+            train_dataset=rows.train,
+            eval_dataset=rows.evaluation,
+            processing_class=tokenizer,
+            peft_config=get_peft_config(arguments.model),
+            callbacks=callbacks,
+            optimizer_cls_and_kwargs=sharded_optimizer(arguments.training),
+        )
+    except (ImportError, TypeError, ValueError, RuntimeError) as error:  # what Trainer refuses only now
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise RecipeError(f"Trainer refuses the arguments: {reason}. Correct the recipe.") from error
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     dtypes.cast_trainable(trainer.model, getattr(plugin, "fsdp_version", None), arguments.recipe.adapter_dtype)
     place_before_reporters(trainer)

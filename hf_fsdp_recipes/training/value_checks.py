@@ -1,6 +1,5 @@
 """Checks the values in a recipe: keys that are set twice, numbers out of range, and settings of an adapter without one."""
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -20,7 +19,8 @@ _NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "at least 1",
         lambda value: value >= 1,
-        "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length lora_r lora_alpha",
+        "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length lora_r lora_alpha "
+        "dataset_num_proc ddp_timeout",
     ),
     (
         "at least 0",
@@ -28,21 +28,58 @@ _NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "weight_decay warmup_steps max_grad_norm dataloader_num_workers shuffle_buffer_size throughput_warmup_steps",
     ),
     ("a finite number of at least 0", lambda value: 0 <= value < math.inf, "learning_rate"),
-    ("a positive, finite number", lambda value: 0 < value < math.inf, "num_train_epochs adam_epsilon"),
+    (
+        "a positive, finite number",
+        lambda value: 0 < value < math.inf,
+        "num_train_epochs adam_epsilon save_steps eval_steps logging_steps",
+    ),
+    ("at least 0 and below 2**32", lambda value: 0 <= value < 2**32, "seed"),
     ("at least 0 and below 1", lambda value: 0 <= value < 1, "lora_dropout adam_beta1 adam_beta2"),
     ("at least 1, or -1 to train for num_train_epochs", lambda value: value >= 1 or value == -1, "max_steps"),
 )
 
 
-def check_unique_keys(path: str) -> None:
-    """Check that a recipe sets no key twice, because YAML would keep the last. Not a collective.
+def check_recipe(path: str, classes: Iterable[type]) -> None:
+    """Check that a recipe is a YAML mapping without repeated keys, whose values fit. Not a collective.
+
+    argparse converts only texts, YAML keeps the last of two equal keys, and neither checks choices.
+
+    Args:
+        path: the recipe.
+        classes: dataclasses with the recipe's fields.
 
     Raises:
-        RecipeError: with the key and both lines. A file that cannot be read is not an error here.
+        RecipeError: with the key and its line, or all values that do not fit.
     """
-    pending: list[yaml.Node | None] = []
-    with contextlib.suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
-        pending = [yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)]
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        root = yaml.compose(text, yaml.SafeLoader)
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}). Convert it.") from error
+    except OSError as error:
+        raise RecipeError(f"cannot read the recipe {path}: {error.strerror}. Check the path after --config.") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        raise RecipeError(f"{path} is not YAML: {error.problem} in line {line}. Correct it.") from error
+    if not isinstance(root, yaml.MappingNode):
+        raise RecipeError(f"{path} is empty or not a mapping of arguments. Set at least model_name_or_path: there.")
+    _check_unique_keys(path, root)
+    fields_by_name = {field.name: field for cls in classes for field in fields(cls)}
+    hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
+    errors = []
+    for name, value in yaml.safe_load(text).items():
+        if name not in fields_by_name:
+            continue
+        choices = fields_by_name[name].metadata.get("choices")
+        hint = Literal[tuple(choices)] | None if choices else hints[name]
+        if not _fits(value, hint):
+            errors.append(f"{name} is {value!r:.80}. Set it to {_describe(hint)}.")
+    if errors:
+        raise RecipeError(f"{path}: {' '.join(errors)}")
+
+
+def _check_unique_keys(path: str, root: yaml.Node) -> None:
+    pending: list[yaml.Node] = [root]
     while pending:
         node = pending.pop()
         lines: dict[str, int] = {}
@@ -56,29 +93,6 @@ def check_unique_keys(path: str) -> None:
                 )
             lines[key.value] = line
             pending.append(value)
-
-
-def check_types(path: str, classes: Iterable[type]) -> None:
-    """Check the types and choices in a recipe; argparse only converts texts. Not a collective.
-
-    Args:
-        path: the recipe. A file that cannot be read is not an error here.
-        classes: dataclasses with the recipe's fields.
-
-    Raises:
-        RecipeError: lists all values that do not fit.
-    """
-    values: Any = None
-    with contextlib.suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
-    errors = [
-        f"{name} is {value!r:.80}. Set it to {_describe(hints[name])}."
-        for name, value in (values.items() if isinstance(values, dict) else ())
-        if name in hints and not _fits(value, hints[name])
-    ]
-    if errors:
-        raise RecipeError(f"{path}: {' '.join(errors)}")
 
 
 def _fits(value: Any, hint: Any) -> bool:

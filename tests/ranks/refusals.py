@@ -31,8 +31,8 @@ ERROR_LINE = re.compile(r"^([A-Z]\w*Error): (.+)$")
 LOSS = re.compile(r"\{'loss'|'train_runtime'")  # Trainer's log
 VERBS = (
     "Accept Add Allow Call Change Check Choose Convert Copy Correct Delete Download Drop Export Fix Free Give "
-    "Install Keep Leave List Lower Make Move Name Pass Prepare Put Quote Raise Reduce Remove Rename Repair Replace "
-    "Resume Retrain Run Save Select Set Split Start Store Train Turn Unset Use Write"
+    "Install Keep Leave List Load Lower Make Move Name Pass Prepare Put Quote Raise Reduce Remove Rename Repair Replace "
+    "Resume Retrain Run Save Select Set Split Start Store Tokenize Train Turn Unset Use Write"
 )
 # What to do: a verb at the start of a sentence or clause, or a list of what is possible.
 CURE = re.compile(
@@ -178,6 +178,6 @@ def find_changes(before: dict[str, str], after: dict[str, str], output_dir: str)
     kinds = {
         "created": [path for path in after if path not in before and path not in allowed],
         "removed": [path for path in before if path not in after],
-        "changed": [path for path in before if path in after and after[path] != before[path]],
+        "changed": [path for path in before if path in after and after[path] != before[path] and path not in allowed],
     }
     return [f"{kind} {', '.join(paths[:3])} ({len(paths)} in all)" for kind, paths in kinds.items() if paths]

@@ -107,7 +107,10 @@ def read_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Trai
         DataError: the rows were prepared with other settings, or lack the evaluation rows that the run needs.
     """
     directory, training = Path(arguments.script.dataset_name), arguments.training
-    manifest = json.loads((directory / MANIFEST).read_text())
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+    except ValueError as error:
+        raise DataError(f"{directory / MANIFEST} is damaged: {error}. Prepare the rows again.") from error
     _check_settings(directory, manifest, arguments, tokenizer_hash(tokenizer_for_rows(tokenizer, training)))
     splits = load_from_disk(directory)
     check_num_rows(splits["train"], str(directory), training.world_size)

@@ -38,7 +38,7 @@ def find_files(path: Path) -> dict[str, list[Path]]:
         mixed = ", ".join(file.name for file in by_reader.values())
         raise DataError(f"{path} mixes file types: {mixed}. Keep one of json/jsonl, txt and parquet per folder.")
     if sum(map(_has_rows, files)) == 0:
-        raise DataError(f"{path} has no rows.")
+        raise DataError(f"{path} has no rows. Add some, or choose another dataset.")
     test = [file for file in files if file.stem.startswith(("test", "eval", "valid")) and len(files) > 1]
     splits = {"train": [file for file in files if file not in test], "test": test}
     return {split: found for split, found in splits.items() if found}
@@ -95,7 +95,7 @@ def _find_fault(name: str, files: list[Path]) -> str | None:
                 f"{first} and {file} differ: the first has {_describe(seen[first] - seen[file])}, the second "
                 f"{_describe(seen[file] - seen[first])}. Files of one dataset need the same columns; use a mixture for others."
             )
-    return None if any(seen.values()) else f"{name} has no rows with columns."
+    return None if any(seen.values()) else f"{name} has no rows with columns. Add some, or choose another dataset."
 
 
 def _describe(columns: set[tuple[str, str]]) -> str:

@@ -106,7 +106,7 @@ def read_splits(name: str, config: str | None = None, streaming: bool = False) -
             by_split = {split: [str(file) for file in found] for split, found in files.items()}
             return dict(load_dataset(reader, data_files=by_split, streaming=streaming, **_decoding(reader)))
         if _is_local(name):
-            raise DataError(f"{name} does not exist. Relative paths start at the current directory.")
+            raise DataError(f"{name} does not exist. Check the path; relative ones start at the current directory.")
         return dict(load_dataset(name, config, streaming=streaming))
 
 
@@ -142,7 +142,7 @@ def check_num_rows(rows: Any, name: str, num_ranks: int) -> None:
     if not hasattr(rows, "__len__"):
         return
     if len(rows) == 0:
-        raise DataError(f"{name} has no rows.")
+        raise DataError(f"{name} has no rows. Add some, or choose another dataset.")
     if len(rows) < num_ranks:
         raise DataError(
             f"{name} has {len(rows)} rows for {num_ranks} ranks; each rank needs one per step. Use fewer ranks."

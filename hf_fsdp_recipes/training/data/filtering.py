@@ -161,6 +161,8 @@ def _texts_and_answers(row: Mapping[str, Any], text_column: str) -> tuple[list[s
     if "messages" not in row:
         return _texts(row[text_column]), None
     messages = row["messages"]
+    if not isinstance(messages, list):
+        return [None], None
     texts = _texts(messages)
     if None in texts:
         return texts, None
