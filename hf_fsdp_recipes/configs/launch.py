@@ -2,10 +2,11 @@
 
 import math
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.configs.validate import find_unsupported
+from hf_fsdp_recipes.configs.validate import find_unknown_layers, find_unsupported
 from hf_fsdp_recipes.environment import mixed_precision, parallel_sizes
 from hf_fsdp_recipes.errors import TemplateError
 
@@ -39,5 +40,17 @@ def check_launch(training: "TrainingArguments | None" = None) -> None:
             f"process{'es' * (training.world_size > 1)}. Start the script with accelerate launch --config_file and a template "
             f"of accelerate_configs/."
         )
+    if faults:
+        raise TemplateError(" ".join(faults))
+
+
+def check_wrap_classes(model_classes: Iterable[str]) -> None:
+    """Check that the model has the classes that the launcher's config wraps. Not a collective.
+
+    Raises:
+        TemplateError: it lacks one; names the ones that it has.
+    """
+    names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
+    faults = list(find_unknown_layers(names, set(model_classes)))
     if faults:
         raise TemplateError(" ".join(faults))

@@ -207,10 +207,14 @@ def _check_wrapping(fsdp: Section, model_classes: Collection[str] | None) -> Ite
         )
     if policy == "SIZE_BASED_WRAP" and not fsdp.get("fsdp_min_num_params", 1):
         yield "fsdp_min_num_params is 0, which turns wrapping off. Set it to 100000000, for example."
-    if model_classes is None:
-        return
+    if model_classes is not None:
+        yield from find_unknown_layers(str(fsdp.get("fsdp_transformer_layer_cls_to_wrap") or ""), model_classes)
+
+
+def find_unknown_layers(names: str, model_classes: Collection[str]) -> Iterator[str]:
+    """Yield the layer classes to wrap, separated by commas, that a model does not have."""
     layers = ", ".join(sorted(name for name in model_classes if name.endswith(("Layer", "Block"))))
-    for name in str(fsdp.get("fsdp_transformer_layer_cls_to_wrap") or "").replace(" ", "").split(","):
+    for name in names.replace(" ", "").split(","):
         if name and name not in model_classes:
             yield (
                 f"fsdp_transformer_layer_cls_to_wrap is {name}, but the model has no such class. Remove the key to use "

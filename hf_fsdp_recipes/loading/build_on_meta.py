@@ -117,9 +117,9 @@ def build_on_meta(config: "PreTrainedConfig", dtype: torch.dtype, trust_remote_c
         with init_empty_weights(include_buffers=False), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except (ValueError, ImportError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:300].rstrip(".")
         raise LoadError(
-            f"a {config.model_type!r} model cannot be built: {reason} Check its config.json and the arguments."
+            f"a {config.model_type!r} model cannot be built: {reason}. Check its config.json and the arguments."
         ) from error
     _initialize_buffers(model)
     model.tie_weights()  # init_empty_weights unties parameters

@@ -5,7 +5,7 @@ experts. Fusing experts concatenates their bytes, so a parameter is a list of `T
 numbers instead of weights through transformers' own conversion. Conversions that do more than rearrange full rows raise an
 error.
 
-Source: transformers 5.17 to 5.23, `core_model_loading.rename_source_key`, `revert_weight_conversion`.
+Source: transformers 5.18 to 5.23, `core_model_loading.rename_source_key`, `revert_weight_conversion`.
 """
 
 import copy
@@ -40,7 +40,7 @@ class WeightMapping:
             from transformers import conversion_mapping, core_model_loading
         except ImportError as error:  # pragma: no cover - setup.cfg excludes older versions
             raise LoadError(
-                f"transformers has no core_model_loading ({error}). Install transformers 5.17 or newer."
+                f"transformers has no core_model_loading ({error}). Install transformers 5.18 or newer."
             ) from error
         self._upstream = core_model_loading
         self._model = model

@@ -21,7 +21,7 @@ MODULES = ("accelerate", "fsdp1", "peft", "torch", "transformers")
 TESTED_VERSIONS = {
     "torch": "2.11 to 2.15",
     "accelerate": "1.15",
-    "transformers": "5.17 to 5.23",
+    "transformers": "5.18 to 5.23",
     "trl": "1.16",
     "peft": "0.21",
     "bitsandbytes": "0.50",

@@ -6,6 +6,7 @@ loaded.
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import sys
@@ -23,7 +24,7 @@ from hf_fsdp_recipes.export.export_directory import parse_shard_size
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training.feature_checks import check_features
-from hf_fsdp_recipes.training.value_checks import check_adapter, check_numbers, check_recipe
+from hf_fsdp_recipes.training.value_checks import check_adapter, check_numbers, check_recipe, name_settings
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
@@ -138,8 +139,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
     classes = (ScriptArguments, SFTConfig, ModelConfig, RecipeArguments, DatasetMixtureConfig)
-    if "--config" in argv[:-1]:
-        check_recipe(argv[argv.index("--config") + 1], classes)
+    values = {name.lstrip("-"): value for name, value in itertools.pairwise(argv) if name.startswith("--")}
+    if "config" in values:
+        values = check_recipe(values["config"], classes) | values
     parser = TrlParser(classes)
     parser.set_defaults(**_launcher_defaults())
     usage_errors = io.StringIO()
@@ -154,7 +156,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     except OSError as error:
         raise RecipeError(f"cannot read the recipe: {error}. Check the path after --config.") from error
     except Exception as error:
-        reason = f"{_first_line(error)[:400].rstrip('.')}.{_suggest_name(str(error), parser)}"
+        line = _first_line(error)[:400].rstrip(".")
+        reason = f"{name_settings(line, values)}{line}.{_suggest_name(str(error), parser)}"
         raise RecipeError(f"{reason} {PARSE_ADVICE}") from error
     arguments = Arguments(*parsed)
     model = arguments.model
@@ -202,6 +205,8 @@ def check_arguments(arguments: Arguments) -> None:
         RecipeError, DataError, TemplateError: with the value and what to change.
     """
     check_numbers(vars(arguments.training) | vars(arguments.model) | vars(arguments.recipe))
+    if not arguments.training.output_dir:
+        raise RecipeError("output_dir is empty. Set it to the directory of the run.")
     _check_model(arguments)
     check_adapter(arguments.model)
     _check_data(arguments)

@@ -14,6 +14,7 @@ from hf_fsdp_recipes.checkpointing.layout import STATE_FILE, check_named, latest
 from hf_fsdp_recipes.checkpointing.lock import lock_directory
 from hf_fsdp_recipes.checkpointing.resume import keep_global_batch
 from hf_fsdp_recipes.checkpointing.run_identity import EXPORTS, claim_directory
+from hf_fsdp_recipes.configs.launch import check_wrap_classes
 from hf_fsdp_recipes.errors import CheckpointError, ExportError, RecipeError, SaveError
 from hf_fsdp_recipes.export.export_directory import check_target
 from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
@@ -29,6 +30,7 @@ from hf_fsdp_recipes.training.arguments import Arguments
 from hf_fsdp_recipes.training.model import build_model
 from hf_fsdp_recipes.training.sharded_optimizer import sharded_optimizer
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer
+from hf_fsdp_recipes.training.value_checks import name_settings
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerState
@@ -61,6 +63,7 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
     rows = load_rows(arguments, tokenizer)
     arguments.training.recipe_facts = _recipe_facts(arguments, rows)
     model = build_model(arguments, tokenizer)
+    check_wrap_classes(type(module).__name__ for module in model.modules())
     feature_checks.enable_block_compilation(arguments)
     trainer_class, callbacks = _trainer_class(arguments, rows)
     name = arguments.model.model_name_or_path or arguments.recipe.config_name or "model"
@@ -78,6 +81,9 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
         )
     except (ImportError, TypeError, ValueError, RuntimeError) as error:  # what Trainer refuses only now
         reason = " ".join(str(error).split())[:300].rstrip(".")
+        reason = (
+            name_settings(reason, vars(arguments.training) | {"report_to": str(arguments.training.report_to)}) + reason
+        )
         raise RecipeError(f"Trainer refuses the arguments: {reason}. Correct the recipe.") from error
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     dtypes.cast_trainable(trainer.model, getattr(plugin, "fsdp_version", None), arguments.recipe.adapter_dtype)

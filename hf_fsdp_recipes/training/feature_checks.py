@@ -79,8 +79,8 @@ def _conflicts(training: "SFTConfig", recipe: "RecipeArguments") -> Iterator[str
             f"padding_free: true ignores max_length: {training.max_length}, because TRL does not truncate rows there. Set "
             f"max_length: null, or packing: true, which has no padding either."
         )
-    recomputes = training.activation_checkpointing or training.gradient_checkpointing
-    if recomputes and parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
+    # transformers 5.23 renamed it activation_checkpointing and keeps the old name equal.
+    if training.gradient_checkpointing and parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
         yield (
             "gradient_checkpointing: true (TRL's default) and fsdp_activation_checkpointing: true in the template would "
             "recompute layers twice. Set gradient_checkpointing: false in the recipe."

@@ -127,7 +127,9 @@ def _choose_checkpointing(arguments: Arguments) -> None:
     4-bit weight as another view of its unit.
     """
     training = arguments.training
-    if fsdp_version() == 1 and arguments.model.load_in_4bit and training.activation_checkpointing:
-        kwargs = training.activation_checkpointing_kwargs or {}
-        training.activation_checkpointing_kwargs = {**kwargs, "use_reentrant": True}
+    # transformers 5.23 renamed gradient checkpointing.
+    name = "activation_checkpointing" if hasattr(training, "activation_checkpointing") else "gradient_checkpointing"
+    if fsdp_version() == 1 and arguments.model.load_in_4bit and getattr(training, name):
+        kwargs = getattr(training, f"{name}_kwargs") or {}
+        setattr(training, f"{name}_kwargs", {**kwargs, "use_reentrant": True})
         distributed.print_main("gradient checkpointing: reentrant, as 4-bit weights under FSDP1 require")

@@ -39,8 +39,8 @@ _NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 )
 
 
-def check_recipe(path: str, classes: Iterable[type]) -> None:
-    """Check that a recipe is a YAML mapping without repeated keys, whose values fit. Not a collective.
+def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
+    """Return the values of a recipe, a YAML mapping without repeated keys whose values fit. Not a collective.
 
     argparse converts only texts, YAML keeps the last of two equal keys, and neither checks choices.
 
@@ -67,7 +67,8 @@ def check_recipe(path: str, classes: Iterable[type]) -> None:
     fields_by_name = {field.name: field for cls in classes for field in fields(cls)}
     hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
     errors = []
-    for name, value in yaml.safe_load(text).items():
+    values: dict[str, Any] = yaml.safe_load(text)
+    for name, value in values.items():
         if name not in fields_by_name:
             continue
         choices = fields_by_name[name].metadata.get("choices")
@@ -76,6 +77,14 @@ def check_recipe(path: str, classes: Iterable[type]) -> None:
             errors.append(f"{name} is {value!r:.80}. Set it to {_describe(hint)}.")
     if errors:
         raise RecipeError(f"{path}: {' '.join(errors)}")
+    return values
+
+
+def name_settings(message: str, values: Mapping[str, Any]) -> str:
+    """Return `name: value: ` of the text settings that an upstream message quotes without their names, or nothing."""
+    texts = {name: value for name, value in values.items() if isinstance(value, str) and len(value) > 3}
+    quoted = [name for name, value in texts.items() if value.lower() in message.lower() and name not in message]
+    return "".join(f"{name}: {values[name]}: " for name in quoted[:1])
 
 
 def _check_unique_keys(path: str, root: yaml.Node) -> None:

@@ -74,9 +74,9 @@ def explain_errors(name: str) -> Iterator[None]:
         path, fault = Path(name), None
         if path.is_dir() or (path.is_file() and reader_for(path)):
             fault = _find_fault(name, [file for files in find_files(path).values() for file in files])
-        reason = " ".join(str(error.__cause__ or error).split())[:300] or type(error).__name__
+        reason = " ".join(str(error.__cause__ or error).split())[:300].rstrip("!.") or type(error).__name__
         raise DataError(
-            fault or f"{name} cannot be read: {reason} Use a Hub id, a {FILE_TYPES} file, or a folder of such files."
+            fault or f"{name} cannot be read: {reason}. Use a Hub id, a {FILE_TYPES} file, or a folder of such files."
         ) from error
 
 
