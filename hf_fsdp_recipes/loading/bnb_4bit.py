@@ -100,7 +100,7 @@ def prepare_config(config: "BitsAndBytesConfig", dtype: torch.dtype) -> "BitsAnd
     """
     if not getattr(config, "load_in_4bit", False):
         kind = "8-bit" if getattr(config, "load_in_8bit", False) else type(config).__name__
-        raise LoadError(f"{kind} weights cannot be sharded; use 4-bit bitsandbytes weights (load_in_4bit).")
+        raise LoadError(f"{kind} weights cannot be sharded. Use 4-bit bitsandbytes weights (load_in_4bit).")
     storage = mixed_precision_dtype() or dtype
     if config.bnb_4bit_quant_storage != storage:
         distributed.print_main(f"load: 4-bit weights are stored as {storage}, which FSDP shards without casting")

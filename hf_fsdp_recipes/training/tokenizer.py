@@ -44,7 +44,8 @@ def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
             cure = "Check the name; a local directory needs tokenizer.json and config.json."
             if "trust_remote_code" in str(error):
                 cure = "Set trust_remote_code: true if you trust that code."
-            raise LoadError(f"cannot load a tokenizer from {name}: {str(error).splitlines()[0]} {cure}") from error
+            reason = " ".join(str(error.__cause__ or error).split())[:300].rstrip(".")
+            raise LoadError(f"cannot load a tokenizer from {name}: {reason}. {cure}") from error
         return tokenizer
 
     def read_if_builtin() -> "PreTrainedTokenizerBase | None":

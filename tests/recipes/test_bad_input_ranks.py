@@ -383,7 +383,7 @@ ADAPTERS = [
     Case("merge_adapter of DoRA", ("merge_adapter", "DoRA"), LORA | {"use_dora": True, "merge_adapter": True}),
     Case("adapter_dtype: int8", ("adapter_dtype", "int8"), LORA | {"adapter_dtype": "int8"}),
     Case("4-bit full fine-tune", ("load_in_4bit", "use_peft"), {"load_in_4bit": True}, is_quick=True),
-    Case("8-bit weights", ("load_in_8bit",), LORA | {"load_in_8bit": True}),
+    Case("8-bit weights", ("8-bit",), LORA | {"load_in_8bit": True}),
     Case(
         "4-bit and 8-bit weights", ("8 bit", "4 bit"),
         LORA | {"load_in_4bit": True, "load_in_8bit": True},
