@@ -257,7 +257,7 @@ def _read_config(name_or_path: str, directory: Path, kwargs: dict[str, Any]) -> 
                 )
     except (OSError, ValueError) as error:
         raise LoadError(
-            f"the config of {name_or_path} cannot be read: {_in_one_line(error)}. Check its config.json; a model with its own code "
+            f"the config of {name_or_path} cannot be read: {_first_sentence(error)}. Check its config.json; a model with its own code "
             f"needs trust_remote_code."
         ) from error
     if getattr(config, "quantization_config", None) is not None:
@@ -272,8 +272,8 @@ def _read_config(name_or_path: str, directory: Path, kwargs: dict[str, Any]) -> 
     return config
 
 
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300].rstrip(".")
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).partition(". ")[0][:300].rstrip(".")
 
 
 def _do_all_ranks_see(stored: dict[str, StoredTensor]) -> bool:

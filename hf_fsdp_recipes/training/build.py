@@ -82,7 +82,8 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
     except (ImportError, TypeError, ValueError, RuntimeError) as error:  # what Trainer refuses only now
         reason = " ".join(str(error).split())[:300].rstrip(".")
         reason = (
-            name_settings(reason, vars(arguments.training) | {"report_to": str(arguments.training.report_to)}) + reason
+            name_settings(reason, vars(arguments.training) | {"report_to": ",".join(arguments.training.report_to)})
+            + reason
         )
         raise RecipeError(f"Trainer refuses the arguments: {reason}. Correct the recipe.") from error
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
