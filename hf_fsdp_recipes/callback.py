@@ -46,7 +46,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     Args:
         asynchronous: keep training while a checkpoint is written, which needs host memory for one copy of this rank's
             state. False blocks until the checkpoint is complete.
-        export_dir: export the model there when training ends, with FSDP, DDP or a single process.
+        export_dir: export the model there when training ends; works with FSDP, DDP and a single process.
         signals: whether SIGTERM and SIGUSR1 end the run after a checkpoint, on all ranks at the same step.
         check_signals_every_steps: number of steps between checks for a signal on any rank.
         hub: where to push checkpoints and the export; None reads Trainer's own `push_to_hub` arguments.
@@ -256,7 +256,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             self.push_export(exported)
 
     def has_exported(self, export: Path) -> bool:
-        """Return whether training had finished before this start, and its export exists. Collective."""
+        """Return whether the run had already finished when it was resumed, and its export exists. Collective."""
         return self._is_finished and distributed.run_on_main(lambda: has_weights(export))
 
     def push_export(self, export: Path) -> None:
@@ -268,7 +268,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             self._pusher.push_export(export)
 
     def save_sharded_model(self, trainer: "Trainer", output_dir: str) -> None:
-        """Export the model on `trainer.save_model()`, to `export` if `output_dir` is the run's own. Collective."""
+        """Export the model for `trainer.save_model()`; in the run's own directory, to its `export` folder. Collective."""
         if "SHARDED" in str(getattr(self._plugin, "state_dict_type", "")):
             is_runs_own = Path(output_dir).resolve() == Path(trainer.args.output_dir).resolve()
             directory = Path(output_dir) / "export" if is_runs_own else Path(output_dir)
@@ -283,7 +283,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             return
         if distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
             raise CheckpointError(
-                f"export_dir is set, but a model cannot be exported under {distributed_type}. Use FSDP or DDP, or drop it."
+                f"export_dir is set, but a model cannot be exported under {distributed_type}. Use FSDP or DDP, or unset it."
             )
         check_export(model, self._export_dir)
 

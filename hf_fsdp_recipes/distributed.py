@@ -107,7 +107,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
 
     Raises:
         RecipeError: the first failing rank's error, with the same class and message on every rank. Any other exception
-            becomes an UnexpectedError that names its class and rank, raised from it where it occurred.
+            becomes an UnexpectedError that names its class and rank; on that rank, the original exception is the cause.
     """
     failures = [(r, report) for r, report in enumerate(gather_objects(_report(error), group)) if report is not None]
     if failures:
@@ -195,7 +195,7 @@ def main_first(work: Callable[[], Value]) -> Value:
 
 @contextlib.contextmanager
 def exit_with_message() -> Iterator[None]:
-    """Turn a RecipeError into one line on stderr and exit status 1; only an unexpected cause gets a traceback."""
+    """Turn a RecipeError into one line on stderr and exit status 1; only unexpected errors get a traceback."""
     try:
         yield
     except RecipeError as error:

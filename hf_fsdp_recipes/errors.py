@@ -15,7 +15,7 @@ class RecipeError(Exception):
 
 
 class UnexpectedError(RecipeError):
-    """An exception of another class; on the rank where it occurred, it is the cause."""
+    """Wraps an exception that is not a RecipeError; on the rank where that occurred, it is the `__cause__`."""
 
 
 class PatchError(RecipeError):
@@ -39,7 +39,7 @@ class CheckpointError(RecipeError):
 
 
 class SaveError(CheckpointError):
-    """The last checkpoint of a run that has trained all its steps could not be written."""
+    """A run trained all its steps, but its last checkpoint could not be written."""
 
 
 class DivergenceError(CheckpointError):

@@ -54,11 +54,11 @@ def main() -> None:
 
 
 def start_from_scratch(output: Path) -> None:
-    """Create the directory, in place of an earlier quickstart's; refuse to delete anything else."""
+    """Create the output directory, replacing an earlier quickstart's; refuse to delete anything else."""
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         if not (output / MARKER).is_file():
             raise SystemExit(
-                f"{output} exists and is not an earlier quickstart's. Choose another --output_dir, or move it."
+                f"{output} exists and is not an earlier quickstart's output. Choose another --output_dir, or move it."
             )
         shutil.rmtree(output)
     output.mkdir(parents=True, exist_ok=True)

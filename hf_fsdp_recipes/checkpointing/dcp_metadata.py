@@ -1,4 +1,4 @@
-"""What a DCP directory holds, by name, and how that differs from a model and its optimizer."""
+"""The tensors in a DCP directory, and how they differ from those of a model and its optimizer."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,7 +33,7 @@ def read_dcp_metadata(directory: Path) -> "Metadata":
     """Return the metadata of a DCP directory, without running code from it. Any process may call this.
 
     Raises:
-        CheckpointError: it does not exist, is damaged, or refers to anything else than what DCP writes.
+        CheckpointError: it is missing or damaged, or refers to classes that DCP does not write.
     """
     try:
         with (directory / ".metadata").open("rb") as stream:
@@ -54,7 +54,7 @@ def stored_tensors(metadata: "Metadata", prefix: str) -> dict[str, TensorFacts]:
 
 
 def describe_tensors(state: Mapping[str, Any]) -> dict[str, TensorFacts]:
-    """Return the facts of a state dict's tensors, sharded or not."""
+    """Return the global shapes and dtypes of a state dict's tensors, sharded or not."""
     return {name: TensorFacts(tuple(v.size()), v.dtype) for name, v in state.items() if hasattr(v, "dtype")}
 
 

@@ -68,7 +68,7 @@ class StoredFile:
             target, offset = target[len(part) :], offset + len(part)
 
     def verify(self, offset: int) -> None:
-        """Verify the block with the byte at `offset`, once."""
+        """Verify the block that contains the byte at `offset`, unless it has been verified before."""
         number = offset // CHECKSUM_BLOCK_BYTES
         if self._checksums is None or number in self._verified:
             return
@@ -99,7 +99,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements [first, first + count) of a tensor, as raw bytes at `start` of `file`, in an archive of `length` at `offset`."""
+    """Elements [first, first + count) of a tensor: raw bytes from `start` on, in the archive of `length` bytes at `offset`."""
 
     first: int
     count: int
@@ -178,7 +178,7 @@ def find_directory(checkpoint: Path) -> Path:
         if (candidate / ".metadata").is_file():
             return candidate
     raise ExportError(
-        f"{checkpoint} holds no sharded model: neither it nor its {MODEL_DIRECTORY} has a .metadata file. Name a "
+        f"{checkpoint} holds no sharded model: neither it nor its {MODEL_DIRECTORY} has a .metadata file. Pass a "
         f"checkpoint-<step> that was saved as SHARDED_STATE_DICT, or a directory of .distcp files."
     )
 
@@ -186,11 +186,11 @@ def find_directory(checkpoint: Path) -> Path:
 def read_index(directory: Path) -> dict[str, DcpTensor]:
     """Return the tensors of a DCP directory and where they are stored.
 
-    Any process may call this; of files without block checksums, each verifies its share before it returns.
+    Any process may call this. Files without block checksums are verified first; each process verifies its share of them.
 
     Raises:
-        ExportError: the index cannot be read, a file is missing, truncated or not as in the checkpoint's manifest, or a
-            tensor is not sharded by rows.
+        ExportError: the index cannot be read, a file is missing, truncated or differs from the checkpoint's manifest, or
+            a tensor is not sharded by rows.
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -235,10 +235,11 @@ def _open_files(directory: Path) -> Callable[[str], StoredFile]:
 
 
 def _verify_manifest(directory: Path) -> Checksums | None:
-    """Compare the files that an export reads with the manifest, except the `.distcp` files with checksums of blocks.
+    """Check the files that an export reads against the manifest; `.distcp` files with block checksums are checked later.
 
     Returns:
-        The checksums of blocks by file, None for a verified file; or None without a manifest, as in a stock checkpoint.
+        Block checksums by file (None for a file that is already verified), or None without a manifest, as in a stock
+        checkpoint.
     """
     root = directory.parent if directory.name == MODEL_DIRECTORY else directory
     if not (root / layout.MANIFEST).is_file():
@@ -256,7 +257,7 @@ def _verify_manifest(directory: Path) -> Checksums | None:
                 continue
             if not file.is_file() or file.stat().st_size != num_bytes:
                 raise ExportError(
-                    f"{file} is missing or has another size than in {layout.MANIFEST}: {num_bytes:,} bytes"
+                    f"{file} is missing or does not have the size in {layout.MANIFEST}: {num_bytes:,} bytes"
                 )
             if blocks is not None and len(blocks) != -(-num_bytes // CHECKSUM_BLOCK_BYTES):
                 raise ValueError(f"{name} has {len(blocks)} blocks")
@@ -267,7 +268,7 @@ def _verify_manifest(directory: Path) -> Checksums | None:
         raise ExportError(f"{root / layout.MANIFEST} cannot be read ({error!r}). Export another checkpoint.") from error
     if unblocked:
         distributed.print_main(
-            f"verifying {len(unblocked)} files first, because {root} has no checksums of their blocks"
+            f"verifying {len(unblocked)} files first, because {root} has no block checksums for them"
         )
     for file, expected in small + unblocked[distributed.rank() :: distributed.world_size()]:
         if layout.checksum(file) != expected:

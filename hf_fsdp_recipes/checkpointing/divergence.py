@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Return whether no value is NaN or infinite. `aminmax` propagates both and is 30 times faster than `isfinite`."""
+    """Return whether all values are finite. `aminmax` propagates both and is 30 times faster than `isfinite`."""
     if not values.is_floating_point() or not values.numel() or values.itemsize == 1:  # float8 has no aminmax
         return True
     low, high = torch.aminmax(values.detach())
@@ -30,8 +30,8 @@ def check_weights(tensors: Iterable[tuple[str, torch.Tensor]], step: int, output
 
     Args:
         tensors: names and local values.
-        step: the step after which they are checked.
-        output_dir: the run's, for the checkpoint to resume from.
+        step: number of steps trained, for the message.
+        output_dir: the run's output directory, to find the checkpoint to resume from.
 
     Raises:
         DivergenceError: a weight is NaN or infinite; names the first tensor.

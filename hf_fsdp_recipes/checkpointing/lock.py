@@ -46,7 +46,7 @@ def lock_directory(output_dir: str | os.PathLike[str], wait_seconds: float = 60.
 def _describe(directory: Path, error: OSError) -> str:
     """Return why a directory cannot be written."""
     if error.errno == errno.ENAMETOOLONG:
-        return f"output_dir {directory} has too long a name. Choose another one."
+        return f"the name of output_dir {directory} is too long. Choose a shorter one."
     for path in (directory, *directory.parents):
         if path.is_symlink() and not path.exists():
             return (

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 PACKAGES = ("hf-fsdp-recipes", "torch", "accelerate", "transformers", "trl", "peft", "datasets")
 TEMPLATE_VARIABLES = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
 PARAMS_FILE = "train_params.yaml"
-FACTS = ("arguments", "recipe", "adapter")  # the parts of PARAMS_FILE that another run is compared with
-# Arguments that change neither what is trained nor on what; their changes are not reported.
+FACTS = ("arguments", "recipe", "adapter")  # the parts of PARAMS_FILE that are compared on resume
+# Arguments that do not affect the trained weights; their changes are not reported.
 _UNREPORTED = re.compile(
     r"(output_dir|log|report|run_name|project|trackio|disable_tqdm|save_|enable_jit|push_to_hub|hub_|eval_|per_device_eval"
     r"|do_|load_best|metric_for|greater_is|resume_|restore_|ignore_data|use_cpu|dataloader_(?!drop)|remove_unused|ddp_|fsdp"
@@ -248,7 +248,7 @@ def _check_state(trainer: "Trainer", checkpoint: Path) -> None:
             recorded = (read_train_params(checkpoint) or {}).get("arguments", {}).get("optim", "another optimizer")
             raise CheckpointError(
                 f"{checkpoint} was trained with {recorded}, which keeps {_join(stored)}, but this run's "
-                f"{type(optimizer.optimizer).__name__} keeps {_join(kept)}. Set optim to that of the checkpoint, or start a "
+                f"{type(optimizer.optimizer).__name__} keeps {_join(kept)}. Set optim as in that run, or start a "
                 f"new run from its export."
             )
 
@@ -260,7 +260,7 @@ def _read_tensors(checkpoint: Path) -> dict[str, TensorFacts]:
 
 
 def _last_parts(names: Iterable[str], prefix: str) -> set[str]:
-    """Return what an optimizer keeps per parameter, such as exp_avg, from the names of its values."""
+    """Return the kinds of per-parameter state, such as exp_avg, among the names of an optimizer's values."""
     return {name.rpartition(".")[2] for name in names if name.startswith(prefix)}
 
 
@@ -280,7 +280,7 @@ def check_small_files(checkpoint: Path) -> None:
     """Read the small files that Trainer will read on this rank. Not a collective.
 
     Raises:
-        CheckpointError: one cannot be read, or holds more than plain data.
+        CheckpointError: one cannot be read, or contains objects other than plain data.
     """
     from transformers import PreTrainedConfig, TrainerState
     from transformers.trainer_pt_utils import safe_globals

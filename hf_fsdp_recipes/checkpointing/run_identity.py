@@ -35,14 +35,14 @@ def claim_directory(
 ) -> None:
     """Make room for a run in its output directory, and give a new run its id.
 
-    What another run wrote there is refused or moved to `previous-<n>`. Complete checkpoints of the same run after the step
-    that it continues from are renamed. Rank 0 only, with the directory's lock held and before anything is written.
+    If another run has written there, the new run is refused or those files are moved to `previous-<n>`. The run's own complete
+    checkpoints after the step that it resumes from are renamed. Rank 0 only, with the directory locked, before anything is written.
 
     Args:
         output_dir: the run's output directory.
         state: Trainer's state when training starts; a new run is at step 0.
         previous_run: what to do with another run's checkpoints and export.
-        run: id that this process gave to an earlier start of the same new run.
+        run: the run's id, if this process has already started it once.
 
     Raises:
         CheckpointError: the directory holds another run's checkpoints or export, and `previous_run` is refuse.
@@ -63,7 +63,7 @@ def claim_directory(
         _archive(directory, found)
     for checkpoint in complete:
         if checkpoint.run == own and checkpoint.step > state.global_step:
-            layout.set_aside(checkpoint.path)  # of a branch that the run has left
+            layout.set_aside(checkpoint.path)  # from steps that the run will repeat
 
 
 def _describe(directory: Path, found: Path, has_checkpoint: bool) -> str:

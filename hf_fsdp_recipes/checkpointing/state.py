@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_arguments(args: "TrainingArguments", plugin: "FullyShardedDataParallelPlugin") -> None:
-    """Check that a run saves complete sharded states. Not a collective.
+    """Check that a run saves complete, sharded checkpoints. Not a collective.
 
     Raises:
         CheckpointError: names the argument to change.
@@ -24,7 +24,7 @@ def check_arguments(args: "TrainingArguments", plugin: "FullyShardedDataParallel
     if plugin.state_dict_type.name != "SHARDED_STATE_DICT":
         raise CheckpointError(
             f"fsdp_state_dict_type is {plugin.state_dict_type.name}, but ShardedCheckpointCallback writes "
-            f"SHARDED_STATE_DICT. Set that in the Accelerate config."
+            f"SHARDED_STATE_DICT. Change it in the Accelerate config."
         )
     if args.save_only_model:
         raise CheckpointError(

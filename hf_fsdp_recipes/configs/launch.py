@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def check_launch(training: "TrainingArguments | None" = None) -> None:
     """Refuse unsupported parallelism or precision, and a Trainer that sees fewer ranks than were launched.
 
-    Not a collective, but every rank finds the same.
+    Not a collective, but every rank reaches the same result.
 
     Args:
         training: the run's arguments; None to check the launcher's settings only.
@@ -38,7 +38,7 @@ def check_launch(training: "TrainingArguments | None" = None) -> None:
         faults.append(
             f"WORLD_SIZE is {launched} but Trainer sees {training.world_size} "
             f"process{'es' * (training.world_size > 1)}. Start the script with accelerate launch --config_file and a template "
-            f"of accelerate_configs/."
+            f"from accelerate_configs/."
         )
     if faults:
         raise TemplateError(" ".join(faults))

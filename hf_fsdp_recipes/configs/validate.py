@@ -80,7 +80,7 @@ def find_faults(config: Section, model_classes: Collection[str] | None = None) -
 
 
 def find_unsupported(sizes: Mapping[str, Any], precision: str | None) -> Iterator[str]:
-    """Yield the parallelism and precision that this package does not support, each with its value.
+    """Yield an error for each kind of parallelism or precision that this package does not support.
 
     Args:
         sizes: sizes of Accelerate's parallelism_config, such as {"tp_size": 2}.
@@ -162,8 +162,8 @@ def _check_counts(config: Section) -> Iterator[str]:
             yield f"{key} is {count}. Set it to at least 1."
     if isinstance(nodes, int) and nodes > 1 and not config.get("main_process_ip"):
         yield (
-            f"num_machines is {nodes} and main_process_ip is not set, so the nodes would wait forever. Set it to "
-            f"the address of node 0, or to '{MAIN_PROCESS_IP}' if every launch passes that flag."
+            f"num_machines is {nodes} and main_process_ip is not set, so the nodes would wait forever. Set "
+            f"main_process_ip to the address of node 0, or to '{MAIN_PROCESS_IP}' if every launch passes that flag."
         )
     if isinstance(nodes, int) and isinstance(ranks, int) and ranks > 0 and ranks % max(nodes, 1):
         yield (

@@ -1,6 +1,6 @@
 """The directory of an export: where it may be written, its marker, and the step that makes it appear.
 
-The marker lists the export's files and is written last. Only a directory with a marker that lists everything in it is replaced.
+The marker lists the export's files and is written last. A directory is only replaced if its marker lists everything in it.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ MARKER_FORMAT = 1
 
 
 def parse_shard_size(size: int | str, argument: str = "max_shard_size") -> int:
-    """Return the bytes of a file size as `save_pretrained` takes it, such as "5GB". Any rank may call this.
+    """Convert a file size that `save_pretrained` accepts, such as "5GB", to bytes. Any rank may call this.
 
     Raises:
-        ExportError: not a positive size; names `argument`.
+        ExportError: the size is invalid or not positive; names `argument`.
     """
     from huggingface_hub.serialization._base import parse_size_to_int
 
@@ -45,7 +45,7 @@ def check_target(
         output_dir: the export's directory; a symbolic link stands for its target.
         max_shard_size: as in `export_model`.
         num_bytes: size of the export, if known.
-        source: the directory that is exported, if it is one.
+        source: the directory to export, if the export is made from one.
 
     Raises:
         ExportError: the size is invalid, or the directory cannot be created, is not an export, contains other files, or is
@@ -60,7 +60,7 @@ def check_target(
             _check_replaceable(final)
         parent = next(folder for folder in final.parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise ExportError(f"{final} cannot be created: {parent} is not a directory that can be written.")
+            raise ExportError(f"{final} cannot be created: {parent} is not a writable directory.")
         if num_bytes is not None:
             check_free_space(parent, num_bytes)
     except (OSError, RuntimeError) as error:  # Python 3.12 raises RuntimeError for a loop of links
@@ -71,12 +71,12 @@ def check_free_space(directory: Path, num_bytes: int) -> None:
     """Check that a directory's file system has room for an export.
 
     Raises:
-        ExportError: it has not.
+        ExportError: there is too little.
     """
     free = shutil.disk_usage(directory).free
     if num_bytes > free:
         raise ExportError(
-            f"the export needs {num_bytes:,} bytes and {directory} has {free:,} free. Free some space or choose another "
+            f"the export needs {num_bytes:,} bytes, but {directory} has only {free:,} free. Free some space or choose another "
             f"output directory."
         )
 
@@ -91,7 +91,7 @@ def _check_replaceable(final: Path) -> None:
         return
     if not (final / MARKER).is_file():
         raise ExportError(
-            f"{final} exists and has no {MARKER}, so it is not an export and is not replaced. Move it, or choose another "
+            f"{final} exists and has no {MARKER}, so it is not an export and will not be replaced. Move it, or choose another "
             f"directory."
         )
     files = read_marker(final)
@@ -99,7 +99,7 @@ def _check_replaceable(final: Path) -> None:
     foreign = sorted(path for path in final.rglob("*") if path not in known)
     if foreign:
         raise ExportError(
-            f"{final} contains {foreign[0].relative_to(final)}, which the export in it did not write, so it is not replaced. "
+            f"{final} contains {foreign[0].relative_to(final)}, which is not part of its export, so it will not be replaced. "
             f"Move that, or choose another directory."
         )
 
@@ -129,7 +129,7 @@ def read_marker(directory: Path) -> dict[str, int]:
 
 
 def write_marker(directory: Path) -> None:
-    """Make all files durable, and write the marker that lists them. Rank 0 only, when the files are complete."""
+    """Write the marker that lists all files, then flush everything to disk. Rank 0 only, when the files are complete."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     entries = {path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size} for path in files}
     (directory / MARKER).write_text(json.dumps({"format": MARKER_FORMAT, "files": entries}, indent=1) + "\n")
@@ -161,7 +161,7 @@ def incomplete_directory_for(final: Path) -> Path:
 def start(final: Path) -> None:
     """Create the directory that an export is written into, and delete interrupted exports. Rank 0 only.
 
-    An earlier export that a crash in `replace` left under another name gets its name back.
+    If a crash in `replace` left an earlier export under a temporary name, that export is restored.
     """
     incomplete, replaced = incomplete_directory_for(final), _replaced(final)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -180,10 +180,10 @@ def _replaced(final: Path) -> Path:
 def replace(final: Path) -> None:
     """Give a finished export its final name, then delete the files of the one that it replaces. Rank 0 only.
 
-    A crash between the two renames leaves the earlier export for `start` to bring back.
+    After a crash between the two renames, `start` restores the earlier export.
 
     Raises:
-        ExportError: other files were added to the earlier export meanwhile; it is kept.
+        ExportError: other files were added to the earlier export in the meantime; it is kept.
     """
     replaced = _replaced(final)
     if final.exists():

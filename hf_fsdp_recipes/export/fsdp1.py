@@ -41,8 +41,8 @@ def _slices(model: torch.nn.Module) -> Iterator[tuple[str, Slice]]:
         flat = handle.flat_param
         if not hasattr(flat, "_shard_param_infos"):
             raise ExportError(
-                f"torch {torch.__version__} stores FSDP1's flat parameters differently. Install {versions_of('torch')}, or "
-                f"use FSDP2."
+                f"torch {torch.__version__} stores FSDP1's flat parameters in an unknown format. Install {versions_of('torch')}, "
+                f"or use FSDP2."
             )
         is_replica = _is_replica(module, handle)
         infos = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)

@@ -14,12 +14,12 @@ def generate(
     """Return an export's greedy continuation of a prompt; an adapter is loaded onto its base.
 
     Raises:
-        ExportError: there is no such export or prompt, no token to generate, or no chat template for `chat`.
+        ExportError: the export or prompt cannot be read, `max_new_tokens` is below 1, or the chat template is missing or fails.
     """
     if max_new_tokens < 1:
-        raise ExportError(f"max_new_tokens is {max_new_tokens}. Generate at least 1 token.")
+        raise ExportError(f"max_new_tokens is {max_new_tokens}. Set it to at least 1.")
     if not model.is_dir():
-        raise ExportError(f"{model} is not a directory. Pass an export.")
+        raise ExportError(f"{model} is not a directory. Pass the directory of an export.")
     try:
         prompt = prompt_file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -19,10 +19,10 @@ def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedMo
 
     Args:
         directory: written by `export_model` or `export_checkpoint`.
-        **from_pretrained_kwargs: as in `from_pretrained`; `trust_remote_code` is False unless it is here.
+        **from_pretrained_kwargs: as in `from_pretrained`; `trust_remote_code` is False unless given.
 
     Raises:
-        ExportError: it cannot be loaded, or its files are not those that its marker lists.
+        ExportError: it cannot be loaded, or its files differ from those that its marker lists.
     """
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM

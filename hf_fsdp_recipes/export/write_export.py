@@ -40,7 +40,7 @@ def check_arguments(method: str = "auto", **arguments: Any) -> None:
             for name, value in gathered[0].items():
                 if others[name] != value:
                     raise ExportError(
-                        f"{name} is {value} on rank 0 and {others[name]} on rank {rank}. Pass the same on every rank."
+                        f"{name} is {value} on rank 0 and {others[name]} on rank {rank}. Pass the same value on every rank."
                     )
         if method not in get_args(Method):
             raise ExportError(f"method is {method!r}. Use {', '.join(get_args(Method))}.")
@@ -64,7 +64,7 @@ def write_export(
         max_shard_size: bytes or "5GB".
         method: direct, gather, or auto to probe whether all ranks see the same storage.
         prepare: called on every rank between planning and writing; may call collectives.
-        source: the directory that is exported, if it is one.
+        source: the directory to export, if the export is made from one.
 
     Raises:
         ExportError: on every rank; `output_dir` is unchanged.
@@ -109,7 +109,7 @@ def write_export(
 
 @contextlib.contextmanager
 def _failed_write(directory: Path) -> Iterator[None]:
-    """Turn an error of the file system into one line."""
+    """Turn a file system error into an ExportError of one line."""
     try:
         yield
     except OSError as error:

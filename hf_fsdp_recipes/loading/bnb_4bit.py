@@ -206,7 +206,7 @@ def scatter(
         work: for each 4-bit weight, its packed target, how to quantize it, and its layer.
         index: the checkpoint on global rank 0 or, without `checksums`, on every rank.
         group: how the packed weights are sharded and replicated.
-        checksums: filled on rank 0 with checksums of what it sends; None if the first replica's ranks take turns reading.
+        checksums: rank 0 adds a checksum of what it sends; None if the first replica's ranks take turns reading.
         device: where to quantize.
     """
     readers = group.ranks if checksums is None else group.ranks[:1]

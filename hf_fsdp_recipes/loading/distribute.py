@@ -52,7 +52,7 @@ def scatter(
         targets: the parameters, in the order of their bytes in the files, all sharded over the same group.
         index: the checkpoint on global rank 0; None elsewhere.
         group: how the parameters are sharded and replicated.
-        checksums: filled on rank 0 with checksums of what it reads for every shard.
+        checksums: rank 0 adds a checksum of what it reads for each shard.
     """
     if targets and index is not None:
         _send_all(targets, index, group, checksums)

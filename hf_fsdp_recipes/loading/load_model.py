@@ -146,7 +146,7 @@ def _prepare_process() -> None:
 
 
 def _check_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuse arguments of `from_pretrained` that have no effect, or another one, under FSDP."""
+    """Refuse arguments of `from_pretrained` that have no effect, or a different one, under FSDP."""
     faults = [
         f"{name}={kwargs[name]!r} does not apply under FSDP. {cure}"
         for name, cure in REFUSED_ARGUMENTS.items()

@@ -53,9 +53,9 @@ def check_complete(name_or_path: str, lacking: list[str], has_any: bool, ignore_
 
     Args:
         name_or_path: the checkpoint.
-        lacking: parameters and buffers that it should have, but lacks.
-        has_any: whether it has any of the model's.
-        ignore_mismatched: only warn, because the caller initializes them; not if the checkpoint has none at all.
+        lacking: the model's parameters and buffers that the checkpoint lacks.
+        has_any: whether the checkpoint has any of them.
+        ignore_mismatched: only warn, because the caller initializes what is lacking; `has_any=False` is still refused.
 
     Raises:
         LoadError: with the number of names and the first three.

@@ -100,7 +100,7 @@ def check_finite(parameters: Iterable[tuple[str, torch.Tensor]], name_or_path: s
 
 
 def is_finite(values: torch.Tensor) -> torch.Tensor:
-    """Return a boolean scalar, without a temporary of the values' size or a device synchronization."""
+    """Return whether all values are finite, as a tensor; avoids a device synchronization and large temporaries."""
     return torch.stack(torch.aminmax(values)).isfinite().all()
 
 

@@ -188,7 +188,7 @@ def _row_numbers(shape: Sequence[int]) -> torch.Tensor:
 
 
 def _without_columns(numbers: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return one number for each row of what a conversion made of `_row_numbers(shape)`."""
+    """Return one number per row from the result of converting `_row_numbers(shape)`."""
     return numbers[..., 0] if len(shape) > 1 else numbers
 
 

@@ -55,7 +55,7 @@ class MetricsCallback(TrainerCallback):
 
     A step without logging costs no synchronization. At a logged step the ranks gather 14 integers each, right after
     Trainer has gathered the loss. A failure to count tokens or to write a file is logged as a warning. Files are written
-    from the first step on, when `ShardedCheckpointCallback` has locked and checked the output directory.
+    from the first step on, after `ShardedCheckpointCallback` has locked and checked the output directory.
 
     Args:
         throughput_warmup_steps: number of steps after each start or resume to exclude from the averages.
@@ -168,7 +168,7 @@ class MetricsCallback(TrainerCallback):
         self._write(lambda: metrics_file.append(Path(args.output_dir) / metrics_file.METRICS_FILE, entry))
 
     def _write(self, write: Callable[[], None]) -> None:
-        """Write a file on rank 0; the first failure is a warning, because training must not fail because of its metrics."""
+        """Write a file on rank 0; the first failure is logged as a warning, so that metrics never end a run."""
         if not self._is_recording:
             return
         try:

@@ -10,7 +10,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a metrics.jsonl, skipping lines that are incomplete or are not entries."""
+    """Return the entries of a metrics.jsonl, skipping incomplete and invalid lines."""
     entries = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
@@ -23,7 +23,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def append(path: Path, entry: dict[str, Any]) -> None:
-    """Append an entry in a single write, on a line of its own even after an incomplete one. Rank 0 only."""
+    """Append an entry in a single write, on a new line even if the last line is incomplete. Rank 0 only."""
     with path.open("a+b") as stream:
         end = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, end - 1))

@@ -110,7 +110,7 @@ def load_metadata(stream: IO[bytes]) -> Any:
     """Return the DCP `Metadata` in a `.metadata` file without running code from it.
 
     Raises:
-        CheckpointError: the file refers to anything else than what DCP writes, or is damaged.
+        CheckpointError: the file is damaged, or refers to classes that DCP does not write.
     """
     from torch.distributed.checkpoint.metadata import Metadata
 

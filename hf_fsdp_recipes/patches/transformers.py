@@ -12,7 +12,7 @@ _check: ResumeCheck | None = None
 
 
 def register_resume_check(check: ResumeCheck) -> None:
-    """Set the check of the checkpoints that FSDP runs resume from.
+    """Set the function that checks the checkpoint from which an FSDP run resumes.
 
     It is called with the trainer, the checkpoint and whether the model is sharded: once before the model is sharded and its
     weights are read, and once after. Collective.
@@ -25,8 +25,8 @@ def register_resume_check(check: ResumeCheck) -> None:
     "transformers.trainer.Trainer._prepare_for_training",
     *("self", "max_steps", "train_dataloader", "resume_from_checkpoint"),
     feature="checkpointing",
-    changes="A checkpoint is checked before the model is sharded, and errors of DCP become one CheckpointError.",
-    reason="Trainer loads what matches by name: a checkpoint of a larger model trains on without an error.",
+    changes="A checkpoint is checked before the model is sharded, and DCP's errors become one CheckpointError.",
+    reason="Trainer loads whatever matches by name, so resuming a larger model's checkpoint raises no error.",
     upstream="to file: resuming a sharded checkpoint of another model is not refused",
     tested_with=versions_of("transformers"),
 )
@@ -64,7 +64,7 @@ def _check_then_load(original: Any, self: Any, resume_from_checkpoint: Any, mode
     *("self", "model", "epoch"),
     feature="checkpointing",
     changes="Trains no step if a callback has already stopped training.",
-    reason="After `should_training_stop` in `on_train_begin`, Trainer still trains one step, so each resume of a finished run "
+    reason="If `on_train_begin` sets `should_training_stop`, Trainer still trains one step, so each resume of a finished run "
     "would add one.",
     upstream="to file: should_training_stop set in on_train_begin is ignored until after the first step",
     tested_with=versions_of("transformers"),
@@ -78,8 +78,8 @@ def _skip_epoch_if_stopped(original: Any, self: Any, *args: Any, **kwargs: Any) 
     "transformers.trainer.Trainer.save_model",
     *("self", "output_dir", "_internal_call"),
     feature="checkpointing",
-    changes="A call from the user's script also calls `save_sharded_model` of the callbacks that have it.",
-    reason="With SHARDED_STATE_DICT, Trainer writes nothing, without an error.",
+    changes="A call from the user's script also calls `save_sharded_model` on each callback that has it.",
+    reason="With SHARDED_STATE_DICT, Trainer silently writes nothing.",
     upstream="to file: Trainer.save_model silently saves nothing with SHARDED_STATE_DICT",
     tested_with=versions_of("transformers"),
 )

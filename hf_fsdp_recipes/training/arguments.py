@@ -164,7 +164,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     if isinstance(model.lora_modules_to_save, str):  # a single name in YAML; PEFT would iterate over its letters
         model.lora_modules_to_save = [model.lora_modules_to_save]
     if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
-        # TRL unpacks a list of one; PEFT takes it for a pattern.
+        # TRL unpacks a list of one name, and PEFT would take that for a pattern.
         model.lora_target_modules = [model.lora_target_modules]
     check_arguments(arguments)
     return arguments

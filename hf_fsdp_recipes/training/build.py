@@ -158,7 +158,7 @@ def find_resume(arguments: Arguments) -> str | None:
 
     Raises:
         CheckpointError: the path is not a complete checkpoint, or the output directory cannot be written, is in use or holds
-            another run.
+            another run's files.
     """
     output_dir = arguments.training.output_dir
     requested = arguments.training.resume_from_checkpoint

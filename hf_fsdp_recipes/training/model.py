@@ -45,7 +45,7 @@ def build_model(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "
 
 
 def _check_adapter_names(model: "PreTrainedModel", model_arguments: "ModelConfig") -> None:
-    """Check that the model has all modules and parameters that the adapter names; PEFT ignores the others."""
+    """Check that the model has all modules and parameters that the adapter names; PEFT ignores unknown names."""
     if not model_arguments.use_peft:
         return
     modules = [name for name, _ in model.named_modules()]
@@ -64,7 +64,8 @@ def _check_adapter_names(model: "PreTrainedModel", model_arguments: "ModelConfig
         if unknown:
             examples = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in weights)
             raise RecipeError(
-                f"{field} names {', '.join(unknown)}, but {type(model).__name__} has none. It has {', '.join(examples)}."
+                f"{field} names {', '.join(unknown)}, but {type(model).__name__} has none of that name. It has "
+                f"{', '.join(examples)}."
             )
 
 

@@ -1,4 +1,4 @@
-"""Checks the values in a recipe: keys that are set twice, numbers out of range, and settings of an adapter without one."""
+"""Checks a recipe for duplicate keys, values of the wrong type or range, and adapter settings without an adapter."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +14,7 @@ from hf_fsdp_recipes.errors import RecipeError
 if TYPE_CHECKING:
     from trl import ModelConfig
 
-# What a number must be, the test for it (false for nan), and the arguments.
+# The allowed range, a test for it (false for nan), and the arguments that it applies to.
 _NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "at least 1",
@@ -40,16 +40,16 @@ _NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 
 def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
-    """Return the values of a recipe, a YAML mapping without repeated keys whose values fit. Not a collective.
+    """Return a recipe's values, after checking it for duplicate keys and values of the wrong type. Not a collective.
 
-    argparse converts only texts, YAML keeps the last of two equal keys, and neither checks choices.
+    argparse converts only strings, YAML keeps the last of two equal keys, and neither checks choices.
 
     Args:
         path: the recipe.
         classes: dataclasses with the recipe's fields.
 
     Raises:
-        RecipeError: with the key and its line, or all values that do not fit.
+        RecipeError: names a duplicate key and its lines, or all values of the wrong type.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -60,9 +60,9 @@ def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
         raise RecipeError(f"cannot read the recipe {path}: {error.strerror}. Check the path after --config.") from error
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
-        raise RecipeError(f"{path} is not YAML: {error.problem} in line {line}. Correct it.") from error
+        raise RecipeError(f"{path} is not valid YAML: {error.problem} in line {line}. Correct it.") from error
     if not isinstance(root, yaml.MappingNode):
-        raise RecipeError(f"{path} is empty or not a mapping of arguments. Set at least model_name_or_path: there.")
+        raise RecipeError(f"{path} is empty or not a mapping of arguments. Set at least model_name_or_path.")
     _check_unique_keys(path, root)
     fields_by_name = {field.name: field for cls in classes for field in fields(cls)}
     hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
@@ -98,14 +98,14 @@ def _check_unique_keys(path: str, root: yaml.Node) -> None:
             line = key.start_mark.line + 1
             if key.value in lines:
                 raise RecipeError(
-                    f"{path} sets {key.value} in line {lines[key.value]} and again in line {line}. Drop one."
+                    f"{path} sets {key.value} in line {lines[key.value]} and again in line {line}. Remove one."
                 )
             lines[key.value] = line
             pending.append(value)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value from YAML has the type of a field, or is a text that argparse converts."""
+    """Return whether a value from YAML has a field's type, or is a string that argparse converts."""
     parts = get_args(hint)
     if get_origin(hint) is Literal:
         return value in parts
@@ -124,12 +124,12 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _describe(hint: Any) -> str:
-    """Return a field's type in words: `one of auto, sdpa`, `int or none`."""
+    """Return a field's type in words: `one of auto, sdpa`, `an integer or null`."""
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_describe(part) for part in get_args(hint))
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "a text", type(None): "null"}
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}
     return names.get(hint, str(getattr(hint, "__name__", hint)))
 
 
@@ -137,7 +137,7 @@ def check_numbers(values: Mapping[str, Any]) -> None:
     """Check that the numbers among the arguments are in range. Not a collective.
 
     Raises:
-        RecipeError: lists all that are not.
+        RecipeError: lists all that are out of range.
     """
     errors = [
         f"{name} is {values[name]}. Set it to {expected}."
@@ -150,10 +150,10 @@ def check_numbers(values: Mapping[str, Any]) -> None:
 
 
 def check_adapter(model: "ModelConfig") -> None:
-    """Check that settings of an adapter, and quantized weights, come with `use_peft`. Not a collective.
+    """Check that adapter settings and quantized weights are used only with `use_peft`. Not a collective.
 
     Raises:
-        RecipeError: they do not, so a different training would run, or none.
+        RecipeError: they are not, so the run would train other parameters, or fail.
     """
     if model.use_peft:
         return

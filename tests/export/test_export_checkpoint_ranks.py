@@ -142,7 +142,10 @@ def _without_manifest(checkpoint, damage):
     ("damage", "words"),
     [
         (lambda c: _file(c).unlink(), r"__1_0\.distcp is missing"),
-        (lambda c: _file(c).write_bytes(_file(c).read_bytes()[:-100]), r"__1_0\.distcp is missing or has another size"),
+        (
+            lambda c: _file(c).write_bytes(_file(c).read_bytes()[:-100]),
+            r"__1_0\.distcp is missing or does not have the size",
+        ),
         (lambda c: _flip(_file(c)), r"__1_0\.distcp has changed"),
         (lambda c: _flip(c / "config.json"), r"config\.json has changed"),
         (

@@ -125,7 +125,7 @@ def test_unknown_sender_of_a_conversation_is_refused(tmp_path):
 
 def test_columns_that_are_not_used_are_printed(tmp_path, capsys):
     load(arguments(write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b", "system": "c", "id": 1}] * 2)))
-    assert "rows.jsonl: not used: columns system, id\n" in capsys.readouterr().out
+    assert "rows.jsonl: unused columns: system, id\n" in capsys.readouterr().out
     load(arguments(write(tmp_path / "rows.jsonl", [HISTORY] * 2)))
     assert "not used" not in capsys.readouterr().out
 

@@ -282,7 +282,7 @@ IDS = {"input_ids": [5, 6, 7, 8]}
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
-        ({"input_ids": [5, 99_999]}, "input_ids has 99999, but must be at least 0 and below "),
+        ({"input_ids": [5, 99_999]}, "input_ids has 99999, but values must be at least 0 and below "),
         ({"input_ids": [5, -1]}, "input_ids has -1,"),
         ({"input_ids": [2**40, 1]}, "input_ids has 1099511627776,"),
         ({"input_ids": [5, 1.5]}, r"input_ids has 1\.5, which is not an integer"),
@@ -294,7 +294,7 @@ IDS = {"input_ids": [5, 6, 7, 8]}
         (IDS | {"labels": [-100, 6, 7, 99_999]}, "labels has 99999, .*, or -100"),
         (IDS | {"labels": [-1, 6, 7, 8]}, "labels has -1,"),
         (IDS | {"attention_mask": [1, 1]}, "attention_mask has 2 values"),
-        (IDS | {"completion_mask": [1, 1, 2, 0]}, "completion_mask has 2, but must be at least 0 and below 2"),
+        (IDS | {"completion_mask": [1, 1, 2, 0]}, "completion_mask has 2, but values must be at least 0 and below 2"),
         (IDS | {"assistant_masks": [1, 1, 1, 1, 1]}, "assistant_masks has 5 values"),
     ],
 )

@@ -154,7 +154,7 @@ def test_model_without_layers_is_refused(tiny_model):
         ("packing: 3", "true or false"),
         ("max_steps: 2.5", "an integer"),
         ("max_steps: [1]", "an integer"),
-        ("dataset_name: [a]", "a text"),
+        ("dataset_name: [a]", "a string"),
         ("load_source: all", "one of rank0, direct, auto"),
     ],
 )

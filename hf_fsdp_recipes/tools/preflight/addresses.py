@@ -51,7 +51,7 @@ def _own_interfaces() -> dict[str, str]:
 
 
 def find_interface_to(address: str) -> str:
-    """Return the network interface that routes to an address, or this host's first if the address is its own."""
+    """Return the network interface that routes to an address; for this host's own address, its first interface."""
     interfaces = _own_interfaces()
     source = ""
     with contextlib.suppress(OSError):

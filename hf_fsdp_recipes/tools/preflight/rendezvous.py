@@ -190,7 +190,7 @@ class Rendezvous:
 
 
 def attempt(work: Callable[[], Any]) -> dict[str, Any]:
-    """Return what `work` returns as {"value": ...}, or its error as {"error": text}, ready for the store."""
+    """Call `work` and return {"value": its result} or {"error": its message}, ready for the store."""
     try:
         return {"value": work()}
     except PreflightError as error:

@@ -49,7 +49,7 @@ def _is_visible(file: Path, folder: Path) -> bool:
 
 
 def _has_rows(file: Path) -> bool:
-    """Return whether a file is not empty; refuse json that does not start like rows, on which pyarrow may crash."""
+    """Return whether a file has rows; refuse JSON that starts with neither an object nor a list, because pyarrow may crash."""
     with file.open("rb") as content:
         start = content.read(1024).removeprefix(b"\xef\xbb\xbf").strip()
     if reader_for(file) == "json" and start[:1] not in (b"", b"{", b"["):
@@ -81,7 +81,7 @@ def explain_errors(name: str) -> Iterator[None]:
 
 
 def _find_fault(name: str, files: list[Path]) -> str | None:
-    """Return the first file that is broken or has other columns than the ones before it."""
+    """Describe the first file that is broken or whose columns differ from those of the files before it."""
     seen: dict[Path, set[tuple[str, str]]] = {}
     for file in files:
         try:
@@ -93,7 +93,7 @@ def _find_fault(name: str, files: list[Path]) -> str | None:
         if seen[file] - seen[first]:
             return (
                 f"{first} and {file} differ: the first has {_describe(seen[first] - seen[file])}, the second "
-                f"{_describe(seen[file] - seen[first])}. Files of one dataset need the same columns; use a mixture for others."
+                f"{_describe(seen[file] - seen[first])}. Give all files of a dataset the same columns, or use a mixture."
             )
     return None if any(seen.values()) else f"{name} has no rows with columns. Add some, or choose another dataset."
 

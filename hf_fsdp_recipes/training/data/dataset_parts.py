@@ -89,7 +89,7 @@ def _print_unused_columns(columns: list[str], name: str, text_column: str) -> No
     required, optional = find_format(columns, text_column) or (columns, ())
     unused = [column for column in columns if column not in (*required, *optional)]
     if unused:
-        distributed.print_main(f"{name}: not used: columns {', '.join(unused)}")
+        distributed.print_main(f"{name}: unused columns: {', '.join(unused)}")
 
 
 def read_splits(name: str, config: str | None = None, streaming: bool = False) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def read_splits(name: str, config: str | None = None, streaming: bool = False) -
             by_split = {split: [str(file) for file in found] for split, found in files.items()}
             return dict(load_dataset(reader, data_files=by_split, streaming=streaming, **_decoding(reader)))
         if _is_local(name):
-            raise DataError(f"{name} does not exist. Check the path; relative ones start at the current directory.")
+            raise DataError(f"{name} does not exist. Check the path; relative paths start at the current directory.")
         return dict(load_dataset(name, config, streaming=streaming))
 
 

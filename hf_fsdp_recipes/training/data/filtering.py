@@ -45,7 +45,7 @@ DROPPED = {
 
 @dataclass
 class RowCounts:
-    """How many rows were read, kept, truncated and dropped, and why the chat template rejected the first such row."""
+    """How many rows were read, kept, truncated and dropped, and why the chat template rejected a row, if it did."""
 
     by_status: Counter[RowStatus] = field(default_factory=Counter)
     rejection: str = ""
@@ -136,14 +136,14 @@ def find_token_fault(row: Mapping[str, Any], vocabulary_size: int) -> str | None
         if not isinstance(values, list):
             return f"{name} is {values!r:.60}, not a list of integers"
         for value in values:
-            if type(value) not in (int, float) or value % 1:  # a fraction in another row makes floats of all
+            if type(value) not in (int, float) or value % 1:  # a fraction in another row turns all into floats
                 return f"{name} has {value!r:.60}, which is not an integer"
         if len(values) != len(row["input_ids"]):
             return f"{name} has {len(values)} values for {len(row['input_ids'])} input_ids"
         end = 2 if "mask" in name else vocabulary_size
         wrong = {value for value in set(values) if not 0 <= value < end} - ({NO_LABEL} if name == "labels" else set())
         if wrong:
-            return f"{name} has {min(wrong)}, but must be at least 0 and below {end}" + (
+            return f"{name} has {min(wrong)}, but values must be at least 0 and below {end}" + (
                 f", or {NO_LABEL}" if name == "labels" else ""
             )
     return None

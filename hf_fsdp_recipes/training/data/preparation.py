@@ -61,8 +61,8 @@ class Preparation:
             first: number of the first row, for messages.
 
         Raises:
-            DataError: unknown columns, a row that does not have its format, or a chat template that is missing, broken or does
-                not mark the assistant's messages.
+            DataError: the columns are unknown, a row is malformed, or the chat template is missing, broken or does not mark the
+                assistant's messages.
         """
         training = self.training
         rows = to_sft_format(rows, name, training.dataset_text_field, self.recipe.prompt_template, first)

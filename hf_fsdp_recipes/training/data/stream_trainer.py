@@ -30,7 +30,7 @@ class StreamTrainer(SFTTrainer):
         # SFTTrainer checks the type and the first row of its dataset, which must be a class of `datasets`.
         super().__init__(train_dataset=Dataset.from_list(block.rows[:1]).to_iterable_dataset(), **kwargs)
         self.train_dataset = train_dataset
-        # Host memory, because the ranks would otherwise wait for the device at each step.
+        # For an all-reduce in host memory; one on the device would synchronize with it at each step.
         is_distributed = distributed.is_distributed()
         self._group = torch.distributed.new_group(backend="gloo") if is_distributed else None
 
@@ -116,7 +116,7 @@ def restore_position(stream: RowStream, checkpoint: Path) -> bool:
     names = [source.name for source in stream.sources]
     if saved_names != names:
         distributed.print_main(
-            f"resume: the stream was {', '.join(saved_names)} and is {', '.join(names)}; starting at its first row"
+            f"resume: the stream read {', '.join(saved_names)} and now reads {', '.join(names)}; starting at its first row"
         )
     elif first["world_size"] == distributed.world_size():
         stream.load_state_dict(_read_position(checkpoint, distributed.rank()))

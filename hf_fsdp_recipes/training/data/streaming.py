@@ -29,7 +29,7 @@ DEFAULT_BLOCK_ROWS = 1000  # without shuffling; TRL packs the same number of row
 
 
 class StreamSource:
-    """This rank's rows of one dataset, repeated endlessly or once.
+    """This rank's rows of one dataset, read once or endlessly.
 
     Args:
         rows: all ranks' rows. A rank gets complete files if `num_ranks` divides their number, otherwise every
@@ -50,7 +50,7 @@ class StreamSource:
         self._start_pass(0, None)
 
     def _start_pass(self, num_passes: int, state: dict[str, Any] | None) -> None:
-        """Start a pass at its first row, or at a `datasets` state."""
+        """Start a pass over the rows, at the first row or at the position in a `datasets` state."""
         self.num_passes = num_passes
         self._rows.set_epoch(num_passes)  # changes the order of the files
         self._rows.load_state_dict(state)
@@ -111,7 +111,7 @@ class RowStream(IterableDataset):
     While one block is used, a thread reads the next. In a mixture, each source restarts when it ends.
 
     Args:
-        sources: several that are endless, or one.
+        sources: one source, or several endless ones.
         shuffle_rows: number of rows that are shuffled together; 0 keeps their order.
     """
 
@@ -161,8 +161,8 @@ class RowStream(IterableDataset):
         """Read and prepare blocks until one has rows to train on; return None at the end of a finite stream.
 
         Raises:
-            DataError: two passes of an endless stream, or all of a finite one, have no row to train on, or the chat template
-                rejects the first thousand rows.
+            DataError: there is no row to train on in two passes of an endless stream or in a complete finite one, or the chat
+                template rejects the first thousand rows.
         """
         first_pass, counts, seen = self._num_passes(), RowCounts(), self.counts
         while self._is_endless or self._num_passes() == 0:
@@ -261,7 +261,7 @@ def _one_pass(part: DatasetPart, preparation: Preparation, packing: bool) -> Ite
 
 
 def _evaluation_stream(part: DatasetPart, preparation: Preparation, packing: bool) -> RowStream:
-    """Return a stream of one pass over all ranks' evaluation rows."""
+    """Return a stream that passes once over the evaluation rows of all ranks."""
     return RowStream(
         [StreamSource(part.name, part.evaluation, None, 0, 1, is_endless=False)], preparation, packing, 0, 0
     )
