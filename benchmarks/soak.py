@@ -165,7 +165,7 @@ class Case:
             phase = PHASES.index(choose.choice(TRAPS))
             counts = {rank: of_rank[phase] for rank, of_rank in enumerate(self.reference.num_events) if of_rank[phase]}
             rank = choose.choice(sorted(counts))
-            share = 1.0 if PHASES[phase] in ONCE else remaining / self.save_steps
+            share = 1.0 if PHASES[phase] in ONCE else remaining / self.save_steps / 2  # so that it is reached
             trap = Trap(rank, phase, choose.randint(1, max(1, int(counts[rank] * share))))
         return Kill(choose.choice(KINDS), seconds, trap, choose.randrange(self.cell.num_ranks))
 
