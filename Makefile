@@ -7,8 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Liger's kernels and the Triton that interprets them, where only the test that runs them looks.
 KERNELS := $(VENV)/kernels
+# The environments of test-versions, one for each list of versions in tests/versions.
+VERSIONS ?= lowest newest
 
-.PHONY: quickstart check test test-all test-slurm rehearse rehearse-all lint bench soak templates docs-tables clean
+.PHONY: quickstart check test test-all test-slurm test-versions rehearse rehearse-all lint bench soak templates docs-tables clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py $(if $(MODEL),--model $(MODEL))
@@ -32,6 +34,10 @@ test-all: $(VENV)/.installed $(KERNELS)
 # As root: starts a Slurm of its own and installs the packages for it where they are missing.
 test-slurm: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slurm tests/slurm
+
+# The lowest and the newest versions that setup.cfg allows; VERSIONS=newest tests one of them.
+test-versions: $(VERSIONS:%=.venv-versions/%/.installed)
+	$(PYTHON) tests/versions/run.py $(VERSIONS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -68,8 +74,14 @@ $(VENV)/.installed: setup.cfg setup.py Makefile
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
+.venv-versions/%/.installed: tests/versions/%.txt setup.cfg
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH_PIP_ARGS) $$(grep ^torch== $<)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< -e '.[dev]'
+	touch $@
+
 $(KERNELS): | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.9.0 liger-kernel==0.8.5
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv-versions build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -62,7 +62,7 @@ def measure(num_parameters: float, directory: Path) -> dict:
     optimizer.zero_grad()
     plugin = fsdp2_plugin()
 
-    from hf_fsdp_recipes.checkpointing.writer import capture
+    from hf_fsdp_recipes.checkpointing.state import capture
     from hf_fsdp_recipes.patches import registry
 
     registry.apply("checkpointing")
@@ -111,7 +111,7 @@ def time_signals() -> float:
     watch.start()
     started = time.perf_counter()
     for step in range(1000):
-        watch.is_agreed(step)
+        watch.exchange(step, False)
     spent = (time.perf_counter() - started) / 1000
     watch.stop()
     return spent

@@ -4,37 +4,35 @@ Trainer decides when a save is due. The callback clears Trainer's flag and saves
 done, so it writes the state that Trainer would have written.
 """
 
-import copy
-import dataclasses
-import json
 import logging
 import os
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-import yaml
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.checkpointing import layout, resume
+from hf_fsdp_recipes.checkpointing import divergence, layout, resume, small_files
 from hf_fsdp_recipes.checkpointing.lock import lock_directory
 from hf_fsdp_recipes.checkpointing.preemption import SignalWatch
-from hf_fsdp_recipes.checkpointing.state import capture
-from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer, save_bytes, save_tensors, save_text
-from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.checkpointing.run_identity import PreviousRun, claim_directory, read_run
+from hf_fsdp_recipes.checkpointing.state import capture, check_arguments, random_state
+from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer
+from hf_fsdp_recipes.configs.launch import check_launch
+from hf_fsdp_recipes.errors import CheckpointError, DivergenceError, SaveError
 from hf_fsdp_recipes.export import model_assets
-from hf_fsdp_recipes.export.from_model import export_model
+from hf_fsdp_recipes.export.from_model import check_export, export_model
 from hf_fsdp_recipes.export.hub import HubTarget, Pusher, read_target
+from hf_fsdp_recipes.export.verify_files import has_weights
 from hf_fsdp_recipes.metrics.clock import clock
 from hf_fsdp_recipes.patches import cpu_ranks, registry
 from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
+    from transformers import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +41,22 @@ class ShardedCheckpointCallback(TrainerCallback):
     """Save sharded checkpoints atomically and in the background, from a stock Trainer under FSDP.
 
     Add it to a `Trainer` or a TRL trainer on every rank. `save_strategy`, `save_steps`, `save_total_limit` and
-    `load_best_model_at_end` keep their meaning. Without FSDP it does nothing.
+    `load_best_model_at_end` keep their meaning, and `trainer.save_model()` exports. Without FSDP it only exports.
 
     Args:
         asynchronous: keep training while a checkpoint is written, which needs host memory for one copy of this rank's
             state. False blocks until the checkpoint is complete.
-        export_dir: export the full model there when training ends.
+        export_dir: export the model there when training ends, with FSDP, DDP or a single process.
         signals: whether SIGTERM and SIGUSR1 end the run after a checkpoint, on all ranks at the same step.
         check_signals_every_steps: number of steps between checks for a signal on any rank.
         hub: where to push checkpoints and the export; None reads Trainer's own `push_to_hub` arguments.
+        previous_run: what to do if `output_dir` holds checkpoints or an export of another run: refuse to start, or archive
+            them in `<output_dir>/previous-<n>`.
         rank_files: returns this rank's additional small files as {name: text}, as they were after the last step.
 
     Raises:
-        CheckpointError: the run's last save failed. An earlier failed save only logs a warning at the next step.
+        SaveError: the run's last save failed; the export was written first. An earlier failed save only logs a warning.
+        DivergenceError: the weights contain NaN or infinity.
     """
 
     def __init__(
@@ -66,14 +67,22 @@ class ShardedCheckpointCallback(TrainerCallback):
         signals: bool = True,
         check_signals_every_steps: int = 1,
         hub: HubTarget | None = None,
+        previous_run: PreviousRun = "refuse",
         rank_files: Callable[[], dict[str, str]] | None = None,
     ) -> None:
+        if hub is not None and not isinstance(hub, HubTarget):
+            raise CheckpointError(
+                f"hub is {hub!r}, not a HubTarget. Pass hf_fsdp_recipes.export.hub.HubTarget({hub!r})."
+            )
         wait_for_gloo_at_exit()
         cpu_ranks.enable()
         registry.apply("checkpointing")
+        resume.enable_checks()
         self._asynchronous = asynchronous
         self._export_dir = export_dir
         self._rank_files = rank_files
+        self._previous_run = previous_run
+        self._run: str | None = None  # id, on rank 0
         self._signals = SignalWatch(check_signals_every_steps) if signals else None
         self._strategy: Any = SaveStrategy.NO
         self._writer: Writer | None = None
@@ -82,6 +91,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._failure: Exception | None = None  # of the last finished save
         self._pending_step: int | None = None
         self._last_saved_step = -1
+        self._is_finished = False  # the run was resumed after its last step
         self._random_state: dict[str, Any] = {}
         self._hub = hub
         self._pusher: Pusher | None = None
@@ -90,25 +100,46 @@ class ShardedCheckpointCallback(TrainerCallback):
 
     # Trainer's events, in the order of a run.
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Take over from Trainer if this is an FSDP run. Collective, like all events below."""
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Lock the output directory before weights are read. Collective, like all events below."""
         from accelerate.state import AcceleratorState
 
+        check_launch(args)
+        if vars(control).setdefault("sharded_checkpoint_callback", self) is not self:
+            raise CheckpointError("the trainer has two ShardedCheckpointCallbacks. Pass one.")
+        self._check_export(str(AcceleratorState().distributed_type.value), kwargs["model"])
         self._plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
         if self._plugin is None:
             return
-        self._check(args, state)
+        with distributed.sync_errors():
+            if distributed.is_main() and self._lock is None:
+                self._lock = lock_directory(args.output_dir)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take over from Trainer if this is an FSDP run."""
+        self.on_init_end(args, state, control, **kwargs)  # not called yet if the callback was added later
+        if self._plugin is None:
+            return
+        with distributed.sync_errors():
+            check_arguments(args, self._plugin)
+            if state.global_step > 0:
+                resume.check_data_position(args, state)
+            if distributed.is_main():
+                claim_directory(args.output_dir, state, self._previous_run, self._run)
+                self._run = read_run(state)
+        self._is_finished = 0 < state.max_steps <= state.global_step
+        if self._is_finished:
+            distributed.print_main(f"finished: step {state.global_step} is the last one, so there is nothing to do")
+            self._last_saved_step = state.global_step
+            control.should_training_stop = True
         self._strategy = args.save_strategy
         if self._strategy == SaveStrategy.BEST:
             # With "best", Trainer saves inside evaluation, where a callback cannot intercept it. With "steps" it still tracks
             # the best step, but only sets a flag that a callback can clear.
             args.save_strategy = SaveStrategy.STEPS
         self._writer = Writer(args.output_dir, self._asynchronous)
-        with distributed.sync_errors():
-            if distributed.is_main():
-                self._lock = lock_directory(args.output_dir)
         if self._signals is not None:
             self._signals.start()
         if distributed.is_main():
@@ -128,31 +159,41 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Schedule a due save, exchange signals, and report a save that has failed."""
+        """Schedule a due save, exchange signals, and report a save that has failed.
+
+        Raises:
+            DivergenceError: the weights of the last save contain NaN or infinity.
+        """
         if self._writer is None:
             return control
-        if (failure := self._writer.collect_failure()) is not None:
+        failure = self._writer.failure
+        has_diverged = isinstance(failure, DivergenceError)
+        if failure is not None and not has_diverged:
             self._record_failure(failure)
         self._push()
         if control.should_save and self._strategy == SaveStrategy.STEPS:
             self._schedule(state)
         control.should_save = False
-        if self._signals is not None and self._signals.is_agreed(state.global_step):
-            self._schedule(state)
-            control.should_training_stop = True
-        self._random_state = _random_state()
+        if self._signals is not None:
+            is_signaled, has_diverged = self._signals.exchange(state.global_step, has_diverged)
+            if has_diverged:
+                self._finish()  # raises on every rank
+            if is_signaled:
+                self._schedule(state)
+                control.should_training_stop = True
+        self._random_state = random_state()
         return control
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the random state current; save before Trainer loads its best model, after the last step."""
-        self._random_state = _random_state()
+        self._random_state = random_state()
         if "train_runtime" in (kwargs.get("logs") or {}):
             self._save_if_due(args, state, kwargs)
             self._wait(state)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the random state current."""
-        self._random_state = _random_state()
+        self._random_state = random_state()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -184,26 +225,39 @@ class ShardedCheckpointCallback(TrainerCallback):
         """Finish the last save, exit if the run was signaled, and export if asked to.
 
         Raises:
-            CheckpointError: the last checkpoint was not written.
+            SaveError: the last checkpoint was not written.
+            DivergenceError: the weights contain NaN or infinity; nothing was exported.
             SystemExit: the run was signaled; see `preemption` for the exit status.
         """
         if self._writer is None:
+            self._export(kwargs)
             return
         self._save_if_due(args, state, kwargs)
         completed = self._finish()
+        divergence.check_run(kwargs["model"], state, args.output_dir)
         self._push()
-        self._prune(args, state)
+        if not self._is_finished:
+            self._prune(args, state)
         args.save_strategy = self._strategy
-        if self._lock is not None:
-            self._lock.release()
         if self._signals is not None:
             self._signals.stop()
-        distributed.raise_together(self._failure)
-        if self._signals is not None:
-            self._signals.exit_if_signaled(completed)
-        if self._export_dir is not None:
+            if self._signals.is_stopping:
+                distributed.raise_together(self._failure)
+                self._signals.exit_if_signaled(completed)
+        self._export(kwargs)
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        distributed.raise_together(None if self._failure is None else SaveError(str(self._failure)))
+
+    def _export(self, kwargs: dict[str, Any]) -> None:
+        if self._export_dir is not None and not self.has_exported(Path(self._export_dir)):
             exported = export_model(kwargs["model"], self._export_dir, tokenizer=kwargs.get("processing_class"))
             self.push_export(exported)
+
+    def has_exported(self, export: Path) -> bool:
+        """Return whether training had finished before this start, and its export exists. Collective."""
+        return self._is_finished and distributed.run_on_main(lambda: has_weights(export))
 
     def push_export(self, export: Path) -> None:
         """Push the final export, if pushing is on, and wait for it; a failure is a warning.
@@ -213,23 +267,25 @@ class ShardedCheckpointCallback(TrainerCallback):
         if self._pusher is not None:
             self._pusher.push_export(export)
 
+    def save_sharded_model(self, trainer: "Trainer", output_dir: str) -> None:
+        """Export the model on `trainer.save_model()`, to `export` if `output_dir` is the run's own. Collective."""
+        if "SHARDED" in str(getattr(self._plugin, "state_dict_type", "")):
+            is_runs_own = Path(output_dir).resolve() == Path(trainer.args.output_dir).resolve()
+            directory = Path(output_dir) / "export" if is_runs_own else Path(output_dir)
+            export_model(trainer.model, directory, tokenizer=trainer.processing_class)
+            distributed.print_main(f"exported: {directory}")
+
     # Shared by the event handlers.
 
-    def _check(self, args: TrainingArguments, state: TrainerState) -> None:
-        from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
-
-        with distributed.sync_errors():
-            if self._plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT:
-                raise CheckpointError(
-                    f"fsdp_state_dict_type is {self._plugin.state_dict_type.name}, but ShardedCheckpointCallback writes "
-                    f"SHARDED_STATE_DICT. Set that in the Accelerate config."
-                )
-            if args.save_only_model:
-                raise CheckpointError(
-                    "save_only_model is set, but a checkpoint without an optimizer cannot be resumed. Remove save_only_model."
-                )
-            if state.global_step > 0:
-                resume.check_data_position(args, state)
+    def _check_export(self, distributed_type: str, model: Any) -> None:
+        """Check that the export at the end can be written. Collective."""
+        if self._export_dir is None:
+            return
+        if distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
+            raise CheckpointError(
+                f"export_dir is set, but a model cannot be exported under {distributed_type}. Use FSDP or DDP, or drop it."
+            )
+        check_export(model, self._export_dir)
 
     def _schedule(self, state: TrainerState) -> None:
         if state.global_step != self._last_saved_step:
@@ -255,34 +311,23 @@ class ShardedCheckpointCallback(TrainerCallback):
         snapshot = Snapshot(
             step,
             capture(kwargs["model"], kwargs["optimizer"], self._plugin),
-            self._small_files(args, state, kwargs),
-            resume.manifest_facts(args, state),
+            small_files.collect(
+                args, state, kwargs, self._random_state, (self._rank_files or dict)(), self._model_assets
+            ),
+            {**resume.manifest_facts(args, state), "run": read_run(state)},
         )
         try:
             self._writer.save(snapshot)
         except CheckpointError as error:
             self._record_failure(error)
 
-    def _small_files(
-        self, args: TrainingArguments, state: TrainerState, kwargs: dict[str, Any]
-    ) -> dict[str, Callable[[Path], None]]:
-        name = f"rng_state_{distributed.rank()}.pth" if distributed.world_size() > 1 else "rng_state.pth"
-        files = {name: save_tensors(self._random_state or _random_state())}
-        files |= {name: save_text(text) for name, text in (self._rank_files or dict)().items()}
-        if distributed.is_main():
-            scheduler = copy.deepcopy(kwargs["lr_scheduler"].state_dict())
-            params = yaml.safe_dump(resume.train_params(args, kwargs["model"]), sort_keys=True)
-            files |= {name: save_bytes(content) for name, content in self._model_assets.items()}
-            files["scheduler.pt"] = save_tensors(scheduler)
-            files[layout.STATE_FILE] = save_text(json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n")
-            files[resume.PARAMS_FILE] = save_text(params)
-        return files
-
     def _record_failure(self, error: Exception) -> None:
         # Training continues: the earlier checkpoint is intact and the next save may succeed.
-        self._failure = error
-        if distributed.is_main():
+        if isinstance(error, DivergenceError):
+            raise error
+        if distributed.is_main() and str(error) != str(self._failure):
             logger.warning("%s Training continues.", error)
+        self._failure = error
 
     def _finish(self) -> Path | None:
         """Wait for the save in flight; return its checkpoint, or None."""
@@ -319,21 +364,4 @@ class ShardedCheckpointCallback(TrainerCallback):
             protected = [state.best_model_checkpoint] if state.best_model_checkpoint else []
             if self._pusher is not None and self._pusher.source is not None:
                 protected.append(str(self._pusher.source))
-            layout.remove_old(args.output_dir, args.save_total_limit, protect=protected)
-
-
-def _random_state() -> dict[str, Any]:
-    """Return this rank's random state in the form that Trainer restores."""
-    import numpy
-
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
-        "cpu": torch.random.get_rng_state(),
-    }
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is not None:
-        module = torch.get_device_module(accelerator)
-        has_several_ranks = distributed.world_size() > 1
-        states[accelerator.type] = module.get_rng_state_all() if has_several_ranks else module.get_rng_state()
-    return states
+            layout.remove_old(args.output_dir, args.save_total_limit, protected, read_run(state))

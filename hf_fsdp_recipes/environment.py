@@ -18,6 +18,12 @@ def fsdp_version() -> int | None:
     return int(os.environ.get("FSDP_VERSION", "1")) if is_fsdp_requested() else None
 
 
+def parallel_sizes() -> dict[str, str]:
+    """Return the sizes of the launcher's parallelism_config, such as {"tp_size": "2"}."""
+    prefix = "PARALLELISM_CONFIG_"
+    return {key.removeprefix(prefix).lower(): os.environ[key] for key in os.environ if key.startswith(prefix)}
+
+
 def mixed_precision() -> str | None:
     """Return no, bf16, fp16 or fp8, or None if the launcher did not set it."""
     return os.environ.get("ACCELERATE_MIXED_PRECISION")

@@ -34,6 +34,14 @@ class CheckpointError(RecipeError):
     """A resumable checkpoint could not be written or read."""
 
 
+class SaveError(CheckpointError):
+    """The last checkpoint of a run that has trained all its steps could not be written."""
+
+
+class DivergenceError(CheckpointError):
+    """The weights contain NaN or infinity."""
+
+
 class ExportError(RecipeError):
     """The final weights could not be written, or failed verification."""
 

@@ -32,3 +32,8 @@ def in_base_model(name: str) -> str:
     if name.startswith(_PEFT_PREFIX):
         name = _PEFT_SAVED_MODULE.sub(".", _PEFT_BASE.sub(".", name[len(_PEFT_PREFIX) :]))
     return name
+
+
+def without_adapter_name(name: str, adapter_name: str) -> str:
+    """Return an adapter tensor's name in PEFT's files, without the adapter name that models and FSDP1 checkpoints keep."""
+    return name.replace(f".modules_to_save.{adapter_name}.", ".").replace(f".{adapter_name}.", ".")

@@ -28,5 +28,8 @@ def format_dtype(dtype: torch.dtype) -> str:
 
 
 def mixed_precision_dtype() -> torch.dtype | None:
-    """Return the launcher's mixed-precision dtype, or None without mixed precision."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision() or "no")
+    """Return the run's mixed-precision dtype: the Accelerator's, or before there is one, the launcher's. None without."""
+    from accelerate.state import AcceleratorState, is_initialized
+
+    name = AcceleratorState().mixed_precision if is_initialized() else mixed_precision()
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name or "no")

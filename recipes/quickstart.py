@@ -167,8 +167,8 @@ def answer(model: str) -> list[str]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False).eval()
     answers = []
     for question in QUESTIONS:
         inputs = tokenizer.apply_chat_template(

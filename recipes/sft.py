@@ -21,7 +21,7 @@ from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
 def main() -> None:
     from hf_fsdp_recipes.training.arguments import parse_arguments
-    from hf_fsdp_recipes.training.build import build_trainer, find_resume, finish
+    from hf_fsdp_recipes.training.build import build_trainer, find_resume, finish, train
 
     arguments = parse_arguments()  # checks everything that needs no model; every rank gets the same arguments
     if arguments.recipe.dry_run:
@@ -29,11 +29,13 @@ def main() -> None:
 
         dry_run.run(arguments)  # full-size plan, without weights
         return
-    checkpoint = find_resume(arguments)  # with `auto`, the newest complete one; keeps the global batch size
+    checkpoint = find_resume(arguments)  # locks output_dir; with `auto`, the newest complete one
     trainer = build_trainer(arguments)  # prepares the data; no rank holds weights yet
-    trainer.train(resume_from_checkpoint=checkpoint)  # shards the model, loads its weights, trains, saves checkpoints
+    failed_save = train(trainer, checkpoint)  # shards the model, loads its weights, trains, saves checkpoints
     finish(trainer, arguments)  # exports the final weights, each rank its own slices
     trainer.accelerator.end_training()
+    if failed_save is not None:
+        raise failed_save  # the last checkpoint could not be written
 
 
 @record  # unexpected errors appear in torchrun's error table and files

@@ -7,26 +7,106 @@ Source: torch 2.13 `distributed/checkpoint/filesystem.py`, `metadata.py`; the to
 """
 
 import io
+import logging
 import math
 import os
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
-from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.checkpointing import layout
+from hf_fsdp_recipes.checkpointing.dcp_metadata import read_dcp_metadata
+from hf_fsdp_recipes.checkpointing.direct_io import CHECKSUM_BLOCK_BYTES
+from hf_fsdp_recipes.errors import CheckpointError, ExportError
+
+logger = logging.getLogger(__name__)
+
+MODEL_DIRECTORY = "pytorch_model_fsdp_0"
+NUM_RECENT_BLOCKS = 4
+RecentBlocks = dict[tuple[Path, int], memoryview]
+Checksums = dict[Path, list[str] | None]
+
+
+class StoredFile:
+    """A `.distcp` file whose blocks are verified the first time that they are read.
+
+    Args:
+        path: the file.
+        checksums: XXH3 of each block, or None to read without verifying.
+        recent: the last blocks that were read; shared by all files, so that memory is constant.
+    """
+
+    def __init__(self, path: Path, checksums: list[str] | None, recent: RecentBlocks) -> None:
+        self.path = path
+        self._stream = path.open("rb", buffering=0)
+        self._checksums = checksums
+        self._recent = recent
+        self._verified: set[int] = set()
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """Fill `target` with the bytes at `offset`.
+
+        Raises:
+            ExportError: a block differs from its checksum, or the file cannot be read.
+        """
+        while target:
+            number, at = divmod(offset, CHECKSUM_BLOCK_BYTES)
+            part = target[: CHECKSUM_BLOCK_BYTES - at]
+            self.verify(offset)
+            block = self._recent.get((self.path, number))
+            if block is None:
+                self._read_raw(offset, part)
+            else:
+                part[:] = block[at : at + len(part)]
+            target, offset = target[len(part) :], offset + len(part)
+
+    def verify(self, offset: int) -> None:
+        """Verify the block with the byte at `offset`, once."""
+        number = offset // CHECKSUM_BLOCK_BYTES
+        if self._checksums is None or number in self._verified:
+            return
+        if number >= len(self._checksums):
+            raise _changed(self.path)
+        start = number * CHECKSUM_BLOCK_BYTES
+        block = memoryview(bytearray(min(CHECKSUM_BLOCK_BYTES, os.fstat(self._stream.fileno()).st_size - start)))
+        self._read_raw(start, block)
+        if xxhash.xxh3_64_hexdigest(block) != self._checksums[number]:
+            raise _changed(self.path)
+        self._verified.add(number)
+        self._recent[self.path, number] = block
+        if len(self._recent) > NUM_RECENT_BLOCKS:
+            del self._recent[next(iter(self._recent))]
+
+    def _read_raw(self, offset: int, target: memoryview) -> None:
+        while target:
+            try:
+                count = os.preadv(self._stream.fileno(), [target], offset)
+            except OSError as error:
+                raise ExportError(
+                    f"{self.path} cannot be read: {error.strerror}. Export another checkpoint."
+                ) from error
+            if count == 0:
+                raise ExportError(f"{self.path} ended at byte {offset:,}: it changed while it was being read")
+            target, offset = target[count:], offset + count
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements [first, first + count) of a tensor, as raw bytes at `start` of `file`."""
+    """Elements [first, first + count) of a tensor, as raw bytes at `start` of `file`, in an archive of `length` at `offset`."""
 
     first: int
     count: int
-    file: Path
+    file: StoredFile
     start: int
+    offset: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -47,7 +127,12 @@ class DcpTensor:
             low, high = max(start, chunk.first), min(start + count, chunk.first + chunk.count)
             if low < high:
                 target = view[(low - start) * size : (high - start) * size]
-                _read(chunk.file, chunk.start + (low - chunk.first) * size, target)
+                chunk.file.read(chunk.start + (low - chunk.first) * size, target)
+                # The archive's own bytes say where the values are, so they are verified too.
+                if low == chunk.first:
+                    chunk.file.verify(chunk.offset)
+                if high == chunk.first + chunk.count:
+                    chunk.file.verify(chunk.offset + chunk.length - 1)
         return out
 
 
@@ -89,40 +174,109 @@ def find_directory(checkpoint: Path) -> Path:
     Raises:
         ExportError: the checkpoint has no `.metadata`.
     """
-    for candidate in (checkpoint / "pytorch_model_fsdp_0", checkpoint):
+    for candidate in (checkpoint / MODEL_DIRECTORY, checkpoint):
         if (candidate / ".metadata").is_file():
             return candidate
     raise ExportError(
-        f"{checkpoint} holds no sharded model: neither it nor its pytorch_model_fsdp_0 has a .metadata file. Name a "
+        f"{checkpoint} holds no sharded model: neither it nor its {MODEL_DIRECTORY} has a .metadata file. Name a "
         f"checkpoint-<step> that was saved as SHARDED_STATE_DICT, or a directory of .distcp files."
     )
 
 
 def read_index(directory: Path) -> dict[str, DcpTensor]:
-    """Return the tensors of a DCP directory and where they are stored. Any process may call this.
+    """Return the tensors of a DCP directory and where they are stored.
+
+    Any process may call this; of files without block checksums, each verifies its share before it returns.
 
     Raises:
-        ExportError: the index cannot be read, a file is missing or truncated, or a tensor is not sharded by rows.
+        ExportError: the index cannot be read, a file is missing, truncated or not as in the checkpoint's manifest, or a
+            tensor is not sharded by rows.
     """
-    from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+    files = _open_files(directory)
     try:
-        metadata = FileSystemReader(directory).read_metadata()
-    except Exception as error:
-        raise ExportError(f"{directory}/.metadata cannot be read: {error}") from error
-    storage: dict[tuple[str, tuple[int, ...]], Any] = {}
-    for index, info in (metadata.storage_data or {}).items():
-        storage[(index.fqn, tuple(index.offset or ()))] = info
-    tensors = {}
-    plain: dict[bytes, bool] = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            shape = tuple(entry.size)
-            dtype = entry.properties.dtype
-            chunks = [_chunk(directory, name, shape, dtype, chunk, storage, plain) for chunk in entry.chunks]
-            tensors[name] = _checked(directory, DcpTensor(name, shape, dtype, _in_order(chunks)))
-    return tensors
+        metadata = read_dcp_metadata(directory)
+    except CheckpointError as error:
+        raise ExportError(str(error)) from error
+    try:
+        storage: dict[tuple[str, tuple[int, ...]], Any] = {}
+        for index, info in (metadata.storage_data or {}).items():
+            storage[(index.fqn, tuple(index.offset or ()))] = info
+        tensors = {}
+        plain: dict[bytes, bool] = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                shape = tuple(entry.size)
+                dtype = entry.properties.dtype
+                chunks = [_chunk(directory, name, shape, dtype, chunk, storage, files, plain) for chunk in entry.chunks]
+                tensors[name] = _checked(directory, DcpTensor(name, shape, dtype, _in_order(chunks)))
+        return tensors
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ExportError(f"{directory}/.metadata is damaged ({error!r}). Export another checkpoint.") from error
+
+
+def _open_files(directory: Path) -> Callable[[str], StoredFile]:
+    """Return a function that opens a file of a DCP directory by name, once."""
+    checksums = _verify_manifest(directory)
+    recent: RecentBlocks = {}
+
+    @cache
+    def open_file(name: str) -> StoredFile:
+        path = directory / name
+        if checksums is not None and path not in checksums:
+            raise ExportError(f"{path} is not in the checkpoint's {layout.MANIFEST}. Export another checkpoint.")
+        try:
+            return StoredFile(path, (checksums or {}).get(path), recent)
+        except OSError as error:
+            raise ExportError(f"{path} is missing or cannot be read: {error.strerror}") from error
+
+    return open_file
+
+
+def _verify_manifest(directory: Path) -> Checksums | None:
+    """Compare the files that an export reads with the manifest, except the `.distcp` files with checksums of blocks.
+
+    Returns:
+        The checksums of blocks by file, None for a verified file; or None without a manifest, as in a stock checkpoint.
+    """
+    root = directory.parent if directory.name == MODEL_DIRECTORY else directory
+    if not (root / layout.MANIFEST).is_file():
+        if distributed.is_main():
+            logger.warning("%s has no %s; exporting without integrity checks", root, layout.MANIFEST)
+        return None
+    checksums: Checksums = {}
+    small: list[tuple[Path, str]] = []
+    unblocked: list[tuple[Path, str]] = []
+    try:
+        for name, entry in layout.read_manifest(root)["files"].items():
+            file, num_bytes, blocks = root / name, int(entry["bytes"]), entry.get("blocks")
+            # The optimizer's and the ranks' own state are not read.
+            if file.parent not in (root, directory) or file.suffix in (".pt", ".pth"):
+                continue
+            if not file.is_file() or file.stat().st_size != num_bytes:
+                raise ExportError(
+                    f"{file} is missing or has another size than in {layout.MANIFEST}: {num_bytes:,} bytes"
+                )
+            if blocks is not None and len(blocks) != -(-num_bytes // CHECKSUM_BLOCK_BYTES):
+                raise ValueError(f"{name} has {len(blocks)} blocks")
+            checksums[file] = blocks
+            if blocks is None:
+                (unblocked if file.suffix == ".distcp" else small).append((file, str(entry["xxh3"])))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ExportError(f"{root / layout.MANIFEST} cannot be read ({error!r}). Export another checkpoint.") from error
+    if unblocked:
+        distributed.print_main(
+            f"verifying {len(unblocked)} files first, because {root} has no checksums of their blocks"
+        )
+    for file, expected in small + unblocked[distributed.rank() :: distributed.world_size()]:
+        if layout.checksum(file) != expected:
+            raise _changed(file)
+    return checksums
+
+
+def _changed(file: Path) -> ExportError:
+    return ExportError(f"{file} has changed: its checksum differs from {layout.MANIFEST}. Export another checkpoint.")
 
 
 def _chunk(
@@ -132,6 +286,7 @@ def _chunk(
     dtype: torch.dtype,
     chunk: Any,
     storage: Any,
+    files: Callable[[str], StoredFile],
     plain: dict[bytes, bool],
 ) -> Chunk:
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
@@ -139,17 +294,19 @@ def _chunk(
         raise ExportError(
             f"{directory}: {name} has a chunk of {sizes} at {offsets}; only tensors sharded by rows can be exported."
         )
-    info = storage[(name, offsets)]
+    info = storage.get((name, offsets))
+    if info is None:
+        raise ExportError(f"{directory}/.metadata does not say where {name} is stored. Export another checkpoint.")
     width, count = math.prod(shape[1:]), math.prod(sizes)
-    file = directory / info.relative_path
-    start = 0 if count == 0 else _data_start(file, name, info.offset, info.length, count * dtype.itemsize, plain)
-    return Chunk((offsets[0] if offsets else 0) * width, count, file, start)
+    file = files(info.relative_path)
+    start = 0 if count == 0 else _data_start(file.path, name, info.offset, info.length, count * dtype.itemsize, plain)
+    return Chunk((offsets[0] if offsets else 0) * width, count, file, start, info.offset, info.length)
 
 
 def _data_start(file: Path, name: str, offset: int, length: int, num_bytes: int, plain: dict[bytes, bool]) -> int:
     """Return the first byte of a chunk's values in its `.distcp` file; `plain` caches which pickles are plain tensors."""
-    if not file.is_file() or file.stat().st_size < offset + length:
-        raise ExportError(f"{file} is missing or truncated: {name} should end at byte {offset + length:,}.")
+    if file.stat().st_size < offset + length:
+        raise ExportError(f"{file} is truncated: {name} should end at byte {offset + length:,}.")
     try:
         with _Window(file, offset, length) as window, zipfile.ZipFile(window) as archive:
             (data,) = [info for info in archive.infolist() if info.filename.split("/")[-2:-1] == ["data"]]
@@ -164,7 +321,9 @@ def _data_start(file: Path, name: str, offset: int, length: int, num_bytes: int,
             header = bytearray(4)
             window.seek(data.header_offset + 26)  # lengths of the local header's name and extra field
             window.readinto(header)
-    except (zipfile.BadZipFile, ValueError, RuntimeError, OSError) as error:
+    except ExportError:
+        raise
+    except Exception as error:  # zipfile and torch raise many types for damaged archives
         raise ExportError(f"{file}: {name} cannot be read ({error})") from error
     name_bytes, extra_bytes = int.from_bytes(header[:2], "little"), int.from_bytes(header[2:], "little")
     return offset + data.header_offset + 30 + name_bytes + extra_bytes
@@ -188,28 +347,3 @@ def _checked(directory: Path, tensor: DcpTensor) -> DcpTensor:
     if end != math.prod(tensor.shape):
         raise ExportError(f"{directory}: {tensor.name} has {end:,} of {math.prod(tensor.shape):,} elements")
     return tensor
-
-
-def _read(file: Path, offset: int, view: memoryview) -> None:
-    descriptor = _descriptor(file)
-    while view:
-        count = os.preadv(descriptor, [view], offset)
-        if count == 0:
-            raise ExportError(f"{file} ended at byte {offset:,}: it changed while it was being read")
-        view, offset = view[count:], offset + count
-
-
-_descriptors: dict[Path, int] = {}
-
-
-def _descriptor(file: Path) -> int:
-    if file not in _descriptors:
-        _descriptors[file] = os.open(file, os.O_RDONLY)
-    return _descriptors[file]
-
-
-def close_all() -> None:
-    """Close the files that were opened for reading."""
-    for descriptor in _descriptors.values():
-        os.close(descriptor)
-    _descriptors.clear()

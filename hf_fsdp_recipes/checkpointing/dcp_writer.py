@@ -19,7 +19,7 @@ class DirectWriter(FileSystemWriter):
     """A DCP writer whose `.distcp` files are durable once closed; the caller must sync `.metadata`.
 
     Attributes:
-        manifest_entries: size and checksum of each `.distcp` file that this rank has written, by name.
+        manifest_entries: size and checksums of each `.distcp` file that this rank has written, by name.
 
     Args:
         directory: to write into.

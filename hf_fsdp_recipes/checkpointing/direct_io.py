@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 4096  # offset, length and memory address of a direct write must be multiples of this
 BUFFER_BYTES = 2 * 1024 * 1024
+CHECKSUM_BLOCK_BYTES = 8 * 1024 * 1024  # multiple of BUFFER_BYTES; part of the manifest's format
 MIN_DIRECT_BYTES = 256 * 1024  # smaller writes are faster through the cache
 
 
@@ -98,7 +99,7 @@ class DirectFile:
 
 
 class ChecksummedStream(io.RawIOBase):
-    """Write a new file sequentially and compute its XXH3 checksum on the fly.
+    """Write a new file sequentially and compute its XXH3 checksums on the fly: the file's, and each block's.
 
     Args:
         file: its path.
@@ -112,7 +113,8 @@ class ChecksummedStream(io.RawIOBase):
         self._file = DirectFile(file)
         self._buffer = new_buffer()
         self._start = self._num_buffered = 0  # file offset of the buffer's first byte; bytes in the buffer
-        self._hash = xxhash.xxh3_64()
+        self._hash, self._block_hash = xxhash.xxh3_64(), xxhash.xxh3_64()
+        self._blocks: list[str] = []
 
     def writable(self) -> bool:
         """Return True."""
@@ -125,28 +127,38 @@ class ChecksummedStream(io.RawIOBase):
     def write(self, data: "ReadableBuffer") -> int:
         """Write all of `data`; return its number of bytes."""
         view = memoryview(data).cast("B")
-        self._hash.update(view)
         done = 0
         while done < len(view):
             count = min(len(self._buffer) - self._num_buffered, len(view) - done)
             self._buffer[self._num_buffered : self._num_buffered + count] = view[done : done + count]
             done, self._num_buffered = done + count, self._num_buffered + count
             if self._num_buffered == len(self._buffer):
-                self._file.write_blocks(self._buffer, self._num_buffered, self._start)
-                self._start, self._num_buffered = self.tell(), 0
+                self._flush()
         self._notify(done)
         return done
 
-    def manifest_entry(self) -> dict[str, int | str]:
-        """Return the size and checksum of the bytes written so far, in the manifest's format."""
-        return {"bytes": self.tell(), "xxh3": self._hash.hexdigest()}
+    def _flush(self) -> None:
+        """Write the buffer and add it to the checksums, while it is in the processor's cache."""
+        with memoryview(self._buffer)[: self._num_buffered] as content:
+            self._hash.update(content)
+            self._block_hash.update(content)
+        self._file.write_blocks(self._buffer, self._num_buffered, self._start)
+        if self._num_buffered and self.tell() % CHECKSUM_BLOCK_BYTES == 0:
+            self._blocks.append(self._block_hash.hexdigest())
+            self._block_hash.reset()
+        self._start, self._num_buffered = self.tell(), 0
+
+    def manifest_entry(self) -> dict[str, Any]:
+        """Return the size and checksums of the closed file, in the manifest's format."""
+        last = [self._block_hash.hexdigest()] if self.tell() % CHECKSUM_BLOCK_BYTES else []
+        return {"bytes": self.tell(), "xxh3": self._hash.hexdigest(), "blocks": [*self._blocks, *last]}
 
     def close(self) -> None:
         """Write what is buffered and make the file durable."""
         if self.closed:
             return
         try:
-            self._file.write_blocks(self._buffer, self._num_buffered, self._start)
+            self._flush()
         finally:
             super().close()
             self._file.close()

@@ -31,11 +31,12 @@ _READ_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One `checkpoint-<step>` directory, and why it cannot be resumed from (None if it can)."""
+    """One `checkpoint-<step>` directory, why it cannot be resumed from (None if it can), and its run's id."""
 
     path: Path
     step: int
     fault: str | None
+    run: str | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -116,7 +117,7 @@ def commit(incomplete: Path, final: Path, files: Mapping[str, Mapping[str, Any]]
         for directory in {incomplete, *((incomplete / name).parent for name in files)}:
             sync_path(directory)
         if final.exists():
-            _set_aside(final)
+            set_aside(final)
         incomplete.rename(final)
         sync_path(final.parent)
     except OSError as error:
@@ -125,8 +126,8 @@ def commit(incomplete: Path, final: Path, files: Mapping[str, Mapping[str, Any]]
         ) from error
 
 
-def _set_aside(path: Path) -> Path:
-    """Rename a directory instead of deleting it."""
+def set_aside(path: Path) -> Path:
+    """Rename a directory instead of deleting it, and log a warning with both names."""
     number = 0
     while (target := path.with_name(f"{path.name}.set-aside-{number}")).exists():
         number += 1
@@ -168,7 +169,8 @@ def list_checkpoints(output_dir: str | os.PathLike[str], verify: bool = False) -
     for path in directory.iterdir() if directory.is_dir() else ():
         match = _NAME.fullmatch(path.name)
         if match and path.is_dir():
-            found.append(Checkpoint(path, int(match.group(1)), validate(path, verify)))
+            run = read_manifest(path).get("run")
+            found.append(Checkpoint(path, int(match.group(1)), validate(path, verify), run))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
@@ -227,16 +229,21 @@ def quarantine_incomplete(output_dir: str | os.PathLike[str]) -> list[Path]:
         The new paths.
     """
     incomplete = [checkpoint for checkpoint in list_checkpoints(output_dir) if not checkpoint.is_complete]
-    return [_set_aside(checkpoint.path) for checkpoint in incomplete if (checkpoint.path / MANIFEST).is_file()]
+    return [set_aside(checkpoint.path) for checkpoint in incomplete if (checkpoint.path / MANIFEST).is_file()]
 
 
-def remove_old(output_dir: str | os.PathLike[str], keep: int, protect: Iterable[Path | str] = ()) -> list[Path]:
-    """Delete the oldest complete checkpoints beyond `keep`, never the newest or a protected one. Rank 0 only.
+def remove_old(
+    output_dir: str | os.PathLike[str], keep: int, protect: Iterable[Path | str] = (), run: str | None = None
+) -> list[Path]:
+    """Delete a run's oldest complete checkpoints beyond `keep`, never the newest or a protected one. Rank 0 only.
 
-    Call it after a newer checkpoint is complete. Only directories named exactly `checkpoint-<step>` are deleted.
+    Call it after a newer checkpoint is complete. Only directories named exactly `checkpoint-<step>` whose manifest has the
+    id `run` are counted and deleted.
     """
     protected = {Path(path).resolve() for path in protect}
-    complete = [checkpoint for checkpoint in list_checkpoints(output_dir) if checkpoint.is_complete]
+    complete = [
+        checkpoint for checkpoint in list_checkpoints(output_dir) if checkpoint.is_complete and checkpoint.run == run
+    ]
     candidates = [checkpoint for checkpoint in complete[:-1] if checkpoint.path.resolve() not in protected]
     removed = []
     for checkpoint in candidates[: max(0, len(complete) - keep)]:

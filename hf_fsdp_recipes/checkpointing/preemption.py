@@ -51,17 +51,27 @@ class SignalWatch:
             signal.signal(number, previous)
         self._previous = {}
 
-    def is_agreed(self, step: int) -> bool:
-        """Return whether any rank was signaled. Collective: every rank must call this at the same steps."""
-        if step % self._every_steps == 0 and not self._is_agreed:
-            flag = torch.tensor([self._received], dtype=torch.int32)
-            if self._group is not None:
-                dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-            if flag.item():
-                self._is_agreed = True
-                name = signal.Signals(int(flag.item())).name
-                distributed.print_main(f"{name} received: writing a checkpoint at step {step}, then stopping")
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the ranks have agreed to stop."""
         return self._is_agreed
+
+    def exchange(self, step: int, has_failed: bool) -> tuple[bool, bool]:
+        """Return whether any rank was signaled, and whether any has failed.
+
+        Collective: every rank must call this at the same steps.
+        """
+        if self._is_agreed or step % self._every_steps:
+            return self._is_agreed, False
+        flags = torch.tensor([self._received, has_failed], dtype=torch.int32)
+        if self._group is not None:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        number, any_failed = flags.tolist()
+        if number:
+            self._is_agreed = True
+            name = signal.Signals(number).name
+            distributed.print_main(f"{name} received: writing a checkpoint at step {step}, then stopping")
+        return self._is_agreed, bool(any_failed)
 
     def exit_if_signaled(self, completed: Path | None) -> None:
         """Exit with EXIT_PREEMPTED if the ranks agreed to stop.

@@ -1,14 +1,35 @@
 """Collects the sharded state of model and optimizer, in the layout that Trainer resumes from."""
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import fsdp1
+from hf_fsdp_recipes.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accelerate import FullyShardedDataParallelPlugin
+    from transformers import TrainingArguments
+
+
+def check_arguments(args: "TrainingArguments", plugin: "FullyShardedDataParallelPlugin") -> None:
+    """Check that a run saves complete sharded states. Not a collective.
+
+    Raises:
+        CheckpointError: names the argument to change.
+    """
+    if plugin.state_dict_type.name != "SHARDED_STATE_DICT":
+        raise CheckpointError(
+            f"fsdp_state_dict_type is {plugin.state_dict_type.name}, but ShardedCheckpointCallback writes "
+            f"SHARDED_STATE_DICT. Set that in the Accelerate config."
+        )
+    if args.save_only_model:
+        raise CheckpointError(
+            "save_only_model is set, but a checkpoint without an optimizer cannot be resumed. Remove save_only_model."
+        )
 
 
 def capture(
@@ -28,13 +49,32 @@ def capture(
     return {"model": model_state, "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
 
 
-def local_bytes(value: Any) -> int:
-    """Return the number of bytes of a state on this rank: full tensors and local shards."""
+def local_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and tensors of a state on this rank: full tensors and local shards."""
     if isinstance(value, Mapping):
-        return sum(local_bytes(inner) for inner in value.values())
-    if isinstance(value, list | tuple):
-        return sum(local_bytes(inner) for inner in value)
-    if hasattr(value, "local_shards"):  # FSDP1's ShardedTensor
-        return sum(shard.tensor.nbytes for shard in value.local_shards())
-    local = value.to_local() if hasattr(value, "to_local") else value
-    return local.nbytes if isinstance(local, torch.Tensor) else 0
+        for key, inner in value.items():
+            yield from local_tensors(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from local_tensors(inner, f"{name}.{number}")
+    elif hasattr(value, "local_shards"):  # FSDP1's ShardedTensor
+        yield from ((name, shard.tensor) for shard in value.local_shards())
+    elif isinstance(value, torch.Tensor):
+        yield name, value.to_local() if hasattr(value, "to_local") else value
+
+
+def random_state() -> dict[str, Any]:
+    """Return this rank's random state in the form that Trainer restores."""
+    import numpy
+
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+    }
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        has_several_ranks = distributed.world_size() > 1
+        states[accelerator.type] = module.get_rng_state_all() if has_several_ranks else module.get_rng_state()
+    return states

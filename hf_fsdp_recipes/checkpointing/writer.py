@@ -6,7 +6,9 @@ forward and backward; only the next optimizer step waits for it. One save is in 
 raised at the next call.
 """
 
+import contextlib
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,16 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.checkpointing.dcp_writer import DirectWriter
+from hf_fsdp_recipes.checkpointing.divergence import check_weights
 from hf_fsdp_recipes.checkpointing.fsync import sync_path
 from hf_fsdp_recipes.checkpointing.staging import HostStaging
-from hf_fsdp_recipes.checkpointing.state import local_bytes
-from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.checkpointing.state import local_tensors
+from hf_fsdp_recipes.errors import CheckpointError, DivergenceError
 from hf_fsdp_recipes.metrics import progress
 
 logger = logging.getLogger(__name__)
@@ -134,12 +136,10 @@ class Writer:
         distributed.raise_together(failure)
         return self._completed
 
-    def collect_failure(self) -> Exception | None:
-        """Return the error of a finished save once, without waiting. Not a collective."""
-        if self.is_writing:
-            return None
-        failure, self._failure = self._failure, None
-        return failure
+    @property
+    def failure(self) -> Exception | None:
+        """The error of a finished save that `wait` has not raised yet. Not a collective."""
+        return None if self.is_writing else self._failure
 
     def _stage_all(self, state: Mapping[str, State], staged: Mapping[str, "Future[State]"]) -> None:
         """Copy one part after the other, so that the first is written while the second is copied."""
@@ -174,11 +174,22 @@ class Writer:
     def _write_guarded(self, snapshot: Snapshot, state_of: Callable[[str], State]) -> None:
         try:
             self._write(snapshot, state_of)
+        except DivergenceError as error:
+            self._failure = error
         except BaseException as error:  # DCP's CheckpointException is not an Exception
             self._failure = CheckpointError(
                 f"the checkpoint of step {snapshot.step} was not written: {_cause(error)}. Earlier checkpoints are intact. Check "
                 f"free space and permissions of {self.output_dir}."
             )
+        if self._failure is not None:
+            self._discard(snapshot.step)
+
+    def _discard(self, step: int) -> None:
+        """Delete what a failed save has written, once every rank has stopped writing."""
+        with contextlib.suppress(RuntimeError):  # a rank has exited
+            distributed.gather_objects(None, self._group)
+            if distributed.is_main():
+                shutil.rmtree(layout.incomplete_directory_for(self.output_dir, step), ignore_errors=True)
 
     def _write(self, snapshot: Snapshot, state_of: Callable[[str], State]) -> None:
         directory = layout.incomplete_directory_for(self.output_dir, snapshot.step)
@@ -190,6 +201,8 @@ class Writer:
         for part, folder in PARTS.items():
             with distributed.sync_errors(self._group):
                 state = state_of(part)
+                if part == "model":
+                    check_weights(local_tensors(state), snapshot.step, self.output_dir)
             entries |= self._write_state(state, part, directory / folder)
         with distributed.sync_errors(self._group):
             entries |= layout.manifest_entries(directory, list(snapshot.small_files))
@@ -208,7 +221,8 @@ class Writer:
         with distributed.sync_errors(self._group):
             if distributed.is_main():
                 directory.mkdir()
-        with progress.bar(local_bytes(state), f"save {part}", leave=False) as bar:
+        num_bytes = sum(tensor.nbytes for _, tensor in local_tensors(state))
+        with progress.bar(num_bytes, f"save {part}", leave=False) as bar:
             writer = DirectWriter(directory, bar.update)
             dcp.save({part: dict(state)}, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         entries = {f"{directory.name}/{name}": entry for name, entry in writer.manifest_entries.items()}
@@ -228,22 +242,3 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-
-
-def save_tensors(value: Any) -> Callable[[Path], None]:
-    """Return a function that writes a value with `torch.save`."""
-    return lambda path: torch.save(value, path)
-
-
-def save_bytes(content: bytes) -> Callable[[Path], None]:
-    """Return a function that writes bytes."""
-
-    def write(path: Path) -> None:
-        path.write_bytes(content)
-
-    return write
-
-
-def save_text(text: str) -> Callable[[Path], None]:
-    """Return a function that writes text."""
-    return save_bytes(text.encode())

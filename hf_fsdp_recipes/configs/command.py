@@ -76,7 +76,10 @@ def render(
     if output is None:
         print(text, end="")
     else:
-        output.write_text(text, encoding="utf-8")
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise TemplateError(f"Cannot write {output}: {error.strerror}. Choose another --output.") from error
 
 
 @config_app.command("render-all", hidden=True)

@@ -60,6 +60,9 @@ VARIANTS = {
     ),
 }
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
+MAIN_PROCESS_IP = (
+    "pass --main_process_ip"  # no valid host name, so that a launch without the flag fails instead of waiting
+)
 
 
 @dataclass(frozen=True)
@@ -226,6 +229,8 @@ def _entries(template: Template) -> Iterator[tuple[str, object, str]]:
     else:
         yield "mixed_precision", "bf16", "fp32 master weights, bf16 compute and communication; no loss scaling needed"
     yield "num_machines", nodes, "nodes; override with --num_machines" if nodes > 1 else ""
+    if nodes > 1:
+        yield "main_process_ip", MAIN_PROCESS_IP, "address of node 0, from the command line"
     yield "num_processes", ranks, "total ranks on all nodes; override with --num_processes"
     yield "main_training_function", "main", ""
     if template.on_gaudi:

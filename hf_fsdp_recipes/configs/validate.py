@@ -6,7 +6,7 @@ combinations that fail hours into a run or silently do something else.
 Source: accelerate 1.15 `commands/config/config_args.py`, `commands/launch.py`, `parallelism_config.py`.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from math import prod
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hf_fsdp_recipes.configs.templates import find_template, render
+from hf_fsdp_recipes.configs.templates import MAIN_PROCESS_IP, find_template, render
 from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import TemplateError
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Section = dict[str, Any]
 
+UNSUPPORTED_PARALLELISM = {"tp_size": "Tensor", "cp_size": "Context", "sp_size": "Sequence"}
 FSDP1_ONLY = {
     "fsdp_sharding_strategy": "Use fsdp_reshard_after_forward: true for FULL_SHARD, false for SHARD_GRAD_OP.",
     "fsdp_backward_prefetch": "Remove it; FSDP2 prefetches by itself.",
@@ -65,12 +66,34 @@ def find_faults(config: Section, model_classes: Collection[str] | None = None) -
     return [
         *_check_keys(config, fsdp, parallel),
         *_check_launch(config),
+        *_check_counts(config),
+        *find_unsupported(
+            {key.removeprefix("parallelism_config_"): value for key, value in parallel.items()},
+            config.get("mixed_precision"),
+        ),
         *_check_version(fsdp, parallel),
         *_check_choices(fsdp),
         *_check_wrapping(fsdp, model_classes),
         *_check_saving_and_loading(fsdp),
         *_check_mesh(config, fsdp, parallel),
     ]
+
+
+def find_unsupported(sizes: Mapping[str, Any], precision: str | None) -> Iterator[str]:
+    """Yield the parallelism and precision that this package does not support, each with its value.
+
+    Args:
+        sizes: sizes of Accelerate's parallelism_config, such as {"tp_size": 2}.
+        precision: mixed precision, such as bf16.
+    """
+    for key, kind in UNSUPPORTED_PARALLELISM.items():
+        if str(sizes.get(key) or 1) != "1":
+            yield (
+                f"{kind} parallelism is not supported, but {key} is {sizes[key]}. Remove it from parallelism_config, and shard "
+                f"over all ranks with dp_shard_size."
+            )
+    if precision == "fp8":
+        yield "mixed_precision is fp8, which has never been tested with this package. Set it to bf16."
 
 
 def module_classes(model: str) -> set[str]:
@@ -129,8 +152,19 @@ def _check_launch(config: Section) -> Iterator[str]:
         yield f"distributed_type is {config.get('distributed_type')}, so ranks would not shard the model. Set it to FSDP."
     precision = str(config.get("mixed_precision", "no"))
     if precision not in (*PrecisionType.list(), "False"):  # YAML reads an unquoted no as False
-        yield f"mixed_precision is {precision}. Set it to one of 'no', fp16, bf16, fp8."
+        yield f"mixed_precision is {precision}. Set it to one of 'no', fp16, bf16."
+
+
+def _check_counts(config: Section) -> Iterator[str]:
     nodes, ranks = config.get("num_machines", 1), config.get("num_processes")
+    for key, count in (("num_machines", nodes), ("num_processes", ranks)):
+        if isinstance(count, int) and count < 1:
+            yield f"{key} is {count}. Set it to at least 1."
+    if isinstance(nodes, int) and nodes > 1 and not config.get("main_process_ip"):
+        yield (
+            f"num_machines is {nodes} and main_process_ip is not set, so the nodes would wait forever. Set it to "
+            f"the address of node 0, or to '{MAIN_PROCESS_IP}' if every launch passes that flag."
+        )
     if isinstance(nodes, int) and isinstance(ranks, int) and ranks > 0 and ranks % max(nodes, 1):
         yield (
             f"num_processes is {ranks} and num_machines is {nodes}, but every node needs the same number of ranks. "

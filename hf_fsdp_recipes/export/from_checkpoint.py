@@ -16,8 +16,9 @@ from hf_fsdp_recipes import distributed, parameter_names
 from hf_fsdp_recipes.checkpointing import dcp_reader
 from hf_fsdp_recipes.checkpointing.dcp_reader import DcpTensor
 from hf_fsdp_recipes.checkpointing.resume import PARAMS_FILE, read_train_params
-from hf_fsdp_recipes.errors import ExportError, LoadError
+from hf_fsdp_recipes.errors import CheckpointError, ExportError, LoadError
 from hf_fsdp_recipes.export import lora_merge, model_assets
+from hf_fsdp_recipes.export.export_directory import check_files
 from hf_fsdp_recipes.export.export_plan import (
     ADAPTER_PATTERN,
     MODEL_PATTERN,
@@ -29,7 +30,7 @@ from hf_fsdp_recipes.export.export_plan import (
     written_dtype,
 )
 from hf_fsdp_recipes.export.tensor_files import FilePlan
-from hf_fsdp_recipes.export.write_export import write_export
+from hf_fsdp_recipes.export.write_export import check_arguments, write_export
 from hf_fsdp_recipes.loading.build_on_meta import build_on_meta, resolve_directory
 from hf_fsdp_recipes.loading.read_ranges import read_elements
 from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, open_index
@@ -61,7 +62,7 @@ def export_checkpoint(
     Args:
         checkpoint_dir: `checkpoint-<step>`, its `pytorch_model_fsdp_0`, any directory with a `.metadata` file, or, with
             `merge_adapter`, one with an `adapter_config.json`.
-        output_dir: appears when the export is complete.
+        output_dir: as in `export_model`.
         base_model: directory or Hub id to take the config and tokenizer from, and the base weights when merging an adapter.
             None uses the model in the checkpoint's train_params.yaml.
         dtype, max_shard_size: as in `export_model`.
@@ -72,18 +73,26 @@ def export_checkpoint(
         `output_dir`.
 
     Raises:
-        ExportError: on every process, if the checkpoint cannot be read or does not match its model, the base model is
-            unknown, or the disk is full.
+        ExportError: on every process, if the checkpoint cannot be read, differs from its manifest or does not match its
+            model, the base model is unknown, `output_dir` is not an export, or the disk is full.
     """
-    target_dtype = parse_dtype(dtype)
+    checkpoint, output = Path(checkpoint_dir), Path(output_dir)
+    check_arguments(
+        checkpoint_dir=str(checkpoint),
+        output_dir=str(output),
+        base_model=base_model,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        merge_adapter=merge_adapter,
+    )
 
     def describe() -> ExportPlan:
-        return _describe(Path(checkpoint_dir), base_model, target_dtype, merge_adapter)
+        try:
+            return _describe(checkpoint, base_model, parse_dtype(dtype), merge_adapter)
+        except CheckpointError as error:
+            raise ExportError(str(error)) from error
 
-    try:
-        return write_export(Path(output_dir), describe, max_shard_size, "auto", lambda: None)
-    finally:
-        dcp_reader.close_all()
+    return write_export(output, describe, max_shard_size, "auto", lambda: None, source=checkpoint)
 
 
 def _describe(checkpoint: Path, base_model: ModelName, dtype: torch.dtype | None, merge_adapter: bool) -> ExportPlan:
@@ -121,6 +130,7 @@ def _describe_adapter_directory(
         raise ExportError(
             f"{directory} is already an exported adapter. Pass merge_adapter (--merge-adapter) to merge it."
         )
+    check_files(directory)
     config, tensors = lora_merge.read_adapter(directory)
     name = str(base_model or config.base_model_name_or_path or "")
     if not name:
@@ -146,7 +156,7 @@ def _build(name: str, read_weights: bool) -> tuple["PreTrainedModel", BaseWeight
 
     try:
         directory = resolve_directory(name, {})
-        config = AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         model = build_on_meta(config, torch.float32)
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory)
@@ -205,7 +215,7 @@ def _copy_tokenizer(name: str | Path, directory: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        AutoTokenizer.from_pretrained(name).save_pretrained(directory)
+        AutoTokenizer.from_pretrained(name, trust_remote_code=False).save_pretrained(directory)
     except (OSError, ValueError) as error:
         distributed.print_main(f"note: exported without a tokenizer ({str(error).splitlines()[0]})")
 
@@ -220,7 +230,7 @@ def _describe_adapter(
     config = _adapter_config(params, name)
     shards = []
     for number, (key, tensor) in enumerate(tensors.items()):
-        stored = _stored_adapter_name(key, params["adapter_name"])
+        stored = parameter_names.without_adapter_name(key, params["adapter_name"])
         count = _own_count(number, math.prod(tensor.shape))
         written = written_dtype(tensor.dtype, dtype)
         parts = [full_range(stored, tensor.shape)]
@@ -251,11 +261,6 @@ def _adapter_config(params: dict[str, Any], name: str) -> "PeftConfig":
     config.inference_mode = True
     config.base_model_name_or_path = name or config.base_model_name_or_path
     return config
-
-
-def _stored_adapter_name(key: str, adapter_name: str) -> str:
-    """Return an adapter tensor's name in PEFT's files, without the adapter name that FSDP1 checkpoints keep."""
-    return key.replace(f".modules_to_save.{adapter_name}.", ".").replace(f".{adapter_name}.", ".")
 
 
 def _describe_merged(

@@ -4,6 +4,7 @@ A rank's shard of a row-major tensor is a contiguous range of the safetensors fi
 speed, without a gather or a second copy.
 """
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import torch
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export import lora_merge, model_assets
+from hf_fsdp_recipes.export.export_directory import check_target
 from hf_fsdp_recipes.export.export_plan import (
     ADAPTER_PATTERN,
     MODEL_PATTERN,
@@ -25,7 +27,7 @@ from hf_fsdp_recipes.export.export_plan import (
 )
 from hf_fsdp_recipes.export.slices import local_slices
 from hf_fsdp_recipes.export.tensor_files import FilePlan
-from hf_fsdp_recipes.export.write_export import Method, write_export
+from hf_fsdp_recipes.export.write_export import Method, check_arguments, write_export
 from hf_fsdp_recipes.loading.shard_layout import Slice
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange, set_conversions
 from hf_fsdp_recipes.peft_models import has_adapter
@@ -49,8 +51,8 @@ def export_model(
     Collective: every rank must call this, with the same arguments. The model is not changed.
 
     Args:
-        model: FSDP2, FSDP1 or plain. With PEFT adapters only the adapter is written, unless `merge_adapter`.
-        output_dir: created, or replaced if it is an earlier export, when the new export is complete.
+        model: FSDP2, FSDP1, DDP or plain. With PEFT adapters only the adapter is written, unless `merge_adapter`.
+        output_dir: created, or replaced if it is an earlier export and holds no other files, when the new export is complete.
         dtype: floating-point dtype to cast to while writing; None keeps the parameters' own.
         max_shard_size: bytes or "5GB", as in `save_pretrained`.
         method: `direct`: every rank writes its shards to shared files. `gather`: the others send theirs to rank 0.
@@ -62,18 +64,54 @@ def export_model(
         `output_dir`.
 
     Raises:
-        ExportError: on every rank, if there is no space or permission, `output_dir` is not an export, a weight cannot be
-            written shard by shard, or verification failed. `output_dir` is then unchanged.
+        ExportError: on every rank, if an argument is invalid or differs between ranks, there is no space or permission,
+            `output_dir` is not an export, a weight cannot be written shard by shard, or verification failed. `output_dir` is
+            then unchanged.
     """
-    target_dtype = parse_dtype(dtype)
+    directory = Path(output_dir)
+    check_arguments(
+        method, output_dir=str(directory), dtype=dtype, max_shard_size=max_shard_size, merge_adapter=merge_adapter
+    )
+    model = _without_data_parallel(model)
     with distributed.sync_errors():
+        target_dtype = parse_dtype(dtype)
         merger = lora_merge.ShardMerger(model) if merge_adapter else None
 
     def describe() -> ExportPlan:
         return _describe(model, target_dtype, tokenizer, merger)
 
     prepare = merger.gather if merger is not None else lambda: None
-    return write_export(Path(output_dir), describe, max_shard_size, method, prepare)
+    return write_export(directory, describe, max_shard_size, method, prepare)
+
+
+def check_export(
+    model: torch.nn.Module,
+    output_dir: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+    merge_adapter: bool = False,
+) -> None:
+    """Find out before training whether `export_model` will be able to write a model there.
+
+    Collective: every rank must call this. The model may be on meta, sharded or not.
+
+    Raises:
+        ExportError: on every rank, as `export_model` would.
+    """
+    check_arguments(output_dir=str(output_dir), max_shard_size=max_shard_size)
+    model = _without_data_parallel(model)
+    with distributed.sync_errors():
+        merger = lora_merge.ShardMerger(model) if merge_adapter else None
+        shards = _describe(model, parse_dtype(dtype), None, merger).shards
+        if distributed.is_main():
+            num_bytes = sum(math.prod(shard.shape) * shard.dtype.itemsize for shard in shards)
+            check_target(output_dir, max_shard_size, num_bytes)
+
+
+def _without_data_parallel(model: torch.nn.Module) -> torch.nn.Module:
+    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    return model.module if isinstance(model, wrappers) else model
 
 
 def _describe(

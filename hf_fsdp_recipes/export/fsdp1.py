@@ -15,6 +15,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.loading.shard_layout import Slice
 from hf_fsdp_recipes.parameter_names import without_wrappers
+from hf_fsdp_recipes.patches.registry import versions_of
 
 
 def is_flat(tensor: torch.Tensor) -> bool:
@@ -40,8 +41,8 @@ def _slices(model: torch.nn.Module) -> Iterator[tuple[str, Slice]]:
         flat = handle.flat_param
         if not hasattr(flat, "_shard_param_infos"):
             raise ExportError(
-                f"torch {torch.__version__} stores FSDP1's flat parameters differently. Install torch 2.11 to 2.13, or use "
-                f"FSDP2."
+                f"torch {torch.__version__} stores FSDP1's flat parameters differently. Install {versions_of('torch')}, or "
+                f"use FSDP2."
             )
         is_replica = _is_replica(module, handle)
         infos = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)

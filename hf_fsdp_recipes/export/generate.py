@@ -14,19 +14,23 @@ def generate(
     """Return an export's greedy continuation of a prompt; an adapter is loaded onto its base.
 
     Raises:
-        ExportError: there is no such export or prompt, or no chat template for `chat`.
+        ExportError: there is no such export or prompt, no token to generate, or no chat template for `chat`.
     """
-    from transformers import AutoTokenizer
-
+    if max_new_tokens < 1:
+        raise ExportError(f"max_new_tokens is {max_new_tokens}. Generate at least 1 token.")
+    if not model.is_dir():
+        raise ExportError(f"{model} is not a directory. Pass an export.")
     try:
         prompt = prompt_file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ExportError(f"{prompt_file} cannot be read as text: {error}") from error
+        raise ExportError(f"{prompt_file} cannot be read as text: {error}. Check --prompt-file.") from error
+    from transformers import AutoTokenizer
+
+    network = load_export(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        network = load_export(model)
-    except (OSError, ValueError) as error:
-        raise ExportError(f"{model} cannot be loaded: {str(error).splitlines()[0]}") from error
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise many types
+        raise ExportError(f"the tokenizer of {model} cannot be loaded: {str(error).splitlines()[0]}") from error
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     network = network.to(device) if device is not None else network
     if chat:
@@ -34,9 +38,12 @@ def generate(
             raise ExportError(f"{model} has no chat template. Leave out --chat.")
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        try:
+            inputs = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        except Exception as error:  # a template may fail in any way
+            raise ExportError(f"the chat template of {model} fails: {error}") from error
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
     inputs = {key: value.to(network.device) for key, value in inputs.items() if key != "token_type_ids"}

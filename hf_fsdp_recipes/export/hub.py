@@ -41,9 +41,9 @@ class HubTarget:
     """
 
     repo_id: str
-    strategy: str
-    is_private: bool
-    token: str | None
+    strategy: str = "every_save"
+    is_private: bool = True
+    token: str | None = None
 
 
 def read_target(training: "TrainingArguments") -> HubTarget | None:

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.export.export_directory import check_files
 from hf_fsdp_recipes.export.lora_merge import ADAPTER_CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -17,14 +19,19 @@ def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedMo
 
     Args:
         directory: written by `export_model` or `export_checkpoint`.
-        **from_pretrained_kwargs: as in `from_pretrained`.
+        **from_pretrained_kwargs: as in `from_pretrained`; `trust_remote_code` is False unless it is here.
 
     Raises:
-        OSError, ValueError: as `from_pretrained`.
+        ExportError: it cannot be loaded, or its files are not those that its marker lists.
     """
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
+    check_files(directory)
     is_adapter = (directory / ADAPTER_CONFIG_FILE).is_file()
     loader: Any = AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
-    return loader.from_pretrained(str(directory), **from_pretrained_kwargs).eval()
+    kwargs = {"trust_remote_code": False} | from_pretrained_kwargs  # transformers would ask on stdin without it
+    try:
+        return loader.from_pretrained(str(directory), **kwargs).eval()
+    except Exception as error:  # transformers, PEFT and safetensors raise many types
+        raise ExportError(f"{directory} cannot be loaded: {(str(error) or repr(error)).splitlines()[0]}") from error

@@ -31,8 +31,9 @@ def collect(model: torch.nn.Module, tokenizer: "PreTrainedTokenizerBase | None")
 
 
 def save_configs(model: torch.nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Write config and generation config, set for inference. Rank 0 only."""
+    """Write config and generation config, set for inference, and the model's own code. Rank 0 only."""
     from transformers import PreTrainedModel
+    from transformers.dynamic_module_utils import custom_object_save
 
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if inner is None:
@@ -42,9 +43,17 @@ def save_configs(model: torch.nn.Module, directory: Path, dtype: torch.dtype | N
         config.dtype = dtype
     config.architectures = [type(inner).__name__.removeprefix("FSDP")]
     config.use_cache = True  # training turns it off
+    if (custom := find_custom_class(model)) is not None:
+        custom_object_save(custom, directory)
     config.save_pretrained(directory)
     if inner.can_generate():
         inner.generation_config.save_pretrained(directory)
+
+
+def find_custom_class(model: torch.nn.Module) -> type | None:
+    """Return the model's class if it comes from the checkpoint's own code (`trust_remote_code`), else None."""
+    classes = (cls for module in model.modules() for cls in type(module).__mro__)
+    return next((cls for cls in classes if cls.__module__.startswith("transformers_modules.")), None)
 
 
 def find_directory(checkpoint: Path, file: str) -> Path | None:

@@ -6,7 +6,6 @@ Source: the safetensors format, https://github.com/huggingface/safetensors#forma
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from hf_fsdp_recipes.checkpointing.direct_io import DirectFile, new_buffer
-from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.export.export_directory import check_free_space
 from hf_fsdp_recipes.loading.safetensors_index import DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -65,7 +64,7 @@ class FilePlan:
 
 
 def plan_files(
-    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], max_shard_size: int | str, pattern: str
+    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], max_shard_bytes: int, pattern: str
 ) -> FilePlan:
     """Assign tensors to files as `save_pretrained` does, and lay out each file. Any rank may call this.
 
@@ -73,13 +72,13 @@ def plan_files(
 
     Args:
         tensors: name, shape and dtype, in the order of the state dict.
-        max_shard_size: bytes, or "5GB"; a larger tensor gets its own file.
+        max_shard_bytes: size of the largest file; a larger tensor gets its own.
         pattern: the file name, with `{suffix}` for `-00001-of-00002`.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
     meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in tensors}
-    split = split_torch_state_dict_into_shards(meta, filename_pattern=pattern, max_shard_size=max_shard_size)
+    split = split_torch_state_dict_into_shards(meta, filename_pattern=pattern, max_shard_size=max_shard_bytes)
     headers, num_bytes, planned = {}, {}, {}
     for file, names in split.filename_to_tensors.items():
         # The reference writer sorts the same way, to align larger dtypes.
@@ -113,12 +112,7 @@ def create_files(plan: FilePlan, directory: Path) -> None:
     Raises:
         ExportError: there is not enough free space; nothing was written.
     """
-    needed, free = sum(plan.num_bytes.values()), shutil.disk_usage(directory).free
-    if needed > free:
-        raise ExportError(
-            f"the export needs {needed:,} bytes and {directory.parent} has {free:,} free. Free some space or choose another "
-            f"output directory; checkpoints are intact."
-        )
+    check_free_space(directory, sum(plan.num_bytes.values()))
     for file, header in plan.headers.items():
         descriptor = os.open(directory / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:

@@ -14,14 +14,6 @@ from hf_fsdp_recipes.loading.weight_mapping import WeightMapping
 logger = logging.getLogger(__name__)
 
 
-def looks_like_export(directory: Path) -> bool:
-    """Return whether a directory is empty or looks like an export."""
-    if not directory.is_dir():
-        return False
-    files = {file.name for file in directory.iterdir()}
-    return not files or bool(files & {"config.json", "adapter_config.json"})
-
-
 def has_weights(directory: Path) -> bool:
     """Return whether an export holds readable weights."""
     try:

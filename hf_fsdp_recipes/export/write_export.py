@@ -1,19 +1,20 @@
 """Writes an export to a temporary directory and renames it when it is complete."""
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed, parameter_names
-from hf_fsdp_recipes.checkpointing.fsync import sync_path
+from hf_fsdp_recipes.checkpointing.divergence import is_finite
 from hf_fsdp_recipes.errors import ExportError
-from hf_fsdp_recipes.export import verify_files
+from hf_fsdp_recipes.export import export_directory, verify_files
 from hf_fsdp_recipes.export.export_plan import ExportPlan, ShardExport
 from hf_fsdp_recipes.export.tensor_files import FilePlan, FileWriter, create_files, plan_files
 from hf_fsdp_recipes.metrics import progress
@@ -24,81 +25,103 @@ Method = Literal["auto", "direct", "gather"]
 Chunk = tuple[str, int, torch.Tensor]  # (stored tensor, first element of it, values)
 
 
+def check_arguments(method: str = "auto", **arguments: Any) -> None:
+    """Check that all ranks pass the same arguments, so that none waits for the others later.
+
+    Collective: every rank must call this.
+
+    Raises:
+        ExportError: on every rank; names an argument that differs and two of its values, or an unknown method.
+    """
+    arguments["method"] = method
+    gathered = distributed.gather_objects({name: repr(value) for name, value in arguments.items()})
+    with distributed.sync_errors():
+        for rank, others in enumerate(gathered):
+            for name, value in gathered[0].items():
+                if others[name] != value:
+                    raise ExportError(
+                        f"{name} is {value} on rank 0 and {others[name]} on rank {rank}. Pass the same on every rank."
+                    )
+        if method not in get_args(Method):
+            raise ExportError(f"method is {method!r}. Use {', '.join(get_args(Method))}.")
+
+
 def write_export(
-    final: Path,
+    output_dir: Path,
     describe: Callable[[], ExportPlan],
     max_shard_size: int | str,
     method: Method,
     prepare: Callable[[], None],
+    source: Path | None = None,
 ) -> Path:
     """Write an export under a temporary name, verify it, and rename it.
 
-    Collective: every rank must call this.
+    Collective: every rank must call this, after `check_arguments`.
 
     Args:
-        final: the directory to create or replace.
+        output_dir: the directory to create or replace.
         describe: returns this rank's plan; may fail on some ranks, must not call collectives.
         max_shard_size: bytes or "5GB".
         method: direct, gather, or auto to probe whether all ranks see the same storage.
         prepare: called on every rank between planning and writing; may call collectives.
+        source: the directory that is exported, if it is one.
 
     Raises:
-        ExportError: on every rank; `final` is unchanged.
+        ExportError: on every rank; `output_dir` is unchanged.
     """
-    temporary = final.with_name(f".{final.name}.incomplete")
-    with distributed.sync_errors():
+    with distributed.sync_errors(), _failed_write(output_dir):
         if distributed.is_main():
-            _create_directory(final, temporary)
+            export_directory.check_target(output_dir, max_shard_size, source=source)
+        final = output_dir.resolve()
+        temporary = export_directory.incomplete_directory_for(final)
+        if distributed.is_main():
+            export_directory.start(final)
     try:
         method = _choose_method(temporary) if method == "auto" else method
         with distributed.sync_errors():
             export = describe()
-            files = plan_files(_in_saved_order(export), max_shard_size, export.pattern)
+            files = plan_files(
+                _in_saved_order(export), export_directory.parse_shard_size(max_shard_size), export.pattern
+            )
             if distributed.is_main():
-                create_files(files, temporary)
+                with _failed_write(final):
+                    create_files(files, temporary)
         prepare()
         with ThreadPoolExecutor(max_workers=1) as executor:  # writes the small files in the background
             assets = executor.submit(_write_assets, export, files, temporary) if distributed.is_main() else None
             non_finite = _write_weights(export.shards, files, temporary, method)
-            with distributed.sync_errors():
+            with distributed.sync_errors(), _failed_write(final):
                 if assets is not None:
                     assets.result()
                     if export.is_adapter:
                         verify_files.check_adapter_rows(temporary, files)
-                    for file in temporary.iterdir():
-                        sync_path(file)
+                    export_directory.write_marker(temporary)
         verify_files.warn_non_finite(non_finite)
-        with distributed.sync_errors():
+        with distributed.sync_errors(), _failed_write(final):
             if distributed.is_main():
-                _replace(temporary, final)
+                export_directory.replace(final)
     except BaseException:
         if distributed.is_main():
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return final
+    return output_dir
 
 
-def _create_directory(final: Path, temporary: Path) -> None:
-    """Create the temporary directory, unless `final` exists and is not an export. Rank 0 only."""
+@contextlib.contextmanager
+def _failed_write(directory: Path) -> Iterator[None]:
+    """Turn an error of the file system into one line."""
     try:
-        if final.exists() and not verify_files.looks_like_export(final):
-            raise ExportError(
-                f"{final} exists and is not an export, so it is not replaced. Choose another directory, or move that one."
-            )
-        final.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        yield
     except OSError as error:
-        raise ExportError(
-            f"{temporary} cannot be created: {error.strerror}. Check the path and its permissions."
-        ) from error
+        cause = error.strerror or str(error).splitlines()[0]
+        raise ExportError(f"{directory} could not be written: {cause}. Checkpoints are intact.") from error
 
 
 def _choose_method(directory: Path) -> Literal["direct", "gather"]:
     """Probe whether all ranks see a file that rank 0 writes. Collective: every rank must call this."""
     probe = directory / ".probe"
     token = distributed.broadcast_object(os.urandom(16).hex() if distributed.is_main() else "")
-    with distributed.sync_errors():
+    with distributed.sync_errors(), _failed_write(directory):
         if distributed.is_main():
             probe.write_text(token)
     try:
@@ -132,16 +155,9 @@ def _write_weights(shards: list[ShardExport], files: FilePlan, directory: Path, 
     if method == "gather" and distributed.world_size() > 1:
         _write_gathered(shards, writer, directory, non_finite)
         return non_finite
-    with distributed.sync_errors():
-        try:
-            _write_own(shards, writer, non_finite)
-        except OSError as error:
-            raise _write_failed(directory, error) from error
+    with distributed.sync_errors(), _failed_write(directory):
+        _write_own(shards, writer, non_finite)
     return non_finite
-
-
-def _write_failed(directory: Path, error: OSError) -> ExportError:
-    return ExportError(f"{directory.parent}: writing failed: {error.strerror}. Checkpoints are intact.")
 
 
 def _write_own(shards: list[ShardExport], writer: FileWriter, non_finite: dict[str, int]) -> None:
@@ -176,28 +192,25 @@ def _chunks(shard: ShardExport, non_finite: dict[str, int]) -> Iterator[Chunk]:
         for at in range(start, stop, step):
             count = min(step, stop - at)
             values = shard.read(at - begin, count).to(shard.dtype).cpu().contiguous()
-            if not _is_finite(values):
+            if not is_finite(values):
                 non_finite[part.tensor] = non_finite.get(part.tensor, 0) + int((~torch.isfinite(values)).sum())
             yield part.tensor, at - part.start, values
 
 
-def _is_finite(values: torch.Tensor) -> bool:
-    """Return whether no value is NaN or infinite. `aminmax` propagates both and is 30 times faster than `isfinite`."""
-    if not values.is_floating_point() or not values.numel():
-        return True
-    low, high = torch.aminmax(values)
-    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
-
-
 def _write_gathered(shards: list[ShardExport], writer: FileWriter, directory: Path, non_finite: dict[str, int]) -> None:
     """Send all shards to rank 0, one chunk at a time, and write them there. Collective."""
-    error: Exception | None = None
+    error: Exception | None = None  # kept until the exchange is over
     bar = progress.bar(sum(torch.Size(shard.shape).numel() * shard.dtype.itemsize for shard in shards), PROGRESS_TITLE)
     for shard in shards:
         chunks = _chunks(shard, non_finite)
         for sender in range(distributed.world_size()):
             while True:
-                chunk = _send_to_main(next(chunks, None) if distributed.rank() == sender else None, sender)
+                own = None
+                try:
+                    own = next(chunks, None) if distributed.rank() == sender and error is None else None
+                except Exception as caught:
+                    error = caught
+                chunk = _send_to_main(own, sender)
                 if chunk is None:
                     break
                 if distributed.is_main() and error is None:
@@ -207,13 +220,10 @@ def _write_gathered(shards: list[ShardExport], writer: FileWriter, directory: Pa
                     except OSError as caught:
                         error = caught
     bar.close()
-    with distributed.sync_errors():
-        try:
-            if error is not None:
-                raise error
-            writer.close()
-        except OSError as caught:
-            raise _write_failed(directory, caught) from caught
+    with distributed.sync_errors(), _failed_write(directory):
+        if error is not None:
+            raise error
+        writer.close()
 
 
 def _send_to_main(chunk: Chunk | None, sender: int) -> Chunk | None:
@@ -249,14 +259,3 @@ def _write_assets(export: ExportPlan, files: FilePlan, directory: Path) -> None:
         (directory / f"{export.pattern.format(suffix='')}.index.json").write_text(index)
     export.write_assets(directory, files)
     verify_files.check_headers(directory, files, export.is_adapter)
-
-
-def _replace(temporary: Path, final: Path) -> None:
-    """Rename the finished directory, then delete the export that it replaces. Rank 0 only."""
-    replaced = final.with_name(f".{final.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
-        final.rename(replaced)
-    temporary.rename(final)
-    sync_path(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)

@@ -22,7 +22,7 @@ from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.read_ranges import as_bytes, byte_ranges, read_elements
 from hf_fsdp_recipes.loading.safetensors_index import Prefetcher, SafetensorsIndex
 from hf_fsdp_recipes.loading.shard_layout import ShardGroup, ShardTarget
-from hf_fsdp_recipes.loading.verify import SAMPLE_ELEMENTS, Checksums
+from hf_fsdp_recipes.loading.verify import SAMPLE_ELEMENTS, Checksums, is_finite
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 from hf_fsdp_recipes.metrics import progress
 from hf_fsdp_recipes.precision import mixed_precision_dtype
@@ -172,11 +172,20 @@ def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torc
 def read_and_quantize(
     index: SafetensorsIndex, ranges: Sequence[TensorRange], spec: Quant4bitSpec, device: torch.device
 ) -> tuple[torch.Tensor, "QuantState"]:
-    """Read one full weight and quantize it. Called on the reading rank."""
+    """Read one full weight and quantize it. Called on the reading rank.
+
+    Raises:
+        LoadError: the weight contains NaN or infinity.
+    """
     stored_dtype = index.tensors[ranges[0].tensor].dtype
     values = torch.empty(torch.Size(spec.shape).numel(), dtype=stored_dtype)
     read_elements(index, ranges, 0, values)
-    return spec.quantize(values.to(device))
+    values = values.to(device)
+    if not is_finite(values):
+        raise LoadError(
+            f"{ranges[0].tensor} contains NaN or infinity, which cannot be quantized. Load an intact checkpoint."
+        )
+    return spec.quantize(values)
 
 
 Packed = tuple[ShardTarget, Quant4bitSpec, "Linear4bit"]

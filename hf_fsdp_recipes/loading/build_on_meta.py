@@ -59,15 +59,27 @@ def read_config(name: str, overrides: str | None = None) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if overrides:
             config.update_from_string(overrides)
             config = type(config).from_dict(config.to_dict())  # validates the changed config
+        check_has_layers(config)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise LoadError(
             f"the config {name} (config_overrides: {overrides}) cannot be used: {str(error).splitlines()[-1].strip()}"
         ) from error
     return config
+
+
+def check_has_layers(config: "PreTrainedConfig") -> None:
+    """Refuse a model without layers.
+
+    Raises:
+        LoadError: the number of layers is below 1.
+    """
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(num_layers, int) and num_layers < 1:
+        raise LoadError(f"num_hidden_layers is {num_layers}, so there is nothing to train. Set it to at least 1.")
 
 
 def resolve_dtype(dtype: Any, config: "PreTrainedConfig", stored: dict[str, StoredTensor]) -> torch.dtype:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed, parameter_names
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading import bnb_4bit, dora, resize
+from hf_fsdp_recipes.loading import bnb_4bit, dora, resize, verify
 from hf_fsdp_recipes.loading.checkpoint_source import (
     CheckpointSource,
     check_sources,
@@ -36,6 +36,8 @@ def prepare(
     model = prepare_model()
     raise_read_errors(source)
     _refresh_parameter_views(model)
+    names = ((parameter_names.in_base_model(name), parameter) for name, parameter in model.named_parameters())
+    verify.check_finite([pair for pair in names if pair[0] not in source.quantized], source.name_or_path)
     return model
 
 
@@ -97,9 +99,10 @@ def _full_parameter(
 def _packed_weight(source: CheckpointSource, name: str, layer: Any, device: torch.device) -> torch.nn.Parameter:
     """Return one full packed 4-bit weight, which FSDP1 flattens into its unit. Collective."""
     packed, state = torch.empty_like(layer.weight, device=device).data, None
-    if source.index is not None and distributed.is_main():
-        spec, ranges = source.quantized[name], source.ranges[name]
-        packed, state = bnb_4bit.read_and_quantize(source.index, ranges, spec, device)
+    with distributed.sync_errors():
+        if source.index is not None and distributed.is_main():
+            spec, ranges = source.quantized[name], source.ranges[name]
+            packed, state = bnb_4bit.read_and_quantize(source.index, ranges, spec, device)
     if dist.is_initialized():
         dist.broadcast(as_bytes(packed), src=0)
     layer.quant_state = bnb_4bit.broadcast_state(state, 0, device)

@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.configs.launch import check_launch
 from hf_fsdp_recipes.environment import is_fsdp_requested, is_true
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading import bnb_4bit, missing, resize
-from hf_fsdp_recipes.loading.build_on_meta import build_on_meta, read_config, resolve_directory, resolve_dtype
+from hf_fsdp_recipes.loading.build_on_meta import (
+    build_on_meta,
+    check_has_layers,
+    read_config,
+    resolve_directory,
+    resolve_dtype,
+)
 from hf_fsdp_recipes.loading.checkpoint_source import CheckpointSource, Source, Verify, attach_source
 from hf_fsdp_recipes.loading.materialize import MetaModelLoader
 from hf_fsdp_recipes.loading.safetensors_index import (
@@ -32,11 +39,23 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 
+_WHERE_FSDP_PLACES = "Remove it; FSDP places the weights, and the template's fsdp_offload_params keeps them on the CPU."
+REFUSED_ARGUMENTS = {
+    **dict.fromkeys(("device_map", "max_memory", "offload_folder", "offload_state_dict"), _WHERE_FSDP_PLACES),
+    "low_cpu_mem_usage": "Remove it; load_model never holds more than a rank's shard.",
+    "load_in_4bit": "Pass quantization_config=BitsAndBytesConfig(load_in_4bit=True).",
+    "load_in_8bit": "Pass quantization_config=BitsAndBytesConfig(load_in_4bit=True); 8-bit weights cannot be sharded.",
+    "ignore_mismatched_sizes": "Pass ignore_mismatched=True.",
+    **dict.fromkeys(("tp_plan", "device_mesh"), "Remove it; tensor parallelism is not supported."),
+}
+
+
 def load_model(
     name_or_path: str | os.PathLike[str],
     *,
     source: Source = "rank0",
     verify: Verify = "sample",
+    ignore_mismatched: bool = False,
     **from_pretrained_kwargs: Any,
 ) -> "PreTrainedModel":
     """Load a causal language model with no more host memory per rank than its shard and a small constant.
@@ -49,6 +68,7 @@ def load_model(
             every rank reads its own byte ranges, so every rank needs access to the files. `auto`: `direct` if every rank
             sees rank 0's files, else `rank0`.
         verify: compare checksums of a `sample` of every shard, or of all of it (`full`).
+        ignore_mismatched: initialize parameters that the checkpoint lacks or has in another shape, instead of refusing them.
         **from_pretrained_kwargs: as in `from_pretrained`: dtype, attn_implementation, revision, token, trust_remote_code,
             config, quantization_config (4-bit bitsandbytes; weights are quantized while they load), and overrides of
             config fields.
@@ -59,7 +79,9 @@ def load_model(
 
     Raises:
         LoadError: on every rank, before any weight is read, if the model does not exist, the checkpoint is pickled,
-            truncated or inconsistent, shapes differ from the config's, or a weight cannot be read shard by shard.
+            truncated or inconsistent, parameters are missing or shapes differ from the config's, an argument is not
+            supported, or a weight cannot be read shard by shard.
+        TemplateError: the launch uses unsupported parallelism or precision.
     """
     if source not in get_args(Source) or verify not in get_args(Verify):
         raise LoadError(
@@ -67,9 +89,10 @@ def load_model(
         )
     _prepare_process()
     if not is_fsdp_requested():
-        return _load_without_fsdp(str(name_or_path), from_pretrained_kwargs)
+        return _load_without_fsdp(str(name_or_path), ignore_mismatched, from_pretrained_kwargs)
+    _check_arguments(from_pretrained_kwargs)
     with stages.record("build on meta"):
-        return _load_on_meta(str(name_or_path), source, verify, from_pretrained_kwargs)
+        return _load_on_meta(str(name_or_path), source, verify, ignore_mismatched, from_pretrained_kwargs)
 
 
 def initialize_model(
@@ -108,7 +131,8 @@ def initialize_model(
 
 
 def _prepare_process() -> None:
-    """Start the process group and apply the patches that this run needs."""
+    """Check the launch, start the process group and apply the patches that this run needs."""
+    check_launch()
     wait_for_gloo_at_exit()
     cpu_ranks.enable()
     if distributed.world_size() > 1 and not distributed.is_distributed():
@@ -121,20 +145,37 @@ def _prepare_process() -> None:
         register_meta_model_handler(MetaModelLoader())
 
 
-def _load_without_fsdp(name_or_path: str, kwargs: dict[str, Any]) -> "PreTrainedModel":
+def _check_arguments(kwargs: dict[str, Any]) -> None:
+    """Refuse arguments of `from_pretrained` that have no effect, or another one, under FSDP."""
+    faults = [
+        f"{name}={kwargs[name]!r} does not apply under FSDP. {cure}"
+        for name, cure in REFUSED_ARGUMENTS.items()
+        if kwargs.get(name) not in (None, False)
+    ]
+    if faults:
+        raise LoadError(" ".join(faults))
+
+
+def _load_without_fsdp(name_or_path: str, ignore_mismatched: bool, kwargs: dict[str, Any]) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
+    kwargs = {"trust_remote_code": False, "ignore_mismatched_sizes": ignore_mismatched} | kwargs
     with distributed.sync_errors():
         resolve_directory(name_or_path, kwargs)
         try:
-            model = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
+            model, report = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs, output_loading_info=True)
         except (OSError, ValueError) as error:
             raise LoadError(f"{name_or_path} cannot be loaded: {error}") from error
+        lacking = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
+        loaded = model.state_dict().keys() - set(lacking) - set(getattr(model, "all_tied_weights_keys", None) or {})
+        missing.check_complete(name_or_path, lacking, bool(loaded), ignore_mismatched)
     return model
 
 
-def _load_on_meta(name_or_path: str, source: Source, verify: Verify, kwargs: dict[str, Any]) -> "PreTrainedModel":
-    kwargs = dict(kwargs)
+def _load_on_meta(
+    name_or_path: str, source: Source, verify: Verify, ignore_mismatched: bool, kwargs: dict[str, Any]
+) -> "PreTrainedModel":
+    kwargs = {"trust_remote_code": False} | kwargs
     dtype = kwargs.pop("dtype", "auto")
     quantization = kwargs.pop("quantization_config", None)
     index: SafetensorsIndex | None = None
@@ -142,20 +183,24 @@ def _load_on_meta(name_or_path: str, source: Source, verify: Verify, kwargs: dic
     def describe() -> tuple[Any, Any, dict[str, StoredTensor]]:
         nonlocal index
         config, generation_config, index = _describe(name_or_path, kwargs)
-        return config, generation_config, index.tensors
+        # Custom code exists only on ranks that have imported it, so objects of its classes cannot be broadcast.
+        is_custom = kwargs["trust_remote_code"] and hasattr(config, "auto_map")
+        return None if is_custom else config, generation_config, index.tensors
 
     config, generation_config, stored = distributed.run_on_main(describe)
+    if config is None:
+        config = distributed.main_first(lambda: _read_custom_config(name_or_path, kwargs))
     is_direct = source == "direct" or (source == "auto" and _do_all_ranks_see(stored))
     with distributed.sync_errors():
         dtype = resolve_dtype(dtype, config, stored)
-        model = build_on_meta(config, dtype, kwargs.get("trust_remote_code", False))
+        model = build_on_meta(config, dtype, kwargs["trust_remote_code"])
         quantizer = None
         if quantization is not None:
             quantization = bnb_4bit.prepare_config(quantization, dtype)
             quantizer = bnb_4bit.replace_linears(model, quantization, dtype)
         if generation_config is not None:
             model.generation_config = generation_config
-        ranges = _map_ranges(model, stored, name_or_path)
+        ranges = _map_ranges(model, stored, name_or_path, ignore_mismatched)
         if is_direct and index is None:
             is_shared = source == "auto"
             index = (
@@ -164,7 +209,7 @@ def _load_on_meta(name_or_path: str, source: Source, verify: Verify, kwargs: dic
         if not is_direct and index is not None:
             index = DeferredErrorIndex(index.tensors.values())
         found = CheckpointSource(name_or_path, index, stored, ranges, is_direct, verify)
-        missing.complete_ranges(model, found)
+        missing.complete_ranges(model, found, ignore_mismatched=ignore_mismatched)
         if quantizer is not None:
             found.quantized = bnb_4bit.pack_weights(model, quantizer, dtype)
     attach_source(model, found)
@@ -176,10 +221,31 @@ def _describe(
     name_or_path: str, kwargs: dict[str, Any]
 ) -> tuple["PreTrainedConfig", "GenerationConfig | None", SafetensorsIndex]:
     """Read config, generation config and weight headers. Rank 0 only."""
-    from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+    from transformers import GenerationConfig
 
     directory = resolve_directory(name_or_path, kwargs)
-    rest = {k: v for k, v in kwargs.items() if k not in ("device_map", "low_cpu_mem_usage", "revision", "token")}
+    config = _read_config(name_or_path, directory, kwargs)
+    generation_config = None
+    if (directory / "generation_config.json").is_file():
+        generation_config = GenerationConfig.from_pretrained(directory)
+    return config, generation_config, open_index(directory)
+
+
+def _read_custom_config(name_or_path: str, kwargs: dict[str, Any]) -> "PreTrainedConfig":
+    """Read the config of a model with custom code, and import the code of the model."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    config = _read_config(name_or_path, resolve_directory(name_or_path, kwargs), kwargs)
+    reference = config.auto_map.get("AutoModelForCausalLM")
+    if reference is not None:
+        get_class_from_dynamic_module(reference, name_or_path, revision=kwargs.get("revision"))
+    return config
+
+
+def _read_config(name_or_path: str, directory: Path, kwargs: dict[str, Any]) -> "PreTrainedConfig":
+    from transformers import AutoConfig, PreTrainedConfig
+
+    rest = {key: value for key, value in kwargs.items() if key not in (*REFUSED_ARGUMENTS, "revision", "token")}
     config = rest.pop("config", None)
     try:
         if not isinstance(config, PreTrainedConfig):
@@ -199,10 +265,8 @@ def _describe(
     if "attn_implementation" in rest:
         config._attn_implementation = rest["attn_implementation"]
     config.name_or_path = name_or_path
-    generation_config = None
-    if (directory / "generation_config.json").is_file():
-        generation_config = GenerationConfig.from_pretrained(directory)
-    return config, generation_config, open_index(directory)
+    check_has_layers(config)
+    return config
 
 
 def _do_all_ranks_see(stored: dict[str, StoredTensor]) -> bool:
@@ -226,24 +290,26 @@ def _do_all_ranks_see(stored: dict[str, StoredTensor]) -> bool:
 
 
 def _map_ranges(
-    model: "PreTrainedModel", stored: dict[str, StoredTensor], name_or_path: str
+    model: "PreTrainedModel", stored: dict[str, StoredTensor], name_or_path: str, ignore_mismatched: bool
 ) -> dict[str, list[TensorRange]]:
     state = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     ranges, unexpected = WeightMapping(model).to_parameters({n: t.shape for n, t in stored.items()}, shapes)
-    mismatched = [
-        f"{name}: {list(stored[r[0].tensor].shape)} in the checkpoint, {list(shapes[name])} in the config"
+    mismatched = {
+        name: f"{name}: {list(stored[r[0].tensor].shape)} in the checkpoint, {list(shapes[name])} in the config"
         for name, r in ranges.items()
         if len(r) == 1
         and tuple(stored[r[0].tensor].shape) != shapes[name]
         and r[0].shape == stored[r[0].tensor].shape
         and r[0].num_elements != state[name].numel()
-    ]
-    if mismatched:
+    }
+    if mismatched and not ignore_mismatched:
         raise LoadError(
-            f"{len(mismatched)} tensors of {name_or_path} do not have the shape in its config: {'; '.join(mismatched[:3])}. "
-            f"Check that config.json belongs to the weights."
+            f"{len(mismatched)} tensors of {name_or_path} do not have the shape in its config: "
+            f"{'; '.join(list(mismatched.values())[:3])}. Check that config.json belongs to the weights, or pass "
+            f"ignore_mismatched=True to initialize them."
         )
+    ranges = {name: parts for name, parts in ranges.items() if name not in mismatched}
     unused = [name for name in unexpected if "rotary_emb.inv_freq" not in name and "position_ids" not in name]
     if unused:
         distributed.warn_main(

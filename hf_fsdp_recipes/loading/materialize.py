@@ -121,6 +121,7 @@ def fill_sharded(model: torch.nn.Module, source: CheckpointSource, device: torch
     raise_read_errors(source)
     dora.fill_magnitudes(model)
     targets = [*sharded, *replicated, *(target for target, _, _ in packed)]
+    verify.check_finite([(target.name, target.local) for target in [*sharded, *replicated]], source.name_or_path)
     verify.check_model(model, targets, checksums, group.shard_rank if group else 0)
     if source.index is not None:
         source.index.close()

@@ -4,6 +4,7 @@ Runs before any weight is read. New values stay on rank 0 until they are distrib
 """
 
 import copy
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,29 +22,54 @@ if TYPE_CHECKING:
 IN_MEMORY = Path("<initialized>")
 
 
-def complete_ranges(model: "PreTrainedModel", source: CheckpointSource, is_new: bool = False) -> None:
+def complete_ranges(
+    model: "PreTrainedModel", source: CheckpointSource, is_new: bool = False, ignore_mismatched: bool = False
+) -> None:
     """Complete `source.ranges`: tied names share ranges, missing names get newly initialized tensors.
 
     Every rank calls this with the same model; not a collective. Only rank 0 and ranks that read create values. `is_new`
-    means that there is no checkpoint, so missing parameters cause no warning.
+    means that there is no checkpoint; with one, missing names are an error unless `ignore_mismatched`.
 
     Raises:
-        LoadError: on a reading rank, if tied parameters differ in the checkpoint.
+        LoadError: parameters or buffers are missing; or, on a reading rank, tied parameters differ in the checkpoint.
     """
     tied_groups = _find_tied_groups(model)
     for names in tied_groups:
         _share_ranges(source, names)
+    aliases = {name for names in tied_groups for name in names[1:]}
+    absent = [name for name in model.state_dict() if name not in source.ranges and name not in aliases]
+    if not is_new:
+        optional = model._keys_to_ignore_on_load_missing or ()
+        lacking = [name for name in absent if not any(re.search(pattern, name) for pattern in optional)]
+        check_complete(source.name_or_path, lacking, bool(source.ranges), ignore_mismatched)
     buffers = {name for name, _ in model.named_buffers()}
-    absent = [name for name in model.state_dict() if name not in source.ranges and name not in buffers]
-    initialized = [name for name in absent if not any(name in names and names[0] != name for names in tied_groups)]
-    if initialized:
-        _initialize(model, source, initialized)
-    if initialized and not is_new:
-        distributed.warn_main(
-            f"{source.name_or_path} lacks {len(initialized)} parameters, which are newly initialized: {initialized[:3]}"
-        )
+    _initialize(model, source, [name for name in absent if name not in buffers])
     for names in tied_groups:
         _share_ranges(source, names)
+
+
+def check_complete(name_or_path: str, lacking: list[str], has_any: bool, ignore_mismatched: bool) -> None:
+    """Refuse a checkpoint that lacks parts of the model. Every rank calls this; not a collective.
+
+    Args:
+        name_or_path: the checkpoint.
+        lacking: parameters and buffers that it should have, but lacks.
+        has_any: whether it has any of the model's.
+        ignore_mismatched: only warn, because the caller initializes them; not if the checkpoint has none at all.
+
+    Raises:
+        LoadError: with the number of names and the first three.
+    """
+    if not has_any:
+        raise LoadError(f"no tensor of {name_or_path} belongs to the model of its config. Check the config.json.")
+    found = f"{name_or_path} lacks {len(lacking)} of the model's parameters and buffers: {', '.join(lacking[:3])}"
+    if lacking and not ignore_mismatched:
+        raise LoadError(
+            f"{found}. Check that config.json belongs to the weights, or pass ignore_mismatched=True (in a recipe, "
+            f"model_init_kwargs: {{ignore_mismatched: true}}) to initialize them."
+        )
+    if lacking:
+        distributed.warn_main(f"{found}. They are newly initialized.")
 
 
 def _find_tied_groups(model: torch.nn.Module) -> list[list[str]]:

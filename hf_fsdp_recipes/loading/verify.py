@@ -1,10 +1,10 @@
-"""Verifies a freshly loaded model: nothing on meta, weights tied, buffers equal on all ranks, and matching checksums.
+"""Verifies a freshly loaded model: nothing on meta, weights tied and finite, equal buffers, matching checksums.
 
 Checksums cover a sample of each shard unless `verify="full"`.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,7 +60,7 @@ def check_model(
         _check_ties(model)
         if expected is not None:
             _check_bytes(targets, expected, shard_rank)
-    check_buffers(model, targets)
+    check_buffers(model)
 
 
 def _check_ties(model: torch.nn.Module) -> None:
@@ -76,8 +76,36 @@ def _check_ties(model: torch.nn.Module) -> None:
                 raise LoadError(f"{target} and {origin} are tied by the config but are two tensors after loading")
 
 
-def check_buffers(model: torch.nn.Module, targets: Sequence[ShardTarget] = ()) -> None:
-    """Check that all buffers are equal on all ranks, and warn about NaN in loaded parameters.
+def check_finite(parameters: Iterable[tuple[str, torch.Tensor]], name_or_path: str) -> None:
+    """Check that no loaded parameter contains NaN or infinity, with one device synchronization.
+
+    Collective: every rank must call this.
+
+    Args:
+        parameters: names and this rank's part of each.
+        name_or_path: the checkpoint, for the message.
+
+    Raises:
+        LoadError: on every rank, with the number of such parameters and the first three.
+    """
+    local = [(name, part.detach()) for name, part in parameters if part.is_floating_point() and part.numel()]
+    flags = torch.stack([is_finite(part) for _, part in local]).tolist() if local else []
+    own = [name for (name, _), flag in zip(local, flags, strict=True) if not flag]
+    found = list(dict.fromkeys(name for names in distributed.gather_objects(own) for name in names))
+    if found:
+        raise LoadError(
+            f"{len(found)} parameters of {name_or_path} contain NaN or infinity: {', '.join(found[:3])}. Load an intact "
+            f"checkpoint; if its values are finite, load it with dtype float32."
+        )
+
+
+def is_finite(values: torch.Tensor) -> torch.Tensor:
+    """Return a boolean scalar, without a temporary of the values' size or a device synchronization."""
+    return torch.stack(torch.aminmax(values)).isfinite().all()
+
+
+def check_buffers(model: torch.nn.Module) -> None:
+    """Check that all buffers are equal on all ranks.
 
     Collective: every rank must call this.
 
@@ -87,16 +115,12 @@ def check_buffers(model: torch.nn.Module, targets: Sequence[ShardTarget] = ()) -
     own = {
         name: zlib.crc32(as_bytes(buffer.detach().cpu().contiguous()).numpy()) for name, buffer in model.named_buffers()
     }
-    nan = [t.name for t in targets if not t.is_packed and torch.isnan(t.local[:SAMPLE_ELEMENTS]).any()]
-    gathered = distributed.gather_objects((own, nan))
+    gathered = distributed.gather_objects(own)
     with distributed.sync_errors():
-        for rank, (theirs, _) in enumerate(gathered):
+        for rank, theirs in enumerate(gathered):
             different = [name for name in own if theirs.get(name) != own[name]]
             if different:
                 raise LoadError(f"buffer {different[0]!r} differs between ranks {distributed.rank()} and {rank}")
-    found = sorted({name for _, names in gathered for name in names})
-    if found:
-        distributed.warn_main(f"{len(found)} parameters contain NaN in the checkpoint itself: {found[:3]}")
 
 
 def _check_bytes(targets: Sequence[ShardTarget], expected: Checksums, shard_rank: int) -> None:

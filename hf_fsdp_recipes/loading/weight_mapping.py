@@ -10,7 +10,7 @@ Source: transformers 5.17 to 5.23, `core_model_loading.rename_source_key`, `reve
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -124,7 +124,7 @@ class WeightMapping:
             width = shape[-1] if len(shape) > 1 else 1
             result = {}
             for name, rows in outputs.items():
-                rows = rows[0] if isinstance(rows, list) else rows
+                rows = _without_columns(rows[0] if isinstance(rows, list) else rows, shape)
                 result[name] = [TensorRange(source, tuple(shape), _first_row(rows) * width, rows.numel() * width)]
             return result
         except Exception as error:
@@ -163,9 +163,10 @@ def stored_ranges(model: "PreTrainedModel", name: str, shape: tuple[int, ...]) -
 
     width = shape[-1] if len(shape) > 1 else 1
     parts = []
-    for stored, rows in revert_weight_conversion(model, {name: _row_numbers(shape)}).items():
-        stored_shape = (*rows.shape[:-1], width) if len(shape) > 1 else tuple(rows.shape)
-        parts.append(TensorRange(stored, tuple(stored_shape), _first_row(rows) * width, rows.numel() * width))
+    for stored, numbers in revert_weight_conversion(model, {name: _row_numbers(shape)}).items():
+        rows = _without_columns(numbers, shape)
+        stored_shape = (*rows.shape, width) if len(shape) > 1 else tuple(rows.shape)
+        parts.append(TensorRange(stored, stored_shape, _first_row(rows) * width, rows.numel() * width))
     parts.sort(key=lambda part: part.start)
     end = 0
     for part in parts:
@@ -177,11 +178,18 @@ def stored_ranges(model: "PreTrainedModel", name: str, shape: tuple[int, ...]) -
     return parts
 
 
-def _row_numbers(shape: Iterable[int]) -> torch.Tensor:
+def _row_numbers(shape: Sequence[int]) -> torch.Tensor:
     """Return a stand-in for a weight, in which each row holds only its row number."""
     shape = tuple(shape)
-    rows = (*shape[:-1], 1) if len(shape) > 1 else shape
-    return torch.arange(math.prod(rows)).reshape(rows)
+    rows = shape[:-1] if len(shape) > 1 else shape
+    numbers = torch.arange(math.prod(rows)).reshape(rows)
+    # Two columns, because transformers before 5.23 drops every dimension of size 1 while it splits experts.
+    return numbers.unsqueeze(-1).expand(*rows, 2) if len(shape) > 1 else numbers
+
+
+def _without_columns(numbers: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return one number for each row of what a conversion made of `_row_numbers(shape)`."""
+    return numbers[..., 0] if len(shape) > 1 else numbers
 
 
 def _first_row(rows: torch.Tensor) -> int:

@@ -54,7 +54,8 @@ class MetricsCallback(TrainerCallback):
     to the final log. Call `place_before_reporters(trainer)` so that wandb and other reporters log them too.
 
     A step without logging costs no synchronization. At a logged step the ranks gather 14 integers each, right after
-    Trainer has gathered the loss. A failure to count tokens or to write the report is logged as a warning.
+    Trainer has gathered the loss. A failure to count tokens or to write a file is logged as a warning. Files are written
+    from the first step on, when `ShardedCheckpointCallback` has locked and checked the output directory.
 
     Args:
         throughput_warmup_steps: number of steps after each start or resume to exclude from the averages.
@@ -71,6 +72,9 @@ class MetricsCallback(TrainerCallback):
         self._hook: RemovableHandle | None = None
         self._start_step = self._logged_step = 0
         self._measured: list[dict[str, Any]] = []  # entries since this start, for the averages
+        self._first_entries: list[dict[str, Any]] | None = None  # of this start, until its first step
+        self._is_recording = False  # rank 0, from the first step on
+        self._can_write = True
 
     # Trainer's events, in the order of a run.
 
@@ -90,9 +94,7 @@ class MetricsCallback(TrainerCallback):
         dataset: Any = getattr(kwargs.get("train_dataloader"), "dataset", None)
         if hasattr(dataset, "__len__"):  # not a stream
             start["num_rows"] = len(dataset)
-        if distributed.is_main():
-            metrics_file.begin(self._path(args), state.global_step, [*map(asdict, stages.gathered), start])
-            _print_model(model, Path(args.output_dir))
+        self._first_entries, self._is_recording = [*map(asdict, stages.gathered), start], False
         stages.gathered.clear()
         self._memory = memory.DeviceMemory(device)
         self._counts = torch.zeros(aggregate.NUM_COUNTS, dtype=torch.int64, device=args.device)
@@ -106,6 +108,7 @@ class MetricsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """End the data phase; reset the measurements if the warm-up ends between two logged steps."""
+        self._begin(args, state, kwargs["model"])
         clock.mark("data")
         if self._logged_step < state.global_step == self._start_step + self._warmup_steps:
             self._reset_counts(state)
@@ -122,14 +125,15 @@ class MetricsCallback(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write an entry and add the throughput to the logs. Collective: every rank must call this (Trainer does)."""
         logs = kwargs.get("logs") or {}
-        if "train_runtime" in logs:
+        if "train_runtime" not in logs:
+            self._begin(args, state, kwargs["model"])  # with eval_on_start, before the first step
+        else:
             logs |= {f"average_{name}": value for name, value in aggregate.average(self._measured).items()}
         entry: dict[str, Any] = {"step": state.global_step, "epoch": state.epoch, **_numbers(logs)}
         if "loss" in logs:
             entry |= self._measure(state)
             logs |= {name: entry[name] for name in SHOWN_IN_LOGS if name in entry}
-        if distributed.is_main():
-            metrics_file.append(self._path(args), entry)
+        self._append(args, entry)
 
     on_evaluate = _mark("evaluation")
     on_save = _mark("save")  # Trainer's own; ShardedCheckpointCallback marks its saves
@@ -142,17 +146,37 @@ class MetricsCallback(TrainerCallback):
         seconds = clock.pop()
         clock.stop()
         self._remove_hook()
-        if not distributed.is_main():
-            return
         step = state.global_step
-        metrics_file.append(self._path(args), {"step": step, "ended_at_step": step, "num_steps": 0, "seconds": seconds})
+        self._append(args, {"step": step, "ended_at_step": step, "num_steps": 0, "seconds": seconds})
+        if not self._is_recording:
+            return
         try:
             report.write_report(Path(args.output_dir))
         except Exception as error:  # a finished run must not fail because of its report
             logger.warning("cannot write the report: %s", error)
 
-    def _path(self, args: TrainingArguments) -> Path:
-        return Path(args.output_dir) / metrics_file.METRICS_FILE
+    def _begin(self, args: TrainingArguments, state: TrainerState, model: torch.nn.Module) -> None:
+        """Write the first entries of this start, and print the model; has no effect after the first call."""
+        if self._first_entries is None:
+            return
+        entries, self._first_entries, self._is_recording = self._first_entries, None, distributed.is_main()
+        output_dir = Path(args.output_dir)
+        self._write(lambda: metrics_file.begin(output_dir / metrics_file.METRICS_FILE, state.global_step, entries))
+        self._write(lambda: _print_model(model, output_dir))
+
+    def _append(self, args: TrainingArguments, entry: dict[str, Any]) -> None:
+        self._write(lambda: metrics_file.append(Path(args.output_dir) / metrics_file.METRICS_FILE, entry))
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Write a file on rank 0; the first failure is a warning, because training must not fail because of its metrics."""
+        if not self._is_recording:
+            return
+        try:
+            write()
+        except OSError as error:
+            if self._can_write:
+                logger.warning("metrics are incomplete, because a file cannot be written: %s", error)
+            self._can_write = False
 
     def _count_model(self, model: torch.nn.Module) -> None:
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -1,6 +1,7 @@
 """Reads and writes metrics.jsonl: one JSON object per line, appended during the run and continued after a resume."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,20 +10,25 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a metrics.jsonl, skipping incomplete lines of a killed run."""
+    """Return the entries of a metrics.jsonl, skipping lines that are incomplete or are not entries."""
     entries = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
-            entries.append(json.loads(line))
+            entry = json.loads(line)
         except ValueError:
             continue
-    return [entry for entry in entries if isinstance(entry, dict)]
+        if isinstance(entry, dict) and isinstance(entry.get("step", 0), int):
+            entries.append(entry)
+    return entries
 
 
 def append(path: Path, entry: dict[str, Any]) -> None:
-    """Append an entry in a single write. Rank 0 only."""
-    with path.open("a") as stream:
-        stream.write(json.dumps(entry) + "\n")
+    """Append an entry in a single write, on a line of its own even after an incomplete one. Rank 0 only."""
+    with path.open("a+b") as stream:
+        end = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, end - 1))
+        separator = b"" if stream.read(1) in (b"", b"\n") else b"\n"
+        stream.write(separator + json.dumps(entry).encode() + b"\n")
 
 
 def begin(path: Path, step: int, entries: Sequence[dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from hf_fsdp_recipes.environment import is_true
-from hf_fsdp_recipes.patches.registry import patch
+from hf_fsdp_recipes.patches.registry import patch, versions_of
 
 
 class MetaModelHandler(Protocol):
@@ -47,7 +47,7 @@ def meta_model_handler(model: torch.nn.Module) -> MetaModelHandler | None:
     changes="CPU ranks with an FSDP plugin become FSDP ranks over gloo.",
     reason="Accelerate does not turn MULTI_CPU into FSDP, so the FSDP template is silently ignored.",
     upstream="to file: `accelerate launch --use_cpu` with an FSDP config trains as plain data parallel, without a warning",
-    tested_with="accelerate 1.15",
+    tested_with=versions_of("accelerate"),
 )
 def _turn_cpu_ranks_into_fsdp(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     was_initialized = self._shared_state.get("_mixed_precision") is not None
@@ -96,7 +96,7 @@ def _unpin_offload(plugin: Any) -> None:
     reason="FSDP2 rejects module lists, which have no forward. Accelerate shards the decoder's final norm a second time with "
     "the head. TRL uses the head's weight without calling the head, so the head must stay in the root unit.",
     upstream="to file: SIZE_BASED_WRAP with fsdp_version 2 fails on ModuleList and shards the final norm twice",
-    tested_with="accelerate 1.15, trl 1.16",
+    tested_with=versions_of("accelerate", "trl"),
 )
 def _wrap_only_modules_that_run(original: Any, fsdp2_plugin: Any, model: torch.nn.Module) -> Any:
     from accelerate.utils import fsdp_utils
@@ -143,7 +143,7 @@ def _can_be_unit(module: torch.nn.Module, root_modules: list[torch.nn.Module]) -
     changes="Parameters on meta get distinct `data_ptr` values before Accelerate maps the optimizer's parameters.",
     reason="Accelerate maps parameters by `data_ptr`, which is 0 for every parameter on meta.",
     upstream="to file: `_prepare_fsdp2` maps optimizer parameters by data_ptr and mixes up parameters on meta",
-    tested_with="accelerate 1.15",
+    tested_with=versions_of("accelerate"),
 )
 def _prepare_with_distinct_pointers(original: Any, self: Any, *args: Any) -> Any:
     for model in args:
@@ -161,7 +161,7 @@ def _prepare_with_distinct_pointers(original: Any, self: Any, *args: Any) -> Any
     changes="After sharding a model from `load_model`, its shards are filled from the checkpoint.",
     reason="Accelerate can only fill meta parameters from a full state dict, which takes a full copy of the model on rank 0.",
     upstream="to file: a hook between `fully_shard` and the first forward, to load sharded weights",
-    tested_with="accelerate 1.15",
+    tested_with=versions_of("accelerate"),
 )
 def _shard_then_fill(original: Any, accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
     handler = meta_model_handler(model)

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.patches.registry import versions_of
 from hf_fsdp_recipes.patches.torch import set_local_tensor
 
 BLOCK_ELEMENTS = 256  # elements that share one scale of an 8-bit state
@@ -35,7 +36,7 @@ def shard_optimizer_class(optimizer_class: type) -> type:
         if found != STEP_PARAMETERS:
             raise RecipeError(
                 f"bitsandbytes {version('bitsandbytes')} is not supported: {name} takes {found} instead of "
-                f"{STEP_PARAMETERS}. Install bitsandbytes 0.50, or use optim: adamw_torch_fused."
+                f"{STEP_PARAMETERS}. Install {versions_of('bitsandbytes')}, or use optim: adamw_torch_fused."
             )
     # Trainer keeps embeddings in 32 bits if the full class name contains "bitsandbytes", so use this module's name.
     return type(f"Sharded{optimizer_class.__name__}", (_LocalStep, optimizer_class), {"__module__": __name__})

@@ -17,7 +17,7 @@ def is_requested() -> bool:
 def enable() -> bool:
     """Make Accelerate treat CPU ranks as FSDP ranks, if the launcher requests that. Idempotent.
 
-    Call it on every rank before the first Accelerator or TrainingArguments; not a collective.
+    Call it on every rank before the first Accelerator. Collective if a TrainingArguments exists: ranks then join here.
 
     Returns:
         Whether FSDP on CPU ranks is on.
@@ -33,7 +33,19 @@ def enable() -> bool:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     registry.apply("cpu ranks")
     _check_no_accelerator_exists()
+    _join_ranks()
     return True
+
+
+def _join_ranks() -> None:
+    # Without ACCELERATE_USE_CPU, a TrainingArguments created earlier initialized Accelerate's state for a single process. It
+    # reads that state at each use, so it sees all ranks once the state is initialized again.
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    if PartialState._shared_state.get("distributed_type") == DistributedType.NO:
+        PartialState._reset_state()
+        PartialState(cpu=True)
 
 
 def _check_no_accelerator_exists() -> None:
@@ -41,7 +53,10 @@ def _check_no_accelerator_exists() -> None:
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
 
-    if AcceleratorState._shared_state.get("distributed_type") == DistributedType.MULTI_CPU:
+    if AcceleratorState._shared_state.get("distributed_type") in (
+        DistributedType.MULTI_CPU,
+        DistributedType.NO,
+    ):
         raise TemplateError(
             "an Accelerator was created before FSDP could be turned on for CPU ranks. Call load_model, "
             "ShardedCheckpointCallback or build_trainer before the first Accelerator or Trainer."

@@ -11,7 +11,7 @@ import torch
 
 from hf_fsdp_recipes.parameter_names import is_adapter
 from hf_fsdp_recipes.patches.accelerate import find_heads, is_size_based, meta_model_handler
-from hf_fsdp_recipes.patches.registry import patch
+from hf_fsdp_recipes.patches.registry import patch, versions_of
 
 # FSDP1 on CPU ranks.
 
@@ -23,7 +23,7 @@ from hf_fsdp_recipes.patches.registry import patch
     changes="CPU ranks compute on `cpu`, not on `cpu:0`.",
     reason="FSDP1 treats `cpu` and `cpu:0` as different devices.",
     upstream="not filed; FSDP1 is in maintenance mode",
-    tested_with="torch 2.11 to 2.13",
+    tested_with=versions_of("torch"),
 )
 def _compute_on_cpu(
     original: Any, module: Any, ignored_params: Any, device_from_device_id: Any, *args: Any
@@ -41,7 +41,7 @@ def _compute_on_cpu(
     changes="Hybrid sharding over gloo shards over the ranks of a node.",
     reason="torch counts one CPU device per node, so every rank would be a separate node.",
     upstream="not filed; FSDP1 is in maintenance mode",
-    tested_with="torch 2.11 to 2.13",
+    tested_with=versions_of("torch"),
 )
 def _group_by_local_ranks(original: Any, global_process_group: Any, num_devices_per_node: int) -> Any:
     if torch.distributed.get_backend(global_process_group) == "gloo":
@@ -59,7 +59,7 @@ def _group_by_local_ranks(original: Any, global_process_group: Any, num_devices_
     changes="SIZE_BASED_WRAP keeps the output head in the root unit.",
     reason="TRL uses the head's weight without calling the head, so FSDP1 would not gather a separate unit.",
     upstream="not filed; FSDP1 is in maintenance mode",
-    tested_with="accelerate 1.15, trl 1.16",
+    tested_with=versions_of("accelerate", "trl"),
 )
 def _set_policy_without_heads(original: Any, self: Any, model: torch.nn.Module) -> None:
     was_size_based = is_size_based(self.auto_wrap_policy)
@@ -89,7 +89,7 @@ def _without(policy: Any, kept_out: list[torch.nn.Module]) -> Any:
     changes="A model from `load_model` is materialized one FSDP1 unit at a time.",
     reason="Accelerate keeps the full model in rank 0's memory, and in every rank's while it synchronizes module states.",
     upstream="not filed; FSDP1 is in maintenance mode",
-    tested_with="accelerate 1.15",
+    tested_with=versions_of("accelerate"),
 )
 def _prepare_by_units(original: Any, self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     plugin, handler = getattr(self.state, "fsdp_plugin", None), meta_model_handler(model)
@@ -108,7 +108,7 @@ def _prepare_by_units(original: Any, self: Any, model: torch.nn.Module, *args: A
     changes="The adapter-only state dict of a PEFT model under FSDP1 contains the adapter.",
     reason="PEFT looks up adapters by module name, and FSDP1 adds wrapper names: 0 of 70 tensors were saved.",
     upstream="not filed; FSDP1 is in maintenance mode",
-    tested_with="accelerate 1.15, peft 0.21",
+    tested_with=versions_of("accelerate", "peft"),
 )
 def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = False, sd_options: Any = None) -> Any:
     if adapter_only and sd_options is None and _is_fsdp1_peft(model):
@@ -123,7 +123,7 @@ def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = Fal
     changes="An adapter-only state dict is loaded into a PEFT model under FSDP1.",
     reason="As for `_get_model_state_dict`; a resumed run would silently start with new adapters.",
     upstream="not filed; FSDP1 is in maintenance mode",
-    tested_with="accelerate 1.15, peft 0.21",
+    tested_with=versions_of("accelerate", "peft"),
 )
 def _set_state_with_adapters(
     original: Any, model: Any, state_dict: Any, adapter_only: bool = False, sd_options: Any = None
@@ -140,7 +140,7 @@ def _set_state_with_adapters(
     changes="The optimizer's state is allocated before a checkpoint is loaded.",
     reason="A new optimizer has no state, so nothing is loaded and Adam silently restarts from zero.",
     upstream="not filed; FSDP1 is in maintenance mode",
-    tested_with="transformers 5.23, torch 2.13",
+    tested_with=versions_of("transformers", "torch"),
 )
 def _load_into_allocated_state(
     original: Any, fsdp_plugin: Any, accelerator: Any, optimizer: Any, *args: Any, **kwargs: Any

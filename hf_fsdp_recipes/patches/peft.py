@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.patches.registry import patch
+from hf_fsdp_recipes.patches.registry import patch, versions_of
 
 _UPSTREAM = "to file: inject_adapter on a base model on meta discards the adapters' initial values"
-_TESTED_WITH = "peft 0.21"
+_TESTED_WITH = versions_of("peft")
 
 
 @patch(

@@ -15,7 +15,17 @@ from typing import Any, Literal
 from hf_fsdp_recipes.errors import PatchError
 
 Feature = Literal["cpu ranks", "size wrap", "loading", "checkpointing"]
-MODULES = ("accelerate", "fsdp1", "peft")  # of this package; importing one declares its patches
+# Of this package; importing one declares its patches.
+MODULES = ("accelerate", "fsdp1", "peft", "torch", "transformers")
+# What `make test-versions` passed with; a test compares it with setup.cfg.
+TESTED_VERSIONS = {
+    "torch": "2.11 to 2.15",
+    "accelerate": "1.15",
+    "transformers": "5.17 to 5.23",
+    "trl": "1.16",
+    "peft": "0.21",
+    "bitsandbytes": "0.50",
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,11 @@ class Patch:
                 f"{self.feature} needs to patch. Install {self.tested_with}, the versions it was tested with."
             )
         return owner, name, found
+
+
+def versions_of(*packages: str) -> str:
+    """Return the versions that packages were tested with: `accelerate 1.15, trl 1.16`."""
+    return ", ".join(f"{package} {TESTED_VERSIONS[package]}" for package in packages)
 
 
 _declared: list[Patch] = []

@@ -1,4 +1,4 @@
-"""Workarounds for torch: aborts at exit, and a DTensor's private local tensor.
+"""Workarounds for torch: aborts at exit, a DTensor's private local tensor, and checkpoints that could run code.
 
 `wait_for_gloo_at_exit` prevents an abort when a rank exits right after a collective. A gloo worker (`pt_gloo_runloop`) first
 wakes the thread that waits for the collective and then releases the collective's tensors, for which it needs the GIL. If the
@@ -12,15 +12,17 @@ https://github.com/pytorch/pytorch/issues/190489. CPython 3.11 `Python/ceval_gil
 """
 
 import atexit
+import pickle
 import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from hf_fsdp_recipes.errors import PatchError
+from hf_fsdp_recipes.errors import CheckpointError, PatchError
+from hf_fsdp_recipes.patches.registry import patch, versions_of
 
 WORKER_NAME = "pt_gloo_runloop"
 PAUSE_SECONDS = 0.02  # longer than the interpreter's 5 ms switch interval
@@ -73,7 +75,92 @@ def set_local_tensor(dtensor: Any, local: torch.Tensor) -> Any:
     """
     if not isinstance(getattr(dtensor, "_local_tensor", None), torch.Tensor):
         raise PatchError(
-            f"torch {version('torch')} does not keep a DTensor's local tensor in _local_tensor. Install torch 2.11 to 2.13."
+            f"torch {version('torch')} does not keep a DTensor's local tensor in _local_tensor. Install {versions_of('torch')}."
         )
     dtensor._local_tensor = local
     return dtensor
+
+
+# Checkpoints that could run code.
+
+_METADATA = "Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata BytesStorageMetadata "
+# By module: plain data, whose construction runs no code from the file.
+_ALLOWED = {
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": _METADATA + "ChunkStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",  # written by older torch
+    "collections": "OrderedDict",
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",  # Python 3.13
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name not in _ALLOWED.get(module, "").split():
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which torch does not write there")
+        return super().find_class(module, name)
+
+
+def load_metadata(stream: IO[bytes]) -> Any:
+    """Return the DCP `Metadata` in a `.metadata` file without running code from it.
+
+    Raises:
+        CheckpointError: the file refers to anything else than what DCP writes, or is damaged.
+    """
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    name = getattr(stream, "name", ".metadata")
+    try:
+        metadata = _MetadataUnpickler(stream).load()
+    except Exception as error:  # damaged pickles raise almost any exception
+        raise CheckpointError(
+            f"{name} cannot be read: {str(error) or type(error).__name__}. Use another checkpoint."
+        ) from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{name} is not the metadata of a checkpoint. Use another checkpoint.")
+    return metadata
+
+
+@patch(
+    "torch.distributed.checkpoint.FileSystemReader.read_metadata",
+    "self",
+    feature="checkpointing",
+    changes="`.metadata` may only refer to the classes that DCP writes there.",
+    reason="torch unpickles the file, so resuming from a checkpoint could run any code that is in it.",
+    upstream="to file: `FileSystemReader.read_metadata` unpickles without restrictions",
+    tested_with=versions_of("torch"),
+)
+def _read_metadata_safely(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
+        metadata = load_metadata(stream)
+    metadata.storage_meta = metadata.storage_meta or StorageMeta()
+    metadata.storage_meta.load_id = self.load_id
+    return metadata
+
+
+@patch(
+    "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.load_bytes",
+    *("self", "read_item", "value"),
+    feature="checkpointing",
+    changes="Values that are not tensors are first loaded with `weights_only=True`.",
+    reason="torch loads them with `weights_only=False`, so resuming from a checkpoint could run any code that is in it.",
+    upstream="to file: `DefaultLoadPlanner.load_bytes` calls `torch.load(weights_only=False)`",
+    tested_with=versions_of("torch"),
+)
+def _load_bytes_safely(original: Any, self: Any, read_item: Any, value: Any) -> None:
+    try:
+        torch.load(value, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{read_item.storage_index.fqn} in the checkpoint is not plain data. Use another checkpoint, or allow its classes "
+            f"with torch.serialization.add_safe_globals."
+        ) from error
+    value.seek(0)
+    original(self, read_item, value)

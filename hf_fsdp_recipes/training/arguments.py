@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
+from hf_fsdp_recipes.configs.launch import check_launch
 from hf_fsdp_recipes.environment import fsdp_version, mixed_precision
 from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError
+from hf_fsdp_recipes.export.export_directory import parse_shard_size
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training.feature_checks import check_features
+from hf_fsdp_recipes.training.value_checks import check_adapter, check_numbers, check_unique_keys
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
@@ -98,6 +101,11 @@ class RecipeArguments:
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = _argument(
         "first_exhausted", "When a mixture with fractions ends; see datasets.interleave_datasets. Streams never end."
     )
+    previous_run: Literal["refuse", "archive"] = _argument(
+        "refuse",
+        "If output_dir holds checkpoints or an export of another run: refuse to start, or archive them in "
+        "<output_dir>/previous-<n>.",
+    )
     report: bool = _argument(True, "Write metrics.jsonl, report.md and plots to the output directory.")
     throughput_warmup_steps: int = _argument(3, "Number of first steps to exclude from the reported throughput.")
 
@@ -122,6 +130,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         TemplateError, DataError: conflicting arguments.
     """
     cpu_ranks.enable()
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if "--config" in argv[:-1]:
+        check_unique_keys(argv[argv.index("--config") + 1])
     # Imported after `enable`, which silences what bitsandbytes prints on every CPU rank when TRL imports it.
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
@@ -130,7 +141,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     usage_errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(usage_errors):
-            parsed = parser.parse_args_and_config(list(sys.argv[1:] if argv is None else argv))
+            parsed = parser.parse_args_and_config(argv)
     except SystemExit as error:
         if not error.code:
             raise  # --help
@@ -140,9 +151,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     except Exception as error:
         raise RecipeError(f"{_first_line(error)}{_suggest_name(str(error), parser)}") from error
     arguments = Arguments(*parsed)
-    modules = arguments.model.lora_modules_to_save
-    if isinstance(modules, str):  # a single name in YAML; PEFT would iterate over its letters
-        arguments.model.lora_modules_to_save = [modules]
+    model = arguments.model
+    if isinstance(model.lora_modules_to_save, str):  # a single name in YAML; PEFT would iterate over its letters
+        model.lora_modules_to_save = [model.lora_modules_to_save]
+    if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
+        model.lora_target_modules = [
+            model.lora_target_modules
+        ]  # TRL unpacks a list of one; PEFT takes it for a pattern
     check_arguments(arguments)
     return arguments
 
@@ -181,7 +196,9 @@ def check_arguments(arguments: Arguments) -> None:
     Raises:
         RecipeError, DataError, TemplateError: with the value and what to change.
     """
+    check_numbers(vars(arguments.training) | vars(arguments.model) | vars(arguments.recipe))
     _check_model(arguments)
+    check_adapter(arguments.model)
     _check_data(arguments)
     _check_export(arguments)
     check_features(arguments)
@@ -231,8 +248,6 @@ def _check_data(arguments: Arguments) -> None:
         raise DataError("a stream has no end, so max_steps is required. Set it, or set dataset_streaming: false.")
     if len(mixture.datasets) > 1 and not fractions:
         raise DataError("streams are mixed by fraction. Give each part of datasets a fraction.")
-    if recipe.shuffle_buffer_size < 0:
-        raise DataError(f"shuffle_buffer_size is {recipe.shuffle_buffer_size}. Set a number of rows, or 0.")
 
 
 def is_streaming(arguments: Arguments) -> bool:
@@ -242,6 +257,7 @@ def is_streaming(arguments: Arguments) -> bool:
 
 def _check_export(arguments: Arguments) -> None:
     recipe, model = arguments.recipe, arguments.model
+    parse_shard_size(recipe.export_max_shard_size, "export_max_shard_size")
     dtype = recipe.export_dtype
     if dtype is not None and not getattr(getattr(torch, dtype, None), "is_floating_point", False):
         raise RecipeError(f"export_dtype is {dtype}. Set bfloat16, float16 or float32, or drop it.")
@@ -256,12 +272,8 @@ def _check_export(arguments: Arguments) -> None:
 
 def _check_launch(training: "SFTConfig") -> None:
     """Check that the launched ranks train one model together."""
+    check_launch(training)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched > 1 and training.world_size != launched:
-        raise TemplateError(
-            f"WORLD_SIZE is {launched} but Trainer's world size is {training.world_size}. Start the script with accelerate "
-            f"launch --config_file and a template of accelerate_configs/."
-        )
     if launched > 1 and fsdp_version() is None:
         raise TemplateError(
             f"{launched} ranks were launched without FSDP, which the recipes need. Use accelerate launch --config_file "

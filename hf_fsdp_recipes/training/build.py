@@ -1,17 +1,23 @@
 """Builds the SFTTrainer of a recipe, finds what to resume from, and exports the trained model."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import IterableDataset
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.callback import ShardedCheckpointCallback
-from hf_fsdp_recipes.checkpointing.layout import check_named, latest_checkpoint, quarantine_incomplete
+from hf_fsdp_recipes.checkpointing.layout import STATE_FILE, check_named, latest_checkpoint, quarantine_incomplete
+from hf_fsdp_recipes.checkpointing.lock import lock_directory
 from hf_fsdp_recipes.checkpointing.resume import keep_global_batch
-from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.checkpointing.run_identity import EXPORTS, claim_directory
+from hf_fsdp_recipes.errors import CheckpointError, ExportError, SaveError
+from hf_fsdp_recipes.export.export_directory import check_target
 from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
-from hf_fsdp_recipes.export.from_model import export_model
+from hf_fsdp_recipes.export.from_model import check_export, export_model
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.export.verify_files import has_weights
 from hf_fsdp_recipes.export.verify_logits import check_logits
@@ -25,7 +31,7 @@ from hf_fsdp_recipes.training.sharded_optimizer import sharded_optimizer
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, TrainerState
     from trl import SFTTrainer
 
     from hf_fsdp_recipes.training.data.preparation import TrainingRows
@@ -53,6 +59,7 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
 
     tokenizer = load_tokenizer(arguments)
     rows = load_rows(arguments, tokenizer)
+    arguments.training.recipe_facts = _recipe_facts(arguments, rows)
     model = build_model(arguments, tokenizer)
     feature_checks.enable_block_compilation(arguments)
     trainer_class, callbacks = _trainer_class(arguments, rows)
@@ -71,7 +78,39 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     dtypes.cast_trainable(trainer.model, getattr(plugin, "fsdp_version", None), arguments.recipe.adapter_dtype)
     place_before_reporters(trainer)
+    if arguments.recipe.export:
+        _check_exports(trainer.model, arguments)
     return trainer
+
+
+def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
+    """Check before training that the exports can be written. Collective: every rank must call this."""
+    output, options = Path(arguments.training.output_dir), _export_options(arguments)
+    check_export(model, output / "export", **options)
+    if not arguments.recipe.merge_adapter:
+        return
+    if arguments.model.load_in_4bit:  # merged from files, so its size is not the model's
+        distributed.run_on_main(lambda: check_target(output / "export_merged", options["max_shard_size"]))
+    else:
+        check_export(model, output / "export_merged", merge_adapter=True, **options)
+
+
+def _export_options(arguments: Arguments) -> dict[str, Any]:
+    recipe = arguments.recipe
+    return {"dtype": recipe.export_dtype, "max_shard_size": recipe.export_max_shard_size}
+
+
+def _recipe_facts(arguments: Arguments, rows: "TrainingRows") -> dict[str, Any]:
+    """Return what checkpoints record of the recipe in addition to Trainer's arguments."""
+    facts = {
+        **asdict(arguments.script),
+        **asdict(arguments.model),
+        **asdict(arguments.recipe),
+        **asdict(arguments.mixture),
+    }
+    if not isinstance(rows.train, IterableDataset):
+        facts["num_train_rows"] = len(rows.train)
+    return json.loads(json.dumps(facts, default=str))
 
 
 def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[SFTTrainer], list[TrainerCallback]]":
@@ -89,7 +128,11 @@ def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[SF
     # With push_to_hub, Trainer creates the repository before training and ends the run if that fails.
     arguments.training.push_to_hub = False
     recipe = arguments.recipe
-    callbacks.append(ShardedCheckpointCallback(asynchronous=recipe.asynchronous_save, hub=hub, rank_files=rank_files))
+    callbacks.append(
+        ShardedCheckpointCallback(
+            asynchronous=recipe.asynchronous_save, hub=hub, previous_run=recipe.previous_run, rank_files=rank_files
+        )
+    )
     callbacks.append(dtypes.MasterWeightsCallback(recipe.adapter_dtype))
     if recipe.report:
         callbacks.append(MetricsCallback(throughput_warmup_steps=recipe.throughput_warmup_steps))
@@ -97,21 +140,29 @@ def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[SF
 
 
 def find_resume(arguments: Arguments) -> str | None:
-    """Return the checkpoint to resume from, or None to start at step 0.
+    """Return the checkpoint to resume from, or None to start at step 0, and lock the output directory until the process exits.
 
     `resume_from_checkpoint` is a path, or `auto` for the newest complete checkpoint, if any. Keeps the global batch size
     if the number of ranks has changed. Collective: every rank must call this; rank 0 reads and verifies the files.
 
     Raises:
-        CheckpointError: the path is not a complete checkpoint.
+        CheckpointError: the path is not a complete checkpoint, or the output directory cannot be written, is in use or holds
+            another run.
     """
-    requested = arguments.training.resume_from_checkpoint
-    if requested in (None, False, "", "no"):
-        return None
     output_dir = arguments.training.output_dir
-    checkpoint = distributed.run_on_main(lambda: _find_checkpoint(str(requested), output_dir))
+    requested = arguments.training.resume_from_checkpoint
+    is_requested = requested not in (None, False, "", "no")
+
+    def find() -> Path | None:
+        lock_directory(output_dir)
+        checkpoint = _find_checkpoint(str(requested), output_dir) if is_requested else None
+        claim_directory(output_dir, _read_state(checkpoint), arguments.recipe.previous_run)
+        return checkpoint
+
+    checkpoint = distributed.run_on_main(find)
     if checkpoint is None:
-        distributed.print_main(f"resume: no complete checkpoint in {output_dir}; starting from step 0")
+        if is_requested:
+            distributed.print_main(f"resume: no complete checkpoint in {output_dir}; starting from step 0")
         return None
     distributed.print_main(f"resume: from {checkpoint}")
     with distributed.sync_errors():
@@ -128,6 +179,29 @@ def _find_checkpoint(requested: str, output_dir: str) -> Path | None:
     return newest
 
 
+def _read_state(checkpoint: Path | None) -> "TrainerState":
+    from transformers import TrainerState
+
+    if checkpoint is None:
+        return TrainerState()
+    try:
+        return TrainerState.load_from_json(str(checkpoint / STATE_FILE))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint / STATE_FILE} cannot be read: {error}. Use another checkpoint.") from error
+
+
+def train(trainer: "SFTTrainer", checkpoint: str | None) -> SaveError | None:
+    """Train; return the error of the last save if it failed, so that the weights can still be exported.
+
+    Collective: every rank must call this.
+    """
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except SaveError as error:
+        return error
+    return None
+
+
 def finish(trainer: "SFTTrainer", arguments: Arguments) -> Path | None:
     """Export the trained model to `<output_dir>/export`, then verify and push it if the recipe says so.
 
@@ -140,28 +214,26 @@ def finish(trainer: "SFTTrainer", arguments: Arguments) -> Path | None:
         ExportError: on every rank, if the export fails or does not match the trained model.
     """
     output = Path(arguments.training.output_dir)
+    callback = next(one for one in trainer.callback_handler.callbacks if isinstance(one, ShardedCheckpointCallback))
     if not arguments.recipe.export:
         distributed.print_main("not exported: the recipe sets export: false")
         return None
-    options: dict[str, Any] = {
-        "dtype": arguments.recipe.export_dtype,
-        "max_shard_size": arguments.recipe.export_max_shard_size,
-    }
+    if all(callback.has_exported(output / name) for name in EXPORTS[: 1 + arguments.recipe.merge_adapter]):
+        return output / EXPORTS[0]
+    options = _export_options(arguments)
     export = export_model(trainer.model, output / "export", tokenizer=trainer.processing_class, **options)
     if arguments.recipe.merge_adapter:
         _export_merged(trainer, arguments, export, options)
+    with distributed.sync_errors():
+        if not has_weights(export):
+            raise ExportError(f"{export} has no weights after the export. The checkpoints in {output} are intact.")
+    distributed.print_main(f"exported: {export}")
     if _verifies_logits(trainer, arguments.recipe.verify_export):
         difference = check_logits(trainer.model, export, trainer.processing_class)
         distributed.print_main(
             f"verified: the export's logits differ from the trained model's by {difference:.1e} at most"
         )
-    with distributed.sync_errors():
-        if not has_weights(export):
-            raise ExportError(f"{export} has no weights after the export. The checkpoints in {output} are intact.")
-    distributed.print_main(f"exported: {export}")
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, ShardedCheckpointCallback):
-            callback.push_export(export)
+    callback.push_export(export)
     return export
 
 

@@ -1,5 +1,6 @@
 """Builds the model of a recipe, loaded or new, with its attention, dtypes and added tokens."""
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_recipes import distributed
@@ -31,6 +32,7 @@ def build_model(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "
         implementation = _attention_implementation(arguments)
     model = _new_model(arguments, implementation) if arguments.recipe.config_name else _load(arguments, implementation)
     with distributed.sync_errors():
+        _check_adapter_names(model, arguments.model)
         if isolates_documents(arguments.training):
             attention.check_packing(model.config, model.config._attn_implementation)
     attention.print_attention(model.config._attn_implementation, arguments.training)
@@ -40,6 +42,30 @@ def build_model(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=multiple)
         _warn_of_untrained_rows(arguments.model)
     return model
+
+
+def _check_adapter_names(model: "PreTrainedModel", model_arguments: "ModelConfig") -> None:
+    """Check that the model has all modules and parameters that the adapter names; PEFT ignores the others."""
+    if not model_arguments.use_peft:
+        return
+    modules = [name for name, _ in model.named_modules()]
+    weights = [name for name, _ in model.named_parameters()]
+    for field, known in (
+        ("lora_target_modules", modules),
+        ("lora_modules_to_save", modules),
+        ("lora_target_parameters", weights),
+    ):
+        wanted = getattr(model_arguments, field)
+        if isinstance(wanted, str) and wanted != "all-linear" and not any(re.fullmatch(wanted, name) for name in known):
+            unknown = [wanted]
+        else:
+            names = wanted if isinstance(wanted, list) else []
+            unknown = [name for name in names if not any(f".{other}".endswith(f".{name}") for other in known)]
+        if unknown:
+            examples = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in weights)
+            raise RecipeError(
+                f"{field} names {', '.join(unknown)}, but {type(model).__name__} has none. It has {', '.join(examples)}."
+            )
 
 
 def _warn_of_untrained_rows(model_arguments: "ModelConfig") -> None:
@@ -72,15 +98,14 @@ def _load(arguments: Arguments, implementation: str | None) -> "PreTrainedModel"
     quantization = get_quantization_config(model_arguments)
     if quantization is not None:
         kwargs["quantization_config"] = quantization
-    return load_model(
-        model_arguments.model_name_or_path,
-        source=arguments.recipe.load_source,
-        dtype=model_arguments.dtype,
-        revision=model_arguments.model_revision,
-        attn_implementation=implementation,
-        trust_remote_code=training.trust_remote_code,
-        **kwargs,
-    )
+    defaults = {
+        "source": arguments.recipe.load_source,
+        "dtype": model_arguments.dtype,
+        "revision": model_arguments.model_revision,
+        "attn_implementation": implementation,
+        "trust_remote_code": training.trust_remote_code,
+    }
+    return load_model(model_arguments.model_name_or_path, **(defaults | kwargs))
 
 
 def _new_model(arguments: Arguments, implementation: str | None) -> "PreTrainedModel":

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,9 @@ CLONED_VOCABULARY_MULTIPLE = 64  # TRL pads the vocabulary to this when it clone
 
 
 def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
-    """Load the recipe's tokenizer on rank 0 and broadcast it. Collective: every rank must call this.
+    """Load the recipe's tokenizer on rank 0 and broadcast it; with custom code, load it on every rank.
+
+    Collective: every rank must call this.
 
     Raises:
         LoadError: the same on every rank.
@@ -38,13 +41,19 @@ def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
             )
             tokenizer.add_tokens(arguments.recipe.special_tokens or [], special_tokens=True)
         except Exception as error:
-            raise LoadError(
-                f"cannot load a tokenizer from {name}: {str(error).splitlines()[0]} Check the name; a local directory needs "
-                f"tokenizer.json and config.json."
-            ) from error
+            cure = "Check the name; a local directory needs tokenizer.json and config.json."
+            if "trust_remote_code" in str(error):
+                cure = "Set trust_remote_code: true if you trust that code."
+            raise LoadError(f"cannot load a tokenizer from {name}: {str(error).splitlines()[0]} {cure}") from error
         return tokenizer
 
-    return distributed.run_on_main(read)
+    def read_if_builtin() -> "PreTrainedTokenizerBase | None":
+        # The class of custom code exists only on the rank that imported it, so it cannot be broadcast.
+        tokenizer = read()
+        return None if type(tokenizer).__module__.startswith("transformers_modules") else tokenizer
+
+    tokenizer = distributed.run_on_main(read_if_builtin)
+    return distributed.main_first(read) if tokenizer is None else tokenizer
 
 
 def tokenizer_for_rows(tokenizer: "PreTrainedTokenizerBase", training: "SFTConfig") -> "PreTrainedTokenizerBase":
@@ -53,7 +62,7 @@ def tokenizer_for_rows(tokenizer: "PreTrainedTokenizerBase", training: "SFTConfi
     Source: trl 1.16 `SFTTrainer.__init__`, which changes tokenizer and model together before it prepares rows.
 
     Raises:
-        DataError: `eos_token` is not in the vocabulary, or `chat_template_path` cannot be read.
+        DataError: `eos_token` is not in the vocabulary, or `chat_template_path` cannot be read or is not valid Jinja.
     """
     tokenizer = copy.deepcopy(tokenizer)
     if training.eos_token is not None:
@@ -73,14 +82,37 @@ def tokenizer_for_rows(tokenizer: "PreTrainedTokenizerBase", training: "SFTConfi
             f"chat_template_path: {path} cannot be read: {str(error).splitlines()[0]} Pass a .jinja file or a model with a "
             f"chat template."
         ) from error
+    check_chat_template(tokenizer, f"chat_template_path: {path}")
     return tokenizer
+
+
+def check_chat_template(tokenizer: "PreTrainedTokenizerBase", source: str) -> None:
+    """Raise a DataError with the line if a tokenizer's chat template has a syntax error."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise DataError(
+            f"{source} is not valid Jinja, {describe_template_error(error)}. Correct it, or choose another template."
+        ) from error
+    except Exception:
+        return  # templates may reject this message
+
+
+def describe_template_error(error: Exception) -> str:
+    """Return the message of an error in a chat template, with the template's line if known."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
+    message = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    return message if line is None else f"line {line}: {message}"
 
 
 def _clone_chat_template(tokenizer: "PreTrainedTokenizerBase", source_path: str) -> None:
     """Copy template and tokens from another tokenizer, like `trl.clone_chat_template` but without a model."""
     from transformers import AddedToken, AutoTokenizer
 
-    source = AutoTokenizer.from_pretrained(source_path)
+    source = AutoTokenizer.from_pretrained(source_path, trust_remote_code=False)
     tokenizer.chat_template = source.get_chat_template()
     added = source.added_tokens_decoder.values()
     tokenizer.add_tokens([token for token in added if token.content not in tokenizer.vocab])

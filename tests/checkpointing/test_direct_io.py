@@ -12,6 +12,7 @@ from hf_fsdp_recipes.checkpointing import direct_io
 from hf_fsdp_recipes.checkpointing.direct_io import (
     BLOCK_BYTES,
     BUFFER_BYTES,
+    CHECKSUM_BLOCK_BYTES,
     MIN_DIRECT_BYTES,
     ChecksummedStream,
     DirectFile,
@@ -82,7 +83,19 @@ def test_many_small_runs_are_not_buffered_forever(tmp_path):
     assert file.read_bytes() == content
 
 
-@pytest.mark.parametrize("sizes", [[], [3], [BLOCK_BYTES, 1], [BUFFER_BYTES + 1, 10, BUFFER_BYTES * 2], [7] * 1000])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [],
+        [3],
+        [BLOCK_BYTES, 1],
+        [BUFFER_BYTES + 1, 10, BUFFER_BYTES * 2],
+        [7] * 1000,
+        [BUFFER_BYTES],
+        [CHECKSUM_BLOCK_BYTES],
+        [5, 2 * CHECKSUM_BLOCK_BYTES, 9],
+    ],
+)
 def test_stream_holds_what_was_given_and_its_checksum(tmp_path, sizes, file_system):
     content = some_bytes(sum(sizes))
     file, start = tmp_path / "file", 0
@@ -92,7 +105,12 @@ def test_stream_holds_what_was_given_and_its_checksum(tmp_path, sizes, file_syst
             assert stream.write(memoryview(content)[start : start + size]) == size
             start += size
     assert file.read_bytes() == content
-    assert stream.manifest_entry() == {"bytes": len(content), "xxh3": xxhash.xxh3_64(content).hexdigest()}
+    starts = range(0, len(content), CHECKSUM_BLOCK_BYTES)
+    assert stream.manifest_entry() == {
+        "bytes": len(content),
+        "xxh3": xxhash.xxh3_64_hexdigest(content),
+        "blocks": [xxhash.xxh3_64_hexdigest(content[start : start + CHECKSUM_BLOCK_BYTES]) for start in starts],
+    }
 
 
 def test_full_disk_is_an_error_even_if_only_the_last_write_fails(tmp_path, monkeypatch):

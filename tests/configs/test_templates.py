@@ -98,6 +98,16 @@ def config_of(name, **changes):
         ("fsdp2_full_shard", {"mixed_precision": "bf17"}, ["bf17"]),
         ("fsdp2_hybrid_shard", {"parallelism_config_dp_shard_size": 4}, ["multiply to 8", "num_processes is 16"]),
         ("fsdp2_hybrid_shard", {"parallelism_config_dp_shrad_size": 4}, ["in parallelism_config", "dp_shard_size?"]),
+        ("fsdp2_full_shard", {"mixed_precision": "fp8"}, ["fp8", "never been tested"]),
+        (
+            "fsdp2_hybrid_shard",
+            {"parallelism_config_tp_size": 2},
+            ["Tensor parallelism is not supported", "tp_size is 2"],
+        ),
+        ("fsdp2_hybrid_shard", {"parallelism_config_cp_size": 2}, ["Context parallelism", "cp_size is 2"]),
+        ("fsdp2_hybrid_shard", {"parallelism_config_sp_size": 2}, ["Sequence parallelism", "sp_size is 2"]),
+        ("fsdp2_full_shard", {"num_processes": 0}, ["num_processes is 0. Set it to at least 1."]),
+        ("fsdp2_hybrid_shard", {"main_process_ip": None}, ["main_process_ip is not set", "wait forever"]),
         ("fsdp1_hybrid_shard", {"num_machines": 1}, ["one replica per node"]),
         ("fsdp1_full_shard", {"parallelism_config": {"dp_shard_size": 8}}, ["needs fsdp_version 2"]),
         ("fsdp1_full_shard", {"fsdp_sharding_strategy": "FULL"}, ["one of FULL_SHARD"]),
@@ -147,6 +157,18 @@ def test_missing_file_in_another_directory_is_not_taken_for_a_template(tmp_path)
         validate.read_config(tmp_path / "fsdp2_full_shard.yaml")
 
 
+def test_launch_on_several_nodes_without_an_address_fails_at_once(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    template = templates.template_directory() / "fsdp2_hybrid_shard.yaml"
+    result = subprocess.run(
+        [*launch, template, "--main_process_port", "0", script], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode != 0
+    assert "pass --main_process_ip" in result.stderr.strip().splitlines()[-1]
+
+
 def test_list_show_and_path():
     listed = run(app, ["config", "list"]).output
     assert [line.split()[0] for line in listed.splitlines()] == [template.name for template in SHIPPED]
@@ -190,6 +212,7 @@ def test_rendered_config_fits_the_machine_and_the_model(tmp_path):
         (["render", "fsdp2_hybrid_shard", "--num-machines", "1"], "On a single node, use full_shard"),
         (["render", "fsdp1_hybrid_shard_zero2", "--num-machines", "1"], "On a single node, use shard_grad_op"),
         (["render", "--strategy", "no_shard", "--fsdp-version", "2"], "no_shard needs FSDP1"),
+        (["render", "fsdp2_cpu", "-o", "/nowhere/x"], "Cannot write /nowhere/x: No such file"),
         (["render"], "either a template name or --strategy"),
         (["render", "fsdp2_cpu", "--strategy", "full_shard"], "either a template name or --strategy"),
         (["render", "fsdp2_full_shard", "--wrap", "layer", "--min-num-params", "5"], "needs --wrap size"),

@@ -1,6 +1,7 @@
 """Offline export: any sharded checkpoint becomes a model directory."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -122,12 +123,35 @@ def _file(checkpoint):
     return checkpoint / "pytorch_model_fsdp_0" / "__1_0.distcp"
 
 
+def _metadata(checkpoint):
+    return checkpoint / "pytorch_model_fsdp_0" / ".metadata"
+
+
+def _flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _without_manifest(checkpoint, damage):
+    (checkpoint / "manifest.json").unlink()
+    damage()
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda c: _file(c).unlink(), "is missing or truncated"),
-        (lambda c: _file(c).write_bytes(_file(c).read_bytes()[:-100]), "is missing or truncated"),
-        (lambda c: (c / "pytorch_model_fsdp_0" / ".metadata").write_bytes(b"nonsense"), "cannot be read"),
+        (lambda c: _file(c).unlink(), r"__1_0\.distcp is missing"),
+        (lambda c: _file(c).write_bytes(_file(c).read_bytes()[:-100]), r"__1_0\.distcp is missing or has another size"),
+        (lambda c: _flip(_file(c)), r"__1_0\.distcp has changed"),
+        (lambda c: _flip(c / "config.json"), r"config\.json has changed"),
+        (
+            lambda c: (c / "pytorch_model_fsdp_0" / ".metadata").write_bytes(b"nonsense"),
+            r"\.metadata is missing or has",
+        ),
+        (lambda c: _without_manifest(c, _file(c).unlink), r"__1_0\.distcp is missing"),
+        (lambda c: _without_manifest(c, lambda: os.truncate(_file(c), 5000)), r"__1_0\.distcp is truncated"),
+        (lambda c: _without_manifest(c, lambda: _metadata(c).write_bytes(b"nonsense")), "cannot be read"),
         (lambda c: shutil.rmtree(c / "pytorch_model_fsdp_0"), "no sharded model"),
     ],
 )
@@ -140,6 +164,18 @@ def test_damaged_checkpoint_is_one_error_and_no_export(checkpoint, tmp_path, dam
         export_checkpoint(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
+
+
+def test_checkpoint_is_not_exported_onto_itself_or_another_model(checkpoint, tiny_model, tmp_path):
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.errors import ExportError
+
+    shutil.copytree(tiny_model("llama"), tmp_path / "my_model")
+    before = sorted(tmp_path.rglob("*"))
+    for target in (checkpoint, tmp_path, tmp_path / "my_model"):
+        with pytest.raises(ExportError):
+            export_checkpoint(checkpoint, target)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_checkpoint_of_another_model_is_refused(checkpoint, tiny_model, tmp_path):

@@ -131,8 +131,8 @@ def test_config_and_tokenizer_are_written_with_the_weights(tiny_model, text_file
     directory, _ = export(tiny_model, text_file, tmp_path)
     names = {file.name for file in directory.iterdir()}
     assert names == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-        "chat_template.jinja",
+        "config.json", "export_manifest.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json", "chat_template.jinja",
     }  # fmt: skip
     assert sorted(path.name for path in tmp_path.glob(".*")) == []
 

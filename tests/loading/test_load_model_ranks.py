@@ -224,27 +224,111 @@ def test_broken_checkpoint_is_one_load_error_on_every_rank(tiny_model, tmp_path,
     assert errors[0][0] == "LoadError"
 
 
-def test_nan_in_the_checkpoint_is_loaded(tiny_model, text_file, tmp_path):
+def _copy_changed(directory, tmp_path, change):
+    """Return a copy of a model whose tensors `change` has edited in place."""
     from safetensors.torch import load_file, save_file
 
-    directory = tmp_path / "nan"
-    shutil.copytree(tiny_model("llama"), directory)
+    shutil.copytree(directory, tmp_path / "changed")
     tensors = load_file(directory / "model.safetensors")
-    tensors["model.norm.weight"].fill_(float("nan"))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    seen = run_ranks(_shards, 2, directory, text_file, tmp_path / "out", {}, environment=fsdp_environment(FSDP2))
-    assert all(value != value for value in seen[0]["model.norm.weight"])
+    change(tensors)
+    save_file(tensors, tmp_path / "changed" / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path / "changed"
 
 
-def test_tensor_that_the_checkpoint_lacks_is_initialized_equally_on_all_ranks(tiny_model, text_file, tmp_path):
-    from safetensors.torch import load_file, save_file
+@pytest.mark.parametrize("loader", ["rank0", "direct"])
+@pytest.mark.parametrize(("fsdp", "value"), [(FSDP2, "nan"), (FSDP2, "-inf"), (FSDP1, "nan")])
+def test_nan_or_infinity_in_the_checkpoint_is_refused_by_name(tiny_model, text_file, tmp_path, fsdp, value, loader):
+    def poison(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = float(value)  # the last rank's last element
 
-    directory = tmp_path / "lacking"
-    shutil.copytree(tiny_model("llama"), directory)
-    tensors = load_file(directory / "model.safetensors")
+    directory = _copy_changed(tiny_model("llama"), tmp_path, poison)
+    errors = run_ranks(
+        _shards, 2, directory, text_file, tmp_path / "out", {"loader": loader}, environment=fsdp_environment(fsdp),
+        expect_failure=True,
+    )  # fmt: skip
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "LoadError"
+    assert "1 parameters of" in errors[0][1]
+    assert "contain NaN or infinity: model.layers.1.mlp.up_proj.weight" in errors[0][1]
+
+
+def _without_head(tensors):
     del tensors["lm_head.weight"]
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    seen = run_ranks(_shards, 2, directory, text_file, tmp_path / "out", {}, environment=fsdp_environment(FSDP2))
+
+
+def _without_second_layer(tensors):
+    for name in [name for name in tensors if ".layers.1." in name]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize("is_fsdp", [True, False])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_without_head, "lacks 1 of the model's parameters and buffers: lm_head.weight. Check that config.json"),
+        (_without_second_layer, "lacks 13 of the model's parameters and buffers: model.layers.1."),
+    ],
+)
+def test_checkpoint_that_lacks_parameters_is_refused_with_the_list(tiny_model, tmp_path, change, words, is_fsdp):
+    directory = _copy_changed(tiny_model("llama"), tmp_path, change)
+    environment = fsdp_environment(FSDP2) if is_fsdp else {}
+    errors = run_ranks(_load_only, 2, directory, {}, environment=environment, expect_failure=True)
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "LoadError"
+    assert words in errors[0][1]
+    assert "ignore_mismatched=True" in errors[0][1]
+
+
+@pytest.mark.parametrize("is_fsdp", [True, False])
+def test_checkpoint_of_another_architecture_is_refused_even_if_missing_parameters_are_allowed(
+    tiny_model, tmp_path, is_fsdp
+):
+    directory = shutil.copytree(tiny_model("llama_tied"), tmp_path / "mixed")
+    shutil.copy(tiny_model("gpt2") / "config.json", directory)
+    environment = fsdp_environment(FSDP2) if is_fsdp else {}
+    errors = run_ranks(
+        _load_only, 2, directory, {"ignore_mismatched": True}, environment=environment, expect_failure=True
+    )
+    assert errors[0] == errors[1]
+    assert "no tensor of" in errors[0][1] and "belongs to the model of its config" in errors[0][1]
+
+
+def test_ignore_mismatched_initializes_tensors_of_another_shape(tiny_model, text_file, tmp_path):
+    def shorten(tensors):
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:300].clone()
+
+    directory = _copy_changed(tiny_model("llama"), tmp_path, shorten)
+    keywords = {"load_arguments": {"ignore_mismatched": True}}
+    seen = run_ranks(_shards, 2, directory, text_file, tmp_path / "out", keywords, environment=fsdp_environment(FSDP2))
+    assert len(seen[0]["lm_head.weight"]) == 307
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"device_map": "auto"}, "device_map='auto' does not apply under FSDP. Remove it"),
+        ({"max_memory": {0: "1GB"}}, "max_memory"),
+        ({"low_cpu_mem_usage": True}, "low_cpu_mem_usage=True does not apply"),
+        ({"load_in_8bit": True}, "load_in_8bit=True does not apply under FSDP. Pass quantization_config"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, so there is nothing to train"),
+    ],
+)
+def test_argument_without_a_meaning_under_fsdp_is_refused_by_name(tiny_model, arguments, words):
+    errors = run_ranks(
+        _load_only, 2, tiny_model("llama"), arguments, environment=fsdp_environment(FSDP2), expect_failure=True
+    )
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "LoadError"
+    assert words in errors[0][1]
+
+
+def test_tensor_that_the_checkpoint_lacks_is_initialized_equally_on_all_ranks_if_allowed(
+    tiny_model, text_file, tmp_path
+):
+    directory = _copy_changed(tiny_model("llama"), tmp_path, _without_head)
+    keywords = {"load_arguments": {"ignore_mismatched": True}}
+    seen = run_ranks(_shards, 2, directory, text_file, tmp_path / "out", keywords, environment=fsdp_environment(FSDP2))
     head = seen[0]["lm_head.weight"]
     assert head == seen[1]["lm_head.weight"]
     spread = [value for row in head for value in row]

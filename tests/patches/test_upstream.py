@@ -148,3 +148,9 @@ def test_importing_the_package_patches_nothing():
         "assert LoraModel._replace_module.__module__.startswith('peft')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_hub_parses_sizes_in_the_same_function():
+    from huggingface_hub.serialization._base import parse_size_to_int
+
+    assert parse_size_to_int("5GB") == 5 * 10**9

@@ -53,7 +53,8 @@ def test_lora_run_leaves_exactly_its_files_and_resumes_after_a_kill(tiny_model, 
         "loss.png", "throughput.png", "memory.png", "model.txt", ".writer.lock",
     }  # fmt: skip
     assert {path.name for path in (tmp_path / "whole" / "export").iterdir()} == {
-        "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json",
+        "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "export_manifest.json", "tokenizer.json",
+        "tokenizer_config.json",
     }  # fmt: skip
     from transformers import AutoModelForCausalLM
 

@@ -87,4 +87,4 @@ def test_conversation_with_another_role_is_dropped_and_counted(recipe):
     arguments = recipe([ONE_TURN, ONE_TURN, [*ONE_TURN, {"role": "tool", "content": "42"}]])
     tokenizer = tokenizer_for_rows(load_tokenizer(arguments), arguments.training)
     [counts] = prepare(arguments, tokenizer).counts.values()
-    assert counts.describe(128) == "kept 2 of 3 rows; dropped 1 rejected by the chat template"
+    assert counts.describe(128).startswith("kept 2 of 3 rows; dropped 1 rejected by the chat template (line ")

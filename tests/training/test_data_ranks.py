@@ -133,3 +133,16 @@ def train_until(argv, stop):
 
     build.build_trainer = build_trainer
     return train(argv)
+
+
+def test_row_that_one_rank_cannot_use_is_an_error_on_all_ranks(argv, tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    good = [{"input_ids": [5, 6, 7]}] * 40
+    write_rows(folder / "a.jsonl", good * 2)
+    write_rows(folder / "b.jsonl", [*good, {"input_ids": [5, -7]}])  # rank 1 reads this file, one block ahead
+    settings = STREAM | {"max_steps": 60, "gradient_accumulation_steps": 2}
+    found = run_ranks(train, 2, argv(folder, **settings), environment=ranks_environment(tmp_path), expect_failure=True)
+    assert found[0] == found[1]
+    assert found[0][0] == "DataError"
+    assert "rows (rank 1's part), row 41: input_ids has -7" in found[0][1]

@@ -42,6 +42,8 @@ def load(arguments):
         ({"instruction": "a", "input": "", "output": "b"}, ["prompt", "completion"]),
         ({"instruction": "a", "output": "b"}, ["prompt", "completion"]),
         ({"text": "a"}, ["text"]),
+        ({"conversations": [{"from": "human", "value": "hi"}], "id": "1"}, ["messages"]),
+        ({"conversations": [{"from": "gpt", "value": "hi"}], "tools": "[]", "id": 1}, ["messages", "tools"]),
     ],
 )
 def test_formats_are_recognized_from_the_columns(tmp_path, row, columns):
@@ -59,6 +61,73 @@ def test_alpaca_rows_can_become_conversations(tmp_path):
     file = write(tmp_path / "rows.jsonl", [{"instruction": "Add", "input": "1 and 2", "output": "3"}] * 2)
     rows, _ = load(arguments(file, prompt_template="chat"))
     assert [m["content"] for m in rows[0]["messages"]] == ["Add\n\n1 and 2", "3"]
+
+
+HISTORY = {
+    "system": "Be brief.", "history": [["Hello", "Hi"], ["How are you?", "Fine"]], "instruction": "Add", "input": "1 and 2",
+    "output": "3",
+}  # fmt: skip
+
+
+def roles_and_texts(rows):
+    return [[(message["role"], message["content"]) for message in row["messages"]] for row in rows]
+
+
+def test_earlier_turns_of_alpaca_rows_become_messages(tmp_path):
+    plain = {"system": None, "history": [], "instruction": "Add", "input": None, "output": "3"}
+    rows, _ = load(arguments(write(tmp_path / "rows.jsonl", [HISTORY, plain]), prompt_template="chat"))
+    turns = [("user", "Hello"), ("assistant", "Hi"), ("user", "How are you?"), ("assistant", "Fine")]
+    assert roles_and_texts(rows) == [
+        [("system", "Be brief."), *turns, ("user", "Add\n\n1 and 2"), ("assistant", "3")],
+        [("user", "Add"), ("assistant", "3")],
+    ]
+
+
+def test_earlier_turns_of_alpaca_rows_precede_the_instruction(tmp_path):
+    rows, _ = load(arguments(write(tmp_path / "rows.jsonl", [HISTORY] * 2)))
+    assert rows[0] == {
+        "prompt": "Be brief.\n\n### Instruction:\nHello\n\n### Response:\nHi\n\n### Instruction:\nHow are you?\n\n"
+        "### Response:\nFine\n\n### Instruction:\nAdd\n\n### Input:\n1 and 2\n\n### Response:\n",
+        "completion": "3",
+    }
+
+
+@pytest.mark.parametrize("history", [["Hello", "Hi"], [["Hello"]], [["Hello", None]], "Hello"])
+@pytest.mark.parametrize("template", ["alpaca", "chat"])
+def test_history_that_is_no_list_of_pairs_is_refused(history, template, tmp_path):
+    rows = [HISTORY | {"history": None}, HISTORY | {"history": history}]
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 2: history has .*Hello.* not a pair"):
+        load(arguments(write(tmp_path / "rows.jsonl", rows), prompt_template=template))
+
+
+def test_sharegpt_conversations_become_messages(tmp_path):
+    sharegpt = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    named = [{"from": "user", "value": "q"}, {"from": "assistant", "value": "a"}]
+    rows, _ = load(arguments(write(tmp_path / "rows.jsonl", [{"conversations": sharegpt}, {"conversations": named}])))
+    assert roles_and_texts(rows) == [
+        [("system", "s"), ("user", "q"), ("assistant", "a")],
+        [("user", "q"), ("assistant", "a")],
+    ]
+    chatml = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    file = write(tmp_path / "chatml.jsonl", [{"conversations": chatml, "system": "s"}, {"conversations": chatml}])
+    assert roles_and_texts(load(arguments(file))[0]) == [
+        [("system", "s"), ("user", "q"), ("assistant", "a")],
+        [("user", "q"), ("assistant", "a")],
+    ]
+
+
+def test_unknown_sender_of_a_conversation_is_refused(tmp_path):
+    good = {"conversations": [{"from": "human", "value": "q"}]}
+    file = write(tmp_path / "rows.jsonl", [good, {"conversations": [{"from": "observation", "value": "42"}]}])
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 2: a message is from 'observation'. Use one of human, gpt"):
+        load(arguments(file))
+
+
+def test_columns_that_are_not_used_are_printed(tmp_path, capsys):
+    load(arguments(write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b", "system": "c", "id": 1}] * 2)))
+    assert "rows.jsonl: not used: columns system, id\n" in capsys.readouterr().out
+    load(arguments(write(tmp_path / "rows.jsonl", [HISTORY] * 2)))
+    assert "not used" not in capsys.readouterr().out
 
 
 def test_other_text_column_by_name(tmp_path):

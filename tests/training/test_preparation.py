@@ -11,6 +11,7 @@ from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.arguments import parse_arguments
 from hf_fsdp_recipes.training.data.preparation import Preparation, prepare
 from hf_fsdp_recipes.training.data.row_tokenizer import MAX_CHARACTERS, RowTokenizer
+from hf_fsdp_recipes.training.data.streaming import open_streams
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows, tokenizer_hash
 from tests.conftest import SENTENCES
 
@@ -246,7 +247,84 @@ def test_conversations_that_the_template_rejects_are_dropped(recipe, tmp_path):
     )
     rows = [*MESSAGES[:3], {"messages": [ANSWER]}]
     [counts] = prepared(recipe(rows, chat_template_path=str(strict))).counts.values()
-    assert counts.describe(48) == "kept 3 of 4 rows; dropped 1 rejected by the chat template"
+    assert counts.describe(48) == "kept 3 of 4 rows; dropped 1 rejected by the chat template (line 1: user first)"
+    with pytest.raises(DataError, match=r"dropped 1 rejected by the chat template \(line 1: user first\)\. Check"):
+        prepared(recipe(rows[-1:], chat_template_path=str(strict)))
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ("{% for message in messages %}\n{% bogus %}{% endfor %}", "line 2: Encountered unknown tag 'bogus'"),
+        ("{% for message in messages %}", "line 1: Unexpected end of template"),
+        ("a\nb\n{{ messages | nonsense }}", "line 3: No filter named 'nonsense'"),
+    ],
+)
+def test_chat_template_with_a_syntax_error_is_refused_with_the_line(broken, reason, recipe):
+    arguments = recipe(MESSAGES, template=broken)
+    with pytest.raises(DataError, match=rf"chat_template_path: .*template\.jinja is not valid Jinja, {reason}"):
+        prepared(arguments)
+    arguments.training.chat_template_path = None
+    tokenizer = load_tokenizer(arguments)
+    tokenizer.chat_template = broken
+    with pytest.raises(DataError, match=rf"the tokenizer's chat template is not valid Jinja, {reason}"):
+        prepare(arguments, tokenizer)
+
+
+def test_chat_template_that_fails_on_every_row_is_refused_with_the_line(recipe):
+    with pytest.raises(DataError, match=r"12 rejected by the chat template \(line 2: 'date' is undefined\)"):
+        prepared(recipe(MESSAGES, template="\n{{ date.today }}"))
+
+
+IDS = {"input_ids": [5, 6, 7, 8]}
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"input_ids": [5, 99_999]}, "input_ids has 99999, but must be at least 0 and below "),
+        ({"input_ids": [5, -1]}, "input_ids has -1,"),
+        ({"input_ids": [2**40, 1]}, "input_ids has 1099511627776,"),
+        ({"input_ids": [5, 1.5]}, r"input_ids has 1\.5, which is not an integer"),
+        ({"input_ids": [5, None]}, "input_ids has None, which is not an integer"),
+        ({"input_ids": ["5", "6"]}, "input_ids has '5', which"),
+        ({"input_ids": [True, False]}, "input_ids has True, which"),
+        ({"input_ids": "5 6"}, "input_ids is '5 6', not a list of integers"),
+        (IDS | {"labels": [5, 6, 7]}, "labels has 3 values for 4 input_ids"),
+        (IDS | {"labels": [-100, 6, 7, 99_999]}, "labels has 99999, .*, or -100"),
+        (IDS | {"labels": [-1, 6, 7, 8]}, "labels has -1,"),
+        (IDS | {"attention_mask": [1, 1]}, "attention_mask has 2 values"),
+        (IDS | {"completion_mask": [1, 1, 2, 0]}, "completion_mask has 2, but must be at least 0 and below 2"),
+        (IDS | {"assistant_masks": [1, 1, 1, 1, 1]}, "assistant_masks has 5 values"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_invalid_tokens_are_refused_with_row_and_value(row, fault, streaming, recipe):
+    good = {name: [1] * 3 if "mask" in name else [5, 6, 7] for name in row}
+    rows = [row, row] if not isinstance(row["input_ids"][0], int) else [good, dict.fromkeys(row), row]
+    number = 1 if len(rows) == 2 else 3
+    with pytest.raises(DataError, match=rf"rows\.jsonl, row {number}: {fault}"):
+        if streaming:
+            arguments = recipe(rows, dataset_streaming=True, max_steps=2)
+            open_streams(arguments, load_tokenizer(arguments))
+        else:
+            prepared(recipe(rows))
+
+
+def test_tokens_added_beyond_a_gap_in_the_vocabulary_are_valid(recipe):
+    arguments = recipe([IDS | {"input_ids": [5, 6, 400]}] * 2)
+    tokenizer = load_tokenizer(arguments)
+    vocabulary = tokenizer.get_vocab() | {"<|far|>": 400}
+    tokenizer.get_vocab = lambda: vocabulary
+    assert prepare(arguments, tokenizer).train[0]["input_ids"] == [5, 6, 400]
+
+
+def test_padding_of_tokenized_rows_is_removed(recipe):
+    padded = {"input_ids": [0, 0, 5, 6, 7, 0], "attention_mask": [0, 0, 1, 1, 1, 0]}
+    [row] = prepared(recipe([padded])).train
+    assert row == {"input_ids": [5, 6, 7], "labels": [5, 6, 7]}
+    [row] = prepared(recipe([padded | {"labels": [-100, -100, -100, 6, 7, -100]}])).train
+    assert row == {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
 
 
 def test_alpaca_rows_without_question_or_answer_are_dropped(recipe):

@@ -11,7 +11,7 @@ from hf_fsdp_recipes.training.data.dataset_parts import load_parts
 from hf_fsdp_recipes.training.data.preparation import Preparation
 from hf_fsdp_recipes.training.data.stream_trainer import restore_position
 from hf_fsdp_recipes.training.data.streaming import RowStream, StreamSource, open_streams
-from hf_fsdp_recipes.training.tokenizer import load_tokenizer
+from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows
 
 
 def write(path, texts):
@@ -157,6 +157,63 @@ def test_rank_without_rows_is_an_error(recipe, folder):
     write(folder / "rows.jsonl", ["only one"])
     with pytest.raises(DataError, match="Use fewer ranks"):
         open_rank(recipe(), 1, 2)[0].first_block()
+
+
+def test_stream_of_empty_objects_is_an_error(recipe, folder):
+    (folder / "rows.jsonl").write_text("{}\n" * 3)
+    with pytest.raises(DataError, match="has no rows"):
+        open_streams(recipe(), load_tokenizer(recipe()))
+
+
+def test_broken_line_of_a_stream_is_named_when_it_is_reached(recipe, folder):
+    write(folder / "a.jsonl", numbered(30))
+    (folder / "b.jsonl").write_text('{"text": "good"}\n{"text": \n')
+    stream, tokenizer = open_rank(recipe(shuffle_buffer_size=10))
+    with pytest.raises(DataError, match=r"b\.jsonl cannot be read: line 2, column 9: Expecting value"):
+        texts(stream, tokenizer, 60)
+
+
+def test_row_number_of_a_later_block_is_right(recipe, folder):
+    rows = [{"input_ids": [5, 6, 7]}] * 24 + [{"input_ids": [5, -7]}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stream, tokenizer = open_rank(recipe(shuffle_buffer_size=10))
+    with pytest.raises(DataError, match=r"rows, row 25: input_ids has -7"):
+        texts(stream, tokenizer, 40)
+    stream, tokenizer = open_rank(recipe(shuffle_buffer_size=10), 0, 2)
+    with pytest.raises(DataError, match=r"rows \(rank 0's part\), row 13: input_ids has -7"):
+        texts(stream, tokenizer, 40)
+
+
+def test_template_that_rejects_a_thousand_rows_ends_an_endless_search(recipe, folder, tmp_path):
+    message = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (folder / "rows.jsonl").write_text((json.dumps(message) + "\n") * 3000)
+    (tmp_path / "strict.jinja").write_text("{{ raise_exception('no such thing') }}")
+    arguments = recipe(chat_template_path=str(tmp_path / "strict.jinja"), shuffle_buffer_size=500)
+    tokenizer = tokenizer_for_rows(load_tokenizer(arguments), arguments.training)
+    with pytest.raises(DataError, match=r"0 of 1,000 rows; dropped 1,000 rejected .*\(line 1: no such thing\)"):
+        open_streams(arguments, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": ""}\n', "nothing to train on: kept 0 of 1 rows"),
+        ('{"text": "a"}\n{"text": \n', r"test\.jsonl cannot be read: line 2"),
+    ],
+)
+def test_evaluation_rows_of_a_stream_are_checked_before_training(content, message, recipe, folder):
+    write(folder / "train.jsonl", numbered(30))
+    (folder / "test.jsonl").write_text(content)
+    with pytest.raises(DataError, match=message):
+        open_streams(recipe(eval_strategy="steps", eval_steps=1), load_tokenizer(recipe()))
+
+
+@pytest.mark.parametrize("num_rows", [999, 1000, 2000])
+def test_evaluation_rows_are_read_once_whatever_their_number(num_rows, recipe, folder):
+    write(folder / "train.jsonl", numbered(30))
+    write(folder / "test.jsonl", numbered(num_rows))
+    rows = open_streams(recipe(eval_strategy="steps", eval_steps=1), load_tokenizer(recipe()))
+    assert len(list(rows.evaluation)) == num_rows
 
 
 def test_evaluation_rows_of_a_stream_end(recipe, folder):

@@ -1,18 +1,18 @@
 """Reads the datasets of a recipe, unprocessed: Hub ids, files, folders, or a mixture of these."""
 
 import codecs
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset, load_dataset
 
+from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.arguments import Arguments, is_streaming
+from hf_fsdp_recipes.training.data.data_files import explain_errors, find_files, reader_for
+from hf_fsdp_recipes.training.data.row_formats import find_format
 
-FILE_READERS = {".json": "json", ".jsonl": "json", ".txt": "text", ".parquet": "parquet"}
 NOT_UTF8_MARK = "\ufdd0"  # a Unicode noncharacter, so no text contains it
 
 
@@ -55,7 +55,7 @@ def _load_part(part: Any, streaming: bool, arguments: Arguments) -> DatasetPart:
         rows = _select_split(read_splits(part.path, part.name, streaming), part.split, part.path)
         rows = rows if part.columns is None else rows.select_columns(part.columns)
     else:
-        with _data_errors(part.path):
+        with explain_errors(part.path):
             single = DatasetMixtureConfig(datasets=[replace(part, fraction=None)], streaming=streaming)
             rows = get_dataset(single)["train"]
     name = part.path if part.data_files is None else str(part.data_files)
@@ -66,6 +66,7 @@ def _split_rows(train: Any, test: Any, name: str, arguments: Arguments) -> tuple
     """Return training and evaluation rows, which come from the test split or are held out from training."""
     script, training, recipe = arguments.script, arguments.training, arguments.recipe
     check_num_rows(train, name, training.world_size)
+    _print_unused_columns(train.column_names or [], name, training.dataset_text_field)
     if training.eval_strategy == "no":
         return train, None
     if test is not None:
@@ -84,6 +85,13 @@ def _split_rows(train: Any, test: Any, name: str, arguments: Arguments) -> tuple
     return split["train"], split["test"]
 
 
+def _print_unused_columns(columns: list[str], name: str, text_column: str) -> None:
+    required, optional = find_format(columns, text_column) or (columns, ())
+    unused = [column for column in columns if column not in (*required, *optional)]
+    if unused:
+        distributed.print_main(f"{name}: not used: columns {', '.join(unused)}")
+
+
 def read_splits(name: str, config: str | None = None, streaming: bool = False) -> dict[str, Any]:
     """Read a Hub dataset, a local json, jsonl, txt or parquet file, or a folder of them, as splits by name.
 
@@ -91,10 +99,10 @@ def read_splits(name: str, config: str | None = None, streaming: bool = False) -
         DataError: it does not exist or cannot be read.
     """
     path = Path(name)
-    with _data_errors(name):
+    with explain_errors(name):
         if path.exists():
-            files = _data_files(path)
-            reader = FILE_READERS[next(iter(files.values()))[0].suffix]
+            files = find_files(path)
+            reader = reader_for(next(iter(files.values()))[0]) or ""
             by_split = {split: [str(file) for file in found] for split, found in files.items()}
             return dict(load_dataset(reader, data_files=by_split, streaming=streaming, **_decoding(reader)))
         if _is_local(name):
@@ -103,21 +111,7 @@ def read_splits(name: str, config: str | None = None, streaming: bool = False) -
 
 
 def _is_local(name: str) -> bool:
-    return Path(name).exists() or Path(name).suffix in FILE_READERS or name.startswith((".", "/"))
-
-
-@contextlib.contextmanager
-def _data_errors(name: str) -> Iterator[None]:
-    """Turn any error of the readers into one DataError."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        lines = [line for line in str(error.__cause__ or error).splitlines() if line.strip()] or [type(error).__name__]
-        raise DataError(
-            f"{name} cannot be read: {lines[0]} Use a Hub id, a json, jsonl, txt or parquet file, or a folder of such files."
-        ) from error
+    return Path(name).exists() or reader_for(Path(name)) is not None or name.startswith((".", "/"))
 
 
 def _decoding(reader: str) -> dict[str, str]:
@@ -129,25 +123,6 @@ def _decoding(reader: str) -> dict[str, str]:
         return {}
     codecs.register_error("hf_fsdp_recipes.mark", lambda error: (NOT_UTF8_MARK, error.end))  # type: ignore[attr-defined]
     return {"encoding": "utf8", "encoding_errors": "hf_fsdp_recipes.mark"}
-
-
-def _data_files(path: Path) -> dict[str, list[Path]]:
-    """Return a path's data files by split; in a folder, files named test*, eval* or valid* are the test split."""
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in FILE_READERS)
-    if not files or any(file.suffix not in FILE_READERS for file in files):
-        raise DataError(f"{path} has no readable data. Use {', '.join(FILE_READERS)} files.")
-    if len({FILE_READERS[file.suffix] for file in files}) > 1:
-        raise DataError(f"{path} mixes file types. Keep one of json/jsonl, txt and parquet per folder.")
-    if all(_is_empty(file) for file in files):
-        raise DataError(f"{path} has no rows.")
-    test = [file for file in files if file.stem.startswith(("test", "eval", "valid")) and len(files) > 1]
-    splits = {"train": [file for file in files if file not in test], "test": test}
-    return {split: found for split, found in splits.items() if found}
-
-
-def _is_empty(file: Path) -> bool:
-    """Return whether a file holds no rows, for which the readers raise misleading errors."""
-    return file.stat().st_size < 16 and file.read_bytes().strip() in (b"", b"[]")
 
 
 def _select_split(splits: dict[str, Any], split: str, name: str) -> Any:

@@ -13,6 +13,9 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.data.dataset_parts import NOT_UTF8_MARK
 
+NO_LABEL = -100
+TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")  # of tokenized rows
+
 
 class RowStatus(IntEnum):
     """Whether a row is kept or truncated, or why it is dropped."""
@@ -26,6 +29,7 @@ class RowStatus(IntEnum):
     NO_MARKED_ANSWER = 6
     SPECIAL_TOKENS_ONLY = 7
     NOTHING_TO_LEARN = 8
+    INVALID_TOKENS = 9  # an error, so never counted
 
 
 DROPPED = {
@@ -41,9 +45,10 @@ DROPPED = {
 
 @dataclass
 class RowCounts:
-    """How many rows were read, kept, truncated and dropped."""
+    """How many rows were read, kept, truncated and dropped, and why the chat template rejected the first such row."""
 
     by_status: Counter[RowStatus] = field(default_factory=Counter)
+    rejection: str = ""
 
     @property
     def num_rows(self) -> int:
@@ -56,7 +61,7 @@ class RowCounts:
         return self.num_rows - sum(self.by_status[status] for status in DROPPED)
 
     def __add__(self, other: "RowCounts") -> "RowCounts":
-        return RowCounts(self.by_status + other.by_status)
+        return RowCounts(self.by_status + other.by_status, self.rejection or other.rejection)
 
     def describe(self, max_length: int | None) -> str:
         """Return one line for the log, with `max_length` in tokens."""
@@ -65,6 +70,8 @@ class RowCounts:
         dropped = [f"{found[status]:,} {reason}" for status, reason in DROPPED.items() if found[status]]
         if found[RowStatus.NOTHING_TO_LEARN] and max_length is not None:
             dropped[-1] += f" in the first {max_length} tokens"
+        if self.rejection:
+            dropped = [f"{part} ({self.rejection})" if "rejected" in part else part for part in dropped]
         if dropped:
             text += f"; dropped {', '.join(dropped)}"
         if found[RowStatus.TRUNCATED]:
@@ -77,11 +84,10 @@ class RowCounts:
         return {"rows": self.num_rows, "kept": self.num_kept} | counts
 
 
-def filter_rows(rows: Dataset) -> tuple[Dataset, RowCounts]:
+def filter_rows(rows: Dataset, statuses: np.ndarray) -> tuple[Dataset, RowCounts]:
     """Return the rows to train on, without their `status` column, and the counts of all rows by status."""
-    found = np.array(rows["status"][:], dtype=np.int64)
-    counts = np.bincount(found, minlength=len(RowStatus)).tolist()
-    kept = np.flatnonzero(~np.isin(found, list(DROPPED)))
+    counts = np.bincount(statuses, minlength=len(RowStatus)).tolist()
+    kept = np.flatnonzero(~np.isin(statuses, list(DROPPED)))
     selected = rows if len(kept) == len(rows) else rows.select(kept)
     return selected.remove_columns("status"), RowCounts(Counter(dict(zip(RowStatus, counts, strict=True))))
 
@@ -119,6 +125,28 @@ def check_row(row: Mapping[str, Any], text_column: str, needs_answer: bool) -> R
     if answers is not None and (answers or needs_answer) and not _has_text(answers):
         return RowStatus.NO_ANSWER
     return RowStatus.KEPT
+
+
+def find_token_fault(row: Mapping[str, Any], vocabulary_size: int) -> str | None:
+    """Return what is wrong with a tokenized row, or None."""
+    for name in TOKEN_COLUMNS:
+        values = row.get(name)
+        if values is None:
+            continue
+        if not isinstance(values, list):
+            return f"{name} is {values!r:.60}, not a list of integers"
+        for value in values:
+            if type(value) not in (int, float) or value % 1:  # a fraction in another row makes floats of all
+                return f"{name} has {value!r:.60}, which is not an integer"
+        if len(values) != len(row["input_ids"]):
+            return f"{name} has {len(values)} values for {len(row['input_ids'])} input_ids"
+        end = 2 if "mask" in name else vocabulary_size
+        wrong = {value for value in set(values) if not 0 <= value < end} - ({NO_LABEL} if name == "labels" else set())
+        if wrong:
+            return f"{name} has {min(wrong)}, but must be at least 0 and below {end}" + (
+                f", or {NO_LABEL}" if name == "labels" else ""
+            )
+    return None
 
 
 def _has_text(texts: list[str | None]) -> bool:

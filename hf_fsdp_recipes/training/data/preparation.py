@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from datasets import Dataset, Features, List, Value, concatenate_datasets, interleave_datasets
 from transformers import PreTrainedTokenizerBase
 from trl import get_training_chat_template, pack_dataset
@@ -11,9 +12,10 @@ from trl.chat_template_utils import has_generation_markers
 from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.arguments import Arguments
 from hf_fsdp_recipes.training.data.dataset_parts import DatasetPart, check_num_rows, load_parts
-from hf_fsdp_recipes.training.data.filtering import RowCounts, check_any_kept, filter_rows
+from hf_fsdp_recipes.training.data.filtering import RowCounts, RowStatus, check_any_kept, filter_rows, find_token_fault
 from hf_fsdp_recipes.training.data.row_formats import to_sft_format
 from hf_fsdp_recipes.training.data.row_tokenizer import RowTokenizer, has_trainable_label, is_conversational
+from hf_fsdp_recipes.training.tokenizer import check_chat_template
 
 SPLITTING_STRATEGIES = ("bfd_split", "wrapped")  # the rest of a long row continues in the next sequence
 FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "status": Value("int8")})
@@ -44,28 +46,42 @@ class Preparation:
         self.tokenizer = tokenizer
         self.training = arguments.training
         self.recipe = arguments.recipe
+        # Added tokens may leave gaps, so the number of tokens is not enough.
+        self._vocabulary_size = 1 + max(tokenizer.get_vocab().values())
 
     def max_length(self, packing: bool) -> int | None:
         """Return the length in tokens to which rows are truncated, or None if nothing is truncated."""
         splits = packing and self.training.packing_strategy in SPLITTING_STRATEGIES
         return None if splits else self.training.max_length
 
-    def tokenize(self, rows: Dataset, name: str, packing: bool) -> tuple[Dataset, RowCounts]:
+    def tokenize(self, rows: Dataset, name: str, packing: bool, first: int = 1) -> tuple[Dataset, RowCounts]:
         """Return `input_ids` and `labels` of the rows that can be trained on, and the counts of all rows.
 
+        Args:
+            first: number of the first row, for messages.
+
         Raises:
-            DataError: unknown columns, or a chat template that is missing or does not mark the assistant's messages.
+            DataError: unknown columns, a row that does not have its format, or a chat template that is missing, broken or does
+                not mark the assistant's messages.
         """
         training = self.training
-        rows = to_sft_format(rows, name, training.dataset_text_field, self.recipe.prompt_template)
+        rows = to_sft_format(rows, name, training.dataset_text_field, self.recipe.prompt_template, first)
+        tokenize_row = self._row_tokenizer(rows, name, packing)
         tokenized = rows.map(
-            self._row_tokenizer(rows, name, packing),
+            tokenize_row,
             remove_columns=rows.column_names,
             features=FEATURES,
             num_proc=training.dataset_num_proc,
             desc=f"Tokenizing {name}",
         )
-        return filter_rows(tokenized)
+        statuses = np.array(tokenized["status"][:], dtype=np.int64)
+        for invalid in np.flatnonzero(statuses == RowStatus.INVALID_TOKENS)[:1].tolist():
+            fault = find_token_fault(rows[invalid], self._vocabulary_size)
+            raise DataError(f"{name}, row {first + invalid}: {fault}. Tokenize the rows with this run's tokenizer.")
+        kept, counts = filter_rows(tokenized, statuses)
+        for rejected in np.flatnonzero(statuses == RowStatus.REJECTED)[:1].tolist():
+            counts.rejection = tokenize_row.explain_rejection(rows[rejected])
+        return kept, counts
 
     def pack(self, rows: Dataset, name: str, packing: bool) -> Dataset:
         """Pack tokenized rows if `packing` is on, and shuffle them if `shuffle_dataset` is set."""
@@ -96,6 +112,7 @@ class Preparation:
             max_length=self.max_length(packing),
             keep_end=training.truncation_mode == "keep_end" and not packing,
             special_ids=tuple(sorted(self.tokenizer.all_special_ids)),
+            vocabulary_size=self._vocabulary_size,
         )
 
     def _training_template(self, rows: Dataset, name: str) -> str | None:
@@ -110,6 +127,8 @@ class Preparation:
                 f"{name} holds messages, but the tokenizer has no chat template. Set chat_template_path to a .jinja file or a "
                 f"model that has one, or use prompt/completion data."
             )
+        if holds_messages:
+            check_chat_template(self.tokenizer, "the tokenizer's chat template")
         needs_end_token = self.recipe.append_concat_token or "completion" in rows.column_names
         if not holds_messages and needs_end_token and self.tokenizer.eos_token is None:
             raise DataError(f"{name} needs an end token, but the tokenizer has none. Set eos_token.")

@@ -1,50 +1,69 @@
 """Recognizes the row format of a dataset by its columns."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
 
 from hf_fsdp_recipes.errors import DataError
 
-KNOWN_FORMATS = (
-    "messages",
-    "prompt + completion",
-    "instruction (+ input) + output",
-    "text (or the column that dataset_text_field names)",
-    "input_ids (+ labels), already tokenized",
-)
+CHAT_OPTIONS = ("tools", "chat_template_kwargs")
+# Required and optional columns of the known formats. The first that matches is used.
+FORMATS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+    (("input_ids",), ("labels", "attention_mask", "completion_mask", "assistant_masks")),
+    (("messages",), CHAT_OPTIONS),
+    (("prompt", "completion"), CHAT_OPTIONS),
+    (("conversations",), ("system", *CHAT_OPTIONS)),
+    (("instruction", "output"), ("input", "history", "system")),
+]
+ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
 # The prompts that the alpaca models were trained with. Source: tatsu-lab/stanford_alpaca.
-ALPACA_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-)
-ALPACA_WITHOUT_INPUT = (
-    "Below is an instruction that describes a task. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
-)
+ALPACA_TASK = "Below is an instruction that describes a task"
+ALPACA_REQUEST = "Write a response that appropriately completes the request."
+ALPACA_WITHOUT_INPUT = f"{ALPACA_TASK}. {ALPACA_REQUEST}"
+ALPACA_WITH_INPUT = f"{ALPACA_TASK}, paired with an input that provides further context. {ALPACA_REQUEST}"
 
 
-def to_sft_format(rows: Dataset, name: str, text_column: str = "text", prompt_template: str = "alpaca") -> Dataset:
+def find_format(columns: Sequence[str], text_column: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Return the required and optional columns of the format of these columns, or None if it is unknown."""
+    formats = [*FORMATS, ((text_column,), ())]
+    return next((known for known in formats if set(known[0]) <= set(columns)), None)
+
+
+def to_sft_format(
+    rows: Dataset, name: str, text_column: str = "text", prompt_template: str = "alpaca", first: int = 1
+) -> Dataset:
     """Return rows in one of SFTTrainer's formats: input_ids, messages, prompt + completion, or text.
 
+    Args:
+        first: number of the first row, for messages.
+
     Raises:
-        DataError: the columns match no known format.
+        DataError: the columns match no known format, or a row cannot be converted.
     """
     columns = list(rows.column_names)
-    if "input_ids" in columns or "messages" in columns or {"prompt", "completion"} <= set(columns):
-        return rows
-    if {"instruction", "output"} <= set(columns):
+    known = find_format(columns, text_column)
+    if known is None:
+        formats = [" + ".join(required) for required, _ in FORMATS]
+        raise DataError(
+            f"{name} has columns {columns}, which match none of the known formats: {'; '.join(formats)}; or text. Rename "
+            f"columns, or set dataset_text_field to the one with the text."
+        )
+    if known[0] == ("conversations",):
+        convert = _conversation_to_messages
+    elif known[0] == ("instruction", "output"):
         convert = _alpaca_to_messages if prompt_template == "chat" else _alpaca_to_completion
-        return rows.map(convert, remove_columns=columns)
-    if text_column in columns:
+    else:
         return rows
-    raise DataError(
-        f"{name} has columns {columns}, which match none of the known formats: {'; '.join(KNOWN_FORMATS)}. Rename columns, or "
-        f"set dataset_text_field to the one with the text."
-    )
+
+    def convert_row(row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        try:
+            return convert(row)
+        except ValueError as error:
+            raise DataError(f"{name}, row {first + index}: {error}") from error
+
+    dropped = [column for column in columns if column not in CHAT_OPTIONS]
+    return rows.map(convert_row, with_indices=True, remove_columns=dropped)
 
 
 # A row without an instruction gets a null prompt, so that it is dropped and counted as empty.
@@ -55,10 +74,48 @@ def _alpaca_to_completion(row: Mapping[str, Any]) -> dict[str, Any]:
 def _alpaca_to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     parts = [row["instruction"], row.get("input")]
     question = "\n\n".join(part for part in parts if part) if row["instruction"] else None
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]}
+    turns = [*_earlier_turns(row), (question, row["output"])]
+    pairs = [(("user", question), ("assistant", answer)) for question, answer in turns]
+    messages = [{"role": role, "content": content} for pair in pairs for role, content in pair]
+    return {"messages": _with_system(row, messages)}
+
+
+def _conversation_to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename sharegpt's keys and roles. TRL's `maybe_convert_to_chatml` keeps the roles, which chat templates do not know."""
+    messages = row["conversations"]
+    return {"messages": _with_system(row, [_to_message(message) for message in messages]) if messages else messages}
+
+
+def _to_message(message: Any) -> Any:
+    sender = message.get("from") if isinstance(message, dict) else None
+    if sender is None:
+        return message
+    if sender not in ROLES:
+        raise ValueError(f"a message is from {sender!r}. Use one of {', '.join(ROLES)}.")
+    return {"role": ROLES[sender], "content": message.get("value")}
+
+
+def _with_system(row: Mapping[str, Any], messages: list[Any]) -> list[Any]:
+    return [{"role": "system", "content": row["system"]}, *messages] if row.get("system") else messages
 
 
 def alpaca_prompt(row: Mapping[str, Any]) -> str:
-    """Return the alpaca prompt of a row with `instruction` and optional `input`."""
-    template = ALPACA_WITH_INPUT if row.get("input") else ALPACA_WITHOUT_INPUT
-    return template.format(instruction=row["instruction"], input=row.get("input"))
+    """Return the alpaca prompt of a row with `instruction`, and optional `input`, `history` and `system`.
+
+    Earlier turns come before the instruction, and a system message replaces the first sentences.
+    """
+    sections = [row.get("system") or (ALPACA_WITH_INPUT if row.get("input") else ALPACA_WITHOUT_INPUT)]
+    for question, answer in _earlier_turns(row):
+        sections += [f"### Instruction:\n{question}", f"### Response:\n{answer}"]
+    sections.append(f"### Instruction:\n{row['instruction']}")
+    if row.get("input"):
+        sections.append(f"### Input:\n{row['input']}")
+    return "\n\n".join([*sections, "### Response:\n"])
+
+
+def _earlier_turns(row: Mapping[str, Any]) -> list[list[str]]:
+    turns = row.get("history") or []
+    for turn in turns if isinstance(turns, list) else [turns]:
+        if not isinstance(turn, list) or list(map(type, turn)) != [str, str]:
+            raise ValueError(f"history has {turn!r:.60}, which is not a pair of texts [question, answer].")
+    return turns

@@ -15,14 +15,20 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 from trl.data_utils import common_prefix_length
 
-from hf_fsdp_recipes.training.data.filtering import RowStatus, check_row
+from hf_fsdp_recipes.training.data.filtering import (
+    NO_LABEL,
+    TOKEN_COLUMNS,
+    RowStatus,
+    check_row,
+    find_token_fault,
+)
+from hf_fsdp_recipes.training.tokenizer import describe_template_error
 
 logger = logging.get_logger(__name__)
-NO_LABEL = -100
 # Longer texts are shortened first, because tokenization takes about 180 bytes per character.
 MAX_CHARACTERS = 1_000_000
 MAX_CHARACTERS_PER_TOKEN = 64
-CACHE_VERSION = 1  # part of the key of datasets' cache; increment it when tokenization changes
+CACHE_VERSION = 2  # part of the key of datasets' cache; increment it when tokenization changes
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +45,7 @@ class RowTokenizer:
     max_length: int | None  # in tokens; None truncates nothing
     keep_end: bool  # of longer rows, instead of their start
     special_ids: tuple[int, ...]
+    vocabulary_size: int
     cache_version: int = CACHE_VERSION
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,6 +54,8 @@ class RowTokenizer:
         status = check_row(row, self.text_column, self.assistant_only)
         if status is not RowStatus.KEPT:
             return _dropped(status)
+        if "input_ids" in row and find_token_fault(row, self.vocabulary_size):
+            return _dropped(RowStatus.INVALID_TOKENS)
         row = self._shorten(row)
         try:
             tokens = self._tokenize(row)
@@ -57,6 +66,14 @@ class RowTokenizer:
         if "input_ids" not in row and "assistant_masks" in tokens and 1 not in tokens["assistant_masks"]:
             return _dropped(RowStatus.NO_MARKED_ANSWER)
         return self._finish(list(tokens["input_ids"]), self._labels(tokens))
+
+    def explain_rejection(self, row: Mapping[str, Any]) -> str:
+        """Return why the chat template rejects a row."""
+        try:
+            self._tokenize(self._shorten(dict(row)))
+        except Exception as error:
+            return describe_template_error(error)
+        return ""
 
     def _shorten(self, row: dict[str, Any]) -> dict[str, Any]:
         """Shorten very long texts if truncation would drop the rest anyway."""
@@ -69,7 +86,7 @@ class RowTokenizer:
     def _tokenize(self, row: dict[str, Any]) -> Mapping[str, Any]:
         """Return `input_ids` and the masks of tokens to train on."""
         if "input_ids" in row:
-            return row
+            return _without_padding(row)
         if "prompt" in row and "completion" in row:
             return self._tokenize_completion(row)
         if "messages" in row:
@@ -100,7 +117,7 @@ class RowTokenizer:
         return tokens | {"completion_mask": [0] * num_prompt + [1] * (len(tokens["input_ids"]) - num_prompt)}
 
     def _render(self, messages: list[dict[str, Any]], row: dict[str, Any], **options: Any) -> Mapping[str, Any]:
-        tools = row.get("tools")
+        tools = row.get("tools") or None
         tools = json.loads(tools) if isinstance(tools, str) else tools
         options |= {"chat_template": self.chat_template, "tools": tools, **(row.get("chat_template_kwargs") or {})}
         return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
@@ -117,7 +134,7 @@ class RowTokenizer:
         if tokens.get("labels") is not None:
             return list(tokens["labels"])
         names = ("completion_mask", "assistant_masks") if self.completion_only else ("assistant_masks",)
-        masks = [tokens[name] for name in names if name in tokens]
+        masks = [tokens[name] for name in names if tokens.get(name) is not None]
         return [token if all(bits) else NO_LABEL for token, *bits in zip(tokens["input_ids"], *masks, strict=False)]
 
     def _finish(self, ids: list[int], labels: list[int]) -> dict[str, Any]:
@@ -139,6 +156,15 @@ def is_conversational(row: Mapping[str, Any]) -> bool:
 def has_trainable_label(row: Mapping[str, Any]) -> bool:
     """Return whether a row has a label after its first token, which is never predicted."""
     return any(label != NO_LABEL for label in row["labels"][1:])
+
+
+def _without_padding(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a tokenized row without the tokens that its attention mask excludes."""
+    mask = row.get("attention_mask")
+    if mask is None or all(mask):
+        return row
+    columns = [name for name in TOKEN_COLUMNS if row.get(name) is not None]
+    return row | {name: [value for value, bit in zip(row[name], mask, strict=True) if bit] for name in columns}
 
 
 def _dropped(status: RowStatus) -> dict[str, Any]:

@@ -5,6 +5,8 @@ stream is split before it is read, and checkpoints contain its position.
 """
 
 import json
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ class StreamTrainer(SFTTrainer):
         # SFTTrainer checks the type and the first row of its dataset, which must be a class of `datasets`.
         super().__init__(train_dataset=Dataset.from_list(block.rows[:1]).to_iterable_dataset(), **kwargs)
         self.train_dataset = train_dataset
+        # Host memory, because the ranks would otherwise wait for the device at each step.
+        is_distributed = distributed.is_distributed()
+        self._group = torch.distributed.new_group(backend="gloo") if is_distributed else None
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         """Return batches of this rank's rows. Bypasses Accelerate, which would split them between ranks again."""
@@ -47,6 +52,23 @@ class StreamTrainer(SFTTrainer):
         counts = distributed.gather_objects(self.train_dataset.counts)
         print_counts({"stream, all ranks": sum(counts, RowCounts())}, self.args.max_length)
         return result
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """Return the batches of a step; if any rank cannot read its rows, raise the error on all ranks.
+
+        Collective: every rank must call this. It costs one small all-reduce in host memory.
+        """
+        batches, error = [], None
+        try:
+            batches = list(islice(epoch_iterator, num_batches))
+        except Exception as caught:
+            error = caught
+        has_failed = torch.tensor([error is not None], dtype=torch.int32)
+        if self._group is not None:
+            torch.distributed.all_reduce(has_failed, group=self._group)
+        if has_failed.item():
+            distributed.raise_together(error, self._group)
+        return super().get_batch_samples(iter(batches), num_batches, device)
 
     def _restore_position(self, checkpoint: str | bool) -> None:
         path = get_last_checkpoint(self.args.output_dir) if checkpoint is True else checkpoint

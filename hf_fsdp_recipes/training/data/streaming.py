@@ -20,24 +20,30 @@ from transformers import PreTrainedTokenizerBase
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.arguments import Arguments
+from hf_fsdp_recipes.training.data.data_files import explain_errors
 from hf_fsdp_recipes.training.data.dataset_parts import DatasetPart, load_parts
-from hf_fsdp_recipes.training.data.filtering import RowCounts, check_any_kept
+from hf_fsdp_recipes.training.data.filtering import RowCounts, RowStatus, check_any_kept
 from hf_fsdp_recipes.training.data.preparation import Preparation, TrainingRows, packs_evaluation
 
 DEFAULT_BLOCK_ROWS = 1000  # without shuffling; TRL packs the same number of rows at a time
 
 
 class StreamSource:
-    """This rank's rows of one dataset, repeated endlessly.
+    """This rank's rows of one dataset, repeated endlessly or once.
 
     Args:
         rows: all ranks' rows. A rank gets complete files if `num_ranks` divides their number, otherwise every
             `num_ranks`-th row. Source: datasets 5.2, split_dataset_by_node.
         fraction: share of a mixture.
+        is_endless: False for a single pass.
     """
 
-    def __init__(self, name: str, rows: HubIterableDataset, fraction: float | None, rank: int, num_ranks: int) -> None:
-        self.name, self.fraction = name, fraction
+    def __init__(
+        self, name: str, rows: HubIterableDataset, fraction: float | None, rank: int, num_ranks: int,
+        is_endless: bool = True,
+    ) -> None:  # fmt: skip
+        self.name, self.fraction, self.is_endless = name, fraction, is_endless
+        self.part_name = f"{name} (rank {rank}'s part)" if num_ranks > 1 else name
         self.features = rows.features
         self.num_read = 0
         self._rows = split_dataset_by_node(rows, rank, num_ranks)
@@ -56,17 +62,20 @@ class StreamSource:
         """Read up to `count` rows, fewer at the end of a pass.
 
         Raises:
-            DataError: a full pass has no rows.
+            DataError: a full pass of an endless source has no rows, or a file cannot be read.
         """
         if count == 0:
             return []
-        for _ in range(2):
-            rows = list(islice(self._iterator, count))
+        for _ in range(2 if self.is_endless else 1):
+            with explain_errors(self.name):
+                rows = list(islice(self._iterator, count))
             self.num_read, self._has_read = self.num_read + len(rows), True
             if len(rows) < count:
                 self._start_pass(self.num_passes + 1, None)
             if rows:
                 return rows
+        if not self.is_endless:
+            return []
         raise DataError(
             f"{self.name} has no rows for rank {distributed.rank()}; every rank needs a part of the stream. Use fewer ranks."
         )
@@ -102,20 +111,19 @@ class RowStream(IterableDataset):
     While one block is used, a thread reads the next. In a mixture, each source restarts when it ends.
 
     Args:
+        sources: several that are endless, or one.
         shuffle_rows: number of rows that are shuffled together; 0 keeps their order.
-        is_endless: False stops after one pass over a single source.
     """
 
     def __init__(
-        self, sources: list[StreamSource], preparation: Preparation, packing: bool, seed: int, shuffle_rows: int,
-        is_endless: bool = True,
-    ) -> None:  # fmt: skip
+        self, sources: list[StreamSource], preparation: Preparation, packing: bool, seed: int, shuffle_rows: int
+    ) -> None:
         self.sources = sources
         self.counts = RowCounts()  # of all rows read so far
         self._preparation, self._packing = preparation, packing
         self._seed, self._shuffles = seed, shuffle_rows > 0
         self._block_rows = shuffle_rows or DEFAULT_BLOCK_ROWS
-        self._is_endless = is_endless
+        self._is_endless = sources[0].is_endless
         self._reset(0, 0)
 
     def _reset(self, num_blocks: int, offset: int) -> None:
@@ -150,21 +158,28 @@ class RowStream(IterableDataset):
         return self._block
 
     def _read_block(self) -> Block | None:
-        """Read and prepare blocks until one has rows to train on; return None at the end of a finite stream."""
-        first_pass, counts = self._num_passes(), RowCounts()
+        """Read and prepare blocks until one has rows to train on; return None at the end of a finite stream.
+
+        Raises:
+            DataError: two passes of an endless stream, or all of a finite one, have no row to train on, or the chat template
+                rejects the first thousand rows.
+        """
+        first_pass, counts, seen = self._num_passes(), RowCounts(), self.counts
         while self._is_endless or self._num_passes() == 0:
             start = {"num_blocks": self._num_blocks, "sources": [source.state_dict() for source in self.sources]}
             rng = np.random.default_rng([self._seed, self._num_blocks])
             rows, counts_of_block = self._prepare([source.read(count) for source, count in self._draw(rng)])
             self._num_blocks += 1
-            counts += counts_of_block
+            counts, seen = counts + counts_of_block, seen + counts_of_block
             if rows is not None and len(rows):
                 order = rng.permutation(len(rows)) if self._shuffles else range(len(rows))
                 return Block([rows[int(i)] for i in order], start, counts)
-            if self._num_passes() >= first_pass + 2:
+            is_rejected = counts.by_status[RowStatus.REJECTED] >= DEFAULT_BLOCK_ROWS and not seen.num_kept
+            if self._num_passes() >= first_pass + 2 or is_rejected:
                 break
-        if self._is_endless:
-            check_any_kept(counts, self.sources[0].name, self._preparation.max_length(self._packing))
+        check_any_kept(
+            counts if self._is_endless else seen, self.sources[0].name, self._preparation.max_length(self._packing)
+        )
         return None
 
     def _num_passes(self) -> int:
@@ -184,7 +199,8 @@ class RowStream(IterableDataset):
         for source, rows in zip(self.sources, read, strict=True):
             if rows:
                 raw = Dataset.from_list(rows, features=source.features)
-                tokenized, counts_of_source = self._preparation.tokenize(raw, source.name, self._packing)
+                first = source.num_read - len(rows) + 1
+                tokenized, counts_of_source = self._preparation.tokenize(raw, source.part_name, self._packing, first)
                 counts += counts_of_source
                 parts += [tokenized] if len(tokenized) else []
         if not parts:
@@ -221,6 +237,10 @@ def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Tr
     sources = [StreamSource(part.name, part.train, part.fraction, rank, num_ranks) for part in parts]
     train = RowStream(sources, preparation, training.packing, training.seed, arguments.recipe.shuffle_buffer_size)
     train.first_block()
+    if distributed.is_main():  # all ranks read the same rows
+        for part in parts:
+            if part.evaluation is not None:
+                _evaluation_stream(part, preparation, packs_evaluation(arguments)).first_block()
     return TrainingRows(train, _open_evaluation(parts, preparation, packs_evaluation(arguments)))
 
 
@@ -237,5 +257,11 @@ def _open_evaluation(parts: list[DatasetPart], preparation: Preparation, packing
 
 
 def _one_pass(part: DatasetPart, preparation: Preparation, packing: bool) -> Iterator[dict[str, Any]]:
-    source = StreamSource(part.name, part.evaluation, None, 0, 1)
-    yield from RowStream([source], preparation, packing, 0, 0, is_endless=False)
+    yield from _evaluation_stream(part, preparation, packing)
+
+
+def _evaluation_stream(part: DatasetPart, preparation: Preparation, packing: bool) -> RowStream:
+    """Return a stream of one pass over all ranks' evaluation rows."""
+    return RowStream(
+        [StreamSource(part.name, part.evaluation, None, 0, 1, is_endless=False)], preparation, packing, 0, 0
+    )

@@ -1,0 +1,94 @@
+"""Keeps the runs that use one output directory apart.
+
+A run gets a random id when it first starts. Its state and the manifests of its checkpoints carry the id, so a resumed run has
+the id of the checkpoint that it continues from.
+"""
+
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hf_fsdp_recipes.checkpointing import layout
+from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.metrics.metrics_callback import MODEL_FILE
+from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE
+from hf_fsdp_recipes.metrics.report import LOSS_PLOT, MEMORY_PLOT, REPORT_FILE, THROUGHPUT_PLOT
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
+
+PreviousRun = Literal["refuse", "archive"]
+
+EXPORTS = ("export", "export_merged")
+SIDE_FILES = (METRICS_FILE, REPORT_FILE, LOSS_PLOT, THROUGHPUT_PLOT, MEMORY_PLOT, MODEL_FILE)
+STATE_KEY = "hf_fsdp_recipes"  # in `stateful_callbacks`, which Trainer saves and restores with its state
+
+
+def read_run(state: "TrainerState") -> str | None:
+    """Return the id of a state's run; None if it started without this package."""
+    return state.stateful_callbacks.get(STATE_KEY, {}).get("run")
+
+
+def claim_directory(
+    output_dir: str | os.PathLike[str], state: "TrainerState", previous_run: PreviousRun, run: str | None = None
+) -> None:
+    """Make room for a run in its output directory, and give a new run its id.
+
+    What another run wrote there is refused or moved to `previous-<n>`. Complete checkpoints of the same run after the step
+    that it continues from are renamed. Rank 0 only, with the directory's lock held and before anything is written.
+
+    Args:
+        output_dir: the run's output directory.
+        state: Trainer's state when training starts; a new run is at step 0.
+        previous_run: what to do with another run's checkpoints and export.
+        run: id that this process gave to an earlier start of the same new run.
+
+    Raises:
+        CheckpointError: the directory holds another run's checkpoints or export, and `previous_run` is refuse.
+    """
+    directory = Path(output_dir)
+    if state.global_step == 0:
+        state.stateful_callbacks[STATE_KEY] = {"run": run or secrets.token_hex(8)}
+    own = read_run(state)
+    complete = [checkpoint for checkpoint in layout.list_checkpoints(directory) if checkpoint.is_complete]
+    found = [checkpoint.path for checkpoint in complete if checkpoint.run != own]
+    is_own = len(found) < len(complete) or (state.global_step > 0 and not complete) or run is not None
+    if not is_own:  # the other files are not this run's either
+        found += [directory / name for name in EXPORTS if (directory / name).exists()]
+        found += [directory / name for name in SIDE_FILES if found and (directory / name).is_file()]
+    if found and previous_run == "refuse":
+        raise CheckpointError(_describe(directory, found[0], has_checkpoint=layout.is_checkpoint_name(found[0].name)))
+    if found:
+        _archive(directory, found)
+    for checkpoint in complete:
+        if checkpoint.run == own and checkpoint.step > state.global_step:
+            layout.set_aside(checkpoint.path)  # of a branch that the run has left
+
+
+def _describe(directory: Path, found: Path, has_checkpoint: bool) -> str:
+    resume = "Resume it with resume_from_checkpoint=auto, set" if has_checkpoint else "Set"
+    return (
+        f"{directory} holds {found.name} of another run. {resume} previous_run=archive to move it to "
+        f"{_archive_for(directory)}, or choose another output_dir."
+    )
+
+
+def _archive_for(directory: Path) -> Path:
+    number = 1
+    while (target := directory / f"previous-{number}").exists():
+        number += 1
+    return target
+
+
+def _archive(directory: Path, paths: list[Path]) -> None:
+    target = _archive_for(directory)
+    try:
+        target.mkdir()
+        for path in paths:
+            path.rename(target / path.name)
+    except OSError as error:
+        raise CheckpointError(
+            f"another run's files cannot be moved to {target}: {error.strerror}. Choose another output_dir."
+        ) from error
+    print(f"previous_run: moved {', '.join(sorted(path.name for path in paths))} to {target}", flush=True)

@@ -1,0 +1,133 @@
+"""Finds the data files of a path, and explains which of them cannot be read and why."""
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from hf_fsdp_recipes.errors import DataError
+
+FILE_READERS = {".json": "json", ".jsonl": "json", ".txt": "text", ".parquet": "parquet"}
+FILE_TYPES = ".json, .jsonl, .txt or .parquet"
+JSON_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", list: "list", dict: "object"}
+
+
+def reader_for(file: Path) -> str | None:
+    """Return the name of the `datasets` reader for a file, or None if there is none."""
+    return FILE_READERS.get(file.suffix.lower())
+
+
+def find_files(path: Path) -> dict[str, list[Path]]:
+    """Return a path's data files by split; in a folder, files named test*, eval* or valid* are the test split.
+
+    Hidden files and folders below the path, and those that start with two underscores, are skipped.
+
+    Raises:
+        DataError: there are no data files, no rows, or several types of files.
+    """
+    visible = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_visible(file, path))
+    files = [file for file in visible if reader_for(file)]
+    if not files:
+        others = ", ".join(sorted({file.suffix or file.name for file in visible})[:9])
+        has = f"only {others} files. Convert them to" if others else "no files. Add"
+        raise DataError(f"{path} has no readable data, {has} {FILE_TYPES}.")
+    by_reader = {reader_for(file): file for file in files}
+    if len(by_reader) > 1:
+        mixed = ", ".join(file.name for file in by_reader.values())
+        raise DataError(f"{path} mixes file types: {mixed}. Keep one of json/jsonl, txt and parquet per folder.")
+    if sum(map(_has_rows, files)) == 0:
+        raise DataError(f"{path} has no rows.")
+    test = [file for file in files if file.stem.startswith(("test", "eval", "valid")) and len(files) > 1]
+    splits = {"train": [file for file in files if file not in test], "test": test}
+    return {split: found for split, found in splits.items() if found}
+
+
+def _is_visible(file: Path, folder: Path) -> bool:
+    return file.is_file() and not any(part.startswith((".", "__")) for part in file.relative_to(folder).parts)
+
+
+def _has_rows(file: Path) -> bool:
+    """Return whether a file is not empty; refuse json that does not start like rows, on which pyarrow may crash."""
+    with file.open("rb") as content:
+        start = content.read(1024).removeprefix(b"\xef\xbb\xbf").strip()
+    if reader_for(file) == "json" and start[:1] not in (b"", b"{", b"["):
+        raise DataError(
+            f"{file} starts with {start[:20].decode(errors='replace')!r}, not with a JSON object or list in UTF-8. Correct it."
+        )
+    return start not in (b"", b"[]")
+
+
+@contextlib.contextmanager
+def explain_errors(name: str) -> Iterator[None]:
+    """Turn any error of the readers into one DataError with the file, the line and the reason, if they can be found.
+
+    Args:
+        name: the dataset, a path or a Hub id. Local files are read again to find the error.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        path, fault = Path(name), None
+        if path.is_dir() or (path.is_file() and reader_for(path)):
+            fault = _find_fault(name, [file for files in find_files(path).values() for file in files])
+        reason = " ".join(str(error.__cause__ or error).split())[:300] or type(error).__name__
+        raise DataError(
+            fault or f"{name} cannot be read: {reason} Use a Hub id, a {FILE_TYPES} file, or a folder of such files."
+        ) from error
+
+
+def _find_fault(name: str, files: list[Path]) -> str | None:
+    """Return the first file that is broken or has other columns than the ones before it."""
+    seen: dict[Path, set[tuple[str, str]]] = {}
+    for file in files:
+        try:
+            seen[file] = set(_read_columns(file))
+        except Exception as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            return f"{file} cannot be read: {reason}. Correct or remove it."
+        first = next((other for other in seen if seen[other]), file)
+        if seen[file] - seen[first]:
+            return (
+                f"{first} and {file} differ: the first has {_describe(seen[first] - seen[file])}, the second "
+                f"{_describe(seen[file] - seen[first])}. Files of one dataset need the same columns; use a mixture for others."
+            )
+    return None if any(seen.values()) else f"{name} has no rows with columns."
+
+
+def _describe(columns: set[tuple[str, str]]) -> str:
+    return ", ".join(f"{name} ({kind})" for name, kind in sorted(columns)) or "no other columns"
+
+
+def _read_columns(file: Path) -> Iterable[tuple[str, str]]:
+    """Return a file's columns with their types, or raise an error with the line and the reason."""
+    if reader_for(file) == "parquet":
+        return [(field.name, str(field.type)) for field in pq.read_schema(file)]
+    columns: dict[str, str] = {}
+    for line, row in _read_json(file) if reader_for(file) == "json" else ():
+        if not isinstance(row, dict):
+            raise ValueError(f"line {line} is {json.dumps(row)[:40]}, not an object")
+        for name, value in row.items():
+            if value is not None:
+                columns.setdefault(name, JSON_TYPES[type(value)])
+    return columns.items()
+
+
+def _read_json(file: Path) -> Iterator[tuple[int, object]]:
+    """Yield the line numbers and rows of a json or jsonl file; rows of one document count as its first line."""
+    with file.open(encoding="utf-8-sig", errors="replace") as text:
+        start = next((line for line in text if line.strip()), "").strip()
+        text.seek(0)
+        is_document = start.startswith("[") or (file.suffix.lower() == ".json" and not start.endswith("}"))
+        line = 1
+        try:
+            for line, part in enumerate([text.read()] if is_document else text, 1):
+                if part.strip():
+                    value = json.loads(part if is_document else part.rstrip())
+                    for row in value if is_document and isinstance(value, list) else [value]:
+                        yield line, {"text": row} if is_document and isinstance(row, str) else row
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {line + error.lineno - 1}, column {error.colno}: {error.msg}") from error

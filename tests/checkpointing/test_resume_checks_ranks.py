@@ -1,0 +1,156 @@
+"""A checkpoint of another model or optimizer is refused on every rank, before any step."""
+
+import contextlib
+import io
+import re
+import shutil
+
+import pytest
+
+from tests.checkpointing.test_save_ranks import train
+from tests.conftest import make_tokenizer, tiny_config
+from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
+from tests.ranks.training import LORA, build
+
+
+@pytest.fixture(scope="module")
+def changed_model(tmp_path_factory):
+    """Return a function that makes a tiny Llama with other config values."""
+    from transformers import AutoModelForCausalLM
+
+    def make(**changes):
+        config = tiny_config("llama")
+        for name, value in changes.items():
+            setattr(config, name, value)
+        directory = tmp_path_factory.mktemp("changed")
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+        make_tokenizer(directory)
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tiny_model, text_file, tmp_path_factory):
+    """Return a function that makes (once) a run's output directory with checkpoint-2."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            keywords = {"lora": LORA} if name == "lora" else {}
+            fsdp = FSDP1 if name == "fsdp1" else FSDP2
+            environment = fsdp_environment(fsdp)
+            train(
+                tiny_model("llama"), text_file, made[name], environment=environment, steps=2, save_steps=2, **keywords
+            )
+        return made[name]
+
+    return make
+
+
+def _resume(model, data, output, keywords):
+    """Resume checkpoint-2 with a stock Trainer script; return what rank 0 printed and the steps taken."""
+    from hf_fsdp_recipes import ShardedCheckpointCallback
+
+    printed = io.StringIO()
+    defaults = {"steps": 3, "save_strategy": "steps", "save_steps": 5}
+    with contextlib.redirect_stdout(printed):
+        trainer = build(
+            str(model), str(data), str(output), callbacks=[ShardedCheckpointCallback()], **(defaults | keywords)
+        )
+        trainer.train(resume_from_checkpoint=str(output / "checkpoint-2"))
+    return printed.getvalue(), trainer.state.global_step
+
+
+def copy_of(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "run")
+
+
+REFUSED = {
+    "layers": ("full", {"num_hidden_layers": 1}, {}, r"has 13 tensors that this run's model lacks, such as model.layers.1"),
+    "more layers": ("full", {"num_hidden_layers": 3}, {}, r"lacks 13 tensors of this run's model, such as model.layers.2"),
+    "width": ("full", {"hidden_size": 64}, {}, r"has .* as \(.*32.*\) float32?.*, but in this run it is \(.*64.*\)"),
+    "vocabulary": ("full", {"vocab_size": 320}, {}, r"weight as \(307, 32\) float32, but in this run it is \(320, 32\)"),
+    "no adapter": ("lora", {}, {}, "holds an adapter, but this run trains all parameters"),
+    "adapter": ("full", {}, {"lora": LORA}, "holds all parameters, but this run trains an adapter"),
+    "rank": ("lora", {}, {"lora": LORA | {"r": 8}}, r"as \(4, .*, but in this run it is \(8,"),
+    "targets": ("lora", {}, {"lora": LORA | {"target_modules": ["q_proj"]}}, "tensors that this run's model lacks"),
+    "dtype": ("full", {}, {"dtype": "bfloat16"}, r"float32, but in this run it is \(.*bfloat16"),
+    "optimizer": (
+        "full", {}, {"optim": "sgd"},
+        "was trained with adamw_torch_fused, which keeps exp_avg, exp_avg_sq, step, but this run's SGD keeps nothing",
+    ),
+    "8-bit": ("full", {}, {"optim": "adamw_8bit"}, "which keeps exp_avg, exp_avg_sq, step, but this run's .* keeps .*state1"),
+    "FSDP1": ("fsdp1", {"num_hidden_layers": 1}, {}, "has 13 tensors that this run's model lacks"),
+    "FSDP1 optimizer": ("fsdp1", {}, {"optim": "sgd"}, "which keeps exp_avg, exp_avg_sq, step, but this run's SGD keeps"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_checkpoint_of_another_run_is_refused(checkpoints, changed_model, tiny_model, text_file, tmp_path, case):
+    name, config, keywords, expected = REFUSED[case]
+    output = copy_of(checkpoints(name), tmp_path)
+    model = changed_model(**config) if config else tiny_model("llama")
+    environment = fsdp_environment(FSDP1 if name == "fsdp1" else FSDP2)
+    errors = run_ranks(
+        _resume,
+        2,
+        model,
+        text_file,
+        output,
+        keywords,
+        environment=environment,
+        expect_failure=True,
+        timeout_seconds=200,
+    )
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "CheckpointError"
+    assert re.search(expected, errors[0][1]), errors[0][1]
+    assert "checkpoint-2" in errors[0][1] and errors[0][1].endswith(".")
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-2"]
+
+
+def test_what_merely_changes_the_run_is_printed_once(checkpoints, tiny_model, text_file, tmp_path):
+    output = copy_of(checkpoints("full"), tmp_path)
+    results = run_ranks(
+        _resume, 2, tiny_model("llama"), text_file, output, {"seed": 7, "max_length": 32, "logging_steps": 2},
+        environment=fsdp_environment(FSDP2), timeout_seconds=200,
+    )  # fmt: skip
+    line = "resume: changed since checkpoint-2: max_length 64 -> 32, max_steps 2 -> 3, seed 42 -> 7\n"
+    assert [line in printed for printed, _ in results] == [True, False]
+    assert [step for _, step in results] == [3, 3]
+
+
+def _run_recipe(argv):
+    from tests.ranks.data_runs import train as train_recipe
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        train_recipe(argv)
+    return printed.getvalue()
+
+
+def test_recipe_names_the_changed_data_and_refuses_another_model(changed_model, tiny_model, text_file, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text(text_file.read_text() * 2)
+    environment = fsdp_environment(FSDP2) | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+
+    def launch(model, data, steps, **keywords):
+        settings = {
+            "model_name_or_path": model, "dataset_name": data, "max_steps": steps, "output_dir": tmp_path / "run",
+            "per_device_train_batch_size": 1, "save_steps": 2, "max_length": 64, "report_to": "none", "use_cpu": True,
+            "bf16": False, "dataloader_pin_memory": False, "report": False, "resume_from_checkpoint": "auto",
+        }  # fmt: skip
+        argv = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+        return run_ranks(_run_recipe, 2, argv, environment=environment, timeout_seconds=200, **keywords)
+
+    assert "changed since" not in launch(tiny_model("llama"), text_file, 2)[0]
+    line = (
+        f"changed since checkpoint-2: dataset_name {text_file} -> {other}, max_steps 2 -> 4, num_train_rows 72 -> 144\n"
+    )
+    assert line in launch(tiny_model("llama"), other, 4)[0]
+    larger = changed_model(num_hidden_layers=3)
+    errors = launch(larger, other, 6, expect_failure=True)
+    assert errors[0] == errors[1]
+    assert "lacks 13 tensors of this run's model, such as model.layers.2" in errors[0][1]

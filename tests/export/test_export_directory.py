@@ -1,0 +1,177 @@
+"""An export replaces only an export, and only the files that it wrote."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.export import export_directory
+from hf_fsdp_recipes.export.export_directory import MARKER, check_files, check_target, parse_shard_size
+
+
+def write(final, *names):
+    """Write an export with these files."""
+    export_directory.start(final)
+    for name in names:
+        file = export_directory.incomplete_directory_for(final) / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(name)
+    export_directory.write_marker(export_directory.incomplete_directory_for(final))
+    export_directory.replace(final)
+
+
+def tree(directory):
+    return {path.relative_to(directory).as_posix() for path in directory.rglob("*")}
+
+
+@pytest.fixture
+def export(tmp_path):
+    write(tmp_path / "export", "config.json", "model.safetensors", "additional_chat_templates/tool.jinja")
+    return tmp_path / "export"
+
+
+def test_earlier_export_is_replaced_with_its_subfolders(export):
+    check_target(export, "5GB")
+    write(export, "config.json", "adapter.safetensors")
+    assert tree(export.parent) == {
+        "export", "export/config.json", "export/adapter.safetensors", f"export/{MARKER}",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "notes/", "additional_chat_templates/mine.jinja", ".hidden"])
+def test_export_with_other_files_is_not_replaced(export, name):
+    path = export / name
+    path.mkdir() if name.endswith("/") else path.write_text("precious")
+    before = tree(export.parent)
+    with pytest.raises(ExportError, match=name.rstrip("/").split("/")[-1]):
+        check_target(export, "5GB")
+    with pytest.raises(ExportError):
+        write(export, "config.json")
+    shutil.rmtree(export_directory.incomplete_directory_for(export))
+    assert tree(export.parent) == before
+
+
+def test_link_to_another_directory_inside_an_export_is_not_followed(export, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    (export / "link").symlink_to(tmp_path / "mine")
+    with pytest.raises(ExportError, match="link"):
+        check_target(export, "5GB")
+
+
+@pytest.mark.parametrize("names", [["config.json"], ["adapter_config.json", "notes.txt"], ["checkpoint-4/.metadata"]])
+def test_directory_without_marker_is_not_replaced(tmp_path, names):
+    target = tmp_path / "model"
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_text("{}")
+    with pytest.raises(ExportError, match="is not an export"):
+        check_target(target, "5GB")
+
+
+def test_source_itself_is_not_replaced(export, tmp_path):
+    (tmp_path / "link").symlink_to(export)
+    with pytest.raises(ExportError, match="is the directory to export"):
+        check_target(tmp_path / "link", "5GB", source=export)
+
+
+@pytest.mark.parametrize(
+    "marker",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"format": 2, "files": {}}',
+        '{"format": 1, "files": {"config.json": 5}}',
+        '{"format": 1, "files": {"../thesis.txt": {"bytes": 1}}}',
+        '{"format": 1, "files": {"/etc/passwd": {"bytes": 1}}}',
+    ],
+)
+def test_damaged_marker_replaces_nothing(export, marker):
+    (export / MARKER).write_text(marker)
+    (export.parent / "thesis.txt").write_text("x")
+    for act in (lambda: check_target(export, "5GB"), lambda: check_files(export)):
+        with pytest.raises(ExportError, match=MARKER):
+            act()
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_link_stays_and_its_target_is_filled(tmp_path, exists):
+    if exists:
+        write(tmp_path / "disk" / "target", "old.json")
+    (tmp_path / "export").symlink_to(tmp_path / "disk" / "target")
+    check_target(tmp_path / "export", "5GB")
+    write((tmp_path / "export").resolve(), "config.json")
+    assert (tmp_path / "export").is_symlink()
+    assert tree(tmp_path / "export") == {"config.json", MARKER}
+
+
+def test_unusable_places_are_one_error(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for target in (tmp_path / "file", tmp_path / "file" / "export", tmp_path / "loop", "/"):
+        with pytest.raises(ExportError):
+            check_target(target, "5GB")
+
+
+def test_empty_directory_is_filled(tmp_path):
+    (tmp_path / "export").mkdir()
+    check_target(tmp_path / "export", "5GB")
+    write(tmp_path / "export", "config.json")
+    assert tree(tmp_path) == {"export", "export/config.json", f"export/{MARKER}"}
+
+
+def test_crash_between_the_renames_keeps_the_earlier_export(export, monkeypatch):
+    rename, before = os.rename, tree(export)
+    monkeypatch.setattr(export_directory, "sync_path", lambda path: None)
+    monkeypatch.setattr(type(export), "rename", lambda self, target: rename(self, target) if self == export else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write(export, "config.json")
+    monkeypatch.undo()
+    assert not export.exists()
+    check_target(export, "5GB")
+    export_directory.start(export)
+    assert tree(export) == before
+
+
+def test_crash_while_the_earlier_export_is_deleted_does_not_stop_the_next(export, monkeypatch):
+    replaced = export.with_name(".export.replaced")
+    shutil.copytree(export, replaced)
+    (replaced / "config.json").unlink()
+    write(export, "config.json")
+    assert tree(export.parent) == {"export", "export/config.json", f"export/{MARKER}"}
+
+
+@pytest.mark.parametrize("size", ["5GiB", "tiny", -1, 0, "-1", "0GB", "-5GB", "nanGB", "infGB", "", "GB", 1.5, None])
+def test_bad_size_is_one_error_with_the_value_and_an_example(tmp_path, size):
+    with pytest.raises(ExportError) as error:
+        check_target(tmp_path / "export", size)
+    assert f"max_shard_size is {size!r}" in str(error.value) and "5GB" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"), [("5GB", 5 * 10**9), ("5000000000", 5 * 10**9), (20, 20), (" 2kb", 2000)]
+)
+def test_sizes_are_read_as_save_pretrained_reads_them(size, num_bytes):
+    assert parse_shard_size(size) == num_bytes
+
+
+def test_full_disk_is_known_before_the_export(tmp_path):
+    with pytest.raises(ExportError, match=r"needs 1,000,000,000,000,000,000 bytes"):
+        check_target(tmp_path / "new" / "export", "5GB", num_bytes=10**18)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("damage", ["remove", "truncate"])
+def test_changed_export_is_not_loaded(export, damage):
+    check_files(export)
+    (export / "config.json").unlink() if damage == "remove" else (export / "config.json").write_text("x")
+    with pytest.raises(ExportError, match=r"config\.json"):
+        check_files(export)
+
+
+def test_directory_without_marker_can_be_loaded(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    check_files(tmp_path)

@@ -1,0 +1,142 @@
+"""Values that would train something else than asked, or fail after minutes, are refused before anything is loaded."""
+
+import pytest
+
+from hf_fsdp_recipes.errors import RecipeError, TemplateError
+from hf_fsdp_recipes.training import model as model_module
+from hf_fsdp_recipes.training.arguments import parse_arguments
+from tests.training.test_arguments import NEEDED, no_launch, write  # noqa: F401
+
+NUMBERS = {
+    "learning_rate": ("-1", "nan", "inf"),
+    "per_device_train_batch_size": ("0",),
+    "per_device_eval_batch_size": ("-2",),
+    "gradient_accumulation_steps": ("0",),
+    "num_train_epochs": ("0", "nan", "-1"),
+    "max_steps": ("0", "-5"),
+    "max_length": ("0", "-5"),
+    "weight_decay": ("nan",),
+    "max_grad_norm": ("nan", "-1"),
+    "lora_r": ("0",),
+    "lora_dropout": ("1", "nan"),
+    "adam_beta1": ("1",),
+    "dataloader_num_workers": ("-1",),
+    "shuffle_buffer_size": ("-1",),
+    "throughput_warmup_steps": ("-1",),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NUMBERS.items() for value in values])
+def test_number_out_of_range_is_refused_with_its_value(name, value):
+    with pytest.raises(RecipeError, match=rf"{name} is {value}(\.0)?\. Set it to"):
+        parse_arguments([*NEEDED, f"--{name}", value])
+
+
+def test_all_numbers_out_of_range_are_listed_at_once():
+    with pytest.raises(RecipeError, match=r"max_length is -5.*learning_rate is -1"):
+        parse_arguments([*NEEDED, "--max_length", "-5", "--learning_rate", "-1"])
+
+
+def test_usual_numbers_pass(tmp_path):
+    parse_arguments([*NEEDED, "--learning_rate", "0", "--max_steps", "-1", "--num_train_epochs", "0.5"])
+    parse_arguments([*write(tmp_path, max_length=None, warmup_steps=0.1), *NEEDED])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("learning_rate: 1e-4\nmax_steps: 3\nlearning_rate: 1e-3\n", "learning_rate in line 1 and again in line 3"),
+        ("datasets:\n  - path: a\n    path: b\n", "path in line 2 and again in line 3"),
+        ("model_init_kwargs: {a: 1, a: 2}\n", "a in line 1 and again in line 1"),
+    ],
+)
+def test_key_that_is_set_twice_is_refused_with_its_lines(tmp_path, text, words):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=words):
+        parse_arguments(["--config", str(tmp_path / "recipe.yaml"), *NEEDED])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--lora_r", "64", "--lora_target_modules", "all-linear"], "lora_r is 64 but use_peft is not set.*or drop lora_r"),
+        (["--lora_alpha", "8"], "lora_alpha is 8 but use_peft"),
+        (["--use_dora"], "use_dora is True but use_peft"),
+        (["--use_rslora"], "use_rslora is True but use_peft"),
+        (["--load_in_4bit"], "quantized weights cannot be trained.*use_peft: true"),
+    ],
+)  # fmt: skip
+def test_adapter_settings_without_an_adapter_are_refused(flags, words):
+    with pytest.raises(RecipeError, match=words):
+        parse_arguments([*NEEDED, *flags])
+    assert parse_arguments([*NEEDED, *flags, "--use_peft"])
+
+
+@pytest.fixture
+def llama(tiny_model):
+    from transformers import AutoConfig
+
+    from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
+
+    config = AutoConfig.from_pretrained(tiny_model("llama"))
+    return build_on_meta(config, config.dtype)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lora_target_modules": ["qproj"]}, "lora_target_modules names qproj, but LlamaForCausalLM has none.*q_proj"),
+        ({"lora_target_modules": ["q_proj", "fc1"]}, "names fc1,"),
+        ({"lora_target_modules": r".*\.fc\d"}, r"names \.\*"),
+        ({"lora_modules_to_save": ["head"]}, "lora_modules_to_save names head"),
+        ({"lora_target_parameters": ["experts.gate_up_proj"]}, "lora_target_parameters names experts"),
+    ],
+)
+def test_adapter_name_that_the_model_lacks_is_refused_with_those_it_has(llama, tmp_path, settings, words):
+    arguments = parse_arguments([*write(tmp_path, use_peft=True, **settings), *NEEDED])
+    with pytest.raises(RecipeError, match=words):
+        model_module._check_adapter_names(llama, arguments.model)
+
+
+@pytest.mark.parametrize(
+    "targets", ["all-linear", ["q_proj"], "q_proj", ["self_attn.q_proj", "up_proj"], r".*\.[qk]_proj"]
+)
+def test_adapter_names_that_the_model_has_pass(llama, tmp_path, targets):
+    from peft import get_peft_model
+    from trl import get_peft_config
+
+    arguments = parse_arguments([*write(tmp_path, use_peft=True, lora_target_modules=targets), *NEEDED])
+    model_module._check_adapter_names(llama, arguments.model)
+    assert get_peft_model(llama, get_peft_config(arguments.model), low_cpu_mem_usage=True)
+
+
+@pytest.mark.parametrize("key", ["tp_size", "cp_size", "sp_size"])
+def test_unsupported_parallelism_is_refused_at_launch(monkeypatch, key):
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{key.upper()}", "2")
+    with pytest.raises(TemplateError, match=rf"parallelism is not supported, but {key} is 2"):
+        parse_arguments(NEEDED)
+
+
+def test_fp8_is_refused_at_launch(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(TemplateError, match="mixed_precision is fp8, which has never been tested"):
+        parse_arguments(NEEDED)
+
+
+def test_trainer_that_sees_fewer_ranks_than_were_launched_is_refused(monkeypatch):
+    from types import SimpleNamespace
+
+    from hf_fsdp_recipes.configs.launch import check_launch
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(TemplateError, match=r"WORLD_SIZE is 4 but Trainer sees 1 process\. Start the script with"):
+        check_launch(SimpleNamespace(world_size=1, parallelism_config=None))
+    check_launch(SimpleNamespace(world_size=4, parallelism_config=None))
+
+
+def test_model_without_layers_is_refused(tiny_model):
+    from hf_fsdp_recipes.errors import LoadError
+    from hf_fsdp_recipes.loading.build_on_meta import read_config
+
+    with pytest.raises(LoadError, match="num_hidden_layers is 0"):
+        read_config(str(tiny_model("llama")), "num_hidden_layers=0")
