@@ -47,15 +47,18 @@ SETTINGS = {
     "per_device_train_batch_size": 1,
     "learning_rate": 1.0e-2,
     "max_length": 32,
-    "lora_r": 4,
-    "lora_dropout": 0.1,  # a resumed run must restore the random state
-    "lora_target_modules": "all-linear",
     "gradient_checkpointing": False,
     "disable_tqdm": True,
     "report": False,
     "report_to": "none",
     "ddp_timeout": COLLECTIVE_TIMEOUT_SECONDS,
     "resume_from_checkpoint": "auto",
+}
+LORA = {
+    "use_peft": True,
+    "lora_r": 6,  # three ranks can share it; torch cannot resume FSDP1 if a rank has no rows of an adapter
+    "lora_dropout": 0.1,  # a resumed run must restore the random state
+    "lora_target_modules": "all-linear",
 }
 
 
@@ -275,7 +278,7 @@ class Soak:
             environment["TORCHELASTIC_RUN_ID"] = "none"  # as torchrun sets it: ranks end with their launcher
         settings = SETTINGS | {
             "model_name_or_path": self._prepared / "model", "dataset_name": self._prepared / "rows.jsonl",
-            "output_dir": output, "save_steps": save_steps, "use_peft": cell.method == "lora",
+            "output_dir": output, "save_steps": save_steps, **(LORA if cell.method == "lora" else {}),
         }  # fmt: skip
         arguments = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
         trap, stops_others = (kill.trap, "torchrun" in kill.kind) if kill is not None else (None, False)
