@@ -29,13 +29,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import soak_ranks
-from benchmarks.soak_ranks import NOT_TRAINING, PHASES, Board, Processes, Trap
+from benchmarks.soak_ranks import COLLECTIVE_TIMEOUT_SECONDS, NOT_TRAINING, PHASES, Board, Processes, Trap
 
 NUM_STEPS = 12
 KINDS = ("all ranks", "one rank", "one rank, torchrun stops the others", "launcher", "launcher, ranks go on")
 TRAPS = ("staging", "writing", "commit", "deleting", "export", "export rename", "after export")
 ONCE = ("export", "export rename", "after export")  # phases that do not recur with every save
-COLLECTIVE_TIMEOUT_SECONDS = 30
 HANG_SECONDS = 75  # survivors must end within this; a rendezvous waits for COLLECTIVE_TIMEOUT_SECONDS
 RUN_SECONDS = 240  # a run that is not killed must end within this; it may wait 60 s for the lock
 ORPHAN_SECONDS = 3.0  # the longest that ranks without a launcher go on beside the next run
