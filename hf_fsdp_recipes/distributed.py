@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.errors import RecipeError, UnexpectedError
 
 Value = TypeVar("Value")
 logger = logging.getLogger(__name__)
@@ -105,8 +106,8 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
     Collective: every rank of the group (default: all) must call this, with its own error or None.
 
     Raises:
-        RecipeError: the first failing rank's error, with the same class and message on every rank. Any other exception is
-            raised unchanged on the ranks where it occurred, and as a RecipeError on the others.
+        RecipeError: the first failing rank's error, with the same class and message on every rank. Any other exception
+            becomes an UnexpectedError that names its class and rank, raised from it where it occurred.
     """
     failures = [(r, report) for r, report in enumerate(gather_objects(_report(error), group)) if report is not None]
     if failures:
@@ -119,13 +120,9 @@ def _report(error: Exception | None) -> Any:
 
 def _raise_report(failed_rank: int, report: Any, own_error: Exception | None) -> None:
     kind, message, is_ours = report
-    if is_ours:
-        agreed = kind(message)
-        agreed.is_agreed = True
-        raise agreed from own_error
-    if own_error is not None:
-        raise own_error
-    raise RecipeError(f"rank {failed_rank} failed with {kind.__name__}: {message}")
+    agreed = kind(message) if is_ours else UnexpectedError(f"rank {failed_rank}: {kind.__name__}: {message}")
+    agreed.is_agreed = True
+    raise agreed from own_error
 
 
 def run_on_main(work: Callable[[], Value]) -> Value:
@@ -192,10 +189,12 @@ def main_first(work: Callable[[], Value]) -> Value:
 
 @contextlib.contextmanager
 def exit_with_message() -> Iterator[None]:
-    """Turn a RecipeError into one line on stderr and exit status 1, without a traceback."""
+    """Turn a RecipeError into one line on stderr and exit status 1; only an unexpected cause gets a traceback."""
     try:
         yield
     except RecipeError as error:
+        if isinstance(error, UnexpectedError) and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         # A single write, so that the lines of several ranks do not interleave.
         os.write(sys.stderr.fileno(), f"{type(error).__name__}: {error}\n".encode())
         # The launcher ends the other ranks as soon as one exits; let them print first.

@@ -14,6 +14,10 @@ class RecipeError(Exception):
     is_agreed = False
 
 
+class UnexpectedError(RecipeError):
+    """An exception of another class; on the rank where it occurred, it is the cause."""
+
+
 class PatchError(RecipeError):
     """An upstream function that this package patches or uses has moved or changed."""
 

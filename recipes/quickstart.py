@@ -9,6 +9,7 @@ exports it, and shows its answers before and after training.
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -21,15 +22,13 @@ QUESTIONS = (
     "Which template should I take without NVLink?",
 )
 NEW_TOKENS = 70
+MARKER = ".quickstart"  # in a directory that a quickstart has created
 
 
 def main() -> None:
     options = parse_options()
     output = Path(options.output_dir)
-    if output.exists():
-        import shutil
-
-        shutil.rmtree(output)  # the quickstart starts from scratch; real runs resume
+    start_from_scratch(output)
     started = time.monotonic()
     say(f"About {options.minutes} minutes on 2 cores: fine-tune a 135M-parameter model with FSDP on two CPU ranks,")
     say("kill the run halfway, resume it, export the model and compare its answers. All files stay in this directory.")
@@ -52,6 +51,18 @@ def main() -> None:
     say(f"adapter:     {output / 'export'}")
     say(f"full model:  {output / 'export_merged'}  (from_pretrained loads it without this package)")
     say("next:        README.md, 'On GPUs'")
+
+
+def start_from_scratch(output: Path) -> None:
+    """Create the directory, in place of an earlier quickstart's; refuse to delete anything else."""
+    if output.is_file() or (output.is_dir() and any(output.iterdir())):
+        if not (output / MARKER).is_file():
+            raise SystemExit(
+                f"{output} exists and is not an earlier quickstart's. Choose another --output_dir, or move it."
+            )
+        shutil.rmtree(output)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / MARKER).touch()
 
 
 def parse_options() -> argparse.Namespace:

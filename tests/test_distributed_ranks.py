@@ -4,14 +4,13 @@ from tests.ranks.harness import run_ranks
 
 VALUE = ["made on rank 0"] * 3
 OURS = [("LoadError", "no such thing")] * 3
-FOREIGN = ("KeyError", "'no such thing'")
 CASES = [  # how, which rank fails, with what kind of error, what each rank gets
     ("run_on_main", None, "ours", VALUE),
     ("run_on_main", 1, "ours", VALUE),  # only rank 0 does the work
     ("run_on_main", 0, "ours", OURS),
-    ("run_on_main", 0, "foreign", [FOREIGN, *[("RecipeError", "rank 0 failed with KeyError: 'no such thing'")] * 2]),
+    ("run_on_main", 0, "foreign", [("UnexpectedError", "rank 0: KeyError: 'no such thing'")] * 3),
     ("sync_errors", 2, "ours", OURS),
-    ("sync_errors", 2, "foreign", [*[("RecipeError", "rank 2 failed with KeyError: 'no such thing'")] * 2, FOREIGN]),
+    ("sync_errors", 2, "foreign", [("UnexpectedError", "rank 2: KeyError: 'no such thing'")] * 3),
 ]
 
 

@@ -39,7 +39,9 @@ def read_dcp_metadata(directory: Path) -> "Metadata":
         with (directory / ".metadata").open("rb") as stream:
             return load_metadata(stream)
     except OSError as error:
-        raise CheckpointError(f"{directory / '.metadata'} cannot be read: {error.strerror}.") from error
+        raise CheckpointError(
+            f"{directory / '.metadata'} cannot be read: {error.strerror}. Use another checkpoint."
+        ) from error
 
 
 def stored_tensors(metadata: "Metadata", prefix: str) -> dict[str, TensorFacts]:

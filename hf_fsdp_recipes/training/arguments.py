@@ -23,10 +23,13 @@ from hf_fsdp_recipes.export.export_directory import parse_shard_size
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training.feature_checks import check_features
-from hf_fsdp_recipes.training.value_checks import check_adapter, check_numbers, check_unique_keys
+from hf_fsdp_recipes.training.value_checks import check_adapter, check_numbers, check_types, check_unique_keys
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+
+
+PARSE_ADVICE = "Check the recipe and the command line; docs/reference.md lists the arguments."
 
 
 def _argument(default: Any, help_text: str) -> Any:
@@ -131,12 +134,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     """
     cpu_ranks.enable()
     argv = list(sys.argv[1:] if argv is None else argv)
-    if "--config" in argv[:-1]:
-        check_unique_keys(argv[argv.index("--config") + 1])
     # Imported after `enable`, which silences what bitsandbytes prints on every CPU rank when TRL imports it.
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
-    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, RecipeArguments, DatasetMixtureConfig))
+    classes = (ScriptArguments, SFTConfig, ModelConfig, RecipeArguments, DatasetMixtureConfig)
+    if "--config" in argv[:-1]:
+        recipe_file = argv[argv.index("--config") + 1]
+        check_unique_keys(recipe_file)
+        check_types(recipe_file, classes)
+    parser = TrlParser(classes)
     parser.set_defaults(**_launcher_defaults())
     usage_errors = io.StringIO()
     try:
@@ -145,19 +151,20 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     except SystemExit as error:
         if not error.code:
             raise  # --help
-        raise RecipeError(usage_errors.getvalue().strip().splitlines()[-1]) from error
+        reason = usage_errors.getvalue().strip().splitlines()[-1].rpartition("error: ")[2]
+        raise RecipeError(f"{reason.rstrip('.')}. {PARSE_ADVICE}") from error
     except OSError as error:
         raise RecipeError(f"cannot read the recipe: {error}. Check the path after --config.") from error
     except Exception as error:
-        raise RecipeError(f"{_first_line(error)}{_suggest_name(str(error), parser)}") from error
+        reason = f"{_first_line(error).rstrip('.')}.{_suggest_name(str(error), parser)}"
+        raise RecipeError(f"{reason} {PARSE_ADVICE}") from error
     arguments = Arguments(*parsed)
     model = arguments.model
     if isinstance(model.lora_modules_to_save, str):  # a single name in YAML; PEFT would iterate over its letters
         model.lora_modules_to_save = [model.lora_modules_to_save]
     if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
-        model.lora_target_modules = [
-            model.lora_target_modules
-        ]  # TRL unpacks a list of one; PEFT takes it for a pattern
+        # TRL unpacks a list of one; PEFT takes it for a pattern.
+        model.lora_target_modules = [model.lora_target_modules]
     check_arguments(arguments)
     return arguments
 
@@ -183,7 +190,7 @@ def _first_line(error: Exception) -> str:
 def _suggest_name(message: str, parser: "TrlParser") -> str:
     """Suggest the closest argument name if the message quotes an unknown one."""
     known = [action.dest for action in parser._actions]
-    for name in re.findall(r"'-*([A-Za-z_]\w+)'?", message):
+    for name in re.findall(r"'-*([A-Za-z_]\w+)'?", message) if "argument" in message else ():
         close = get_close_matches(name, known, n=1)
         if name not in known and close:
             return f" Did you mean {close[0]}?"

@@ -2,10 +2,11 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -55,6 +56,58 @@ def check_unique_keys(path: str) -> None:
                 )
             lines[key.value] = line
             pending.append(value)
+
+
+def check_types(path: str, classes: Iterable[type]) -> None:
+    """Check the types and choices in a recipe; argparse only converts texts. Not a collective.
+
+    Args:
+        path: the recipe. A file that cannot be read is not an error here.
+        classes: dataclasses with the recipe's fields.
+
+    Raises:
+        RecipeError: lists all values that do not fit.
+    """
+    values: Any = None
+    with contextlib.suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
+    errors = [
+        f"{name} is {value!r:.80}. Set it to {_describe(hints[name])}."
+        for name, value in (values.items() if isinstance(values, dict) else ())
+        if name in hints and not _fits(value, hints[name])
+    ]
+    if errors:
+        raise RecipeError(f"{path}: {' '.join(errors)}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value from YAML has the type of a field, or is a text that argparse converts."""
+    parts = get_args(hint)
+    if get_origin(hint) is Literal:
+        return value in parts
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if get_origin(hint) in (list, tuple):
+        return isinstance(value, str) or (isinstance(value, list) and all(_fits(item, parts[0]) for item in value))
+    if value is None or hint is type(None):
+        return value is None and hint is type(None)
+    if isinstance(value, bool):
+        return hint in (bool, str)  # YAML reads an unquoted no as false
+    if isinstance(value, dict):
+        return hint is dict or get_origin(hint) is dict or is_dataclass(hint)
+    numbers: dict[Any, Any] = {int: int, float: (int, float)}
+    return isinstance(value, str) or not isinstance(hint, type) or isinstance(value, numbers.get(hint, hint))
+
+
+def _describe(hint: Any) -> str:
+    """Return a field's type in words: `one of auto, sdpa`, `int or none`."""
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_describe(part) for part in get_args(hint))
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a text", type(None): "null"}
+    return names.get(hint, str(getattr(hint, "__name__", hint)))
 
 
 def check_numbers(values: Mapping[str, Any]) -> None:

@@ -97,7 +97,7 @@ def test_integer_storage_is_changed_to_one_that_is_sharded(tiny_model, text_file
         assert local["model.layers.0.self_attn.q_proj.weight"] == ("torch.bfloat16", 128)
 
 
-@pytest.mark.parametrize("loader", ["rank0", "direct"])
+@pytest.mark.parametrize("loader", ["rank0", pytest.param("direct", marks=pytest.mark.slow)])
 def test_ranks_that_read_in_turn_get_the_same_weights(tiny_model, text_file, tmp_path, loader):
     keywords = {"lora": LORA, "dtype": "float32", "quantization": NF4, "loader": loader}
     found = run_ranks(

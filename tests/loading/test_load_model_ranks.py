@@ -335,7 +335,7 @@ def test_tensor_that_the_checkpoint_lacks_is_initialized_equally_on_all_ranks_if
     assert 0.01 < (sum(value * value for value in spread) / len(spread)) ** 0.5 < 0.04  # initializer_range is 0.02
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_dora_losses_equal_stock_loading(tiny_model, text_file, tmp_path, world_size):
     # B is random here, so that the norms are those of the sum.
     dora = LORA | {"use_dora": True, "init_lora_weights": False}

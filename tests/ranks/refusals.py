@@ -65,7 +65,7 @@ def run_recipe_captured(argv: Sequence[str], folder: Path) -> tuple[Any, float]:
 
     from hf_fsdp_recipes import distributed
 
-    distributed.EXIT_WAIT_SECONDS = 0.0  # no launcher ends the other ranks here
+    distributed.EXIT_WAIT_SECONDS = 1.0  # no launcher ends the other ranks here
     constants.HF_HUB_OFFLINE = is_true(os.environ.get("HF_HUB_OFFLINE"))  # read before this process was forked
     os.chdir(folder)
     descriptor = os.open(folder / f"rank{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

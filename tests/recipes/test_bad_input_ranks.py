@@ -74,7 +74,7 @@ RECIPE_FILE = [
         recipe=lambda text: text.encode() + b"run_name: \xe9\n",
     ),
     Case(
-        "duplicate key", ("max_steps", "twice|duplicate|more than once"), recipe=lambda text: text + "max_steps: 3\n",
+        "duplicate key", ("max_steps", "twice|duplicate|again"), recipe=lambda text: text + "max_steps: 3\n",
         is_quick=True,
     ),
     Case("unknown key", ("learning_rat", "Did you mean learning_rate"), {"learning_rat": 1.0}, is_quick=True),

@@ -1,7 +1,10 @@
 """The quickstart script, with a tiny model instead of the downloaded one."""
 
+import runpy
 import subprocess
 import sys
+
+import pytest
 
 from tests.recipes.launching import ROOT, environment
 
@@ -32,3 +35,18 @@ def test_quickstart_trains_is_killed_resumes_and_exports(tiny_model, tmp_path):
     assert "Before and after" in (output / "report.md").read_text()
     steps = [line.split("/")[0].split()[1] for line in done.stdout.splitlines() if line.startswith("  step")]
     assert steps[-1] == "12"
+
+
+def test_only_an_earlier_quickstart_is_deleted(tmp_path):
+    start_from_scratch = runpy.run_path(str(ROOT / "recipes" / "quickstart.py"))["start_from_scratch"]
+    fresh, own, foreign = tmp_path / "fresh", tmp_path / "own", tmp_path / "foreign"
+    start_from_scratch(own)
+    (own / "old.txt").touch()
+    foreign.mkdir()
+    (foreign / "notes.txt").touch()
+    start_from_scratch(fresh)
+    start_from_scratch(own)
+    assert sorted(file.name for file in own.iterdir()) == [".quickstart"]
+    with pytest.raises(SystemExit, match="not an earlier quickstart"):
+        start_from_scratch(foreign)
+    assert (foreign / "notes.txt").is_file()

@@ -141,23 +141,9 @@ def test_qlora_run_exports_what_peft_merges_into_the_unquantized_base(
     assert changed == (15 if head else 14)  # 7 linear layers of 2 blocks, and the head
 
 
-TRIED_ALWAYS = ("missing dataset", "unknown YAML key")
-BAD = {
-    "missing model": ({"model_name_or_path": "no/such/model/here"}, "LoadError"),
-    "missing dataset": ({"dataset_name": "./no-such-file.jsonl"}, "DataError"),
-    "unknown YAML key": ({"learning_rat": 1.0}, "RecipeError"),
-    "value of the wrong type": ({"max_steps": "many"}, "RecipeError"),
-    "dtype that is none": ({"export_dtype": "float99"}, "RecipeError"),
-}
-
-
-@pytest.mark.parametrize(
-    "case", [case if case in TRIED_ALWAYS else pytest.param(case, marks=pytest.mark.slow) for case in BAD]
-)
-def test_bad_input_is_one_clear_message_from_every_rank(case, tiny_model, text_file, tmp_path):
-    changes, kind = BAD[case]
-    config = recipe(tmp_path, **({"model_name_or_path": tiny_model("llama"), "dataset_name": text_file} | changes))
-    assert_clear_failure(run(CPU, ["--config", config], timeout_seconds=90), kind, num_ranks=2)
+def test_bad_input_is_one_clear_message_from_every_rank(tiny_model, text_file, tmp_path):
+    config = recipe(tmp_path, model_name_or_path=tiny_model("llama"), dataset_name=text_file, learning_rat=1.0)
+    assert_clear_failure(run(CPU, ["--config", config], timeout_seconds=90), "RecipeError", num_ranks=2)
 
 
 def assert_clear_failure(result, kind, num_ranks):
@@ -166,26 +152,6 @@ def assert_clear_failure(result, kind, num_ranks):
     assert len(lines) == num_ranks, result.stdout
     assert len(set(lines)) == 1, lines
     assert "[rank" not in result.stdout  # no traceback
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        pytest.param([], "has no rows", marks=pytest.mark.slow),
-        pytest.param([{"text": "one"}], "ranks", marks=pytest.mark.slow),
-        ([{"q": "a", "r": "b"}] * 4, "columns"),
-    ],
-)
-def test_bad_rows_are_one_clear_message_from_every_rank(rows, words, tiny_model, tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = run(
-        CPU,
-        ["--config", recipe(tmp_path, model_name_or_path=tiny_model("llama"), dataset_name=file)],
-        timeout_seconds=90,
-    )
-    assert_clear_failure(result, "DataError", num_ranks=2)
-    assert words in result.stdout
 
 
 @pytest.mark.slow
@@ -231,18 +197,6 @@ def test_saved_output_head_under_fsdp1_is_refused(tiny_model, text_file, tmp_pat
     )  # fmt: skip
     file, _, _ = cpu_variant(ROOT / "accelerate_configs" / "fsdp1_full_shard.yaml", tmp_path / "template.yaml")
     assert_clear_failure(run(file, ["--config", config], timeout_seconds=90), "TemplateError", num_ranks=2)
-
-
-def test_template_without_fsdp_is_refused(tiny_model, text_file, tmp_path):
-    config = yaml.safe_load(CPU.read_text())
-    config.pop("fsdp_config")
-    config["distributed_type"] = "MULTI_GPU"
-    template = tmp_path / "plain.yaml"
-    template.write_text(yaml.safe_dump(config))
-    result = run(
-        template, ["--config", recipe(tmp_path, model_name_or_path=tiny_model("llama"), dataset_name=text_file)]
-    )
-    assert_clear_failure(result, "TemplateError", num_ranks=2)
 
 
 def test_signal_to_the_launcher_ends_the_run_with_a_checkpoint(tiny_model, text_file, tmp_path):

@@ -136,6 +136,7 @@ def test_planning_405b_on_64_gpus_takes_less_than_20_seconds_of_one_core(tmp_pat
 BY_SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 3000}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("fsdp", "strategy", "kind", "lora_rank"),
     [

@@ -1,12 +1,17 @@
 """Values that would train something else than asked, or fail after minutes, are refused before anything is loaded."""
 
+from pathlib import Path
+
 import pytest
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
 from hf_fsdp_recipes.errors import RecipeError, TemplateError
 from hf_fsdp_recipes.training import model as model_module
-from hf_fsdp_recipes.training.arguments import parse_arguments
+from hf_fsdp_recipes.training.arguments import RecipeArguments, parse_arguments
+from hf_fsdp_recipes.training.value_checks import check_types
 from tests.training.test_arguments import NEEDED, no_launch, write  # noqa: F401
 
+CLASSES = (ScriptArguments, SFTConfig, ModelConfig, RecipeArguments, DatasetMixtureConfig)
 NUMBERS = {
     "learning_rate": ("-1", "nan", "inf"),
     "per_device_train_batch_size": ("0",),
@@ -140,3 +145,26 @@ def test_model_without_layers_is_refused(tiny_model):
 
     with pytest.raises(LoadError, match="num_hidden_layers is 0"):
         read_config(str(tiny_model("llama")), "num_hidden_layers=0")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("attention: fast", "one of auto, flash"),
+        ("packing: 3", "true or false"),
+        ("max_steps: 2.5", "an integer"),
+        ("max_steps: [1]", "an integer"),
+        ("dataset_name: [a]", "a text"),
+        ("load_source: all", "one of rank0, direct, auto"),
+    ],
+)
+def test_value_of_the_wrong_type_is_refused(tmp_path, line, says):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(line + "\n")
+    with pytest.raises(RecipeError, match=says):
+        check_types(str(recipe), CLASSES)
+
+
+def test_shipped_recipes_have_the_right_types():
+    for recipe in (Path(__file__).parents[2] / "recipes").glob("*.yaml"):
+        check_types(str(recipe), CLASSES)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.recipes.launching import ROOT
 from tests.tools.nodes import common_error, make_nodes, run
-from tests.tools.test_preflight import SLACK_SECONDS
+from tests.tools.test_preflight_launch import SLACK_SECONDS
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"
