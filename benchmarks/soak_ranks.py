@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ PHASES = ("load", "step", "staging", "writing", "commit", "deleting", "export", 
 LOAD, STEP, STAGING, WRITING, COMMIT, DELETING, EXPORT, EXPORT_RENAME, AFTER_EXPORT = range(len(PHASES))
 MAX_RANKS = 4
 NOT_TRAINING = -1
+COLLECTIVE_TIMEOUT_SECONDS = 30
 TORCHRUN_POLL_SECONDS = 0.1  # how often torchrun looks at its ranks
 DELETIONS = ("os.remove", "os.rmdir", "shutil.rmtree")
 EVENTS = ("open", "os.mkdir", "os.rename", "os.truncate", *DELETIONS)
@@ -143,6 +145,8 @@ def _wait_for_ranks(pids: Sequence[int], stops_others: bool) -> int:
 
 
 def _run_rank(board: Board, rank: int, arguments: Sequence[str], trap: Trap | None) -> int:
+    from torch.distributed import distributed_c10d
+
     os.setsid()
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # shows in the log where a rank hangs
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -150,6 +154,8 @@ def _run_rank(board: Board, rank: int, arguments: Sequence[str], trap: Trap | No
     output_dir = Path(arguments[arguments.index("--output_dir") + 1])
     watch = FileWatch(board, rank, output_dir, trap if trap is not None and trap.rank == rank else None)
     sys.addaudithook(watch.see)
+    # What ddp_timeout sets on accelerators; on CPU ranks TrainingArguments does not pass it on.
+    distributed_c10d.default_pg_timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
     try:
         _report_steps(board.ranks[rank])
         runpy.run_path(str(SCRIPT), run_name="__main__")
