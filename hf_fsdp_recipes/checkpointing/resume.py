@@ -99,6 +99,7 @@ def _as_plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, set) else str(getattr(value, "value", value))
 
 
+@functools.cache
 def _version(package: str) -> str | None:
     try:
         return version(package)

@@ -49,12 +49,7 @@ def parametrized(is_slow):
     return pytest.mark.parametrize("template", [pytest.param(one, id=one.name, marks=marks) for one, marks in marked])
 
 
-def combines_variants(template):
-    is_offloaded, is_size_wrapped = template.is_offloaded, template.min_num_params is not None
-    return (is_offloaded or is_size_wrapped) if template.strategy == "no_shard" else (is_offloaded and is_size_wrapped)
-
-
-@parametrized(is_slow=combines_variants)
+@parametrized(is_slow=lambda template: not template.is_shipped)
 def test_template_matches_the_losses_of_one_rank(template, tiny_model, text_file, tmp_path, one_rank_losses):
     """Runs in forked ranks with the variables that Accelerate's launcher derives from the file."""
     config, num_ranks, num_nodes = cpu_variant(rendered(template, tmp_path), tmp_path / "template.yaml")

@@ -72,7 +72,7 @@ def test_checkpoint_exports_what_the_running_model_exports(
     assert (tmp_path / "offline" / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize("fsdp", [FSDP2, FSDP1])
+@pytest.mark.parametrize("fsdp", [FSDP2, pytest.param(FSDP1, marks=pytest.mark.slow)])
 def test_lora_checkpoint_exports_adapter_and_merged_model(tiny_model, text_file, tmp_path, fsdp):
     run_ranks(
         _export_live, 2, tiny_model("llama"), text_file, tmp_path, {"lora": LORA}, environment=fsdp_environment(fsdp)

@@ -28,7 +28,7 @@ def _train(model, data, output, keywords):
     [
         ("llama", None),
         ("llama_tied", None),
-        ("llama_tied", LORA),
+        pytest.param("llama_tied", LORA, marks=pytest.mark.slow),
         ("gpt2", None),
         ("qwen3_moe", None),
         ("qwen3_moe", LORA),
@@ -41,7 +41,9 @@ def test_fsdp2_losses_equal_stock_loading(tiny_model, text_file, tmp_path, kind,
     assert len(ours[0]) == 5
 
 
-@pytest.mark.parametrize(("kind", "lora"), [("llama_tied", None), ("llama", LORA), ("qwen3_moe", None)])
+@pytest.mark.parametrize(
+    ("kind", "lora"), [("llama_tied", None), ("llama", LORA), pytest.param("qwen3_moe", None, marks=pytest.mark.slow)]
+)
 def test_fsdp1_losses_equal_stock_loading(tiny_model, text_file, tmp_path, kind, lora):
     stock, ours = both(tiny_model(kind), text_file, tmp_path, fsdp_environment(FSDP1), lora=lora)
     assert ours == stock
