@@ -7,13 +7,18 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
 
 from hf_fsdp_recipes.checkpointing.fsync import sync_path
 from hf_fsdp_recipes.errors import ExportError
 
 MARKER = "export_manifest.json"
 MARKER_FORMAT = 1
+Checksums = dict[str, list[tuple[int, int, str]]]  # by file: first byte, number of bytes and XXH3 of each written range
 
 
 def parse_shard_size(size: int | str, argument: str = "max_shard_size") -> int:
@@ -119,6 +124,8 @@ def read_marker(directory: Path) -> dict[str, int]:
     try:
         marker = json.loads((directory / MARKER).read_text())
         files = {str(name): int(entry["bytes"]) for name, entry in marker["files"].items()}
+        if not all(len(found) == 3 for entry in marker["files"].values() for found in entry["xxh3"]):
+            raise ValueError("a checksum is incomplete")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ExportError(f"{directory / MARKER} cannot be read ({error!r}). Move the directory.") from error
     outside = [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
@@ -128,29 +135,53 @@ def read_marker(directory: Path) -> dict[str, int]:
     return files
 
 
-def write_marker(directory: Path) -> None:
-    """Write the marker that lists all files, then flush everything to disk. Rank 0 only, when the files are complete."""
+def write_marker(directory: Path, checksums: Iterable[Checksums]) -> None:
+    """Write the marker that lists all files, then flush everything to disk. Rank 0 only, when the files are complete.
+
+    Args:
+        directory: the export.
+        checksums: of the weights; other files are read.
+    """
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    entries = {path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size} for path in files}
-    (directory / MARKER).write_text(json.dumps({"format": MARKER_FORMAT, "files": entries}, indent=1) + "\n")
+    parts = list(checksums)
+    entries = {}
+    for path in files:
+        name, num_bytes = path.relative_to(directory).as_posix(), path.stat().st_size
+        ranges = sorted(found for part in parts for found in part.get(name, []))
+        ranges = ranges or [(0, num_bytes, xxhash.xxh3_64_hexdigest(path.read_bytes()))]
+        entries[name] = {"bytes": num_bytes, "xxh3": ranges}
+    (directory / MARKER).write_text(json.dumps({"format": MARKER_FORMAT, "files": entries}) + "\n")
     for path in (*directory.rglob("*"), directory):
         sync_path(path)
 
 
 def check_files(directory: Path) -> None:
-    """Check the names and sizes of an export's files, if it has a marker. Any process may call this.
+    """Check names, sizes and checksums of an export's files, if it has a marker. Any process may call this.
 
     Raises:
-        ExportError: a file is missing or has another size.
+        ExportError: a file is missing or has changed.
     """
-    for name, num_bytes in (read_marker(directory) if (directory / MARKER).is_file() else {}).items():
+    if not (directory / MARKER).is_file():
+        return
+    for name, num_bytes in read_marker(directory).items():
         file = directory / name
         found = file.stat().st_size if file.is_file() else None
-        if found != num_bytes:
-            state = "is missing" if found is None else f"has {found:,} bytes, not {num_bytes:,}"
+        if found != num_bytes or not _has_checksums(file, json.loads((directory / MARKER).read_text())["files"][name]):
+            state = "is missing" if found is None else "differs from its checksum"
+            state = state if found in (None, num_bytes) else f"has {found:,} bytes, not {num_bytes:,}"
             raise ExportError(
                 f"{file} {state}: it changed after the export. Export again, or delete {MARKER} if you changed it on purpose."
             )
+
+
+def _has_checksums(file: Path, entry: dict[str, Any]) -> bool:
+    with contextlib.suppress(OSError, TypeError, ValueError), file.open("rb") as stream:
+        for start, num_bytes, expected in entry["xxh3"]:
+            stream.seek(start)
+            if xxhash.xxh3_64_hexdigest(stream.read(num_bytes)) != expected:
+                return False
+        return True
+    return False
 
 
 def incomplete_directory_for(final: Path) -> Path:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from hf_fsdp_recipes.checkpointing.direct_io import DirectFile, new_buffer
-from hf_fsdp_recipes.export.export_directory import check_free_space
+from hf_fsdp_recipes.export.export_directory import Checksums, check_free_space
 from hf_fsdp_recipes.loading.safetensors_index import DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -52,6 +53,10 @@ class FilePlan:
             "weight_map": {name: tensor.file for name, tensor in self.tensors.items()},
         }
         return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+    def header_checksums(self) -> Checksums:
+        """Return the checksums of the files' headers."""
+        return {file: [(0, len(text), xxhash.xxh3_64_hexdigest(text))] for file, text in self.headers.items()}
 
     def main_dtype(self) -> torch.dtype:
         """Return the floating-point dtype with the most bytes."""
@@ -123,13 +128,18 @@ def create_files(plan: FilePlan, directory: Path) -> None:
 
 
 class FileWriter:
-    """Writes ranges of elements to planned files; each rank has its own writer. `close` makes them durable."""
+    """Writes ranges of elements to planned files; each rank has its own writer. `close` makes them durable.
+
+    Attributes:
+        checksums: of everything written so far.
+    """
 
     def __init__(self, plan: FilePlan, directory: Path) -> None:
         self._plan = plan
         self._directory = directory
         self._files: dict[str, DirectFile] = {}
         self._buffer = new_buffer()
+        self.checksums: Checksums = {}
 
     def write(self, name: str, first: int, values: torch.Tensor) -> None:
         """Write elements (1-D, contiguous, CPU, in the planned dtype) of a tensor, starting at element `first`."""
@@ -137,7 +147,9 @@ class FileWriter:
         if tensor.file not in self._files:
             self._files[tensor.file] = DirectFile(self._directory / tensor.file)
         offset = tensor.start + first * tensor.dtype.itemsize
-        self._files[tensor.file].write(values.view(torch.uint8).numpy(), offset, self._buffer)
+        content = values.view(torch.uint8).numpy()
+        self.checksums.setdefault(tensor.file, []).append((offset, len(content), xxhash.xxh3_64_hexdigest(content)))
+        self._files[tensor.file].write(content, offset, self._buffer)
 
     def close(self) -> None:
         """Make all writes durable."""

@@ -15,6 +15,7 @@ from hf_fsdp_recipes import distributed, parameter_names
 from hf_fsdp_recipes.checkpointing.divergence import is_finite
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export import export_directory, verify_files
+from hf_fsdp_recipes.export.export_directory import Checksums
 from hf_fsdp_recipes.export.export_plan import ExportPlan, ShardExport
 from hf_fsdp_recipes.export.tensor_files import FilePlan, FileWriter, create_files, plan_files
 from hf_fsdp_recipes.metrics import progress
@@ -89,13 +90,14 @@ def write_export(
         prepare()
         with ThreadPoolExecutor(max_workers=1) as executor:  # writes the small files in the background
             assets = executor.submit(_write_assets, export, files, temporary) if distributed.is_main() else None
-            non_finite = _write_weights(export.shards, files, temporary, method)
+            non_finite, own_checksums = _write_weights(export.shards, files, temporary, method)
+            checksums = distributed.gather_objects(own_checksums)
             with distributed.sync_errors(), _failed_write(final):
                 if assets is not None:
                     assets.result()
                     if export.is_adapter:
                         verify_files.check_adapter_rows(temporary, files)
-                    export_directory.write_marker(temporary)
+                    export_directory.write_marker(temporary, [files.header_checksums(), *checksums])
         verify_files.warn_non_finite(non_finite)
         with distributed.sync_errors(), _failed_write(final):
             if distributed.is_main():
@@ -148,16 +150,18 @@ def _in_saved_order(export: ExportPlan) -> list[tuple[str, tuple[int, ...], torc
     return [entries.pop(name) for name in order] + list(entries.values())
 
 
-def _write_weights(shards: list[ShardExport], files: FilePlan, directory: Path, method: str) -> dict[str, int]:
-    """Write all shards; return the number of non-finite values by tensor name. Collective."""
+def _write_weights(
+    shards: list[ShardExport], files: FilePlan, directory: Path, method: str
+) -> tuple[dict[str, int], Checksums]:
+    """Write all shards; return the number of non-finite values by tensor, and this rank's checksums. Collective."""
     non_finite: dict[str, int] = {}
     writer = FileWriter(files, directory)
     if method == "gather" and distributed.world_size() > 1:
         _write_gathered(shards, writer, directory, non_finite)
-        return non_finite
+        return non_finite, writer.checksums
     with distributed.sync_errors(), _failed_write(directory):
         _write_own(shards, writer, non_finite)
-    return non_finite
+    return non_finite, writer.checksums
 
 
 def _write_own(shards: list[ShardExport], writer: FileWriter, non_finite: dict[str, int]) -> None:

@@ -18,7 +18,7 @@ def write(final, *names):
         file = export_directory.incomplete_directory_for(final) / name
         file.parent.mkdir(exist_ok=True)
         file.write_text(name)
-    export_directory.write_marker(export_directory.incomplete_directory_for(final))
+    export_directory.write_marker(export_directory.incomplete_directory_for(final), [])
     export_directory.replace(final)
 
 
