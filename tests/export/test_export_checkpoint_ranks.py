@@ -150,7 +150,7 @@ def _without_manifest(checkpoint, damage):
         (lambda c: _flip(c / "config.json"), r"config\.json has changed"),
         (
             lambda c: (c / "pytorch_model_fsdp_0" / ".metadata").write_bytes(b"nonsense"),
-            r"\.metadata is missing or has",
+            r"\.metadata is missing or does not have",
         ),
         (lambda c: _without_manifest(c, _file(c).unlink), r"__1_0\.distcp is missing"),
         (lambda c: _without_manifest(c, lambda: os.truncate(_file(c), 5000)), r"__1_0\.distcp is truncated"),
