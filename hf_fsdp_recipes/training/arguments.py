@@ -156,7 +156,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     except OSError as error:
         raise RecipeError(f"cannot read the recipe: {error}. Check the path after --config.") from error
     except Exception as error:
-        line = _first_line(error)[:400].rstrip(".")
+        line = _first_line(error).partition(". ")[0][:400].rstrip(".")
         reason = f"{name_settings(line, values)}{line}.{_suggest_name(str(error), parser)}"
         raise RecipeError(f"{reason} {PARSE_ADVICE}") from error
     arguments = Arguments(*parsed)
