@@ -22,10 +22,11 @@ def test_wheel_carries_the_templates(tmp_path):
 
 
 def test_no_pickle_is_loaded():
-    """DCP reads its own .metadata with pickle; nothing here does, and torch.load is told weights_only."""
+    """DCP's .metadata goes through an unpickler that allows DCP's classes only, and torch.load is told weights_only."""
     for file in PACKAGE.rglob("*.py"):
         text = file.read_text()
-        assert "import pickle" not in text and "training_args.bin" not in text, file
+        assert "pickle.load" not in text and "training_args.bin" not in text, file
+        assert "import pickle" not in text or file.parts[-2:] == ("patches", "torch.py"), file
         for call in re.findall(r"torch\.load\([^)]*\)", text):
             assert "weights_only=True" in call, (file, call)
 
