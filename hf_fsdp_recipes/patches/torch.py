@@ -151,7 +151,7 @@ def _read_metadata_safely(original: Any, self: Any, *args: Any, **kwargs: Any) -
     feature="checkpointing",
     changes="Values that are not tensors are first loaded with `weights_only=True`.",
     reason="torch loads them with `weights_only=False`, so resuming from a checkpoint could run any code that is in it.",
-    upstream="to file: `DefaultLoadPlanner.load_bytes` calls `torch.load(weights_only=False)`",
+    upstream="to file: `DefaultLoadPlanner.load_bytes` loads with weights_only=False",
     tested_with=versions_of("torch"),
 )
 def _load_bytes_safely(original: Any, self: Any, read_item: Any, value: Any) -> None:
