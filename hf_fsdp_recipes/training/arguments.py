@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 
-PARSE_ADVICE = "Check the recipe and the command line; docs/reference.md lists the arguments."
+PARSE_ADVICE = "Correct the recipe or the command line; docs/reference.md lists the arguments."
 
 
 def _argument(default: Any, help_text: str) -> Any:
