@@ -152,6 +152,30 @@ def _load_into_allocated_state(
     return original(fsdp_plugin, accelerator, optimizer, *args, **kwargs)
 
 
+@patch(
+    "torch.distributed.checkpoint.default_planner._flatten_sharded_tensors",
+    "state_dict",
+    feature="checkpointing",
+    changes="A tensor stays in the state dict of a rank that holds no part of it.",
+    reason="DCP drops it and takes the checkpoint for one of torch 2.3, so a run cannot resume if an adapter has fewer rows "
+    "than there are ranks.",
+    upstream="not filed; FSDP1 is in maintenance mode",
+    tested_with=versions_of("torch"),
+)
+def _keep_empty_shards(original: Any, state_dict: Any) -> Any:
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict
+
+    flattened = original(state_dict)
+
+    def keep(path: Any, value: Any) -> None:
+        if isinstance(value, ShardedTensor) and not value.local_shards():
+            set_element(flattened, path, value)
+
+    traverse_state_dict(state_dict, keep)
+    return flattened
+
+
 def _is_fsdp1_peft(model: Any) -> bool:
     from peft import PeftModel
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP

@@ -69,6 +69,7 @@ def drop_after(output, step):
         ("llama", FSDP2, {"lora": LORA | {"lora_dropout": 0.2}}),
         ("llama", FSDP1, {}),
         ("llama", FSDP1, {"lora": LORA}),
+        ("llama", FSDP1, {"lora": LORA, "world_size": 3}),  # rank 2 holds no row of an adapter of rank 4
         ("llama", FSDP2, {"optim": "paged_adamw_32bit"}),
         ("llama", FSDP2, {"optim": "adamw_8bit"}),
     ],
