@@ -3,6 +3,8 @@
 `distributed.exit_with_message` turns them into one line on stderr and an exit status.
 """
 
+from typing import Literal
+
 
 class RecipeError(Exception):
     """An error that the user can fix. Base class of all exceptions below.
@@ -56,3 +58,17 @@ class DataError(RecipeError):
 
 class PlanError(RecipeError):
     """A run cannot be planned as described."""
+
+
+def summarize(error: BaseException, first: Literal["line", "sentence"] | None = None) -> str:
+    """Return an error's text, or only its first line or sentence, for use within a message of this package.
+
+    The text has one line and at most 300 characters, without a final period. If it is empty, it is the error's class.
+    """
+    text = str(error).strip()
+    if first == "line":
+        text = text.partition("\n")[0]
+    text = " ".join(text.split())
+    if first == "sentence":
+        text = text.partition(". ")[0]
+    return text[:300].rstrip(".!: ") or type(error).__name__

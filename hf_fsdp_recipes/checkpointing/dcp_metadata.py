@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from hf_fsdp_recipes.checkpointing.layout import METADATA_FILE
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.parameter_names import is_adapter
 from hf_fsdp_recipes.patches.torch import load_metadata
@@ -36,11 +37,11 @@ def read_dcp_metadata(directory: Path) -> "Metadata":
         CheckpointError: it is missing or damaged, or refers to classes that DCP does not write.
     """
     try:
-        with (directory / ".metadata").open("rb") as stream:
+        with (directory / METADATA_FILE).open("rb") as stream:
             return load_metadata(stream)
     except OSError as error:
         raise CheckpointError(
-            f"{directory / '.metadata'} cannot be read: {error.strerror}. Use another checkpoint."
+            f"{directory / METADATA_FILE} cannot be read: {error.strerror}. Use another checkpoint."
         ) from error
 
 

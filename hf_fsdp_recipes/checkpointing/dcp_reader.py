@@ -24,11 +24,11 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.checkpointing.dcp_metadata import read_dcp_metadata
 from hf_fsdp_recipes.checkpointing.direct_io import CHECKSUM_BLOCK_BYTES
+from hf_fsdp_recipes.checkpointing.layout import METADATA_FILE, MODEL_DIRECTORY
 from hf_fsdp_recipes.errors import CheckpointError, ExportError
 
 logger = logging.getLogger(__name__)
 
-MODEL_DIRECTORY = "pytorch_model_fsdp_0"
 NUM_RECENT_BLOCKS = 4
 RecentBlocks = dict[tuple[Path, int], memoryview]
 Checksums = dict[Path, list[str] | None]
@@ -175,10 +175,10 @@ def find_directory(checkpoint: Path) -> Path:
         ExportError: the checkpoint has no `.metadata`.
     """
     for candidate in (checkpoint / MODEL_DIRECTORY, checkpoint):
-        if (candidate / ".metadata").is_file():
+        if (candidate / METADATA_FILE).is_file():
             return candidate
     raise ExportError(
-        f"{checkpoint} holds no sharded model: neither it nor its {MODEL_DIRECTORY} has a .metadata file. Pass a "
+        f"{checkpoint} holds no sharded model: neither it nor its {MODEL_DIRECTORY} has a {METADATA_FILE} file. Pass a "
         f"checkpoint-<step> that was saved as SHARDED_STATE_DICT, or a directory of .distcp files."
     )
 
@@ -213,7 +213,7 @@ def read_index(directory: Path) -> dict[str, DcpTensor]:
                 tensors[name] = _checked(directory, DcpTensor(name, shape, dtype, _in_order(chunks)))
         return tensors
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ExportError(f"{directory}/.metadata is damaged ({error!r}). Export another checkpoint.") from error
+        raise ExportError(f"{directory / METADATA_FILE} is damaged ({error!r}). Export another checkpoint.") from error
 
 
 def _open_files(directory: Path) -> Callable[[str], StoredFile]:
@@ -255,7 +255,7 @@ def _verify_manifest(directory: Path) -> Checksums | None:
             # The optimizer's and the ranks' own state are not read.
             if file.parent not in (root, directory) or file.suffix in (".pt", ".pth"):
                 continue
-            if not file.is_file() or file.stat().st_size != num_bytes:
+            if layout.find_size(file) != num_bytes:
                 raise ExportError(
                     f"{file} is missing or does not have the size in {layout.MANIFEST}: {num_bytes:,} bytes"
                 )
@@ -264,7 +264,7 @@ def _verify_manifest(directory: Path) -> Checksums | None:
             checksums[file] = blocks
             if blocks is None:
                 (unblocked if file.suffix == ".distcp" else small).append((file, str(entry["xxh3"])))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except layout.UNREADABLE as error:
         raise ExportError(f"{root / layout.MANIFEST} cannot be read ({error!r}). Export another checkpoint.") from error
     if unblocked:
         distributed.print_main(
@@ -297,7 +297,9 @@ def _chunk(
         )
     info = storage.get((name, offsets))
     if info is None:
-        raise ExportError(f"{directory}/.metadata does not say where {name} is stored. Export another checkpoint.")
+        raise ExportError(
+            f"{directory / METADATA_FILE} does not say where {name} is stored. Export another checkpoint."
+        )
     width, count = math.prod(shape[1:]), math.prod(sizes)
     file = files(info.relative_path)
     start = 0 if count == 0 else _data_start(file.path, name, info.offset, info.length, count * dtype.itemsize, plain)

@@ -24,6 +24,18 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 STATE_FILE = "trainer_state.json"
+MODEL_DIRECTORY = "pytorch_model_fsdp_0"
+PARTS = {"model": MODEL_DIRECTORY, "optimizer": "optimizer_0"}  # directories of DCP files, in the order of writing
+METADATA_FILE = ".metadata"  # of each part
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)  # damaged JSON
 _NAME = re.compile(r"checkpoint-(\d+)")
 _INCOMPLETE = re.compile(r"\.checkpoint-(\d+)\.incomplete")
 _READ_BYTES = 8 * 1024 * 1024
@@ -73,6 +85,14 @@ def manifest_entries(directory: Path, files: Iterable[str]) -> dict[str, dict[st
     return {
         name: {"bytes": (directory / name).stat().st_size, "xxh3": checksum(directory / name)} for name in sorted(files)
     }
+
+
+def find_size(file: Path) -> int | None:
+    """Return the number of bytes of a file, or None if it does not exist, even if its name is not possible."""
+    try:
+        return file.stat().st_size if file.is_file() else None
+    except (OSError, ValueError):
+        return None
 
 
 def files_in(directory: Path) -> list[str]:
@@ -146,17 +166,18 @@ def validate(directory: Path, verify: bool = False) -> str | None:
         files = {str(name): (int(entry["bytes"]), str(entry["xxh3"])) for name, entry in manifest["files"].items()}
     except FileNotFoundError:
         return f"no {MANIFEST}: the save did not finish, or another program wrote it"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         return f"{MANIFEST} cannot be read ({error!r})"
     match = _NAME.fullmatch(directory.name)
     if match and manifest.get("step") != int(match.group(1)):
         return f"{MANIFEST} is for step {manifest.get('step')}"
     for name, (num_bytes, expected) in files.items():
         file = directory / name
-        if not file.is_file():
+        found = find_size(file)
+        if found is None:
             return f"{name} is missing"
-        if file.stat().st_size != num_bytes:
-            return f"{name} has {file.stat().st_size:,} bytes, not {num_bytes:,}"
+        if found != num_bytes:
+            return f"{name} has {found:,} bytes, not {num_bytes:,}"
         if verify and checksum(file) != expected:
             return f"{name} has changed: its checksum differs"
     return None
@@ -178,7 +199,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """Return a checkpoint's manifest, or an empty one if it cannot be read."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
-    except (OSError, ValueError):
+    except UNREADABLE:
         return {}
     return manifest if isinstance(manifest, dict) else {}
 

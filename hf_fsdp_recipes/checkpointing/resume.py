@@ -24,9 +24,9 @@ from hf_fsdp_recipes.checkpointing.dcp_metadata import (
     read_dcp_metadata,
     stored_tensors,
 )
+from hf_fsdp_recipes.checkpointing.layout import PARTS
 from hf_fsdp_recipes.checkpointing.state import capture
-from hf_fsdp_recipes.checkpointing.writer import PARTS
-from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.errors import CheckpointError, summarize
 from hf_fsdp_recipes.parameter_names import is_adapter, without_adapter_name
 from hf_fsdp_recipes.patches.transformers import register_resume_check
 from hf_fsdp_recipes.peft_models import active_adapter, find_peft_model
@@ -297,5 +297,6 @@ def check_small_files(checkpoint: Path) -> None:
                 with safe_globals():
                     read(checkpoint / name)
         except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise CheckpointError(f"{checkpoint / name} cannot be read: {reason}. Use another checkpoint.") from error
+            raise CheckpointError(
+                f"{checkpoint / name} cannot be read: {summarize(error, 'line')}. Use another checkpoint."
+            ) from error

@@ -24,17 +24,13 @@ from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.checkpointing.dcp_writer import DirectWriter
 from hf_fsdp_recipes.checkpointing.divergence import check_weights
 from hf_fsdp_recipes.checkpointing.fsync import sync_path
+from hf_fsdp_recipes.checkpointing.layout import METADATA_FILE, PARTS
 from hf_fsdp_recipes.checkpointing.staging import HostStaging
 from hf_fsdp_recipes.checkpointing.state import local_tensors
 from hf_fsdp_recipes.errors import CheckpointError, DivergenceError
 from hf_fsdp_recipes.metrics import progress
 
 logger = logging.getLogger(__name__)
-
-MODEL_DIRECTORY = "pytorch_model_fsdp_0"
-OPTIMIZER_DIRECTORY = "optimizer_0"
-METADATA_FILE = ".metadata"
-PARTS = {"model": MODEL_DIRECTORY, "optimizer": OPTIMIZER_DIRECTORY}  # in the order of writing
 
 State = Mapping[str, Any]
 

@@ -9,16 +9,24 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import NamedTuple
 
 import xxhash
 
 from hf_fsdp_recipes.checkpointing.fsync import sync_path
+from hf_fsdp_recipes.checkpointing.layout import UNREADABLE, find_size
 from hf_fsdp_recipes.errors import ExportError
 
 MARKER = "export_manifest.json"
 MARKER_FORMAT = 1
 Checksums = dict[str, list[tuple[int, int, str]]]  # by file: first byte, number of bytes and XXH3 of each written range
+
+
+class Entry(NamedTuple):
+    """Size of a file in an export, and (first byte, number of bytes, XXH3) of each range that was written."""
+
+    num_bytes: int
+    checksums: list[tuple[int, int, str]]
 
 
 def parse_shard_size(size: int | str, argument: str = "max_shard_size") -> int:
@@ -109,24 +117,25 @@ def _check_replaceable(final: Path) -> None:
         )
 
 
-def _folders(directory: Path, files: dict[str, int]) -> list[Path]:
+def _folders(directory: Path, files: Iterable[str]) -> list[Path]:
     """Return the subfolders of listed files, the innermost first."""
     parents = {directory / parent for name in files for parent in PurePosixPath(name).parents}
     return sorted(parents - {directory}, reverse=True)
 
 
-def read_marker(directory: Path) -> dict[str, int]:
-    """Return the sizes of an export's files by name, relative to the export.
+def read_marker(directory: Path) -> dict[str, Entry]:
+    """Return the sizes and checksums of an export's files by name, relative to the export.
 
     Raises:
         ExportError: the marker cannot be read, or names a file outside the export.
     """
     try:
         marker = json.loads((directory / MARKER).read_text())
-        files = {str(name): int(entry["bytes"]) for name, entry in marker["files"].items()}
-        if not all(len(found) == 3 for entry in marker["files"].values() for found in entry["xxh3"]):
-            raise ValueError("a checksum is incomplete")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        files = {
+            str(name): Entry(int(entry["bytes"]), [(int(a), int(n), str(found)) for a, n, found in entry["xxh3"]])
+            for name, entry in marker["files"].items()
+        }
+    except UNREADABLE as error:
         raise ExportError(f"{directory / MARKER} cannot be read ({error!r}). Move the directory.") from error
     outside = [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
     if outside or marker.get("format") != MARKER_FORMAT:
@@ -163,10 +172,10 @@ def check_files(directory: Path) -> None:
     """
     if not (directory / MARKER).is_file():
         return
-    for name, num_bytes in read_marker(directory).items():
+    for name, (num_bytes, checksums) in read_marker(directory).items():
         file = directory / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != num_bytes or not _has_checksums(file, json.loads((directory / MARKER).read_text())["files"][name]):
+        found = find_size(file)
+        if found != num_bytes or not _has_checksums(file, checksums):
             state = "is missing" if found is None else "differs from its checksum"
             state = state if found in (None, num_bytes) else f"has {found:,} bytes, not {num_bytes:,}"
             raise ExportError(
@@ -174,9 +183,9 @@ def check_files(directory: Path) -> None:
             )
 
 
-def _has_checksums(file: Path, entry: dict[str, Any]) -> bool:
-    with contextlib.suppress(OSError, TypeError, ValueError), file.open("rb") as stream:
-        for start, num_bytes, expected in entry["xxh3"]:
+def _has_checksums(file: Path, checksums: list[tuple[int, int, str]]) -> bool:
+    with contextlib.suppress(OSError, ValueError, OverflowError), file.open("rb") as stream:
+        for start, num_bytes, expected in checksums:
             stream.seek(start)
             if xxhash.xxh3_64_hexdigest(stream.read(num_bytes)) != expected:
                 return False
@@ -229,7 +238,7 @@ def replace(final: Path) -> None:
 
 def _delete(directory: Path) -> None:
     """Delete the files that an export's marker lists, the marker last, and the directory if nothing else is left."""
-    files = read_marker(directory) if (directory / MARKER).is_file() else {}
+    files = list(read_marker(directory)) if (directory / MARKER).is_file() else []
     for name in files:
         (directory / name).unlink(missing_ok=True)
     for folder in _folders(directory, files):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from hf_fsdp_recipes.checkpointing import dcp_reader, layout
-from hf_fsdp_recipes.checkpointing.dcp_reader import MODEL_DIRECTORY
 from hf_fsdp_recipes.checkpointing.dcp_writer import DirectWriter
 from hf_fsdp_recipes.checkpointing.direct_io import CHECKSUM_BLOCK_BYTES
+from hf_fsdp_recipes.checkpointing.layout import MODEL_DIRECTORY
 from hf_fsdp_recipes.errors import ExportError
 
 NUM_BLOCKS = 5  # of the big tensor; more than are kept in memory

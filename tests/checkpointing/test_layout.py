@@ -62,6 +62,18 @@ def tear_manifest_text(path):
     (path / layout.MANIFEST).write_text("{")
 
 
+def tear_manifest_number(path):
+    (path / layout.MANIFEST).write_text('{"step": 10, "files": {"a.bin": {"bytes": 1e999, "xxh3": ""}}}')
+
+
+def tear_manifest_nesting(path):
+    (path / layout.MANIFEST).write_text("[" * 100_000)
+
+
+def tear_manifest_name(path):
+    (path / layout.MANIFEST).write_text(json.dumps({"step": 10, "files": {"a" * 999: {"bytes": 1, "xxh3": ""}}}))
+
+
 def tear_other_run(path):
     manifest = json.loads((path / layout.MANIFEST).read_text())
     (path / layout.MANIFEST).write_text(json.dumps(manifest | {"step": 7}))
@@ -75,6 +87,9 @@ def tear_other_run(path):
         (tear_flipped, "a.bin has changed"),
         (tear_manifest, "no manifest.json"),
         (tear_manifest_text, "cannot be read"),
+        (tear_manifest_number, "cannot be read"),
+        (tear_manifest_nesting, "cannot be read"),
+        (tear_manifest_name, "is missing"),
         (tear_other_run, "is for step 7"),
     ],
 )

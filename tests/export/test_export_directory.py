@@ -83,7 +83,12 @@ def test_source_itself_is_not_replaced(export, tmp_path):
         "",
         "[]",
         "{}",
+        "[" * 100_000,
         '{"format": 2, "files": {}}',
+        '{"format": 1, "files": {"config.json": {"bytes": 1e999, "xxh3": []}}}',
+        '{"format": 1, "files": {"config.json": {"bytes": 1, "xxh3": [[1e999, 1, ""]]}}}',
+        '{"format": 1, "files": {"config.json": {"bytes": 1, "xxh3": [[0, 1]]}}}',
+        '{"format": 1, "files": {"config.json": {"bytes": 1}}}',
         '{"format": 1, "files": {"config.json": 5}}',
         '{"format": 1, "files": {"../thesis.txt": {"bytes": 1}}}',
         '{"format": 1, "files": {"/etc/passwd": {"bytes": 1}}}',
@@ -164,10 +169,24 @@ def test_full_disk_is_known_before_the_export(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("damage", ["remove", "truncate"])
+def remove(export):
+    (export / "config.json").unlink()
+
+
+def truncate(export):
+    (export / "config.json").write_text("x")
+
+
+def move_range(export):
+    marker = json.loads((export / MARKER).read_text())
+    marker["files"]["config.json"]["xxh3"][0][0] = 10**30
+    (export / MARKER).write_text(json.dumps(marker))
+
+
+@pytest.mark.parametrize("damage", [remove, truncate, move_range])
 def test_changed_export_is_not_loaded(export, damage):
     check_files(export)
-    (export / "config.json").unlink() if damage == "remove" else (export / "config.json").write_text("x")
+    damage(export)
     with pytest.raises(ExportError, match=r"config\.json"):
         check_files(export)
 
