@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed, parameter_names
-from hf_fsdp_recipes.checkpointing.divergence import is_finite
-from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.errors import ExportError, summarize
 from hf_fsdp_recipes.export import export_directory, verify_files
 from hf_fsdp_recipes.export.export_directory import Checksums
 from hf_fsdp_recipes.export.export_plan import ExportPlan, ShardExport
 from hf_fsdp_recipes.export.tensor_files import FilePlan, FileWriter, create_files, plan_files
+from hf_fsdp_recipes.loading.verify import is_finite
 from hf_fsdp_recipes.metrics import progress
 
 CHUNK_BYTES = 8 * 1024 * 1024  # memory of a rank beyond its shard while it writes
@@ -115,7 +115,7 @@ def _failed_write(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        cause = error.strerror or str(error).splitlines()[0]
+        cause = error.strerror or summarize(error, "line")
         raise ExportError(f"{directory} could not be written: {cause}. Checkpoints are intact.") from error
 
 
