@@ -16,7 +16,7 @@ import yaml
 
 from hf_fsdp_recipes.configs.templates import MAIN_PROCESS_IP, find_template, render
 from hf_fsdp_recipes.environment import is_true
-from hf_fsdp_recipes.errors import TemplateError
+from hf_fsdp_recipes.errors import TemplateError, summarize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -119,7 +119,7 @@ def build_on_meta(model: str, trust_remote_code: bool = False) -> "PreTrainedMod
         with torch.device("meta"):  # init_empty_weights would briefly allocate each parameter
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise TemplateError(f"Cannot read the config of {model}: {str(error).splitlines()[0]}") from error
+        raise TemplateError(f"Cannot read the config of {model}: {summarize(error, 'line')}") from error
 
 
 def _with_prefix(section: Any, prefix: str) -> Section:

@@ -16,7 +16,7 @@ from hf_fsdp_recipes import distributed, parameter_names
 from hf_fsdp_recipes.checkpointing import dcp_reader
 from hf_fsdp_recipes.checkpointing.dcp_reader import DcpTensor
 from hf_fsdp_recipes.checkpointing.resume import PARAMS_FILE, read_train_params
-from hf_fsdp_recipes.errors import CheckpointError, ExportError, LoadError
+from hf_fsdp_recipes.errors import CheckpointError, ExportError, LoadError, summarize
 from hf_fsdp_recipes.export import lora_merge, model_assets
 from hf_fsdp_recipes.export.export_directory import check_files
 from hf_fsdp_recipes.export.export_plan import (
@@ -168,7 +168,7 @@ def _build(name: str, read_weights: bool) -> tuple["PreTrainedModel", BaseWeight
         ranges, _ = WeightMapping(model).to_parameters({k: t.shape for k, t in index.tensors.items()}, shapes)
         return model, (index, ranges)
     except (LoadError, OSError, ValueError) as error:
-        raise ExportError(f"the base model {name} cannot be used: {str(error).splitlines()[0]}") from error
+        raise ExportError(f"the base model {name} cannot be used: {summarize(error, 'line')}") from error
 
 
 def _own_count(number: int, count: int) -> int:
@@ -217,7 +217,7 @@ def _copy_tokenizer(name: str | Path, directory: Path) -> None:
     try:
         AutoTokenizer.from_pretrained(name, trust_remote_code=False).save_pretrained(directory)
     except (OSError, ValueError) as error:
-        distributed.print_main(f"note: exported without a tokenizer ({str(error).splitlines()[0]})")
+        distributed.print_main(f"note: exported without a tokenizer ({summarize(error, 'line')})")
 
 
 def _describe_adapter(

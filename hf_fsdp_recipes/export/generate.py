@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.errors import ExportError, summarize
 from hf_fsdp_recipes.export.load_export import load_export
 
 
@@ -30,7 +30,7 @@ def generate(
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many types
-        raise ExportError(f"the tokenizer of {model} cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise ExportError(f"the tokenizer of {model} cannot be loaded: {summarize(error, 'line')}") from error
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     network = network.to(device) if device is not None else network
     if chat:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_fsdp_recipes.checkpointing.layout import is_checkpoint_name
-from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.errors import RecipeError, summarize
 from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def main() -> None:
     try:
         url = upload(arguments.source, arguments.repo, arguments.strategy, arguments.private, arguments.folder)
     except Exception as error:  # huggingface_hub raises many types
-        print(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+        print(f"{type(error).__name__}: {summarize(error, 'line')}")
         sys.exit(1)
     print(f"pushed: {arguments.source.name} to {url}")
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.errors import ExportError, summarize
 from hf_fsdp_recipes.export.export_directory import check_files
 from hf_fsdp_recipes.export.lora_merge import ADAPTER_CONFIG_FILE
 
@@ -34,4 +34,4 @@ def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedMo
     try:
         return loader.from_pretrained(str(directory), **kwargs).eval()
     except Exception as error:  # transformers, PEFT and safetensors raise many types
-        raise ExportError(f"{directory} cannot be loaded: {(str(error) or repr(error)).splitlines()[0]}") from error
+        raise ExportError(f"{directory} cannot be loaded: {summarize(error, 'line')}") from error

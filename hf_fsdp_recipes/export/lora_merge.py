@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from hf_fsdp_recipes import parameter_names
-from hf_fsdp_recipes.errors import ExportError, LoadError
+from hf_fsdp_recipes.errors import ExportError, LoadError, summarize
 from hf_fsdp_recipes.export.slices import gather_full, local_slices
 from hf_fsdp_recipes.loading.read_ranges import as_bytes
 from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, read_header
@@ -213,7 +213,7 @@ def read_adapter(directory: Path) -> tuple["PeftConfig", dict[str, FileTensor]]:
         config = PeftConfig.from_pretrained(str(directory))
         index = SafetensorsIndex(read_header(directory / ADAPTER_FILE))
     except (LoadError, OSError, ValueError) as error:
-        raise ExportError(f"the adapter in {directory} cannot be read: {str(error).splitlines()[0]}") from error
+        raise ExportError(f"the adapter in {directory} cannot be read: {summarize(error, 'line')}") from error
     return config, {name: FileTensor(t.shape, t.dtype, index, name) for name, t in index.tensors.items()}
 
 

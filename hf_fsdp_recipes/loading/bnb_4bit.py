@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed, parameter_names
-from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.errors import LoadError, summarize
 from hf_fsdp_recipes.loading.read_ranges import as_bytes, byte_ranges, read_elements
 from hf_fsdp_recipes.loading.safetensors_index import Prefetcher, SafetensorsIndex
 from hf_fsdp_recipes.loading.shard_layout import ShardGroup, ShardTarget
@@ -134,7 +134,7 @@ def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtyp
             quantizer.preprocess_model(model=model, device_map={"": "cpu"}, checkpoint_files=None)
     except (ImportError, RuntimeError) as error:
         raise LoadError(
-            f"4-bit weights need bitsandbytes: {str(error).splitlines()[0]} Run pip install bitsandbytes."
+            f"4-bit weights need bitsandbytes: {summarize(error, 'line')}. Run pip install bitsandbytes."
         ) from error
     return quantizer
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.errors import LoadError, summarize
 from hf_fsdp_recipes.loading.safetensors_index import StoredTensor
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
         raise LoadError(f"{name_or_path} is neither a directory nor a Hub id. Check the path.") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise LoadError(
-            f"{name_or_path} is not a local directory and cannot be downloaded from the Hub: {str(error).splitlines()[0]} "
+            f"{name_or_path} is not a local directory and cannot be downloaded from the Hub: {summarize(error, 'line')}. "
             f"Check the name, the network and, for a gated model, the token."
         ) from error
 
@@ -117,9 +117,8 @@ def build_on_meta(config: "PreTrainedConfig", dtype: torch.dtype, trust_remote_c
         with init_empty_weights(include_buffers=False), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except (ValueError, ImportError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300].rstrip(".")
         raise LoadError(
-            f"a {config.model_type!r} model cannot be built: {reason}. Check its config.json and the arguments."
+            f"a {config.model_type!r} model cannot be built: {summarize(error)}. Check its config.json and the arguments."
         ) from error
     _initialize_buffers(model)
     model.tie_weights()  # init_empty_weights unties parameters

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.configs.launch import check_launch
 from hf_fsdp_recipes.environment import is_fsdp_requested, is_true
-from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.errors import LoadError, summarize
 from hf_fsdp_recipes.loading import bnb_4bit, missing, resize
 from hf_fsdp_recipes.loading.build_on_meta import (
     build_on_meta,
@@ -257,7 +257,7 @@ def _read_config(name_or_path: str, directory: Path, kwargs: dict[str, Any]) -> 
                 )
     except (OSError, ValueError) as error:
         raise LoadError(
-            f"the config of {name_or_path} cannot be read: {_first_sentence(error)}. Check its config.json; a model with "
+            f"the config of {name_or_path} cannot be read: {summarize(error, 'sentence')}. Check its config.json; a model with "
             f"its own code needs trust_remote_code."
         ) from error
     if getattr(config, "quantization_config", None) is not None:
@@ -270,10 +270,6 @@ def _read_config(name_or_path: str, directory: Path, kwargs: dict[str, Any]) -> 
     config.name_or_path = name_or_path
     check_has_layers(config)
     return config
-
-
-def _first_sentence(error: Exception) -> str:
-    return " ".join(str(error).split()).partition(". ")[0][:300].rstrip(".")
 
 
 def _do_all_ranks_see(stored: dict[str, StoredTensor]) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from hf_fsdp_recipes.configs.launch import check_launch
 from hf_fsdp_recipes.environment import fsdp_version, mixed_precision
-from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError
+from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError, summarize
 from hf_fsdp_recipes.export.export_directory import parse_shard_size
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.patches import cpu_ranks
@@ -156,7 +156,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     except OSError as error:
         raise RecipeError(f"cannot read the recipe: {error}. Check the path after --config.") from error
     except Exception as error:
-        line = _first_line(error).partition(". ")[0][:400].rstrip(".")
+        line = summarize(error, "line").partition(". ")[0]
         reason = f"{name_settings(line, values)}{line}.{_suggest_name(str(error), parser)}"
         raise RecipeError(f"{reason} {PARSE_ADVICE}") from error
     arguments = Arguments(*parsed)
@@ -181,11 +181,6 @@ def _launcher_defaults() -> dict[str, Any]:
     if cpu_ranks.is_requested() or not torch.accelerator.is_available():
         defaults |= {"use_cpu": True, "dataloader_pin_memory": False}
     return defaults
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 def _suggest_name(message: str, parser: "TrlParser") -> str:

@@ -15,7 +15,7 @@ from hf_fsdp_recipes.checkpointing.lock import lock_directory
 from hf_fsdp_recipes.checkpointing.resume import keep_global_batch
 from hf_fsdp_recipes.checkpointing.run_identity import EXPORTS, claim_directory
 from hf_fsdp_recipes.configs.launch import check_wrap_classes
-from hf_fsdp_recipes.errors import CheckpointError, ExportError, RecipeError, SaveError
+from hf_fsdp_recipes.errors import CheckpointError, ExportError, RecipeError, SaveError, summarize
 from hf_fsdp_recipes.export.export_directory import check_target
 from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
 from hf_fsdp_recipes.export.from_model import check_export, export_model
@@ -80,7 +80,7 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
             optimizer_cls_and_kwargs=sharded_optimizer(arguments.training),
         )
     except (ImportError, TypeError, ValueError, RuntimeError) as error:  # what Trainer refuses only now
-        reason = " ".join(str(error).split())[:300].rstrip(".")
+        reason = summarize(error)
         reason = (
             name_settings(reason, vars(arguments.training) | {"report_to": ",".join(arguments.training.report_to)})
             + reason

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.errors import DataError, LoadError
+from hf_fsdp_recipes.errors import DataError, LoadError, summarize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
             cure = "Check the name; a local directory needs tokenizer.json and config.json."
             if "trust_remote_code" in str(error):
                 cure = "Set trust_remote_code: true if you trust that code."
-            reason = " ".join(str(error.__cause__ or error).split())[:300].rstrip(".")
+            reason = summarize(error.__cause__ or error)
             raise LoadError(f"cannot load a tokenizer from {name}: {reason}. {cure}") from error
         return tokenizer
 
@@ -80,7 +80,7 @@ def tokenizer_for_rows(tokenizer: "PreTrainedTokenizerBase", training: "SFTConfi
             _clone_chat_template(tokenizer, path)
     except Exception as error:
         raise DataError(
-            f"chat_template_path: {path} cannot be read: {str(error).splitlines()[0]} Pass a .jinja file or a model with a "
+            f"chat_template_path: {path} cannot be read: {summarize(error, 'line')}. Pass a .jinja file or a model with a "
             f"chat template."
         ) from error
     check_chat_template(tokenizer, f"chat_template_path: {path}")
@@ -105,7 +105,7 @@ def describe_template_error(error: Exception) -> str:
     """Return the message of an error in a chat template, with the template's line if known."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
     line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
-    message = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    message = summarize(error, "line")
     return message if line is None else f"line {line}: {message}"
 
 

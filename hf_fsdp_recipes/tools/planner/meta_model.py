@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Union
 
 import torch
 
-from hf_fsdp_recipes.errors import LoadError, PlanError
+from hf_fsdp_recipes.errors import LoadError, PlanError, summarize
 from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
 
@@ -73,7 +73,7 @@ def _add_adapter(model: "PreTrainedModel", job: TrainingJob) -> "PeftModel":
     try:
         return get_peft_model(model, adapter, autocast_adapter_dtype=False)
     except ValueError as error:
-        raise PlanError(f"lora_targets is {job.lora_targets}: {str(error).splitlines()[0]}") from error
+        raise PlanError(f"lora_targets is {job.lora_targets}: {summarize(error, 'line')}") from error
 
 
 def _enable_checkpointing(model: MetaModel, has_adapter: bool) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from hf_fsdp_recipes.errors import DataError
+from hf_fsdp_recipes.errors import DataError, summarize
 
 FILE_READERS = {".json": "json", ".jsonl": "json", ".txt": "text", ".parquet": "parquet"}
 FILE_TYPES = ".json, .jsonl, .txt or .parquet"
@@ -74,7 +74,7 @@ def explain_errors(name: str) -> Iterator[None]:
         path, fault = Path(name), None
         if path.is_dir() or (path.is_file() and reader_for(path)):
             fault = _find_fault(name, [file for files in find_files(path).values() for file in files])
-        reason = " ".join(str(error.__cause__ or error).split())[:300].rstrip("!.") or type(error).__name__
+        reason = summarize(error.__cause__ or error)
         raise DataError(
             fault or f"{name} cannot be read: {reason}. Use a Hub id, a {FILE_TYPES} file, or a folder of such files."
         ) from error
@@ -87,8 +87,7 @@ def _find_fault(name: str, files: list[Path]) -> str | None:
         try:
             seen[file] = set(_read_columns(file))
         except Exception as error:
-            reason = str(error).splitlines()[0].rstrip(".")
-            return f"{file} cannot be read: {reason}. Correct or remove it."
+            return f"{file} cannot be read: {summarize(error, 'line')}. Correct or remove it."
         first = next((other for other in seen if seen[other]), file)
         if seen[file] - seen[first]:
             return (
