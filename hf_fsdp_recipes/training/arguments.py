@@ -24,7 +24,13 @@ from hf_fsdp_recipes.export.export_directory import parse_shard_size
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training.feature_checks import check_features
-from hf_fsdp_recipes.training.value_checks import check_adapter, check_numbers, check_recipe, name_settings
+from hf_fsdp_recipes.training.value_checks import (
+    check_adapter,
+    check_numbers,
+    check_recipe,
+    check_scheduler,
+    name_settings,
+)
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
@@ -202,6 +208,7 @@ def check_arguments(arguments: Arguments) -> None:
     check_numbers(vars(arguments.training) | vars(arguments.model) | vars(arguments.recipe))
     if not arguments.training.output_dir:
         raise RecipeError("output_dir is empty. Set it to the directory of the run.")
+    check_scheduler(arguments.training)
     _check_model(arguments)
     check_adapter(arguments.model)
     _check_data(arguments)

@@ -1,4 +1,4 @@
-"""Checks a recipe for duplicate keys, values of the wrong type or range, and adapter settings without an adapter."""
+"""Checks a recipe for duplicate keys, values of the wrong type or range, and settings that do not fit together."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -7,12 +7,13 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import torch
 import yaml
 
-from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.errors import RecipeError, summarize
 
 if TYPE_CHECKING:
-    from trl import ModelConfig
+    from trl import ModelConfig, SFTConfig
 
 # The allowed range, a test for it (false for nan), and the arguments that it applies to.
 _NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
@@ -147,6 +148,26 @@ def check_numbers(values: Mapping[str, Any]) -> None:
     ]
     if errors:
         raise RecipeError(" ".join(errors))
+
+
+def check_scheduler(training: "SFTConfig") -> None:
+    """Check that Trainer can build the schedule of the learning rate, by building it for one parameter. Not a collective.
+
+    Raises:
+        RecipeError: `lr_scheduler_kwargs` has an unknown key or a bad value, or lacks one that the schedule needs.
+    """
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=training.learning_rate)
+    steps = training.max_steps if training.max_steps > 0 else 1000
+    kind, kwargs = training.lr_scheduler_type, training.lr_scheduler_kwargs
+    try:
+        get_scheduler(kind, optimizer, 0, steps, kwargs)
+    except Exception as error:  # each schedule is a function of its own
+        raise RecipeError(
+            f"lr_scheduler_kwargs is {kwargs}, with which the schedule {kind.value} cannot be built: "
+            f"{summarize(error, 'sentence')}. Correct lr_scheduler_kwargs, or choose another lr_scheduler_type."
+        ) from error
 
 
 def check_adapter(model: "ModelConfig") -> None:

@@ -65,6 +65,34 @@ def test_conflicting_arguments_are_refused_at_once(tmp_path):
         parse_arguments([*write(tmp_path, max_length=None), *NEEDED, "--packing", "true"])
 
 
+@pytest.mark.parametrize(
+    ("kind", "kwargs", "says"),
+    [
+        ("linear", {"no_such": 1}, r"schedule linear cannot be built: .*no_such"),
+        ("cosine_with_min_lr", None, r"lr_scheduler_kwargs is None.*min_lr"),
+        ("cosine", {"num_cycles": "many"}, r"num_cycles"),
+        ("polynomial", {"lr_end": 1.0}, r"lr_end"),
+    ],
+)
+def test_schedule_that_cannot_be_built_is_refused(tmp_path, kind, kwargs, says):
+    config = write(tmp_path, lr_scheduler_type=kind, **({"lr_scheduler_kwargs": kwargs} if kwargs else {}))
+    with pytest.raises(RecipeError, match=says):
+        parse_arguments([*config, *NEEDED])
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs"),
+    [
+        *((kind, None) for kind in ("linear", "cosine", "constant_with_warmup", "inverse_sqrt")),
+        ("cosine_with_min_lr", {"min_lr": 1e-6}),
+        ("warmup_stable_decay", {"num_decay_steps": 10}),
+    ],
+)
+def test_schedule_that_can_be_built_passes(tmp_path, kind, kwargs):
+    config = write(tmp_path, lr_scheduler_type=kind, **({"lr_scheduler_kwargs": kwargs} if kwargs else {}))
+    assert parse_arguments([*config, *NEEDED]).training.lr_scheduler_kwargs == kwargs
+
+
 def test_precision_follows_the_template(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert parse_arguments(NEEDED).training.bf16 is False
