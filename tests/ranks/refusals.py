@@ -36,7 +36,7 @@ VERBS = (
 )
 # What to do: a verb at the start of a sentence or clause, or a list of what is possible.
 CURE = re.compile(
-    rf"(?:^|[.;:,'\")\]] +|\bor |\band |\bwith )(?:{'|'.join(VERBS.split())})\b|\bone of\b|\bIt has\b", re.IGNORECASE
+    rf"(?:^|[.?;:,'\")\]] +|\bor |\band |\bwith )(?:{'|'.join(VERBS.split())})\b|\bone of\b|\bIt has\b", re.IGNORECASE
 )
 
 
