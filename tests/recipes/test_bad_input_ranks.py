@@ -125,6 +125,10 @@ ARGUMENTS = [
     *settings(optim="ademamix"),
     *settings(optim="adamw_torch_8bit"),
     *settings(lr_scheduler_type="wavy"),
+    Case(
+        "unknown key of the schedule", ("lr_scheduler_kwargs", "no_such"), {"lr_scheduler_kwargs": {"no_such": 1}},
+        is_quick=True,
+    ),
     *settings(seed=-1),
     *settings(seed="lucky"),
     *settings(dataloader_num_workers=-1),
@@ -267,6 +271,10 @@ DATA = [
     Case("file is empty", (r"rows\.jsonl", "no rows"), broken.rows("")),
     Case("file has blank lines only", (r"rows\.jsonl",), broken.rows("\n" * 30)),
     Case("file is an empty list", (r"rows\.json", "no rows"), broken.rows("[]", name="rows.json")),
+    Case(
+        "file is one object with rows inside", (r"rows\.json", "data"),
+        broken.rows('{"data": [{"text": "a"}]}', name="rows.json"),
+    ),
     Case("file is an empty object", (r"rows\.jsonl",), broken.rows("{}\n")),
     Case("file has eight empty objects", (r"rows\.jsonl",), broken.rows([{}] * 8)),
     Case("one row for two ranks", ("1 row", "2 ranks"), broken.rows(TEXT_ROWS[:1])),

@@ -42,6 +42,11 @@ FAULTS = {
     "numbers only": ({"a.jsonl": "1\n2\n"}, r"starts with '1\\n2', not with a JSON object"),
     "null": ({"a.jsonl": "null\n"}, "starts with 'null'"),
     "UTF-16": ({"a.jsonl": TEXT.encode("utf-16")}, "in UTF-8"),
+    "rows inside an object": ({"a.json": '{"version": "1", "data": [{"text": "a"}]}'}, r"a\.json is .* the rows in 'data'"),
+    "rows inside an object over several lines": (
+        {"a.json": json.dumps({"data": [{"text": "a"}]}, indent=2)},
+        r"a\.json is .* the rows in 'data'",
+    ),
     "empty object": ({"a.json": "{}"}, "has no rows with columns"),
     "empty objects": ({"a.jsonl": "{}\n{}\n"}, "has no rows with columns"),
     "white space": ({"a.jsonl": "\n" * 40}, "has no rows"),
@@ -88,6 +93,23 @@ def test_hidden_files_and_folders_are_not_read(streaming, read):
         "__MACOSX/c.jsonl": hidden, "deep/.hidden/d.jsonl": hidden, "deep/e.jsonl": lines({"text": "c"}),
     }  # fmt: skip
     assert [row["text"] for row in read(files, streaming)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.txt", "a.parquet"])
+def test_files_without_rows_among_others_are_skipped_with_a_warning(name, streaming, read, tmp_path, caplog):
+    import pandas
+
+    pandas.DataFrame({"text": ["a", "b"]}).to_parquet(tmp_path / "good.parquet")
+    good = {".txt": b"a\nb\n", ".parquet": (tmp_path / "good.parquet").read_bytes()}.get(name[1:], TEXT.encode())
+    rows = read({name: good, f"b{name[1:]}": "", f"test{name[1:]}": ""}, streaming)
+    assert [row["text"] for row in rows] == ["a", "b"]
+    assert f"skipped 2 of 3 files, which have no rows: b{name[1:]}, test{name[1:]}" in caplog.text
+
+
+def test_conversation_in_one_object_is_a_row(read):
+    row = {"messages": [{"role": "user", "content": "a"}]}
+    assert read({"a.json": json.dumps(row)}, False) == [row]
 
 
 def test_folder_below_a_hidden_folder_is_read(tmp_path):

@@ -3,11 +3,14 @@
 import contextlib
 import json
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import DataError, summarize
+from hf_fsdp_recipes.training.data.row_formats import find_format
 
 FILE_READERS = {".json": "json", ".jsonl": "json", ".txt": "text", ".parquet": "parquet"}
 FILE_TYPES = ".json, .jsonl, .txt or .parquet"
@@ -22,10 +25,11 @@ def reader_for(file: Path) -> str | None:
 def find_files(path: Path) -> dict[str, list[Path]]:
     """Return a path's data files by split; in a folder, files named test*, eval* or valid* are the test split.
 
-    Hidden files and folders below the path, and those that start with two underscores, are skipped.
+    Hidden files and folders below the path, and those that start with two underscores, are skipped; so are files without
+    rows, with a warning.
 
     Raises:
-        DataError: there are no data files, no rows, or several types of files.
+        DataError: there are no data files, no rows, several types of files, or a file with its rows inside an object.
     """
     visible = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_visible(file, path))
     files = [file for file in visible if reader_for(file)]
@@ -37,11 +41,17 @@ def find_files(path: Path) -> dict[str, list[Path]]:
     if len(by_reader) > 1:
         mixed = ", ".join(file.name for file in by_reader.values())
         raise DataError(f"{path} mixes file types: {mixed}. Keep one of json/jsonl, txt and parquet per folder.")
-    if sum(map(_has_rows, files)) == 0:
+    empty = [file for file in files if not _has_rows(file)]
+    if len(empty) == len(files):
         raise DataError(f"{path} has no rows. Add some, or choose another dataset.")
+    if empty:
+        names = ", ".join(str(file.relative_to(path)) for file in empty[:3])
+        distributed.warn_main(f"{path}: skipped {len(empty)} of {len(files)} files, which have no rows: {names}")
+    if len(files) == 1:
+        _check_not_nested(files[0])
     test = [file for file in files if file.stem.startswith(("test", "eval", "valid")) and len(files) > 1]
     splits = {"train": [file for file in files if file not in test], "test": test}
-    return {split: found for split, found in splits.items() if found}
+    return {split: rest for split, found in splits.items() if (rest := [file for file in found if file not in empty])}
 
 
 def _is_visible(file: Path, folder: Path) -> bool:
@@ -57,6 +67,21 @@ def _has_rows(file: Path) -> bool:
             f"{file} starts with {start[:20].decode(errors='replace')!r}, not with a JSON object or list in UTF-8. Correct it."
         )
     return start not in (b"", b"[]")
+
+
+def _check_not_nested(file: Path) -> None:
+    """Refuse a file that is one JSON object with the rows in one of its fields, such as {"data": [...]}."""
+    with file.open("rb") as content:
+        is_object = reader_for(file) == "json" and content.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{"
+    rows: list[object] = []
+    with contextlib.suppress(ValueError):  # the reader will explain it
+        rows = [row for _, row in islice(_read_json(file), 2)] if is_object else []
+    row = rows[0] if len(rows) == 1 and isinstance(rows[0], dict) else {}
+    nested = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if nested and find_format(list(row), "text") is None:
+        raise DataError(
+            f"{file} is a single object with the rows in {nested[0]!r}. Store them as a list, or as one object per line."
+        )
 
 
 @contextlib.contextmanager
