@@ -17,7 +17,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import divergence, layout, resume, small_files
 from hf_fsdp_recipes.checkpointing.lock import lock_directory
 from hf_fsdp_recipes.checkpointing.preemption import SignalWatch
-from hf_fsdp_recipes.checkpointing.run_identity import PreviousRun, claim_directory, read_run
+from hf_fsdp_recipes.checkpointing.run_identity import EXPORT, PreviousRun, claim_directory, read_run
 from hf_fsdp_recipes.checkpointing.state import capture, check_arguments, random_state
 from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer
 from hf_fsdp_recipes.configs.launch import check_launch
@@ -252,8 +252,8 @@ class ShardedCheckpointCallback(TrainerCallback):
 
     def _export(self, kwargs: dict[str, Any]) -> None:
         if self._export_dir is not None and not self.has_exported(Path(self._export_dir)):
-            exported = export_model(kwargs["model"], self._export_dir, tokenizer=kwargs.get("processing_class"))
-            self.push_export(exported)
+            tokenizer = kwargs.get("processing_class")
+            self.push_export(export_model(kwargs["model"], self._export_dir, tokenizer=tokenizer, use_free_name=True))
 
     def has_exported(self, export: Path) -> bool:
         """Return whether the run had already finished when it was resumed, and its export exists. Collective."""
@@ -271,7 +271,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         """Export the model for `trainer.save_model()`; in the run's own directory, to its `export` folder. Collective."""
         if "SHARDED" in str(getattr(self._plugin, "state_dict_type", "")):
             is_runs_own = Path(output_dir).resolve() == Path(trainer.args.output_dir).resolve()
-            directory = Path(output_dir) / "export" if is_runs_own else Path(output_dir)
+            directory = Path(output_dir) / EXPORT if is_runs_own else Path(output_dir)
             export_model(trainer.model, directory, tokenizer=trainer.processing_class)
             distributed.print_main(f"exported: {directory}")
 

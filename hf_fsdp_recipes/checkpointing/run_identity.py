@@ -5,6 +5,7 @@ the id of the checkpoint that it continues from.
 """
 
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 PreviousRun = Literal["refuse", "archive"]
 
-EXPORTS = ("export", "export_merged")
+EXPORT, MERGED_EXPORT = EXPORTS = ("export", "export_merged")
+_EXPORT = re.compile(rf"({'|'.join(EXPORTS)})(-\d+)?")  # the number is of an export that found its place taken
 SIDE_FILES = (METRICS_FILE, REPORT_FILE, LOSS_PLOT, THROUGHPUT_PLOT, MEMORY_PLOT, MODEL_FILE)
 STATE_KEY = "hf_fsdp_recipes"  # in `stateful_callbacks`, which Trainer saves and restores with its state
 
@@ -55,7 +57,7 @@ def claim_directory(
     found = [checkpoint.path for checkpoint in complete if checkpoint.run != own]
     is_own = len(found) < len(complete) or (state.global_step > 0 and not complete) or run is not None
     if not is_own:  # the other files are not this run's either
-        found += [directory / name for name in EXPORTS if (directory / name).exists()]
+        found += [path for path in directory.glob("export*") if _EXPORT.fullmatch(path.name)]
         found += [directory / name for name in SIDE_FILES if found and (directory / name).is_file()]
     if found and previous_run == "refuse":
         raise CheckpointError(_describe(directory, found[0], has_checkpoint=layout.is_checkpoint_name(found[0].name)))

@@ -5,6 +5,7 @@ The marker lists the export's files and is written last. A directory is only rep
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable
@@ -15,7 +16,9 @@ import xxhash
 
 from hf_fsdp_recipes.checkpointing.fsync import sync_path
 from hf_fsdp_recipes.checkpointing.layout import UNREADABLE, find_size
-from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.errors import ExportError, summarize
+
+logger = logging.getLogger(__name__)
 
 MARKER = "export_manifest.json"
 MARKER_FORMAT = 1
@@ -51,6 +54,7 @@ def check_target(
     max_shard_size: int | str,
     num_bytes: int | None = None,
     source: str | os.PathLike[str] | None = None,
+    use_free_name: bool = False,
 ) -> None:
     """Find out before any work whether an export can be written. Rank 0 only; changes nothing.
 
@@ -59,6 +63,7 @@ def check_target(
         max_shard_size: as in `export_model`.
         num_bytes: size of the export, if known.
         source: the directory to export, if the export is made from one.
+        use_free_name: as in `export_model`.
 
     Raises:
         ExportError: the size is invalid, or the directory cannot be created, is not an export, contains other files, or is
@@ -69,7 +74,7 @@ def check_target(
         final = Path(output_dir).resolve()
         if source is not None and final == Path(source).resolve():
             raise ExportError(f"{final} is the directory to export. Choose another output directory.")
-        if final.exists():
+        if final.exists() and not use_free_name:
             _check_replaceable(final)
         parent = next(folder for folder in final.parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -217,23 +222,44 @@ def _replaced(final: Path) -> Path:
     return final.with_name(f".{final.name}.replaced")
 
 
-def replace(final: Path) -> None:
+def replace(final: Path, use_free_name: bool = False) -> Path:
     """Give a finished export its final name, then delete the files of the one that it replaces. Rank 0 only.
 
     After a crash between the two renames, `start` restores the earlier export.
 
+    Args:
+        final: the export's directory.
+        use_free_name: if `final` cannot be replaced, choose the first free `<final>-<n>` and log a warning.
+
+    Returns:
+        The export's directory.
+
     Raises:
         ExportError: other files were added to the earlier export in the meantime; it is kept.
     """
-    replaced = _replaced(final)
+    incomplete, replaced = incomplete_directory_for(final), _replaced(final)
     if final.exists():
-        _check_replaceable(final)
-        final.rename(replaced)
-    incomplete_directory_for(final).rename(final)
+        try:
+            _check_replaceable(final)
+            final.rename(replaced)
+        except (ExportError, OSError) as error:
+            if not use_free_name:
+                raise
+            final = _choose_free_name(final)
+            logger.warning("%s. The export is in %s instead.", summarize(error, "sentence"), final)
+    incomplete.rename(final)
     sync_path(final.parent)
     if replaced.exists():
         with contextlib.suppress(OSError):  # NFS keeps files that are still open; the next export deletes them
             _delete(replaced)
+    return final
+
+
+def _choose_free_name(final: Path) -> Path:
+    number = 1
+    while (free := final.with_name(f"{final.name}-{number}")).exists():
+        number += 1
+    return free
 
 
 def _delete(directory: Path) -> None:

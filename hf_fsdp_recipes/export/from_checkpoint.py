@@ -52,6 +52,7 @@ def export_checkpoint(
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
     merge_adapter: bool = False,
+    use_free_name: bool = False,
 ) -> Path:
     """Convert a sharded checkpoint to a directory that `from_pretrained` loads, offline and without GPUs.
 
@@ -68,9 +69,10 @@ def export_checkpoint(
         dtype, max_shard_size: as in `export_model`.
         merge_adapter: for a LoRA checkpoint or adapter, write the base model with the adapter merged in. An adapter
             trained on a 4-bit base is merged into the unquantized base.
+        use_free_name: as in `export_model`.
 
     Returns:
-        `output_dir`.
+        The export's directory: `output_dir`, or the free name.
 
     Raises:
         ExportError: on every process, if the checkpoint cannot be read, differs from its manifest or does not match its
@@ -84,6 +86,7 @@ def export_checkpoint(
         dtype=dtype,
         max_shard_size=max_shard_size,
         merge_adapter=merge_adapter,
+        use_free_name=use_free_name,
     )
 
     def describe() -> ExportPlan:
@@ -92,7 +95,7 @@ def export_checkpoint(
         except CheckpointError as error:
             raise ExportError(str(error)) from error
 
-    return write_export(output, describe, max_shard_size, "auto", lambda: None, source=checkpoint)
+    return write_export(output, describe, max_shard_size, "auto", lambda: None, checkpoint, use_free_name)
 
 
 def _describe(checkpoint: Path, base_model: ModelName, dtype: torch.dtype | None, merge_adapter: bool) -> ExportPlan:

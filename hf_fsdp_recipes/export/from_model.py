@@ -45,6 +45,7 @@ def export_model(
     method: Method = "auto",
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     merge_adapter: bool = False,
+    use_free_name: bool = False,
 ) -> Path:
     """Write a model, sharded or not, as a directory that `from_pretrained` and vLLM load.
 
@@ -59,9 +60,11 @@ def export_model(
             `auto`: `direct` if all ranks see the same storage, else `gather`.
         tokenizer: saved next to the weights, with its chat template.
         merge_adapter: write the base model with the LoRA weights merged in.
+        use_free_name: if `output_dir` exists and cannot be replaced, write to the first free `<output_dir>-<n>` and log a
+            warning, so that the weights are not lost at the end of a run.
 
     Returns:
-        `output_dir`.
+        The export's directory: `output_dir`, or the free name.
 
     Raises:
         ExportError: on every rank, if an argument is invalid or differs between ranks, there is no space or permission,
@@ -70,7 +73,12 @@ def export_model(
     """
     directory = Path(output_dir)
     check_arguments(
-        method, output_dir=str(directory), dtype=dtype, max_shard_size=max_shard_size, merge_adapter=merge_adapter
+        method,
+        output_dir=str(directory),
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        merge_adapter=merge_adapter,
+        use_free_name=use_free_name,
     )
     model = _without_data_parallel(model)
     with distributed.sync_errors():
@@ -81,7 +89,7 @@ def export_model(
         return _describe(model, target_dtype, tokenizer, merger)
 
     prepare = merger.gather if merger is not None else lambda: None
-    return write_export(directory, describe, max_shard_size, method, prepare)
+    return write_export(directory, describe, max_shard_size, method, prepare, use_free_name=use_free_name)
 
 
 def check_export(

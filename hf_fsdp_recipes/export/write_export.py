@@ -54,6 +54,7 @@ def write_export(
     method: Method,
     prepare: Callable[[], None],
     source: Path | None = None,
+    use_free_name: bool = False,
 ) -> Path:
     """Write an export under a temporary name, verify it, and rename it.
 
@@ -66,13 +67,17 @@ def write_export(
         method: direct, gather, or auto to probe whether all ranks see the same storage.
         prepare: called on every rank between planning and writing; may call collectives.
         source: the directory to export, if the export is made from one.
+        use_free_name: as in `export_model`.
+
+    Returns:
+        The export's directory.
 
     Raises:
         ExportError: on every rank; `output_dir` is unchanged.
     """
     with distributed.sync_errors(), _failed_write(output_dir):
         if distributed.is_main():
-            export_directory.check_target(output_dir, max_shard_size, source=source)
+            export_directory.check_target(output_dir, max_shard_size, source=source, use_free_name=use_free_name)
         final = output_dir.resolve()
         temporary = export_directory.incomplete_directory_for(final)
         if distributed.is_main():
@@ -101,12 +106,13 @@ def write_export(
         verify_files.warn_non_finite(non_finite)
         with distributed.sync_errors(), _failed_write(final):
             if distributed.is_main():
-                export_directory.replace(final)
+                directory = export_directory.replace(final, use_free_name)
+                output_dir = output_dir if directory == final else directory
     except BaseException:
         if distributed.is_main():
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return output_dir
+    return distributed.broadcast_object(output_dir)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from hf_fsdp_recipes.callback import ShardedCheckpointCallback
 from hf_fsdp_recipes.checkpointing.layout import STATE_FILE, check_named, latest_checkpoint, quarantine_incomplete
 from hf_fsdp_recipes.checkpointing.lock import lock_directory
 from hf_fsdp_recipes.checkpointing.resume import keep_global_batch
-from hf_fsdp_recipes.checkpointing.run_identity import EXPORTS, claim_directory
+from hf_fsdp_recipes.checkpointing.run_identity import EXPORT, EXPORTS, MERGED_EXPORT, claim_directory
 from hf_fsdp_recipes.configs.launch import check_wrap_classes
 from hf_fsdp_recipes.errors import CheckpointError, ExportError, RecipeError, SaveError, summarize
 from hf_fsdp_recipes.export.export_directory import check_target
@@ -81,11 +81,11 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
         )
     except (ImportError, TypeError, ValueError, RuntimeError) as error:  # what Trainer refuses only now
         reason = summarize(error)
-        reason = (
-            name_settings(reason, vars(arguments.training) | {"report_to": ",".join(arguments.training.report_to)})
-            + reason
-        )
-        raise RecipeError(f"Trainer refuses the arguments: {reason}. Correct the recipe.") from error
+        values = vars(arguments.training) | {"report_to": ",".join(arguments.training.report_to)}
+        raise RecipeError(
+            f"Trainer refuses the arguments: {name_settings(reason, values)}{type(error).__name__}: {reason}. Correct the "
+            f"recipe."
+        ) from error
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     dtypes.cast_trainable(trainer.model, getattr(plugin, "fsdp_version", None), arguments.recipe.adapter_dtype)
     place_before_reporters(trainer)
@@ -97,13 +97,13 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
 def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
     """Check before training that the exports can be written. Collective: every rank must call this."""
     output, options = Path(arguments.training.output_dir), _export_options(arguments)
-    check_export(model, output / "export", **options)
+    check_export(model, output / EXPORT, **options)
     if not arguments.recipe.merge_adapter:
         return
     if arguments.model.load_in_4bit:  # merged from files, so its size is not the model's
-        distributed.run_on_main(lambda: check_target(output / "export_merged", options["max_shard_size"]))
+        distributed.run_on_main(lambda: check_target(output / MERGED_EXPORT, options["max_shard_size"]))
     else:
-        check_export(model, output / "export_merged", merge_adapter=True, **options)
+        check_export(model, output / MERGED_EXPORT, merge_adapter=True, **options)
 
 
 def _export_options(arguments: Arguments) -> dict[str, Any]:
@@ -230,9 +230,9 @@ def finish(trainer: "SFTTrainer", arguments: Arguments) -> Path | None:
         distributed.print_main("not exported: the recipe sets export: false")
         return None
     if all(callback.has_exported(output / name) for name in EXPORTS[: 1 + arguments.recipe.merge_adapter]):
-        return output / EXPORTS[0]
-    options = _export_options(arguments)
-    export = export_model(trainer.model, output / "export", tokenizer=trainer.processing_class, **options)
+        return output / EXPORT
+    options = _export_options(arguments) | {"use_free_name": True}
+    export = export_model(trainer.model, output / EXPORT, tokenizer=trainer.processing_class, **options)
     if arguments.recipe.merge_adapter:
         _export_merged(trainer, arguments, export, options)
     with distributed.sync_errors():
@@ -250,7 +250,7 @@ def finish(trainer: "SFTTrainer", arguments: Arguments) -> Path | None:
 
 def _export_merged(trainer: "SFTTrainer", arguments: Arguments, adapter: Path, options: dict[str, Any]) -> None:
     """Write `<output_dir>/export_merged`. Collective: every rank must call this."""
-    merged = Path(arguments.training.output_dir) / "export_merged"
+    merged = Path(arguments.training.output_dir) / MERGED_EXPORT
     if not arguments.model.load_in_4bit:
         tokenizer = trainer.processing_class
         export_model(trainer.model, merged, merge_adapter=True, tokenizer=tokenizer, **options)

@@ -46,13 +46,14 @@ def test_new_run_refuses_the_checkpoints_of_another(tmp_path, run):
 
 def test_archive_moves_only_what_a_run_writes(tmp_path):
     make(tmp_path, 100, "earlier")
-    (tmp_path / "export").mkdir()
+    for name in ("export", "export-1", "export_merged", "exports", "export-mine"):
+        (tmp_path / name).mkdir()
     for name in ("metrics.jsonl", "report.md", "loss.png", "model.txt", "notes.md", "mine.png"):
         (tmp_path / name).write_text("earlier")
     claim_directory(tmp_path, TrainerState(), "archive")
-    assert names(tmp_path) == {"previous-1", "notes.md", "mine.png"}
+    assert names(tmp_path) == {"previous-1", "notes.md", "mine.png", "exports", "export-mine"}
     assert names(tmp_path / "previous-1") == {
-        "checkpoint-100", "export", "metrics.jsonl", "report.md", "loss.png", "model.txt"
+        "checkpoint-100", "export", "export-1", "export_merged", "metrics.jsonl", "report.md", "loss.png", "model.txt"
     }  # fmt: skip
     make(tmp_path, 1, "later")
     claim_directory(tmp_path, TrainerState(), "archive")

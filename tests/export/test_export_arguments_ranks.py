@@ -1,13 +1,16 @@
 """Exports from ranks that disagree, fail alone or do not use FSDP, and the comparison of logits in each precision."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
 from tests.ranks.training import build
+from tests.recipes.launching import run_recipe
 
 NO_FSDP = {"ACCELERATE_USE_FSDP": "false"}
 DIFFERENT = [
@@ -16,6 +19,7 @@ DIFFERENT = [
     ("max_shard_size", "5GB", "20KB"),
     ("method", "direct", "gather"),
     ("merge_adapter", False, True),
+    ("use_free_name", False, True),
 ]
 
 
@@ -111,6 +115,31 @@ def test_foreign_export_dir_is_known_before_training(tiny_model, text_file, tmp_
     assert errors[0] == errors[1]
     assert errors[0][0] == "ExportError" and "is not an export" in errors[0][1]
     assert not (tmp_path / "state.pt").exists()
+
+
+class AddNotes(TrainerCallback):
+    """Puts a file into the export's directory during training."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if args.process_index == 0:
+            (Path(args.output_dir) / "export").mkdir(exist_ok=True)
+            (Path(args.output_dir) / "export" / "notes.txt").write_text("precious")
+
+
+def _recipe_with_notes(argv):
+    from hf_fsdp_recipes.training import build as recipe
+
+    train = recipe.train
+    recipe.train = lambda trainer, checkpoint: trainer.add_callback(AddNotes()) or train(trainer, checkpoint)
+    run_recipe(argv)
+
+
+def test_weights_are_exported_even_if_a_file_was_put_into_their_place(tiny_model, text_file, tmp_path):
+    argv = ["--model_name_or_path", tiny_model("llama"), "--dataset_name", text_file, "--output_dir", tmp_path / "run"]
+    argv += ["--max_steps", "2", "--gradient_checkpointing", "false", "--report", "false", "--report_to", "none"]
+    run_ranks(_recipe_with_notes, 2, argv, environment=fsdp_environment(FSDP2))
+    assert {path.name for path in (tmp_path / "run" / "export").iterdir()} == {"notes.txt"}
+    assert load_file(tmp_path / "run" / "export-1" / "model.safetensors")
 
 
 def _train_and_compare(model, data, output, precision):

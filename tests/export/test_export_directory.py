@@ -11,7 +11,7 @@ from hf_fsdp_recipes.export import export_directory
 from hf_fsdp_recipes.export.export_directory import MARKER, check_files, check_target, parse_shard_size
 
 
-def write(final, *names):
+def write(final, *names, **keywords):
     """Write an export with these files."""
     export_directory.start(final)
     for name in names:
@@ -19,7 +19,7 @@ def write(final, *names):
         file.parent.mkdir(exist_ok=True)
         file.write_text(name)
     export_directory.write_marker(export_directory.incomplete_directory_for(final), [])
-    export_directory.replace(final)
+    return export_directory.replace(final, **keywords)
 
 
 def tree(directory):
@@ -51,6 +51,20 @@ def test_export_with_other_files_is_not_replaced(export, name):
         write(export, "config.json")
     shutil.rmtree(export_directory.incomplete_directory_for(export))
     assert tree(export.parent) == before
+
+
+def test_finished_export_gets_a_free_name_if_its_place_is_taken(export, caplog):
+    (export / "notes.txt").write_text("precious")
+    (export.parent / "export-1").mkdir()
+    before = tree(export)
+    check_target(export, "5GB", use_free_name=True)
+    directory = write(export, "config.json", use_free_name=True)
+    assert directory == export.parent / "export-2"
+    assert tree(directory) == {"config.json", MARKER}
+    assert tree(export) == before
+    assert f"{export} contains notes.txt" in caplog.text and f"The export is in {directory} instead." in caplog.text
+    (export / "notes.txt").unlink()
+    assert write(export, "config.json", use_free_name=True) == export
 
 
 def test_link_to_another_directory_inside_an_export_is_not_followed(export, tmp_path):
