@@ -80,7 +80,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         resume.enable_checks()
         self._asynchronous = asynchronous
         self._export_dir = export_dir
-        self._rank_files = rank_files
+        self._rank_files = rank_files or dict
         self._previous_run = previous_run
         self._run: str | None = None  # id, on rank 0
         self._signals = SignalWatch(check_signals_every_steps) if signals else None
@@ -95,7 +95,6 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._random_state: dict[str, Any] = {}
         self._hub = hub
         self._pusher: Pusher | None = None
-        self._pushed: Path | None = None
         self._model_assets: dict[str, bytes] = {}
 
     # Trainer's events, in the order of a run.
@@ -189,7 +188,10 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._random_state = random_state()
         if "train_runtime" in (kwargs.get("logs") or {}):
             self._save_if_due(args, state, kwargs)
-            self._wait(state)
+            if self._writer is not None:
+                self._finish()
+                if state.best_model_checkpoint is not None and not Path(state.best_model_checkpoint).is_dir():
+                    state.best_model_checkpoint = None  # it was not written
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the random state current."""
@@ -198,14 +200,10 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Save the last step if it is due."""
+        """Save the last step or epoch if it is due."""
         self._save_if_due(args, state, kwargs)
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Save the last epoch if it is due."""
-        self._save_if_due(args, state, kwargs)
+    on_epoch_begin = on_step_begin
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -308,16 +306,12 @@ class ShardedCheckpointCallback(TrainerCallback):
         if state.best_global_step is not None and state.best_global_step == step:
             state.best_model_checkpoint = str(layout.directory_for(args.output_dir, step))
         self._prune(args, state)
-        snapshot = Snapshot(
-            step,
-            capture(kwargs["model"], kwargs["optimizer"], self._plugin),
-            small_files.collect(
-                args, state, kwargs, self._random_state, (self._rank_files or dict)(), self._model_assets
-            ),
-            {**resume.manifest_facts(args, state), "run": read_run(state)},
-        )
+        sharded = capture(kwargs["model"], kwargs["optimizer"], self._plugin)
+        rank_files = self._rank_files()
+        files = small_files.collect(args, state, kwargs, self._random_state, rank_files, self._model_assets)
+        facts = {**resume.manifest_facts(args, state), "run": read_run(state)}
         try:
-            self._writer.save(snapshot)
+            self._writer.save(Snapshot(step, sharded, files, facts))
         except CheckpointError as error:
             self._record_failure(error)
 
@@ -344,19 +338,8 @@ class ShardedCheckpointCallback(TrainerCallback):
 
     def _push(self) -> None:
         """Start pushing the last complete checkpoint, once. Acts on rank 0 only; not a collective."""
-        completed = self._writer.completed if self._writer is not None and self._pusher is not None else None
-        if completed is not None and completed != self._pushed and self._pusher is not None:
-            self._pushed = completed
-            self._pusher.push_checkpoint(completed)
-
-    def _wait(self, state: TrainerState) -> None:
-        """Wait for the save in flight; forget the best checkpoint if it was not written."""
-        if self._writer is None:
-            return
-        self._finish()
-        best = state.best_model_checkpoint
-        if best is not None and not Path(best).is_dir():
-            state.best_model_checkpoint = None
+        if self._pusher is not None and self._writer is not None and self._writer.completed is not None:
+            self._pusher.push_checkpoint(self._writer.completed)
 
     def _prune(self, args: TrainingArguments, state: TrainerState) -> None:
         # Counts complete checkpoints only, not the one in flight, so there is always one to fall back on.

@@ -84,6 +84,7 @@ class Pusher:
         self._folder = Path(output_dir).resolve() / ".hub"
         self._process: subprocess.Popen[str] | None = None
         self._source: Path | None = None
+        self._last_checkpoint: Path | None = None
 
     @property
     def source(self) -> Path | None:
@@ -91,8 +92,9 @@ class Pusher:
         return self._source if self._process is not None and self._process.poll() is None else None
 
     def push_checkpoint(self, checkpoint: Path) -> None:
-        """Start pushing a complete checkpoint, unless the strategy is `end` or another push is in flight."""
-        if self.target.strategy == "end" or self.source is not None:
+        """Start pushing a complete checkpoint, once, unless the strategy is `end` or another push is in flight."""
+        is_new, self._last_checkpoint = checkpoint != self._last_checkpoint, checkpoint
+        if not is_new or self.target.strategy == "end" or self.source is not None:
             return
         self._report()
         self._start(checkpoint)
