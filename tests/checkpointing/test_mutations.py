@@ -19,7 +19,6 @@ from hf_fsdp_recipes.checkpointing import dcp_reader, layout
 from hf_fsdp_recipes.errors import CheckpointError, ExportError
 from hf_fsdp_recipes.export.load_export import load_export
 from tests.checkpointing.payload import Payload
-from tests.checkpointing.test_save_ranks import train
 
 pytestmark = pytest.mark.ranks  # the fixture trains on two
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -99,14 +98,6 @@ def check_many(num_examples, check):
     for kind in KINDS:  # each kind at least once, also in the fast profile
         run = example(Mutation(kind, 0.4, 0.6, 0.5, 1))(run)
     run()
-
-
-@pytest.fixture(scope="module")
-def run(tiny_model, text_file, tmp_path_factory):
-    """An output directory with checkpoint-2 and its export."""
-    output = tmp_path_factory.mktemp("run")
-    train(tiny_model("llama"), text_file, output, steps=2, save_steps=2, callback={"export_dir": output / "export"})
-    return output
 
 
 def loaded_from(checkpoint):

@@ -23,14 +23,6 @@ HARMLESS = {
 }  # not read to resume
 
 
-@pytest.fixture(scope="module")
-def run(tiny_model, text_file, tmp_path_factory):
-    """An output directory with checkpoint-2 and its export."""
-    output = tmp_path_factory.mktemp("run")
-    train(tiny_model("llama"), text_file, output, steps=2, save_steps=2, callback={"export_dir": output / "export"})
-    return output
-
-
 def names_in(directory):
     return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
 

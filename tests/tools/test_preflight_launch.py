@@ -356,12 +356,19 @@ def test_different_recipe_of_the_same_name_is_named(tmp_path):
     assert "the content of recipe.yaml differs: " in common_error(run(*nodes))
 
 
-def test_recipe_that_one_node_lacks_is_named(tmp_path):
-    nodes = make_nodes_in_own_directories(tmp_path, config="recipe.yaml")
-    (tmp_path / "0" / "recipe.yaml").write_text("max_steps: 1\n")
+@pytest.mark.parametrize(
+    ("option", "name", "node_with_a_file", "reason"),
+    [
+        ("config", "recipe.yaml", 0, "cannot be read"),
+        ("output_dir", "runs", 1, "cannot be written (File exists)"),
+    ],
+)
+def test_node_without_the_recipe_or_the_output_directory_is_named(tmp_path, option, name, node_with_a_file, reason):
+    nodes = make_nodes_in_own_directories(tmp_path, **{option: name})
+    (tmp_path / str(node_with_a_file) / name).write_text("max_steps: 1\n")
     message = common_error(run(*nodes))
     assert message.startswith("PreflightError: node 1 (")
-    assert "recipe.yaml cannot be read" in message
+    assert f"{name} {reason}" in message
 
 
 # The output directory
@@ -374,14 +381,6 @@ def test_unshared_directory_names_the_nodes_that_do_not_see_each_other(tmp_path)
     assert "does not see the file of node 1 (" in message
     assert [list((tmp_path / str(node_rank) / "runs").iterdir()) for node_rank in range(2)] == [[], []]
     assert max(result.seconds for result in results) < 5 + SLACK_SECONDS
-
-
-def test_directory_that_one_node_cannot_write_names_that_node(tmp_path):
-    nodes = make_nodes_in_own_directories(tmp_path, output_dir="runs")
-    (tmp_path / "1" / "runs").write_text("a file\n")
-    message = common_error(run(*nodes))
-    assert message.startswith("PreflightError: node 1 (")
-    assert "runs cannot be written (File exists)" in message
 
 
 def test_run_that_does_not_fit_on_the_disk_is_refused(tmp_path):
