@@ -257,8 +257,8 @@ def _read_config(name_or_path: str, directory: Path, kwargs: dict[str, Any]) -> 
                 )
     except (OSError, ValueError) as error:
         raise LoadError(
-            f"the config of {name_or_path} cannot be read: {summarize(error, 'sentence')}. Check its config.json; a model with "
-            f"its own code needs trust_remote_code."
+            f"the config of {name_or_path} cannot be read: {summarize(error, 'sentence')}. Check its config.json, which "
+            f"must have a model_type; a model with its own code needs trust_remote_code."
         ) from error
     if getattr(config, "quantization_config", None) is not None:
         raise LoadError(
