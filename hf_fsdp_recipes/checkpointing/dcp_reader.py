@@ -297,9 +297,7 @@ def _chunk(
         )
     info = storage.get((name, offsets))
     if info is None:
-        raise ExportError(
-            f"{directory / METADATA_FILE} does not say where {name} is stored. Export another checkpoint."
-        )
+        raise ExportError(f"{directory / METADATA_FILE} does not say where {name} is. Export another checkpoint.")
     width, count = math.prod(shape[1:]), math.prod(sizes)
     file = files(info.relative_path)
     start = 0 if count == 0 else _data_start(file.path, name, info.offset, info.length, count * dtype.itemsize, plain)
