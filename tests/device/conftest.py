@@ -3,9 +3,11 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.device.cases import Runs
 from tests.device.emulator.build import BuildError, build
 from tests.device.ranks import Ranks, fork_server_with_device
 
@@ -26,3 +28,9 @@ def ranks(package: Path) -> Iterator[Ranks]:
     """Return what starts ranks on the device."""
     with fork_server_with_device(package):
         yield Ranks(package)
+
+
+@pytest.fixture(scope="package")
+def runs(ranks: Ranks, tiny_model: Any, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Return finished runs by name and place; each is trained once."""
+    return Runs(ranks, tiny_model, text_file, tmp_path_factory.mktemp("runs"))

@@ -3,7 +3,9 @@
 import contextlib
 import multiprocessing.forkserver
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import yaml
 
 from hf_fsdp_recipes.metrics.report import read_metrics
-from tests.ranks.harness import run_ranks, template_environment
+from tests.ranks.harness import run_ranks, start_ranks, template_environment
 from tests.recipes.launching import ROOT, run_recipe
 
 NUM_DEVICES = 4
@@ -95,17 +97,61 @@ class Ranks:
         num_ranks: int = 2,
         *,
         on: Mapping[str, str] = DEVICE,
-        arguments: Sequence[str] = (),
         **options: Any,
     ) -> list[float]:
-        """Run recipes/sft.py with these settings; return the losses in `output_dir`, by step."""
-        output = Path(settings["output_dir"])
-        output.parent.mkdir(parents=True, exist_ok=True)
-        file = output.with_suffix(".yaml")
-        file.write_text(yaml.safe_dump({key: str(v) if isinstance(v, Path) else v for key, v in settings.items()}))
+        """Run recipes/sft.py with these settings to its end; return the losses in `output_dir`, by step."""
+        arguments = write_recipe(settings)
         environment = template_environment(template) | on
-        self.run(run_recipe, num_ranks, ["--config", str(file), *arguments], environment=environment, **options)
-        return read_losses(output)
+        self.run(run_recipe, num_ranks, arguments, environment=environment, **options)
+        return read_losses(Path(settings["output_dir"]))
+
+    def interrupt(self, settings: Mapping[str, Any], template: Path, number: signal.Signals, at_step: int) -> list[int]:
+        """Run recipes/sft.py on two ranks that signal themselves in a step; return their exit statuses.
+
+        They do it once all checkpoints before that step are complete.
+        """
+        arguments = write_recipe(settings)
+        environment = template_environment(template) | DEVICE
+        processes, _results = start_ranks(
+            call, 2, str(self.package), None, run_and_signal, arguments, settings, number, at_step,
+            environment=environment,
+        )  # fmt: skip
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        try:
+            for process in processes:
+                process.join(deadline - time.monotonic())
+            assert not any(process.is_alive() for process in processes), "a rank hangs"
+        finally:
+            for process in processes:
+                process.kill()
+        return [process.exitcode for process in processes]
+
+
+def write_recipe(settings: Mapping[str, Any]) -> list[str]:
+    """Write `<output_dir>.yaml`; return the arguments of recipes/sft.py."""
+    file = Path(f"{settings['output_dir']}.yaml")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump({key: str(v) if isinstance(v, Path) else v for key, v in settings.items()}))
+    return ["--config", str(file)]
+
+
+def run_and_signal(arguments: Sequence[str], settings: Mapping[str, Any], number: signal.Signals, at_step: int) -> None:
+    """Run the recipe; before training in `at_step`, wait for the checkpoints so far and signal this process."""
+    from transformers import Trainer
+
+    compute = Trainer.training_step
+    output, every = Path(settings["output_dir"]), settings["save_steps"]
+
+    def training_step(trainer: Trainer, *inputs: Any, **keywords: Any) -> Any:
+        if trainer.state.global_step == at_step - 1:
+            for step in range(every, at_step, every):
+                while not (output / f"checkpoint-{step}" / "manifest.json").exists():
+                    time.sleep(0.01)
+            os.kill(os.getpid(), number)
+        return compute(trainer, *inputs, **keywords)
+
+    Trainer.training_step = training_step
+    run_recipe(arguments)
 
 
 def read_losses(output: Path) -> list[float]:
