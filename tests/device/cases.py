@@ -19,7 +19,12 @@ SETTINGS = {
     "disable_tqdm": True,
 }
 SHORT = {"max_steps": 3, "save_strategy": "no"}
-LORA = {"use_peft": True, "lora_target_modules": "all-linear", "lora_r": 4}
+LORA = {
+    "use_peft": True,
+    "lora_target_modules": "all-linear",
+    "lora_r": 4,
+    "lora_dropout": 0.0,  # a device draws other random numbers than the CPU
+}
 
 
 @dataclass(frozen=True)
