@@ -10,17 +10,17 @@ KERNELS := $(VENV)/kernels
 # The environments of test-versions, one for each list of versions in tests/versions.
 VERSIONS ?= lowest newest
 
-.PHONY: quickstart check test test-all test-slurm test-versions rehearse rehearse-all lint bench soak templates docs-tables clean
+.PHONY: quickstart check test test-all test-device test-slurm test-versions rehearse rehearse-all lint bench soak templates docs-tables clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py $(if $(MODEL),--model $(MODEL))
 
 # Two minutes: lint, types, and the tests that start no ranks.
 check: lint
-	$(BIN)/python -m pytest -m "not ranks and not launch and not slow and not gpu and not slurm and not rehearsal and not rehearsal_of_all"
+	$(BIN)/python -m pytest -m "not ranks and not launch and not slow and not gpu and not slurm and not device and not rehearsal and not rehearsal_of_all"
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not slow and not gpu and not slurm and not rehearsal and not rehearsal_of_all"
+	$(BIN)/python -m pytest -m "not slow and not gpu and not slurm and not device and not rehearsal and not rehearsal_of_all"
 
 rehearse: $(VENV)/.installed
 	$(BIN)/python -m pytest -m rehearsal
@@ -30,6 +30,10 @@ rehearse-all: $(VENV)/.installed
 
 test-all: $(VENV)/.installed $(KERNELS)
 	$(BIN)/python -m pytest -m "not gpu and not slurm and not rehearsal_of_all" --timeout=1800
+
+# On an accelerator emulated on the CPU; needs g++ and Python's headers. It is built once.
+test-device: $(VENV)/.installed
+	REQUIRE_DEVICE=1 $(BIN)/python -m pytest -m device tests/device
 
 # As root: starts a Slurm of its own and installs the packages for it where they are missing.
 test-slurm: $(VENV)/.installed

@@ -128,9 +128,13 @@ def chat_file(tmp_path_factory) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by what they start: `ranks` in test_*_ranks.py, `launch` in test_*_launch.py and tests/recipes/."""
+    """Mark tests by what they start: `ranks` in test_*_ranks.py, `launch` in test_*_launch.py and tests/recipes/, `device` in
+    tests/device/.
+    """
     for item in items:
-        if item.path.stem.endswith("_ranks"):
+        if item.path.is_relative_to(Path(__file__).parent / "device"):
+            item.add_marker("device")
+        elif item.path.stem.endswith("_ranks"):
             item.add_marker("ranks")
         elif item.path.stem.endswith("_launch") or "recipes" in item.path.parts:
             item.add_marker("launch")

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedModel":
-    """Return the model of an export, in evaluation mode.
+    """Return the model of an export, in evaluation mode, on the CPU unless `device_map` says otherwise.
 
-    Adapters are loaded through PEFT's own class, which adds the embedding rows of new tokens to the base model. transformers
-    5.23 alone does not, and silently leaves DoRA's magnitudes at the base model's norms.
+    Adapters are loaded through PEFT's own class. transformers 5.23 alone does not, and silently leaves DoRA's magnitudes at the
+    base model's norms.
 
     Args:
         directory: written by `export_model` or `export_checkpoint`.
@@ -24,14 +24,28 @@ def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedMo
     Raises:
         ExportError: it cannot be loaded, or its files differ from those that its marker lists.
     """
-    from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
     check_files(directory)
-    is_adapter = (directory / ADAPTER_CONFIG_FILE).is_file()
-    loader: Any = AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
     kwargs = {"trust_remote_code": False} | from_pretrained_kwargs  # transformers would ask on stdin without it
+    is_adapter = (directory / ADAPTER_CONFIG_FILE).is_file()
+    load: Any = _load_with_adapter if is_adapter else AutoModelForCausalLM.from_pretrained
     try:
-        return loader.from_pretrained(str(directory), **kwargs).eval()
+        return load(str(directory), **kwargs).eval()
     except Exception as error:  # transformers, PEFT and safetensors raise many types
         raise ExportError(f"{directory} cannot be loaded: {summarize(error, 'line')}") from error
+
+
+def _load_with_adapter(directory: str, **kwargs: Any) -> Any:
+    """Do what `AutoPeftModelForCausalLM` does, which reads the adapter onto the accelerator."""
+    from peft import PeftConfig, PeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = PeftConfig.from_pretrained(directory)
+    base: Any = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, revision=config.revision, **kwargs)
+    if (Path(directory) / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=kwargs["trust_remote_code"])
+        if len(tokenizer) > base.get_input_embeddings().weight.shape[0]:
+            base.resize_token_embeddings(len(tokenizer))  # the adapter has rows for new tokens
+    placement = {name: kwargs[name] for name in ("device_map",) if name in kwargs}
+    return PeftModelForCausalLM.from_pretrained(base, directory, torch_device="cpu", **placement)

@@ -85,6 +85,23 @@ def _unpin_offload(plugin: Any) -> None:
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
 
 
+@patch(
+    "torch.distributed.fsdp.fully_shard",
+    *("module", "mesh"),
+    feature="cpu ranks",
+    changes="Without a mesh, FSDP2 shards over the CPU ranks.",
+    reason="Accelerate passes a mesh for hybrid sharding only, and torch's default mesh is for the machine's accelerator, which "
+    "gloo ranks cannot use: 'No backend type associated with device type cuda'.",
+    upstream="to file: `fully_shard` without a mesh ignores that the default process group is for CPU tensors",
+    tested_with=versions_of("torch", "accelerate"),
+)
+def _shard_over_cpu_ranks(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("mesh") is None:
+        world_size = torch.distributed.get_world_size()
+        kwargs["mesh"] = torch.distributed.init_device_mesh("cpu", (world_size,))
+    return original(module, *args, **kwargs)
+
+
 # Size-based wrapping.
 
 

@@ -33,7 +33,7 @@ from hf_fsdp_recipes.training.tokenizer import load_tokenizer
 from hf_fsdp_recipes.training.value_checks import name_settings
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback, TrainerState
+    from transformers import PreTrainedModel, TrainerCallback, TrainerState
     from trl import SFTTrainer
 
     from hf_fsdp_recipes.training.data.preparation import TrainingRows
@@ -63,6 +63,7 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
     rows = load_rows(arguments, tokenizer)
     arguments.training.recipe_facts = _recipe_facts(arguments, rows)
     model = build_model(arguments, tokenizer)
+    _choose_verification(arguments, model)
     check_wrap_classes(type(module).__name__ for module in model.modules())
     feature_checks.enable_block_compilation(arguments)
     trainer_class, callbacks = _trainer_class(arguments, rows)
@@ -92,6 +93,13 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
     if arguments.recipe.export:
         _check_exports(trainer.model, arguments)
     return trainer
+
+
+def _choose_verification(arguments: Arguments, model: "PreTrainedModel") -> None:
+    """Resolve `verify_export: auto` before sharding, when every rank can still count all parameters, 4-bit ones too."""
+    if arguments.recipe.verify_export == "auto":
+        is_small = model.num_parameters() < MAX_VERIFIED_PARAMETERS
+        arguments.recipe.verify_export = "logits" if is_small else "off"
 
 
 def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
@@ -239,7 +247,7 @@ def finish(trainer: "SFTTrainer", arguments: Arguments) -> Path | None:
         if not has_weights(export):
             raise ExportError(f"{export} has no weights after the export. The checkpoints in {output} are intact.")
     distributed.print_main(f"exported: {export}")
-    if _verifies_logits(trainer, arguments.recipe.verify_export):
+    if arguments.recipe.verify_export == "logits":
         difference = check_logits(trainer.model, export, trainer.processing_class)
         distributed.print_main(
             f"verified: the export's logits differ from the trained model's by {difference:.1e} at most"
@@ -258,9 +266,3 @@ def _export_merged(trainer: "SFTTrainer", arguments: Arguments, adapter: Path, o
     base = arguments.model.model_name_or_path
     distributed.print_main(f"merge: into the original weights of {base}, not the 4-bit ones of training")
     export_checkpoint(adapter, merged, base_model=base, merge_adapter=True, **options)
-
-
-def _verifies_logits(trainer: "SFTTrainer", verify_export: str) -> bool:
-    if verify_export != "auto":
-        return verify_export == "logits"
-    return sum(parameter.numel() for parameter in trainer.model.parameters()) < MAX_VERIFIED_PARAMETERS

@@ -9,8 +9,7 @@ import psutil
 import pytest
 
 from tests.checkpointing.test_save_ranks import train
-from tests.ranks.harness import FSDP2, context, free_port, fsdp_environment
-from tests.ranks.harness import _run as run_rank
+from tests.ranks.harness import FSDP2, fsdp_environment, start_ranks
 from tests.recipes.launching import kill_tree, run, start
 from tests.recipes.test_sft import CPU, losses, recipe
 
@@ -29,23 +28,6 @@ def _train_forever(model, data, output):
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
 
-def start_ranks(model, data, output):
-    port = str(free_port())
-    results = context.Queue()
-    processes = []
-    for rank in range(2):
-        variables = {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", **fsdp_environment(FSDP2),
-        }  # fmt: skip
-        process = context.Process(
-            target=run_rank, args=(_train_forever, (model, data, output), rank, variables, results), daemon=True
-        )
-        process.start()
-        processes.append(process)
-    return processes, results  # the queue must live as long as the ranks
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tiny_model, text_file, tmp_path_factory):
     return train(tiny_model("llama"), text_file, tmp_path_factory.mktemp("whole"), **KEYWORDS)
@@ -56,7 +38,9 @@ def uninterrupted(tiny_model, text_file, tmp_path_factory):
 @pytest.mark.parametrize("trial", range(NUM_TRIALS))
 def test_killed_while_saving(tiny_model, text_file, tmp_path, uninterrupted, victims, trial):
     moment = random.Random(f"{victims} {trial}")
-    processes, _results = start_ranks(tiny_model("llama"), text_file, tmp_path)
+    processes, _results = start_ranks(
+        _train_forever, 2, tiny_model("llama"), text_file, tmp_path, environment=fsdp_environment(FSDP2)
+    )
     try:
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob("checkpoint-*")):

@@ -78,19 +78,10 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *arguments: Any,
-    environment: dict[str, str] | None = None,
-    timeout_seconds: float = 90.0,
-    expect_failure: bool = False,
-) -> list[Any]:
-    """Run `function(*arguments)` on every rank; return the results in rank order.
-
-    Fails the test with every rank's traceback if one raises, dies or outlasts the timeout. With
-    `expect_failure` every rank must raise, and the exceptions' (class name, text) are returned.
-    """
+def start_ranks(
+    function: Callable[..., Any], world_size: int, *arguments: Any, environment: dict[str, str] | None = None
+) -> tuple[list[Any], Any]:
+    """Start `function(*arguments)` on every rank; return the processes and their queue, which must live as long as they."""
     results = context.Queue()
     port = free_port()
     processes = []
@@ -108,6 +99,23 @@ def run_ranks(
         process = context.Process(target=_run, args=(function, arguments, rank, variables, results), daemon=True)
         process.start()
         processes.append(process)
+    return processes, results
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    environment: dict[str, str] | None = None,
+    timeout_seconds: float = 90.0,
+    expect_failure: bool = False,
+) -> list[Any]:
+    """Run `function(*arguments)` on every rank; return the results in rank order.
+
+    Fails the test with every rank's traceback if one raises, dies or outlasts the timeout. With
+    `expect_failure` every rank must raise, and the exceptions' (class name, text) are returned.
+    """
+    processes, results = start_ranks(function, world_size, *arguments, environment=environment)
     outcomes: dict[int, tuple[str, Any]] = {}
     deadline = time.monotonic() + timeout_seconds
     try:

@@ -1,0 +1,113 @@
+"""The runs that the tests compare: a strategy and a recipe each, with a tiny model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tests.device.ranks import CPU, DEVICE, Ranks, variant
+
+SETTINGS = {
+    "max_steps": 6,
+    "save_steps": 2,
+    "logging_steps": 1,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1.0e-2,
+    "max_length": 64,
+    "report_to": "none",
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+}
+SHORT = {"max_steps": 3, "save_strategy": "no"}
+LORA = {
+    "use_peft": True,
+    "lora_target_modules": "all-linear",
+    "lora_r": 4,
+    "lora_dropout": 0.0,  # a device draws other random numbers than the CPU
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run.
+
+    Attributes:
+        template: name of a shipped template.
+        settings: of the recipe.
+        num_ranks: 4 for hybrid sharding.
+        model: kind and dtype, as `tiny_model` takes them.
+        precision: the template's `mixed_precision`.
+    """
+
+    template: str = "fsdp2_full_shard"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    num_ranks: int = 2
+    model: tuple[str, str] = ("llama", "float32")
+    precision: str = "no"
+
+
+PACKED = {
+    "packing": True,
+    "packing_strategy": "wrapped",
+    "gradient_checkpointing": True,
+    "gradient_accumulation_steps": 2,
+}
+QLORA = LORA | SHORT | {"load_in_4bit": True, "gradient_checkpointing": True, "merge_adapter": True}
+CASES = {
+    "full": Case(),
+    "direct": Case(settings={"load_source": "direct"}),
+    "lora": Case(settings=LORA | {"merge_adapter": True}),
+    "dora": Case(settings=LORA | {"use_dora": True}),
+    "qlora": Case(settings=QLORA, model=("llama", "bfloat16")),
+    "qlora fsdp1": Case("fsdp1_full_shard", settings=QLORA, model=("llama", "bfloat16"), precision="bf16"),
+    "fsdp1": Case("fsdp1_full_shard"),
+    "hybrid": Case("fsdp2_hybrid_shard", SHORT, num_ranks=4),
+    "offload": Case("fsdp2_full_shard_offload"),
+    "packing, checkpointing and accumulation": Case(settings=SHORT | PACKED),
+    "mixture of experts": Case(settings=SHORT, model=("qwen3_moe", "float32")),
+    "bf16": Case(settings=SHORT, precision="bf16"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        output: its output_dir.
+        losses: by step.
+        settings: of its recipe, and
+        template: its Accelerate config, to run it again.
+    """
+
+    output: Path
+    losses: list[float]
+    settings: dict[str, Any]
+    template: Path
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Trains each case once on the device and once on CPU ranks, when a test first asks for it."""
+
+    ranks: Ranks
+    tiny_model: Callable[..., Path]
+    data: Path
+    directory: Path
+    done: dict[tuple[str, str], Run] = field(default_factory=dict)
+
+    def get(self, name: str, place: Literal["device", "cpu"] = "device") -> Run:
+        """Return the finished run of a case."""
+        if (name, place) not in self.done:
+            case, output = CASES[name], self.directory / f"{name.replace(' ', '_')}-{place}"
+            settings = self.settings(name, output)
+            template = variant(case.template, self.directory / "templates", case.precision)
+            losses = self.ranks.train(settings, template, case.num_ranks, on=DEVICE if place == "device" else CPU)
+            self.done[name, place] = Run(output, losses, settings, template)
+        return self.done[name, place]
+
+    def settings(self, name: str, output: Path) -> dict[str, Any]:
+        """Return the recipe of a case, for another run."""
+        case = CASES[name]
+        model = {"model_name_or_path": self.tiny_model(*case.model), "dataset_name": self.data, "output_dir": output}
+        return SETTINGS | dict(case.settings) | model

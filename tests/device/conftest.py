@@ -1,0 +1,36 @@
+"""The emulated accelerator: built once, then given to the fork server of the tests in this folder."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.device.cases import Runs
+from tests.device.emulator.build import BuildError, build
+from tests.device.ranks import Ranks, fork_server_with_device
+
+
+@pytest.fixture(scope="package")
+def package() -> Path:
+    """Return the built emulator. Without a compiler the tests are skipped, or fail under `make test-device`."""
+    try:
+        return build()
+    except BuildError as error:
+        if os.environ.get("REQUIRE_DEVICE"):
+            pytest.fail(str(error), pytrace=False)
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="package")
+def ranks(package: Path) -> Iterator[Ranks]:
+    """Return what starts ranks on the device."""
+    with fork_server_with_device(package):
+        yield Ranks(package)
+
+
+@pytest.fixture(scope="package")
+def runs(ranks: Ranks, tiny_model: Any, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Return finished runs by name and place; each is trained once."""
+    return Runs(ranks, tiny_model, text_file, tmp_path_factory.mktemp("runs"))

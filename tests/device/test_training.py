@@ -1,0 +1,39 @@
+"""Recipes on the device: losses and exports are those of CPU ranks."""
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.device.cases import CASES
+
+# The device's kernels are the CPU's, but collectives may add in another order. AdamW divides by the gradient's own size, so where
+# a gradient is almost zero, its rounding moves a weight by a part of the learning rate, 1e-2.
+LOSS, WEIGHT = 1e-5, 1e-4
+# In bfloat16 the autocast rules of a device are not the CPU's either, so single weights may differ by steps of the learning rate.
+LOSS_IN_BF16, MEAN_WEIGHT_IN_BF16 = 2**-8, 1e-3
+
+
+def weights(output):
+    """Return the tensors of all exports of a run, by file and name."""
+    return {
+        (file.parent.name, name): tensor.float()
+        for file in sorted(output.glob("export*/*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_exports_are_those_of_cpu_ranks(runs, name):
+    on_device, on_cpu = runs.get(name), runs.get(name, "cpu")
+    is_fp32 = CASES[name].precision == "no" and CASES[name].model[1] == "float32"
+    assert on_device.losses == pytest.approx(on_cpu.losses, rel=LOSS if is_fp32 else LOSS_IN_BF16)
+    assert len(on_device.losses) == on_device.settings["max_steps"]
+    exported, expected = weights(on_device.output), weights(on_cpu.output)
+    assert exported.keys() == expected.keys()
+    assert len({directory for directory, _ in exported}) == 1 + on_device.settings.get("merge_adapter", False)
+    for key, tensor in expected.items():
+        difference = (exported[key] - tensor).abs()
+        assert difference.max() <= WEIGHT if is_fp32 else difference.mean() <= MEAN_WEIGHT_IN_BF16, key
+
+
+def test_every_rank_may_read_its_own_slices(runs):
+    assert runs.get("direct").losses == runs.get("full").losses
