@@ -109,21 +109,19 @@ class HostStaging:
 
     def _copy_sharded_tensor(self, tensor: "ShardedTensor", path: KeyPath, memory: "dict[bool, _HostMemory]") -> Any:
         """Copy a tensor of FSDP1. Source: torch 2.13 `ShardedTensor.cpu`."""
-        from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+        from torch.distributed._shard.sharded_tensor import Shard
+        from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
 
         metadata = copy.deepcopy(tensor.metadata())
         for part in metadata.shards_metadata:
             part.placement._device = torch.device("cpu")  # type: ignore[union-attr]
         on_host = {tuple(part.shard_offsets): part for part in metadata.shards_metadata}
-        shards = [
-            Shard(
-                self._copy_tensor(shard.tensor, (*path, number), memory), on_host[tuple(shard.metadata.shard_offsets)]
-            )
-            for number, shard in enumerate(tensor.local_shards())
-        ]
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            shards, sharded_tensor_metadata=metadata, process_group=tensor._process_group
-        )
+        shards = []
+        for number, shard in enumerate(tensor.local_shards()):
+            values = self._copy_tensor(shard.tensor, (*path, number), memory)
+            shards.append(Shard(values, on_host[tuple(shard.metadata.shard_offsets)]))
+        # Not ShardedTensor's own, which compares with the other ranks and refuses pinned memory.
+        return ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, metadata)
 
     def _copy_tensor(self, tensor: torch.Tensor, path: KeyPath, memory: "dict[bool, _HostMemory]") -> torch.Tensor:
         buffer, is_pinned = self._buffers.get(path, (None, False))
