@@ -87,6 +87,7 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
         )
         raise RecipeError(f"Trainer refuses the arguments: {reason}. Correct the recipe.") from error
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    dtypes.keep_float32(trainer.accelerator, arguments.recipe.reduce_dtype)
     dtypes.cast_trainable(trainer.model, getattr(plugin, "fsdp_version", None), arguments.recipe.adapter_dtype)
     place_before_reporters(trainer)
     if arguments.recipe.export:
