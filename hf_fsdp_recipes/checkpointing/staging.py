@@ -114,7 +114,7 @@ class HostStaging:
 
         metadata = copy.deepcopy(tensor.metadata())
         for part in metadata.shards_metadata:
-            part.placement._device = torch.device("cpu")  # type: ignore[union-attr]
+            part.placement._device = torch.device("cpu")
         on_host = {tuple(part.shard_offsets): part for part in metadata.shards_metadata}
         shards = []
         for number, shard in enumerate(tensor.local_shards()):

@@ -71,8 +71,8 @@ def keep_float32(accelerator: "Accelerator", reduce_dtype: str = "float32") -> N
         reduce_dtype: dtype in which the ranks add their gradients; bfloat16 halves what they send and keeps 8 bits.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    policy = getattr(plugin, "mixed_precision_policy", None)
-    if policy is None or policy.param_dtype in (None, torch.float32):
+    policy = None if plugin is None else plugin.mixed_precision_policy
+    if plugin is None or policy is None or policy.param_dtype in (None, torch.float32):
         return
     dtype = getattr(torch, reduce_dtype)
     # float32 outputs would double the memory of what is kept between units; a loss is float32 unless it is rounded.
