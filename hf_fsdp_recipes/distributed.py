@@ -45,10 +45,28 @@ def is_main() -> bool:
     return rank() == 0
 
 
+_host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def host_group() -> dist.ProcessGroup | None:
+    """Return a group of all ranks that communicates between hosts: None for the default group if that does.
+
+    Objects sent through an accelerator's group would be copied to it, and every rank would wait for its queue.
+
+    Collective on the first call: every rank must call this.
+    """
+    default = dist.group.WORLD
+    if default is None or dist.get_backend(default) == "gloo":
+        return None
+    if default not in _host_groups:
+        _host_groups[default] = dist.new_group(backend="gloo")
+    return _host_groups[default]
+
+
 def barrier() -> None:
-    """Wait for all ranks. Collective: every rank must call this."""
+    """Wait for all ranks, not for their accelerators. Collective: every rank must call this."""
     if is_distributed():
-        dist.barrier()
+        dist.barrier(host_group())
 
 
 def broadcast_object(value: Value) -> Value:
@@ -56,7 +74,7 @@ def broadcast_object(value: Value) -> Value:
     if not is_distributed():
         return value
     objects = [value]
-    dist.broadcast_object_list(objects, src=0)
+    dist.broadcast_object_list(objects, src=0, group=host_group())
     return objects[0]
 
 
@@ -67,6 +85,7 @@ def gather_objects(value: Value, group: dist.ProcessGroup | None = None) -> list
     """
     if not is_distributed():
         return [value]
+    group = group or host_group()
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

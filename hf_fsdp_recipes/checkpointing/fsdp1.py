@@ -1,39 +1,47 @@
 """FSDP1-specific parts of checkpointing."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_fsdp_recipes import distributed
+
 if TYPE_CHECKING:
     from accelerate import FullyShardedDataParallelPlugin
-    from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 
 def capture(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, plugin: "FullyShardedDataParallelPlugin"
 ) -> dict[str, dict[str, Any]]:
-    """Return the sharded state of model and optimizer under FSDP1. Collective: every rank must call this."""
+    """Return a copy of the sharded state of model and optimizer under FSDP1. Collective: every rank must call this.
+
+    The copy is on the accelerator if every rank has room for it there, and in host memory otherwise.
+    """
     from accelerate.utils import fsdp_utils
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-    with FSDP.state_dict_type(model, plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config):
+    has_room = all(distributed.gather_objects(_has_room_on_device(model, optimizer)))
+    if not has_room:
+        distributed.warn_main(
+            "training waits while the state is copied to the host, because FSDP1 needs room for a copy on the accelerator. Use "
+            "an fsdp2 template."
+        )
+    configs = (
+        replace(config, offload_to_cpu=not has_room)
+        for config in (plugin.state_dict_config, plugin.optim_state_dict_config)
+    )
+    with FSDP.state_dict_type(model, plugin.state_dict_type, *configs):
         model_state = fsdp_utils._get_model_state_dict(model, adapter_only=True)
         return {"model": model_state, "optimizer": FSDP.optim_state_dict(model, optimizer)}
 
 
-class ShardedTensorStaging:
-    """Copies one ShardedTensor to host memory, reusing the same buffer."""
-
-    def __init__(self) -> None:
-        self._stager: BlockingAsyncStager | None = None
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy in host memory. Overwrites the previous copy."""
-        from torch.distributed.checkpoint.staging import BlockingAsyncStager
-
-        if self._stager is not None:
-            return self._stager.stage({"tensor": tensor})["tensor"]
-        self._stager = BlockingAsyncStager()
-        self._stager.state_dict_cache = self._stager.stage({"tensor": tensor})
-        self._stager.cache_staged_state_dict = True
-        return self._stager.state_dict_cache["tensor"]
+def _has_room_on_device(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a copy of this rank's shards fits into its accelerator's free memory."""
+    states = (value for state in optimizer.state.values() for value in state.values())
+    shards = [tensor for tensor in (*model.parameters(), *states) if isinstance(tensor, torch.Tensor)]
+    num_bytes = sum(tensor.nbytes for tensor in shards if tensor.device.type != "cpu")
+    if not num_bytes:
+        return True
+    cached = torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
+    return num_bytes <= torch.accelerator.get_memory_info()[0] + cached

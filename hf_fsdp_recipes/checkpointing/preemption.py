@@ -34,12 +34,9 @@ class SignalWatch:
         self._received = 0
         self._is_agreed = False
         self._previous: dict[signal.Signals, Any] = {}
-        self._group: dist.ProcessGroup | None = None
 
     def start(self) -> None:
-        """Install the handlers. Collective: every rank must call this, from its main thread."""
-        if distributed.is_distributed() and self._group is None:
-            self._group = dist.new_group(backend="gloo")
+        """Install the handlers. Call it on every rank, from its main thread."""
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._record)
         _end_with_launcher()
@@ -64,8 +61,8 @@ class SignalWatch:
         if self._is_agreed or step % self._every_steps:
             return self._is_agreed, False
         flags = torch.tensor([self._received, has_failed], dtype=torch.int32)
-        if self._group is not None:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        if distributed.is_distributed():
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=distributed.host_group())
         number, any_failed = flags.tolist()
         if number:
             self._is_agreed = True

@@ -1,48 +1,170 @@
-"""Copies this rank's shards to host memory, reusing the same buffers for every save.
+"""Copies this rank's shards to host memory, reusing the same memory for every save.
 
-New buffers for each save would cost page faults and extra memory, because the allocator does not reuse one thread's freed
-memory in another. torch's `BlockingAsyncStager` makes an extra copy of each DTensor: another 80 % of the state's size.
+Shards on an accelerator are copied into pinned memory on a stream of their own, which starts when the work that training has
+queued is done. New memory for each save would cost page faults or pinning, and twice the memory, because the allocator does
+not reuse one thread's freed memory in another.
+
+Not torch's `DefaultStager`: in torch 2.13 its stream does not wait for training's, its thread works on device 0 on every
+rank, and it pins memory on CUDA only.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_recipes.checkpointing.fsdp1 import ShardedTensorStaging
+from hf_fsdp_recipes.checkpointing.state import local_tensors
 from hf_fsdp_recipes.patches.torch import set_local_tensor
 
+if TYPE_CHECKING:
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1024**3
+ALIGNMENT_BYTES = 512
+
 KeyPath = tuple[Any, ...]  # the keys that lead to a tensor
+
+
+class CopyStream:
+    """A stream of the accelerator that holds a state, for copies to host memory beside training.
+
+    Create it on the thread that trains. If the state is in host memory, all methods do nothing.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        devices = (tensor.device for _, tensor in local_tensors(state))
+        self._device = next((device for device in devices if device.type != "cpu"), None)
+        self._stream = None if self._device is None else torch.Stream(self._device)
+        self._last_copy: torch.Event | None = None
+
+    def wait_for_training(self) -> None:
+        """Delay later copies until what training has queued is done. Call it on the thread that trains; returns at once."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+
+    def hold_training(self) -> None:
+        """Delay what training queues from now on until the copies are done. Call it on the same thread; returns at once."""
+        if self._last_copy is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._last_copy)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make this the calling thread's stream and its device the current one.
+
+        A new thread works on device 0 by default, and on the stream that training uses.
+        """
+        with contextlib.nullcontext() if self._stream is None else self._stream:
+            yield
+
+    def record_copies(self) -> "torch.Event | None":
+        """Return an event that is reached when the copies queued so far are done; None if there is no accelerator."""
+        if self._stream is not None:
+            self._last_copy = self._stream.record_event()
+        return self._last_copy
+
+    def synchronize(self) -> None:
+        """Block the calling thread until all copies are done."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class HostStaging:
     """Host memory for one state dict, whose structure and shapes stay the same from save to save."""
 
     def __init__(self) -> None:
-        self._buffers: dict[KeyPath, torch.Tensor] = {}
-        self._sharded_tensors: dict[KeyPath, ShardedTensorStaging] = {}
+        self._buffers: dict[KeyPath, tuple[torch.Tensor, bool]] = {}  # with whether it is pinned
+        self._can_pin = True
 
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy in host memory. Overwrites the previous copy."""
+        """Return a copy in host memory. Overwrites the previous copy.
+
+        Copies from an accelerator are queued on the current stream; they may not be done when this returns.
+
+        Raises:
+            MemoryError, RuntimeError: there is too little host memory.
+        """
+        sizes = {True: 0, False: 0}
+        for _, tensor in local_tensors(state):
+            sizes[tensor.device.type != "cpu"] += _aligned(tensor.nbytes)
+        memory = {is_pinned: _HostMemory(num_bytes, is_pinned) for is_pinned, num_bytes in sizes.items()}
         with torch.no_grad():
-            return self._copy(dict(state), ())
+            return self._copy(dict(state), (), memory)
 
-    def _copy(self, value: Any, path: KeyPath) -> Any:
+    def _copy(self, value: Any, path: KeyPath, memory: "dict[bool, _HostMemory]") -> Any:
         if isinstance(value, dict):
-            return {key: self._copy(inner, (*path, key)) for key, inner in value.items()}
+            return {key: self._copy(inner, (*path, key), memory) for key, inner in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(self._copy(inner, (*path, number)) for number, inner in enumerate(value))
+            return type(value)(self._copy(inner, (*path, number), memory) for number, inner in enumerate(value))
         if isinstance(value, DTensor):
-            return set_local_tensor(value.detach(), self._copy_tensor(value.to_local(), path))
-        if type(value) in (torch.Tensor, torch.nn.Parameter):
-            return self._copy_tensor(value, path)
-        if isinstance(value, torch.Tensor):
-            return self._sharded_tensors.setdefault(path, ShardedTensorStaging()).copy(value)
-        return value
+            return set_local_tensor(value.detach(), self._copy_tensor(value.to_local(), path, memory))
+        if hasattr(value, "local_shards"):
+            return self._copy_sharded_tensor(value, path, memory)
+        return self._copy_tensor(value, path, memory) if isinstance(value, torch.Tensor) else value
 
-    def _copy_tensor(self, tensor: torch.Tensor, path: KeyPath) -> torch.Tensor:
-        buffer = self._buffers.get(path)
+    def _copy_sharded_tensor(self, tensor: "ShardedTensor", path: KeyPath, memory: "dict[bool, _HostMemory]") -> Any:
+        """Copy a tensor of FSDP1. Source: torch 2.13 `ShardedTensor.cpu`."""
+        from torch.distributed._shard.sharded_tensor import Shard
+        from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
+
+        metadata = copy.deepcopy(tensor.metadata())
+        for part in metadata.shards_metadata:
+            part.placement._device = torch.device("cpu")
+        on_host = {tuple(part.shard_offsets): part for part in metadata.shards_metadata}
+        shards = []
+        for number, shard in enumerate(tensor.local_shards()):
+            values = self._copy_tensor(shard.tensor, (*path, number), memory)
+            shards.append(Shard(values, on_host[tuple(shard.metadata.shard_offsets)]))
+        # Not ShardedTensor's own, which compares with the other ranks and refuses pinned memory.
+        return ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, metadata)
+
+    def _copy_tensor(self, tensor: torch.Tensor, path: KeyPath, memory: "dict[bool, _HostMemory]") -> torch.Tensor:
+        buffer, is_pinned = self._buffers.get(path, (None, False))
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-            buffer = self._buffers[path] = torch.empty_like(tensor, device="cpu", requires_grad=False)
-        return buffer.copy_(tensor)
+            buffer, is_pinned = self._buffers[path] = self._allocate(tensor, memory)
+        return buffer.copy_(tensor.detach(), non_blocking=is_pinned)
+
+    def _allocate(self, tensor: torch.Tensor, memory: "dict[bool, _HostMemory]") -> tuple[torch.Tensor, bool]:
+        """Return memory for a tensor, and whether it is pinned."""
+        if tensor.device.type != "cpu" and self._can_pin:
+            try:
+                return memory[True].empty_like(tensor), True
+            except RuntimeError as error:
+                self._can_pin = False
+                memory[False].expect(memory[True].num_expected_bytes)
+                logger.warning("saving takes longer, because the host has too little memory to pin: %s", error)
+        return memory[False].empty_like(tensor), False
+
+
+class _HostMemory:
+    """Gives out parts of large allocations, because torch rounds each pinned allocation up to a power of two."""
+
+    def __init__(self, num_expected_bytes: int, is_pinned: bool) -> None:
+        self.num_expected_bytes = num_expected_bytes
+        self._is_pinned = is_pinned
+        self._free = memoryview(b"")
+
+    def expect(self, num_bytes: int) -> None:
+        """Expect requests for more bytes."""
+        self.num_expected_bytes += num_bytes
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return uninitialized host memory of a tensor's shape and dtype, in a storage of exactly that size."""
+        num_bytes = _aligned(tensor.nbytes)
+        if num_bytes > len(self._free):
+            size = max(num_bytes, min(CHUNK_BYTES, self.num_expected_bytes))
+            self._free = memoryview(torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned).numpy())
+        part, self._free = self._free[: tensor.nbytes], self._free[num_bytes:]
+        self.num_expected_bytes -= num_bytes
+        if not tensor.nbytes:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.frombuffer(part, dtype=tensor.dtype).view(tensor.shape)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,16 +36,17 @@ def check_arguments(args: "TrainingArguments", plugin: "FullyShardedDataParallel
 def capture(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, plugin: "FullyShardedDataParallelPlugin"
 ) -> dict[str, dict[str, Any]]:
-    """Return {"model": ..., "optimizer": ...} as sharded tensors; CPU tensors are not copied.
+    """Return {"model": ..., "optimizer": ...} as sharded tensors that share the memory of parameters and optimizer.
 
-    Collective: every rank must call this. For a LoRA model, only the adapters are returned.
+    Collective: every rank must call this. For a LoRA model, only the adapters are returned. FSDP1's optimizer state is a copy.
     """
     from accelerate.utils import fsdp_utils
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     if plugin.fsdp_version == 1:
         return fsdp1.capture(model, optimizer, plugin)
-    options = fsdp_utils._prepare_sd_options(plugin)
+    # Accelerate's options copy everything to the host at once, on this thread.
+    options = replace(fsdp_utils._prepare_sd_options(plugin), cpu_offload=False)
     model_state = fsdp_utils._get_model_state_dict(model, adapter_only=True, sd_options=options)
     return {"model": model_state, "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
 

@@ -1,9 +1,9 @@
 """Writes SHARDED_STATE_DICT checkpoints with torch DCP, in the background or synchronously.
 
-`Writer.save` starts a thread that copies this rank's state to host memory, then writes it to files with fsync and checksums.
-Rank 0 renames the directory when every rank is done. The thread has its own process group. The copy overlaps the next
-forward and backward; only the next optimizer step waits for it. One save is in flight at a time; a failure is kept and
-raised at the next call.
+`Writer.save` starts two threads: one copies this rank's state to host memory, the other writes it to files with fsync and
+checksums. Rank 0 renames the directory when every rank is done. The threads have their own process group, and on an
+accelerator their own stream. The copy overlaps the next forward and backward; only the next optimizer step waits for it. One
+save is in flight at a time; a failure is kept and raised at the next call.
 """
 
 import contextlib
@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed
@@ -25,7 +26,7 @@ from hf_fsdp_recipes.checkpointing.dcp_writer import DirectWriter
 from hf_fsdp_recipes.checkpointing.divergence import check_weights
 from hf_fsdp_recipes.checkpointing.fsync import sync_path
 from hf_fsdp_recipes.checkpointing.layout import METADATA_FILE, PARTS
-from hf_fsdp_recipes.checkpointing.staging import HostStaging
+from hf_fsdp_recipes.checkpointing.staging import CopyStream, HostStaging
 from hf_fsdp_recipes.checkpointing.state import local_tensors
 from hf_fsdp_recipes.errors import CheckpointError, DivergenceError
 from hf_fsdp_recipes.metrics import progress
@@ -33,6 +34,7 @@ from hf_fsdp_recipes.metrics import progress
 logger = logging.getLogger(__name__)
 
 State = Mapping[str, Any]
+StagedState = tuple[State, torch.Event | None]  # in host memory once the event is reached
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._staging: dict[str, HostStaging] = {}
-        self._is_staged = threading.Event()
+        self._is_staged = threading.Event()  # on an accelerator: the copies are queued
+        self._copies: CopyStream | None = None
         self._completed: Path | None = None
 
     @property
@@ -98,7 +101,12 @@ class Writer:
                 layout.start(self.output_dir, snapshot.step)
         if self._asynchronous:
             self._is_staged.clear()
-            self._thread = threading.Thread(target=self._stage_and_write, args=(snapshot,), name="checkpoint-writer")
+            state = dict(snapshot.state)
+            self._copies = self._copies or CopyStream(state)
+            self._copies.wait_for_training()
+            self._thread = threading.Thread(
+                target=self._stage_and_write, args=(replace(snapshot, state={}), state), name="checkpoint-writer"
+            )
             self._thread.start()
         else:
             started = time.perf_counter()
@@ -113,9 +121,13 @@ class Writer:
             progress.say(f"{self._completed.name}: {num_bytes / 1e6:,.1f} MB written in {seconds:.1f} s")
 
     def wait_until_staged(self) -> None:
-        """Wait until the state may change again. Not a collective."""
-        if self._thread is not None:
+        """Wait until the state may change again. Not a collective.
+
+        On an accelerator, this thread waits until the copies are queued, and the device waits for the copies.
+        """
+        if self._thread is not None and self._copies is not None:
             self._is_staged.wait()
+            self._copies.hold_training()
 
     def wait(self) -> Path | None:
         """Wait for the save in flight and return the last completed checkpoint.
@@ -137,32 +149,48 @@ class Writer:
         """The error of a finished save that `wait` has not raised yet. Not a collective."""
         return None if self.is_writing else self._failure
 
-    def _stage_all(self, state: Mapping[str, State], staged: Mapping[str, "Future[State]"]) -> None:
+    def _stage_all(
+        self, state: dict[str, State], staged: Mapping[str, "Future[StagedState]"], copies: CopyStream
+    ) -> None:
         """Copy one part after the other, so that the first is written while the second is copied."""
         try:
-            for part, future in staged.items():
-                future.set_result(self._staging.setdefault(part, HostStaging()).copy(state[part]))
-            self._is_staged.set()
+            with copies.current():
+                for part, future in staged.items():
+                    copied = self._staging.setdefault(part, HostStaging()).copy(state[part])
+                    future.set_result((copied, copies.record_copies()))
+                self._is_staged.set()
+                copies.synchronize()
+            state.clear()  # FSDP1's is a temporary copy on the device
         except (MemoryError, RuntimeError) as error:
             # Fall back to writing the state without a copy.
             logger.warning(
                 "not enough host memory to stage the state, so training waits for the write: %s", _cause(error)
             )
+            copies.synchronize()  # before the memory is freed
             self._staging.clear()
             for part, future in staged.items():
                 if not future.done():
-                    future.set_result(state[part])
+                    future.set_result((state[part], None))
         except BaseException as error:  # the writing thread waits for these futures
             for future in staged.values():
                 if not future.done():
                     future.set_exception(error)
 
-    def _stage_and_write(self, snapshot: Snapshot) -> None:
-        staged: dict[str, Future[State]] = {part: Future() for part in PARTS}
-        stager = threading.Thread(target=self._stage_all, args=(snapshot.state, staged), name="checkpoint-stager")
+    def _stage_and_write(self, snapshot: Snapshot, state: dict[str, State]) -> None:
+        assert self._copies is not None
+        staged: dict[str, Future[StagedState]] = {part: Future() for part in PARTS}
+        stager = threading.Thread(target=self._stage_all, args=(state, staged, self._copies), name="checkpoint-stager")
         stager.start()
+
+        def wait_for(part: str) -> State:
+            copied, is_copied = staged[part].result()
+            if is_copied is not None:
+                is_copied.synchronize()
+            return copied
+
         try:
-            self._write_guarded(snapshot, lambda part: staged[part].result())
+            with self._copies.current():
+                self._write_guarded(snapshot, wait_for)
         finally:
             stager.join()
             self._is_staged.set()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed, parameter_names
+from hf_fsdp_recipes.device_copies import Download
 from hf_fsdp_recipes.errors import ExportError, summarize
 from hf_fsdp_recipes.export import export_directory, verify_files
 from hf_fsdp_recipes.export.export_directory import Checksums
@@ -20,7 +21,7 @@ from hf_fsdp_recipes.export.tensor_files import FilePlan, FileWriter, create_fil
 from hf_fsdp_recipes.loading.verify import is_finite
 from hf_fsdp_recipes.metrics import progress
 
-CHUNK_BYTES = 8 * 1024 * 1024  # memory of a rank beyond its shard while it writes
+CHUNK_BYTES = 8 * 1024 * 1024  # half of the memory of a rank beyond its shard while it writes
 PROGRESS_TITLE = "export weights"
 Method = Literal["auto", "direct", "gather"]
 Chunk = tuple[str, int, torch.Tensor]  # (stored tensor, first element of it, values)
@@ -173,7 +174,7 @@ def _write_weights(
 def _write_own(shards: list[ShardExport], writer: FileWriter, non_finite: dict[str, int]) -> None:
     """Write this rank's shards. The progress bar shows one rank; the others write as much. Not a collective."""
     with progress.bar(sum(shard.count * shard.dtype.itemsize for shard in shards), PROGRESS_TITLE) as bar:
-        for name, first, values in _read_ahead(chunk for shard in shards for chunk in _chunks(shard, non_finite)):
+        for name, first, values in _read_ahead(_all_chunks(shards, non_finite)):
             writer.write(name, first, values)
             bar.update(values.nbytes)
     writer.close()
@@ -193,15 +194,20 @@ def _read_ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
             yield chunk
 
 
-def _chunks(shard: ShardExport, non_finite: dict[str, int]) -> Iterator[Chunk]:
-    """Yield a shard's values, ready to be written, a chunk at a time."""
+def _all_chunks(shards: list[ShardExport], non_finite: dict[str, int]) -> Iterator[Chunk]:
+    download = Download(CHUNK_BYTES)
+    return (chunk for shard in shards for chunk in _chunks(shard, non_finite, download))
+
+
+def _chunks(shard: ShardExport, non_finite: dict[str, int], download: Download) -> Iterator[Chunk]:
+    """Yield a shard's values, ready to be written, a chunk at a time; each is valid until the next but one."""
     step = max(1, CHUNK_BYTES // max(shard.dtype.itemsize, shard.held_dtype.itemsize))
     begin, end = shard.first, shard.first + shard.count
     for part in shard.parts:
         start, stop = max(begin, part.start), min(end, part.start + part.num_elements)
         for at in range(start, stop, step):
             count = min(step, stop - at)
-            values = shard.read(at - begin, count).to(shard.dtype).cpu().contiguous()
+            values = download.to_host(shard.read(at - begin, count), shard.dtype)
             if not is_finite(values):
                 non_finite[part.tensor] = non_finite.get(part.tensor, 0) + int((~torch.isfinite(values)).sum())
             yield part.tensor, at - part.start, values
@@ -211,8 +217,9 @@ def _write_gathered(shards: list[ShardExport], writer: FileWriter, directory: Pa
     """Send all shards to rank 0, one chunk at a time, and write them there. Collective."""
     error: Exception | None = None  # kept until the exchange is over
     bar = progress.bar(sum(torch.Size(shard.shape).numel() * shard.dtype.itemsize for shard in shards), PROGRESS_TITLE)
+    download = Download(CHUNK_BYTES)
     for shard in shards:
-        chunks = _chunks(shard, non_finite)
+        chunks = _chunks(shard, non_finite, download)
         for sender in range(distributed.world_size()):
             while True:
                 own = None

@@ -1,23 +1,37 @@
 """Distributes a checkpoint from global rank 0, the only rank that reads, to the shards of all ranks.
 
-Bytes are sent in buckets, in the checkpoint's dtype, and cast on arrival. Rank 0 reads one bucket ahead, so no rank holds
-more than two buckets beyond its shards.
+Bytes are sent in buckets, in the checkpoint's dtype, and cast on arrival. Rank 0 reads buckets ahead into a ring of slots. The
+ranks of its node share the ring's memory and copy their parts out of it; other ranks get messages. No rank holds more than
+the ring and two buffers of its own beyond its shards.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_recipes.loading.read_ranges import PROGRESS_TITLE, as_bytes, byte_ranges, fill_shard, read_elements
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.device_copies import Upload
+from hf_fsdp_recipes.loading.read_ranges import (
+    PROGRESS_TITLE,
+    READ_BYTES,
+    as_bytes,
+    byte_ranges,
+    count_readers,
+    fill_shard,
+    read_elements,
+)
 from hf_fsdp_recipes.loading.safetensors_index import Prefetcher, SafetensorsIndex
 from hf_fsdp_recipes.loading.shard_layout import ShardGroup, ShardTarget
+from hf_fsdp_recipes.loading.shared_memory import share_memory
 from hf_fsdp_recipes.loading.verify import Checksums
 from hf_fsdp_recipes.metrics import progress
 
-BUCKET_BYTES = 32 * 1024 * 1024  # over all ranks of the shard group
+BUCKET_BYTES = 16 * 1024 * 1024  # over all ranks of the shard group
+NUM_SLOTS = 4
 
 
 @dataclass(frozen=True)
@@ -40,6 +54,24 @@ class _Entry:
 _Bucket = Sequence[_Entry]
 
 
+@dataclass(frozen=True)
+class _Ring:
+    """The slots that rank 0 reads buckets into.
+
+    Attributes:
+        memory: (slot, shard rank, byte) uint8; None if this rank gets messages.
+        sharing: the ranks that see rank 0's memory.
+    """
+
+    memory: torch.Tensor | None
+    sharing: set[int]
+
+    def slot(self, number: int) -> torch.Tensor:
+        """Return the slot of a bucket."""
+        assert self.memory is not None
+        return self.memory[number % NUM_SLOTS]
+
+
 @torch.no_grad()
 def scatter(
     targets: Sequence[ShardTarget], index: SafetensorsIndex | None, group: ShardGroup, checksums: Checksums
@@ -54,10 +86,17 @@ def scatter(
         group: how the parameters are sharded and replicated.
         checksums: rank 0 adds a checksum of what it reads for each shard.
     """
-    if targets and index is not None:
-        _send_all(targets, index, group, checksums)
-    elif targets:
-        _receive_all(targets, group)
+    if not targets:
+        return
+    shape = (NUM_SLOTS, len(group.ranks), _shard_bytes(len(group.ranks)))
+    memory, sharing = share_memory(torch.Size(shape).numel())
+    ring = _Ring(None if memory is None else memory.view(shape), sharing)
+    upload = Upload(targets[0].local.device, max(shape[2], READ_BYTES))
+    if index is not None:
+        _send_all(targets, index, group, checksums, ring, upload)
+    else:
+        _receive_all(targets, group, ring, upload)
+    upload.finish()
 
 
 def _shard_bytes(num_shards: int) -> int:
@@ -84,41 +123,72 @@ def _buckets(targets: Sequence[ShardTarget], num_shards: int) -> Iterator[_Bucke
         yield bucket
 
 
-def _send_all(targets: Sequence[ShardTarget], index: SafetensorsIndex, group: ShardGroup, checksums: Checksums) -> None:
-    staged_buckets = _stage(targets, index, group, checksums)
+def _send_all(
+    targets: Sequence[ShardTarget],
+    index: SafetensorsIndex,
+    group: ShardGroup,
+    checksums: Checksums,
+    ring: _Ring,
+    upload: Upload,
+) -> None:
     total_bytes = sum(count * target.stored_dtype.itemsize for target in targets for _, count in target.shard_ranges)
     prefetcher = Prefetcher(index, (part for target in targets for part in byte_ranges(index, target.ranges)))
-    with ThreadPoolExecutor(max_workers=1) as reader, progress.bar(total_bytes, PROGRESS_TITLE) as bar:
-        upcoming = reader.submit(next, staged_buckets, None)
-        while (staged := upcoming.result()) is not None:
-            bucket, buffers = staged
-            device = bucket[0].target.local.device
-            requests = _exchange(dist.isend, {group.ranks[r]: b.to(device) for r, b in buffers.items()}, group)
-            upcoming = reader.submit(next, staged_buckets, None)
-            own = _fill_own(bucket, index, group, checksums)
-            _send_to_replicas(own, group)
-            _wait(requests)
-            num_bytes = sum(entry.num_bytes(r) for entry in bucket for r in range(len(group.ranks)))
+    others = [r for r in range(len(group.ranks)) if r != group.shard_rank]
+    reading: deque[tuple[int, _Bucket, list[Future[None]]]] = deque()
+    in_use: dict[int, list[dist.Work]] = {}  # until other ranks have the bytes of a bucket
+
+    with ThreadPoolExecutor(count_readers(1)) as pool, progress.bar(total_bytes, PROGRESS_TITLE) as bar:
+
+        def send(number: int, bucket: _Bucket, reads: list[Future[None]]) -> None:
+            for read in reads:
+                read.result()
+            buffers = {r: ring.slot(number)[r, : _num_bytes(bucket, r)] for r in others if _num_bytes(bucket, r)}
+            in_use[number] = _offer(buffers, bucket, group, ring)
+            _fill_own(bucket, index, group, upload)
+            num_bytes = sum(_num_bytes(bucket, r) for r in range(len(group.ranks)))
             prefetcher.advance(num_bytes)
             bar.update(num_bytes)
 
+        for number, bucket in enumerate(_buckets(targets, len(group.ranks))):
+            if len(reading) == NUM_SLOTS - 1:
+                send(*reading.popleft())
+            _wait(in_use.pop(number - NUM_SLOTS, []))
+            slot = ring.slot(number)
+            reads = [pool.submit(_read_bucket, bucket, slot[r], index, r) for r in others]
+            checked = others if group.replicate_group is None else range(len(group.ranks))
+            reads += [pool.submit(_add_checksums, checksums, bucket, r, index) for r in checked]
+            reading.append((number, bucket, reads))
+        for item in reading:
+            send(*item)
+        for requests in in_use.values():
+            _wait(requests)
 
-def _stage(
-    targets: Sequence[ShardTarget], index: SafetensorsIndex, group: ShardGroup, checksums: Checksums
-) -> Iterator[tuple[_Bucket, dict[int, torch.Tensor]]]:
-    """Yield each bucket with a byte buffer for each other rank that has elements in it."""
-    others = [r for r in range(len(group.ranks)) if r != group.shard_rank]
-    # Reuse the memory of two buckets, because page faults on new memory cost more than reading.
-    memory = torch.empty((2, len(others), _shard_bytes(len(group.ranks))), dtype=torch.uint8)
-    for number, bucket in enumerate(_buckets(targets, len(group.ranks))):
-        buffers = {}
-        for row, shard_rank in zip(memory[number % 2], others, strict=True):
-            num_bytes = sum(entry.num_bytes(shard_rank) for entry in bucket)
-            if num_bytes:
-                buffers[shard_rank] = row[:num_bytes]
-                _read_bucket(bucket, buffers[shard_rank], index, shard_rank)
-            _add_checksums(checksums, bucket, shard_rank, index)
-        yield bucket, buffers
+
+def _num_bytes(bucket: _Bucket, shard_rank: int) -> int:
+    return sum(entry.num_bytes(shard_rank) for entry in bucket)
+
+
+def _offer(buffers: Mapping[int, torch.Tensor], bucket: _Bucket, group: ShardGroup, ring: _Ring) -> list[dist.Work]:
+    """Tell the ranks that share the ring that a bucket is there, and send it to the others.
+
+    Returns:
+        What to wait for before the slot is used again.
+    """
+    device = bucket[0].target.local.device
+    remote = {group.ranks[r]: b.to(device) for r, b in buffers.items() if group.ranks[r] not in ring.sharing}
+    requests = _exchange(dist.isend, remote, group)
+    for shard_rank in buffers:
+        peer = group.ranks[shard_rank]
+        if peer in ring.sharing:
+            requests += [_signal(dist.isend, peer), _signal(dist.irecv, peer)]
+    return requests
+
+
+def _signal(operation: Callable[..., dist.Work | None], peer: int) -> dist.Work:
+    """Send or receive a message without content between hosts: the bucket is in its slot, or has been copied out of it."""
+    request = operation(torch.zeros(1, dtype=torch.uint8), peer, group=distributed.host_group())
+    assert request is not None
+    return request
 
 
 def _read_bucket(bucket: _Bucket, buffer: torch.Tensor, index: SafetensorsIndex, shard_rank: int) -> None:
@@ -152,27 +222,31 @@ def _parts(bucket: _Bucket, buffer: torch.Tensor, shard_rank: int) -> Iterator[t
         offset += num_bytes
 
 
-def _fill_own(bucket: _Bucket, index: SafetensorsIndex, group: ShardGroup, checksums: Checksums) -> torch.Tensor | None:
-    """Fill rank 0's shards; return their bytes for the replicas, if there are any."""
+def _fill_own(bucket: _Bucket, index: SafetensorsIndex, group: ShardGroup, upload: Upload) -> None:
+    """Fill rank 0's shards, and those of its replicas."""
     if group.replicate_group is None:
         for entry in bucket:
             _, count = entry.range(group.shard_rank)
-            fill_shard(entry.target, index, group.shard_rank, entry.start, count)
-        return None
-    own = torch.empty(sum(entry.num_bytes(group.shard_rank) for entry in bucket), dtype=torch.uint8)
+            fill_shard(entry.target, index, group.shard_rank, entry.start, count, upload)
+        return
+    own = upload.buffer(_num_bytes(bucket, group.shard_rank))
     _read_bucket(bucket, own, index, group.shard_rank)
-    _add_checksums(checksums, bucket, group.shard_rank, index)
-    _unpack(own, bucket, group.shard_rank)
-    return own.to(bucket[0].target.local.device)
+    with upload.uploaded(own) as values:
+        _send_to_replicas(values, group)
+        _unpack(values, bucket, group.shard_rank)
 
 
-def _receive_all(targets: Sequence[ShardTarget], group: ShardGroup) -> None:
+def _receive_all(targets: Sequence[ShardTarget], group: ShardGroup, ring: _Ring, upload: Upload) -> None:
     """Receive all buckets, from rank 0 or from another replica, and forward them to further replicas."""
+    buckets = enumerate(_buckets(targets, len(group.ranks)))
+    if group.is_first_replica and ring.memory is not None:
+        _copy_from_ring(buckets, group, ring, upload)
+        return
     pending = None
-    num_shards = len(group.ranks)
-    memory = torch.empty((2, _shard_bytes(num_shards)), dtype=torch.uint8, device=targets[0].local.device)
-    for number, bucket in enumerate(_buckets(targets, num_shards)):
-        buffer = memory[number % 2, : sum(entry.num_bytes(group.shard_rank) for entry in bucket)]
+    device = targets[0].local.device
+    memory = torch.empty((2, _shard_bytes(len(group.ranks))), dtype=torch.uint8, device=device)
+    for number, bucket in buckets:
+        buffer = memory[number % 2, : _num_bytes(bucket, group.shard_rank)]
         requests = []
         if group.is_first_replica and buffer.numel():
             requests = _exchange(dist.irecv, {group.ranks[0]: buffer}, group)
@@ -181,6 +255,25 @@ def _receive_all(targets: Sequence[ShardTarget], group: ShardGroup) -> None:
         pending = (bucket, buffer, requests)
     if pending:
         _receive(*pending, group)
+
+
+def _copy_from_ring(buckets: Iterator[tuple[int, _Bucket]], group: ShardGroup, ring: _Ring, upload: Upload) -> None:
+    on_device = upload.is_asynchronous
+    for number, bucket in buckets:
+        num_bytes = _num_bytes(bucket, group.shard_rank)
+        if not num_bytes:
+            continue
+        _signal(dist.irecv, group.ranks[0]).wait()
+        shared = ring.slot(number)[group.shard_rank, :num_bytes]
+        if on_device:  # the slot is free once its bytes are in pinned memory
+            shared = upload.buffer(num_bytes).copy_(shared)
+            freed = _signal(dist.isend, group.ranks[0])
+        with upload.uploaded(shared) as values:
+            _send_to_replicas(values, group)
+            _unpack(values, bucket, group.shard_rank)
+        if not on_device:
+            freed = _signal(dist.isend, group.ranks[0])
+        freed.wait()
 
 
 def _receive(bucket: _Bucket, buffer: torch.Tensor, requests: Sequence[dist.Work], group: ShardGroup) -> None:

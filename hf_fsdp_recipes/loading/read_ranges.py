@@ -3,15 +3,18 @@
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import torch
 
+from hf_fsdp_recipes.device_copies import Upload
 from hf_fsdp_recipes.loading.safetensors_index import ByteRange, Prefetcher, SafetensorsIndex
 from hf_fsdp_recipes.loading.shard_layout import ShardTarget
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 from hf_fsdp_recipes.metrics import progress
 
 PROGRESS_TITLE = "load weights"
+MAX_READERS = 4
 READ_BYTES = 2 * 1024 * 1024  # per read; fits in a core's cache for the cast
 
 
@@ -46,37 +49,62 @@ def read_elements(index: SafetensorsIndex, ranges: Sequence[TensorRange], first:
         filled += num_bytes
 
 
-def fill_shard(target: ShardTarget, index: SafetensorsIndex, shard_rank: int, start: int, length: int) -> None:
-    """Read and cast `length` elements of this rank's shard, starting at element `start` of the shard."""
+def fill_shard(
+    target: ShardTarget, index: SafetensorsIndex, shard_rank: int, start: int, length: int, upload: Upload
+) -> None:
+    """Read and cast `length` elements of this rank's shard, starting at element `start` of the shard.
+
+    Args:
+        target, index, shard_rank, start, length: which elements.
+        upload: this thread's buffers of READ_BYTES.
+    """
     first = target.shard_ranges[shard_rank][0] + start
     step = READ_BYTES // target.stored_dtype.itemsize
     for offset in range(0, length, step):
         local = target.local[start + offset : start + min(offset + step, length)]
         if local.device.type == "cpu" and local.dtype == target.stored_dtype:
             read_elements(index, target.ranges, first + offset, local)
-        else:
-            staging = torch.empty(local.numel(), dtype=target.stored_dtype)
-            read_elements(index, target.ranges, first + offset, staging)
-            local.copy_(staging)
+            continue
+        staging = upload.buffer(local.numel() * target.stored_dtype.itemsize)
+        read_elements(index, target.ranges, first + offset, staging.view(target.stored_dtype))
+        with upload.uploaded(staging) as values:
+            local.copy_(values.view(target.stored_dtype))
 
 
 def read_direct(targets: Sequence[ShardTarget], index: SafetensorsIndex, shard_rank: int) -> None:
     """Fill all of this rank's shards from the files. Any rank may call this."""
+    if not targets:
+        return
     sizes = [target.shard_ranges[shard_rank][1] * target.stored_dtype.itemsize for target in targets]
+    num_readers = count_readers()
+    uploads: SimpleQueue[Upload] = SimpleQueue()
+    for _ in range(num_readers):
+        uploads.put(Upload(targets[0].local.device, READ_BYTES))
 
     def read(target: ShardTarget) -> None:
-        fill_shard(target, index, shard_rank, 0, target.shard_ranges[shard_rank][1])
+        upload = uploads.get()
+        try:
+            fill_shard(target, index, shard_rank, 0, target.shard_ranges[shard_rank][1], upload)
+        finally:
+            uploads.put(upload)
 
     prefetcher = Prefetcher(
         index, (part for t in targets for part in byte_ranges(index, t.ranges, *t.shard_ranges[shard_rank]))
     )
-    with ThreadPoolExecutor(max_workers=_num_readers()) as pool, progress.bar(sum(sizes), PROGRESS_TITLE) as bar:
+    with ThreadPoolExecutor(num_readers) as pool, progress.bar(sum(sizes), PROGRESS_TITLE) as bar:
         for num_bytes, _ in zip(sizes, pool.map(read, targets), strict=True):
             prefetcher.advance(num_bytes)
             bar.update(num_bytes)
+    while not uploads.empty():
+        uploads.get().finish()
 
 
-def _num_readers() -> int:
-    """Return 2 reading threads if each rank has two cores, else 1, because reading cached files keeps a core busy."""
+def count_readers(num_reading_ranks: int | None = None) -> int:
+    """Return the number of reading threads: up to 4, which storage needs, but not more than this rank's share of the cores.
+
+    Args:
+        num_reading_ranks: ranks of this node that read at the same time; by default all.
+    """
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(2, max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    num_ranks = num_reading_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(MAX_READERS, max(1, num_cores // num_ranks))

@@ -128,11 +128,14 @@ class DeferredErrorIndex(SafetensorsIndex):
         self.error: Exception | None = None
 
     def read_into(self, buffer: torch.Tensor, tensor: StoredTensor, start_bytes: int) -> None:
-        """Fill `buffer` as `SafetensorsIndex.read_into` does, or leave it unfilled and keep the error."""
+        """Fill `buffer` as `SafetensorsIndex.read_into` does; after the first error, which is kept, with zeros."""
         try:
-            super().read_into(buffer, tensor, start_bytes)
-        except (LoadError, OSError) as error:
-            self.error = self.error or error
+            if self.error is None:
+                super().read_into(buffer, tensor, start_bytes)
+        except Exception as error:
+            self.error = error
+        if self.error is not None:
+            buffer.zero_()
 
 
 class Prefetcher:

@@ -89,6 +89,10 @@ class RecipeArguments:
     adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _argument(
         "auto", "Dtype in which adapters train; auto is float32, but under FSDP1 the dtype of the base weights."
     )
+    reduce_dtype: Literal["float32", "bfloat16"] = _argument(
+        "float32",
+        "Dtype in which ranks add their gradients in mixed precision; bfloat16 halves the communication and keeps 8 bits.",
+    )
     verify_export: Literal["auto", "logits", "off"] = _argument(
         "auto", "Compare the export's logits with the trained model's; auto does so below 3 billion parameters."
     )

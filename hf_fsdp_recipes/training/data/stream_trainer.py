@@ -30,9 +30,6 @@ class StreamTrainer(SFTTrainer):
         # SFTTrainer checks the type and the first row of its dataset, which must be a class of `datasets`.
         super().__init__(train_dataset=Dataset.from_list(block.rows[:1]).to_iterable_dataset(), **kwargs)
         self.train_dataset = train_dataset
-        # For an all-reduce in host memory; one on the device would synchronize with it at each step.
-        is_distributed = distributed.is_distributed()
-        self._group = torch.distributed.new_group(backend="gloo") if is_distributed else None
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         """Return batches of this rank's rows. Bypasses Accelerate, which would split them between ranks again."""
@@ -64,10 +61,10 @@ class StreamTrainer(SFTTrainer):
         except Exception as caught:
             error = caught
         has_failed = torch.tensor([error is not None], dtype=torch.int32)
-        if self._group is not None:
-            torch.distributed.all_reduce(has_failed, group=self._group)
+        if distributed.is_distributed():
+            torch.distributed.all_reduce(has_failed, group=distributed.host_group())
         if has_failed.item():
-            distributed.raise_together(error, self._group)
+            distributed.raise_together(error)
         return super().get_batch_samples(iter(batches), num_batches, device)
 
     def _restore_position(self, checkpoint: str | bool) -> None:
