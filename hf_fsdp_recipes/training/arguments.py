@@ -176,13 +176,17 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
         # TRL unpacks a list of one name, and PEFT would take that for a pattern.
         model.lora_target_modules = [model.lora_target_modules]
+    config = arguments.training.accelerator_config
+    if arguments.training.dataloader_pin_memory and "accelerator_config" not in values:
+        config.non_blocking = True  # batches are uploaded while the host goes on
     check_arguments(arguments)
     return arguments
 
 
 def _launcher_defaults() -> dict[str, Any]:
     """Return precision and device from the template, as defaults for the recipe; TRL would always default to bf16."""
-    defaults: dict[str, Any] = {}
+    # Trainer would read every loss back, to leave NaN out of the logs.
+    defaults: dict[str, Any] = {"logging_nan_inf_filter": False}
     precision = mixed_precision()
     if precision is not None:
         defaults |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}

@@ -134,12 +134,11 @@ def _recipe_facts(arguments: Arguments, rows: "TrainingRows") -> dict[str, Any]:
 
 
 def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[SFTTrainer], list[TrainerCallback]]":
-    """Return the trainer class for these rows, SFTTrainer or StreamTrainer, and the run's callbacks."""
-    from trl import SFTTrainer
-
+    """Return the trainer class for these rows and the run's callbacks."""
     from hf_fsdp_recipes.training.data.stream_trainer import PositionCallback, StreamTrainer
+    from hf_fsdp_recipes.training.device_metrics import DeviceMetricsTrainer
 
-    trainer_class, rank_files = SFTTrainer, None
+    trainer_class, rank_files = DeviceMetricsTrainer, None
     callbacks: list[TrainerCallback] = []
     if isinstance(rows.train, IterableDataset):
         position = PositionCallback(rows.train)

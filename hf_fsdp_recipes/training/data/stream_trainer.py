@@ -14,14 +14,14 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
-from trl import SFTTrainer
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.training.data.filtering import RowCounts, print_counts
 from hf_fsdp_recipes.training.data.streaming import RowStream
+from hf_fsdp_recipes.training.device_metrics import DeviceMetricsTrainer
 
 
-class StreamTrainer(SFTTrainer):
+class StreamTrainer(DeviceMetricsTrainer):
     """An SFTTrainer whose `train_dataset` is this rank's RowStream."""
 
     def __init__(self, *, train_dataset: RowStream, **kwargs: Any) -> None:

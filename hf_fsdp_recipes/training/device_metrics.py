@@ -1,0 +1,69 @@
+"""Keeps the metrics of a step on the device until they are logged.
+
+TRL's SFTTrainer reads five values back in every forward pass. Each read makes the host wait until the device has run all that
+is queued, so the device then waits for the host.
+
+Source: trl 1.16 `sft_trainer.py`, `compute_loss` and `log`.
+"""
+
+from typing import Any
+
+import torch
+from trl import SFTTrainer
+
+
+class _Pending:
+    """A number on the device, with the operations that SFTTrainer applies to it; `item` does not read it."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def sum(self) -> "_Pending":
+        return _Pending(self.value.sum())
+
+    def mean(self) -> "_Pending":
+        return _Pending(self.value.mean())
+
+    def item(self) -> "_Pending":
+        return self
+
+    def __gt__(self, other: float) -> bool:
+        return True  # SFTTrainer asks whether it may divide by this; see __truediv__
+
+    def __truediv__(self, other: Any) -> "_Pending":
+        return _Pending(torch.nan_to_num(self.value / _value(other), nan=0.0))  # 0 / 0 in a batch without labels
+
+    def __floordiv__(self, other: Any) -> "_Pending":
+        return _Pending(self.value // _value(other))
+
+    def __add__(self, other: Any) -> "_Pending":
+        return _Pending(self.value + _value(other))
+
+    __radd__ = __add__
+
+
+def _value(number: Any) -> Any:
+    return number.value if isinstance(number, _Pending) else number
+
+
+class DeviceMetricsTrainer(SFTTrainer):
+    """An SFTTrainer that reads its metrics back once per log instead of in every forward pass. The values are the same."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what SFTTrainer returns."""
+        gather = self.accelerator.gather_for_metrics
+        self.accelerator.gather_for_metrics = lambda value: _Pending(gather(value))
+        try:
+            return super().compute_loss(*args, **kwargs)
+        finally:
+            self.accelerator.gather_for_metrics = gather
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Read the metrics since the last log, with one wait for the device, and log them."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        pending = [number for numbers in metrics.values() for number in numbers if isinstance(number, _Pending)]
+        if pending:
+            read = iter(torch.stack([number.value.double() for number in pending]).tolist())
+            for name, numbers in metrics.items():
+                metrics[name] = [next(read) if isinstance(number, _Pending) else number for number in numbers]
+        super().log(logs, start_time)
