@@ -57,7 +57,7 @@ def make_tokenizer(directory: Path) -> None:
 
 
 def tiny_config(kind: str):
-    """Return the config of a tiny model: llama, llama_tied, gpt2, qwen3_moe or mixtral."""
+    """Return the config of a tiny model: llama, llama_tied, llama_wide, gpt2, qwen3_moe or mixtral."""
     from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
     common = {"vocab_size": 307, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -71,6 +71,8 @@ def tiny_config(kind: str):
     }
     if kind in ("llama", "llama_tied"):
         return LlamaConfig(**small, tie_word_embeddings=kind == "llama_tied", attention_bias=kind == "llama")
+    if kind == "llama_wide":  # rows of whole 4-bit blocks; bitsandbytes' CPU kernel reads shorter rows wrongly
+        return LlamaConfig(**small | {"hidden_size": 64, "intermediate_size": 128})
     if kind == "gpt2":
         return GPT2Config(**common, n_embd=32, n_layer=2, n_head=4, n_positions=128)
     if kind == "mixtral":

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.device.emulator.events import Event, read_events
 from tests.device.ranks import CPU, DEVICE, Ranks, variant
 
 SETTINGS = {
@@ -58,8 +59,8 @@ CASES = {
     "direct": Case(settings={"load_source": "direct"}),
     "lora": Case(settings=LORA | {"merge_adapter": True}),
     "dora": Case(settings=LORA | {"use_dora": True}),
-    "qlora": Case(settings=QLORA, model=("llama", "bfloat16")),
-    "qlora fsdp1": Case("fsdp1_full_shard", settings=QLORA, model=("llama", "bfloat16"), precision="bf16"),
+    "qlora": Case(settings=QLORA, model=("llama_wide", "float32")),
+    "qlora fsdp1": Case("fsdp1_full_shard", settings=QLORA, model=("llama_wide", "bfloat16"), precision="bf16"),
     "fsdp1": Case("fsdp1_full_shard"),
     "hybrid": Case("fsdp2_hybrid_shard", SHORT, num_ranks=4),
     "offload": Case("fsdp2_full_shard_offload"),
@@ -78,12 +79,14 @@ class Run:
         losses: by step.
         settings: of its recipe, and
         template: its Accelerate config, to run it again.
+        events: what its ranks asked of the device.
     """
 
     output: Path
     losses: list[float]
     settings: dict[str, Any]
     template: Path
+    events: list[Event]
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,9 @@ class Runs:
             case, output = CASES[name], self.directory / f"{name.replace(' ', '_')}-{place}"
             settings = self.settings(name, output)
             template = variant(case.template, self.directory / "templates", case.precision)
-            losses = self.ranks.train(settings, template, case.num_ranks, on=DEVICE if place == "device" else CPU)
-            self.done[name, place] = Run(output, losses, settings, template)
+            on, watch = (DEVICE, output.with_name(f"{output.name}-events")) if place == "device" else (CPU, None)
+            losses = self.ranks.train(settings, template, case.num_ranks, on=on, watch=watch)
+            self.done[name, place] = Run(output, losses, settings, template, read_events(watch) if watch else [])
         return self.done[name, place]
 
     def settings(self, name: str, output: Path) -> dict[str, Any]:

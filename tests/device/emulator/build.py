@@ -59,9 +59,12 @@ def _fingerprint() -> str:
 
 
 def _find_compiler() -> str:
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    name = os.environ.get("CXX", "g++")
+    compiler = shutil.which(name)
     if compiler is None:
-        raise BuildError("the emulated accelerator needs a C++ compiler, but there is no g++. Install g++, or set CXX.")
+        raise BuildError(
+            f"the emulated accelerator needs a C++ compiler, but there is no {name}. Install g++, or set CXX."
+        )
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.is_file():
         raise BuildError(f"the emulated accelerator needs {header}. Install the headers of Python (python3-dev).")
