@@ -13,7 +13,6 @@ MetricsCallback. Arguments after `--` go to the recipe. Each prints a table and 
 import argparse
 import json
 import os
-import random
 import socket
 import statistics
 import subprocess
@@ -28,6 +27,7 @@ import yaml
 
 from benchmarks.running import llama_config, machine, write_section
 from benchmarks.timed import WARMUP_STEPS
+from hf_fsdp_recipes.tools.selftest.random_model import write_random_model, write_rows, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"recipe": str(ROOT / "recipes" / "sft.py"), "trl sft": "trl.scripts.sft"}
@@ -168,12 +168,33 @@ def report_tax(options: Any, results: dict[str, list[dict[str, Any]]]) -> None:
 
 def measure_case(case: Case, directory: Path, recipe: Sequence[str] = (), on_cpu: bool = False) -> dict[str, Any]:
     """Write a random model, train it with the recipe on one device, return the figures of its metrics.jsonl."""
+    write_random_model(case.config, directory / "model")
+    return figures(case, *train_case(case, directory / "model", directory, recipe, on_cpu))
+
+
+def train_case(
+    case: Case,
+    model: Path,
+    directory: Path,
+    recipe: Sequence[str] = (),
+    on_cpu: bool = False,
+    wrapper: Sequence[str] = (),
+) -> tuple[list[dict[str, Any]], str]:
+    """Train a model with the recipe on one device; return the entries of its metrics.jsonl and what the run printed.
+
+    Args:
+        case: the recipe's fields.
+        model: directory of the model.
+        directory: gets recipe.yaml, the rows and the run.
+        recipe: arguments that override fields.
+        on_cpu: train on a CPU rank.
+        wrapper: script and arguments that run the recipe's script, such as `timed.py`.
+    """
     from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 
-    write_random_model(case.config, directory / "model")
     write_rows(directory / "rows", num_rows=64, num_words=case.length)
     settings = {
-        "model_name_or_path": str(directory / "model"), "dataset_name": str(directory / "rows"),
+        "model_name_or_path": str(model), "dataset_name": str(directory / "rows"),
         "output_dir": str(directory / "out"), "max_length": case.length, "max_steps": case.steps, "packing": True,
         "packing_strategy": "wrapped", "per_device_train_batch_size": 1, "logging_steps": 1, "save_strategy": "no",
         "report_to": "none", "disable_tqdm": True, "verify_export": "off", "throughput_warmup_steps": 5,
@@ -181,9 +202,9 @@ def measure_case(case: Case, directory: Path, recipe: Sequence[str] = (), on_cpu
     }  # fmt: skip
     (directory / "recipe.yaml").write_text(yaml.safe_dump(settings))
     template = ROOT / "accelerate_configs" / ("fsdp2_cpu.yaml" if on_cpu else "fsdp2_full_shard.yaml")
-    output = launch(template, 1, [SCRIPTS["recipe"], "--config", str(directory / "recipe.yaml"), *recipe])
-    entries = read_metrics(directory / "out" / "metrics.jsonl")
-    return figures(case, entries, output)
+    command = [*wrapper, SCRIPTS["recipe"], "--config", str(directory / "recipe.yaml"), *recipe]
+    output = launch(template, 1, command)
+    return read_metrics(directory / "out" / "metrics.jsonl"), output
 
 
 def figures(case: Case, entries: list[dict[str, Any]], output: str) -> dict[str, Any]:
@@ -271,60 +292,6 @@ def write_model(num_parameters: float, directory: Path, vocab_size: int = 2048) 
     config.vocab_size = vocab_size
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     write_tokenizer(directory)
-
-
-def write_random_model(config: dict[str, Any], directory: Path) -> None:
-    """Write a random bf16 Llama checkpoint without holding it in memory: norms are 1, the rest repeats one noise tensor."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    model_config = LlamaConfig(**config, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
-    model_config.save_pretrained(directory)
-    names = dict(model.named_parameters())  # tied ones once
-    noise = (torch.randn(max(p.numel() for p in names.values()), generator=torch.manual_seed(0)) * 0.02).bfloat16()
-    weight_map, part, part_bytes, number = {}, {}, 0, 0
-    for name, parameter in names.items():
-        ones = torch.ones(parameter.shape, dtype=torch.bfloat16)
-        part[name] = ones if "norm" in name else noise[: parameter.numel()].reshape(parameter.shape).clone()
-        part_bytes += 2 * parameter.numel()
-        if part_bytes > 2e9 or name == list(names)[-1]:
-            number += 1
-            file = f"model-{number:05d}.safetensors"
-            save_file(part, directory / file, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(part, file)
-            part, part_bytes = {}, 0
-    index = {"metadata": {"total_size": 2 * sum(p.numel() for p in names.values())}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    write_tokenizer(directory)
-
-
-def write_tokenizer(directory: Path) -> None:
-    """Write a tokenizer in which every word of `write_rows` is one token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", *words()])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(directory)
-
-
-def words() -> list[str]:
-    return [f"w{number}" for number in range(250)]
-
-
-def write_rows(directory: Path, num_rows: int, num_words: int = 300) -> None:
-    """Write text rows of about `num_words` random words each."""
-    directory.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(0)
-    lengths = [rng.randint(num_words // 2, num_words + num_words // 2) for _ in range(num_rows)]
-    rows = [json.dumps({"text": " ".join(rng.choices(words(), k=length))}) + "\n" for length in lengths]
-    (directory / "train.jsonl").write_text("".join(rows))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from hf_fsdp_recipes.metrics import command as report_command
 from hf_fsdp_recipes.tools.planner import command as plan_command
 from hf_fsdp_recipes.tools.preflight import command as preflight_command
 from hf_fsdp_recipes.tools.rehearsal import command as rehearsal_command
+from hf_fsdp_recipes.tools.selftest import command as selftest_command
 from hf_fsdp_recipes.tools.sweep import command as sweep_command
 
 app = typer.Typer(help="FSDP recipes for Accelerate, Trainer and TRL.", no_args_is_help=True, add_completion=False)
@@ -21,6 +22,7 @@ config_command.register(app)
 plan_command.register(app)
 preflight_command.register(app)
 rehearsal_command.register(app)
+selftest_command.register(app)
 sweep_command.register(app)
 checkpoints_command.register(app)
 export_command.register(app)

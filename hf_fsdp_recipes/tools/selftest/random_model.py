@@ -1,0 +1,72 @@
+"""Random models and rows of text, so that measurements need neither the Hub nor a trained model."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+
+def write_random_model(config: dict[str, Any], directory: Path) -> None:
+    """Write a random bf16 Llama checkpoint without holding it in memory.
+
+    Norms are 1. The rest are parts of one noise tensor, each at its own offset, so no two parameters are equal.
+
+    Args:
+        config: fields of a LlamaConfig.
+        directory: gets config, weights of 2 GB per file, and a tokenizer.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    model_config = LlamaConfig(**config, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
+    model_config.save_pretrained(directory)
+    names = dict(model.named_parameters())  # tied ones once
+    num_values = max(parameter.numel() for parameter in names.values()) + len(names)
+    noise = (torch.randn(num_values, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    weight_map: dict[str, str] = {}
+    part: dict[str, torch.Tensor] = {}
+    part_bytes = number = 0
+    for offset, (name, parameter) in enumerate(names.items()):
+        ones = torch.ones(parameter.shape, dtype=torch.bfloat16)
+        values = noise[offset : offset + parameter.numel()].reshape(parameter.shape).clone()
+        part[name] = ones if "norm" in name else values
+        part_bytes += 2 * parameter.numel()
+        if part_bytes > 2e9 or name == list(names)[-1]:
+            number += 1
+            file = f"model-{number:05d}.safetensors"
+            save_file(part, directory / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(part, file)
+            part, part_bytes = {}, 0
+    index = {"metadata": {"total_size": 2 * sum(p.numel() for p in names.values())}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_tokenizer(directory)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write a tokenizer in which every word of `write_rows` is one token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", *words()])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(directory)
+
+
+def words() -> list[str]:
+    """Return the vocabulary, without special tokens."""
+    return [f"w{number}" for number in range(250)]
+
+
+def write_rows(directory: Path, num_rows: int, num_words: int = 300) -> None:
+    """Write text rows of about `num_words` random words each."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(0)
+    lengths = [rng.randint(num_words // 2, num_words + num_words // 2) for _ in range(num_rows)]
+    rows = [json.dumps({"text": " ".join(rng.choices(words(), k=length))}) + "\n" for length in lengths]
+    (directory / "train.jsonl").write_text("".join(rows))

@@ -1,0 +1,217 @@
+"""What the ranks of a self-test measure. `accelerate launch` starts this file with a name, options as JSON, and a result file.
+
+A figure's name contains its unit; a bool is a check.
+"""
+
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.checkpointing.layout import PARTS, directory_for
+from hf_fsdp_recipes.checkpointing.state import capture, local_tensors
+from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer
+from hf_fsdp_recipes.loading.load_model import load_model
+from hf_fsdp_recipes.patches import cpu_ranks, registry
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+Figures = dict[str, Any]
+NUM_REPEATS = 5
+
+
+def main(measurements: Mapping[str, Callable[..., Figures]]) -> None:
+    """Measure what the command line names on every rank; rank 0 writes the slowest rank's figures."""
+    from accelerate import Accelerator
+
+    name, options, file = sys.argv[1:]
+    cpu_ranks.enable()
+    accelerator = Accelerator()
+    gathered = distributed.gather_objects(measurements[name](accelerator, **json.loads(options)))
+    if distributed.is_main():
+        Path(file).write_text(json.dumps({key: _worst(key, [of[key] for of in gathered]) for key in gathered[0]}))
+    accelerator.end_training()
+
+
+def _worst(name: str, values: Sequence[Any]) -> Any:
+    if isinstance(values[0], str):
+        return values[0]
+    return min(values) if isinstance(values[0], bool) or "GB/s" in name else max(values)
+
+
+def describe_devices(accelerator: "Accelerator") -> Figures:
+    """Return the device's name and memory."""
+    device = accelerator.device
+    if device.type == "cpu":
+        return {"device": "cpu", "memory, bytes": 0}
+    module = torch.get_device_module(device)
+    name = module.get_device_name() if hasattr(module, "get_device_name") else device.type
+    return {"device": f"{name} ({device.type})", "memory, bytes": torch.accelerator.get_memory_info()[1]}
+
+
+def measure_copies(accelerator: "Accelerator", num_bytes: int) -> Figures:
+    """Copy between host and device, in both directions; on CPU ranks, within host memory."""
+    device = accelerator.device
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    if device.type == "cpu":
+        source = torch.ones_like(target)
+        return {"within host memory, GB/s": _rate(device, num_bytes, lambda: target.copy_(source))}
+    figures: Figures = {}
+    for kind in ("pinned", "pageable"):
+        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=kind == "pinned").fill_(1)
+        up = functools.partial(target.copy_, host, non_blocking=True)
+        down = functools.partial(host.copy_, target, non_blocking=True)
+        figures[f"{kind} memory to device, GB/s"] = _rate(device, num_bytes, up)
+        figures[f"device to {kind} memory, GB/s"] = _rate(device, num_bytes, down)
+    return figures
+
+
+def _rate(device: torch.device, num_bytes: int, copy: Callable[[], object]) -> float:
+    return num_bytes / 1e9 / min(time_work(device, copy) for _ in range(NUM_REPEATS))
+
+
+def time_work(device: torch.device, work: Callable[[], object]) -> float:
+    """Return the seconds until the work and all that it queued on the device are done."""
+    synchronize(device)
+    started = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; nothing to wait for on CPU ranks."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def load(accelerator: "Accelerator", checkpoint: str, source: str, dtype: str, **kwargs: Any) -> tuple[Any, Any]:
+    """Return a loaded and sharded model with its AdamW."""
+    model = load_model(checkpoint, dtype=dtype, source=source, **kwargs)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return accelerator.prepare(model, optimizer)
+
+
+def measure_load(accelerator: "Accelerator", checkpoint: str, is_cold: bool = False) -> Figures:
+    """Load with each source; compare what they loaded. With `is_cold`, the page cache is dropped before each."""
+    files = list(Path(checkpoint).glob("*.safetensors"))
+    gigabytes = sum(file.stat().st_size for file in files) / 1e9
+    figures: Figures = {"checkpoint, GB": gigabytes}
+    loaded: list[dict[str, torch.Tensor]] = []
+    for source in ("rank0", "direct"):
+        if is_cold:
+            drop_from_page_cache(files)
+        distributed.barrier()
+        models: list[Any] = []
+        work = functools.partial(load, accelerator, checkpoint, source, "bfloat16")
+        seconds = time_work(accelerator.device, lambda work=work, models=models: models.extend(work()[:1]))  # type: ignore[misc]
+        figures |= {f"{source}, seconds": seconds, f"{source}, GB/s": gigabytes / seconds}
+        loaded.append({name: value.detach() for name, value in local_tensors(dict(models[0].named_parameters()))})
+        accelerator.free_memory()
+    return figures | {"both sources load the same": _are_equal(*loaded)}
+
+
+def drop_from_page_cache(files: Sequence[Path]) -> None:
+    """Make the kernel drop files from its page cache, so that the next read comes from disk."""
+    for file in files:
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _are_equal(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
+    """Compare bit for bit."""
+    return first.keys() == second.keys() and all(
+        first[name].reshape(-1).view(torch.uint8).equal(second[name].reshape(-1).view(torch.uint8)) for name in first
+    )
+
+
+def measure_save(
+    accelerator: "Accelerator", checkpoint: str, directory: str, num_tokens: int, num_batches: int
+) -> Figures:
+    """Save while training goes on, change the state at once, and compare the checkpoint with the state at the save."""
+    model, optimizer = load(accelerator, checkpoint, "rank0", "float32")
+    device, plugin = accelerator.device, accelerator.state.fsdp_plugin
+    registry.apply("checkpointing")
+    writer = Writer(directory)
+    host_seconds: dict[str, float] = {}
+    tokens = torch.randint(model.config.vocab_size, (1, num_tokens)).to(device)
+
+    def save(number: int) -> None:
+        started = time.perf_counter()
+        state = capture(model, optimizer, plugin)
+        host_seconds["capture"] = time.perf_counter() - started
+        writer.save(Snapshot(number, state, {}, {}))
+        host_seconds["save"] = time.perf_counter() - started
+
+    def step(number: int | None = None) -> None:
+        if number is not None:
+            save(number)
+        for _ in range(num_batches):
+            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        writer.wait_until_staged()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def save_and_wait(number: int) -> None:
+        save(number)
+        writer.wait_until_staged()
+
+    model.train()
+    plain = statistics.median([time_work(device, step) for _ in range(NUM_REPEATS)][2:])
+    figures: Figures = {"step without a save, seconds": plain}
+    for number, when in enumerate(("first save, which allocates host memory", "later save"), 1):
+        figures[f"{when}: copy, seconds"] = time_work(device, functools.partial(save_and_wait, number))
+        figures[f"{when}: capture, seconds"] = host_seconds["capture"]
+        writer.wait()
+        _delete(directory, number)
+    expected = {name: tensor.detach().clone() for name, tensor in local_tensors(capture(model, optimizer, plugin))}
+    started = time.perf_counter()
+    with_save = time_work(device, functools.partial(step, 3))
+    beside = statistics.median(time_work(device, step) for _ in range(3))
+    writer.wait()
+    figures |= {
+        "state, GB": sum(tensor.nbytes for tensor in expected.values()) / 1e9,
+        "step with a save, seconds": with_save,
+        "training stood still, seconds": max(0.0, with_save - plain),
+        "the host was busy with the save, seconds": host_seconds["save"],
+        "the next steps, seconds": beside,
+        "until the checkpoint was complete, seconds": time.perf_counter() - started,
+    }
+    restored = restore(capture(model, optimizer, plugin), directory_for(directory, 3))
+    return figures | {"the checkpoint is the state at the save, bit for bit": _are_equal(restored, expected)}
+
+
+def restore(state: Mapping[str, dict[str, Any]], checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Read a checkpoint into a captured state; return its tensors on this rank. Collective: every rank must call this."""
+    import torch.distributed.checkpoint as dcp
+
+    for part, folder in PARTS.items():
+        reader = dcp.FileSystemReader(checkpoint / folder)
+        is_alone = not distributed.is_distributed()
+        dcp.load({part: state[part]}, storage_reader=reader, process_group=distributed.host_group(), no_dist=is_alone)
+    return dict(local_tensors(state))
+
+
+def _delete(directory: str, number: int) -> None:
+    import shutil
+
+    distributed.barrier()
+    if distributed.is_main():
+        shutil.rmtree(directory_for(directory, number))
+    distributed.barrier()
+
+
+MEASUREMENTS = {"devices": describe_devices, "copies": measure_copies, "load": measure_load, "save": measure_save}
+
+if __name__ == "__main__":
+    main(MEASUREMENTS)
