@@ -10,7 +10,7 @@ KERNELS := $(VENV)/kernels
 # The environments of test-versions, one for each list of versions in tests/versions.
 VERSIONS ?= lowest newest
 
-.PHONY: quickstart check test test-all test-device test-slurm test-versions rehearse rehearse-all lint bench soak templates docs-tables clean
+.PHONY: quickstart check test test-all test-device test-slurm test-versions rehearse rehearse-all lint bench soak gpu-day templates docs-tables clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py $(if $(MODEL),--model $(MODEL))
@@ -60,6 +60,14 @@ TMPFS ?= /dev/shm/hf-fsdp-soak
 SEED ?= 0
 soak: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.soak --kills $(KILLS) --disk $(DISK) --tmpfs $(TMPFS) --seed $(SEED)
+
+# On one accelerator, at most MINUTES per call; call it until nothing is left. MODELS takes 25 GB.
+OUT ?= runs/gpu-day
+MODELS ?= runs/gpu-day-models
+MINUTES ?= 9
+AGAIN ?=
+gpu-day: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.gpu_day --out $(OUT) --models $(MODELS) --minutes $(MINUTES) $(if $(AGAIN),--again $(AGAIN))
 
 templates: $(VENV)/.installed
 	$(BIN)/hf-fsdp config render-all

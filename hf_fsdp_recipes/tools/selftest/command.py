@@ -1,5 +1,7 @@
 """The `hf-fsdp selftest` command. Imports no torch, so that `hf-fsdp --help` answers at once."""
 
+import tempfile
+import time
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -19,8 +21,22 @@ def selftest(
     script: Annotated[Optional[Path], typer.Option(help="recipes/sft.py, if not that of the checkout.")] = None,
 ) -> None:
     """Measure copies, saving and loading on this machine's devices, and check that a killed run resumes exactly."""
-    from hf_fsdp_recipes.tools.selftest.selftest import run_selftest  # loads torch
-    from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT
+    from hf_fsdp_recipes.tools.selftest import measurements  # loads torch
+    from hf_fsdp_recipes.tools.selftest.report import write_report
 
-    if not run_selftest(output, minutes, script or SFT_SCRIPT):
-        raise RecipeError(f"the self-test failed. {output} lists the reasons; attach it to an issue.")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    deadline, results = time.monotonic() + 60 * minutes, []
+    with tempfile.TemporaryDirectory(prefix="selftest-", dir=output.parent) as directory:
+        site = measurements.find_site(Path(directory), script or measurements.SFT_SCRIPT, deadline)
+        for name, (expected_seconds, function) in measurements.MEASUREMENTS.items():
+            if time.monotonic() + expected_seconds <= deadline:
+                result = measurements.measure(name, function, site)
+            else:
+                late = f"It takes about {expected_seconds} s, and less is left. Raise --minutes."
+                result = measurements.Result(name, "skipped", error=late)
+            results.append(result)
+            print(f"{result.status:<8}{name:<21}{result.seconds:4.0f} s  {result.error}".rstrip(), flush=True)
+            write_report(output, "hf-fsdp selftest", site.device, site.num_ranks, results)
+    print(f"report: {output}")
+    if any(result.status == "failed" for result in results):
+        raise RecipeError(f"The self-test failed; {output} has the reasons. Attach it to an issue.")

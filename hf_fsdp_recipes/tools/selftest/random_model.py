@@ -3,7 +3,10 @@
 import json
 import random
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
+
+from hf_fsdp_recipes.errors import RecipeError
 
 
 def write_random_model(config: dict[str, Any], directory: Path) -> None:
@@ -24,6 +27,11 @@ def write_random_model(config: dict[str, Any], directory: Path) -> None:
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
     model_config.save_pretrained(directory)
     names = dict(model.named_parameters())  # tied ones once
+    num_bytes, free_bytes = 2 * sum(parameter.numel() for parameter in names.values()), disk_usage(directory).free
+    if free_bytes < num_bytes:
+        raise RecipeError(
+            f"{directory} has {free_bytes / 1e9:.1f} GB free, but the model needs {num_bytes / 1e9:.1f} GB. Use another disk."
+        )
     num_values = max(parameter.numel() for parameter in names.values()) + len(names)
     noise = (torch.randn(num_values, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
     weight_map: dict[str, str] = {}
@@ -40,7 +48,7 @@ def write_random_model(config: dict[str, Any], directory: Path) -> None:
             save_file(part, directory / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(part, file)
             part, part_bytes = {}, 0
-    index = {"metadata": {"total_size": 2 * sum(p.numel() for p in names.values())}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     write_tokenizer(directory)
 

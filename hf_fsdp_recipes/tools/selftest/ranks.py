@@ -5,7 +5,7 @@ A figure's name contains its unit; a bool is a check.
 
 import functools
 import json
-import os
+import shutil
 import statistics
 import sys
 import time
@@ -19,6 +19,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.layout import PARTS, directory_for
 from hf_fsdp_recipes.checkpointing.state import capture, local_tensors
 from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer
+from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.loading.load_model import load_model
 from hf_fsdp_recipes.patches import cpu_ranks, registry
 
@@ -46,16 +47,6 @@ def _worst(name: str, values: Sequence[Any]) -> Any:
     if isinstance(values[0], str):
         return values[0]
     return min(values) if isinstance(values[0], bool) or "GB/s" in name else max(values)
-
-
-def describe_devices(accelerator: "Accelerator") -> Figures:
-    """Return the device's name and memory."""
-    device = accelerator.device
-    if device.type == "cpu":
-        return {"device": "cpu", "memory, bytes": 0}
-    module = torch.get_device_module(device)
-    name = module.get_device_name() if hasattr(module, "get_device_name") else device.type
-    return {"device": f"{name} ({device.type})", "memory, bytes": torch.accelerator.get_memory_info()[1]}
 
 
 def measure_copies(accelerator: "Accelerator", num_bytes: int) -> Figures:
@@ -101,31 +92,25 @@ def load(accelerator: "Accelerator", checkpoint: str, source: str, dtype: str, *
     return accelerator.prepare(model, optimizer)
 
 
-def measure_load(accelerator: "Accelerator", checkpoint: str, is_cold: bool = False) -> Figures:
-    """Load with each source; compare what they loaded. With `is_cold`, the page cache is dropped before each."""
-    files = list(Path(checkpoint).glob("*.safetensors"))
-    gigabytes = sum(file.stat().st_size for file in files) / 1e9
+def measure_load(
+    accelerator: "Accelerator", checkpoint: str, tiny: str, sources: Sequence[str] = ("rank0", "direct")
+) -> Figures:
+    """Load with each source, after a tiny checkpoint that takes the imports; compare what they loaded."""
+    load(accelerator, tiny, "rank0", "bfloat16")
+    gigabytes = sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors")) / 1e9
     figures: Figures = {"checkpoint, GB": gigabytes}
     loaded: list[dict[str, torch.Tensor]] = []
-    for source in ("rank0", "direct"):
-        if is_cold:
-            drop_from_page_cache(files)
-        distributed.barrier()
-        models: list[Any] = []
-        work = functools.partial(load, accelerator, checkpoint, source, "bfloat16")
-        seconds = time_work(accelerator.device, lambda work=work, models=models: models.extend(work()[:1]))  # type: ignore[misc]
-        figures |= {f"{source}, seconds": seconds, f"{source}, GB/s": gigabytes / seconds}
-        loaded.append({name: value.detach() for name, value in local_tensors(dict(models[0].named_parameters()))})
+
+    def load_from(source: str) -> None:
+        model, _ = load(accelerator, checkpoint, source, "bfloat16")
+        loaded.append(dict(local_tensors({name: value.detach() for name, value in model.named_parameters()})))
+
+    for source in sources:
         accelerator.free_memory()
-    return figures | {"both sources load the same": _are_equal(*loaded)}
-
-
-def drop_from_page_cache(files: Sequence[Path]) -> None:
-    """Make the kernel drop files from its page cache, so that the next read comes from disk."""
-    for file in files:
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        distributed.barrier()
+        seconds = time_work(accelerator.device, functools.partial(load_from, source))
+        figures |= {f"{source}, seconds": seconds, f"{source}, GB/s": gigabytes / seconds}
+    return figures | {"all sources load the same": all(_are_equal(loaded[0], other) for other in loaded)}
 
 
 def _are_equal(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
@@ -140,20 +125,23 @@ def measure_save(
 ) -> Figures:
     """Save while training goes on, change the state at once, and compare the checkpoint with the state at the save."""
     model, optimizer = load(accelerator, checkpoint, "rank0", "float32")
+    state_bytes = 12 * sum(parameter.numel() for parameter in model.parameters())
+    if distributed.run_on_main(lambda: shutil.disk_usage(directory).free) < state_bytes:
+        raise RecipeError(f"A checkpoint takes {state_bytes / 1e9:.1f} GB, and {directory} has less. Use another disk.")
     device, plugin = accelerator.device, accelerator.state.fsdp_plugin
     registry.apply("checkpointing")
     writer = Writer(directory)
-    host_seconds: dict[str, float] = {}
     tokens = torch.randint(model.config.vocab_size, (1, num_tokens)).to(device)
+    figures: Figures = {}
 
     def save(number: int) -> None:
         started = time.perf_counter()
         state = capture(model, optimizer, plugin)
-        host_seconds["capture"] = time.perf_counter() - started
+        figures["capture, seconds"] = time.perf_counter() - started
         writer.save(Snapshot(number, state, {}, {}))
-        host_seconds["save"] = time.perf_counter() - started
+        figures["the host was busy with capture and start, seconds"] = time.perf_counter() - started
 
-    def step(number: int | None = None) -> None:
+    def train(number: int | None = None) -> None:
         if number is not None:
             save(number)
         for _ in range(num_batches):
@@ -167,23 +155,24 @@ def measure_save(
         writer.wait_until_staged()
 
     model.train()
-    plain = statistics.median([time_work(device, step) for _ in range(NUM_REPEATS)][2:])
-    figures: Figures = {"step without a save, seconds": plain}
-    for number, when in enumerate(("first save, which allocates host memory", "later save"), 1):
-        figures[f"{when}: copy, seconds"] = time_work(device, functools.partial(save_and_wait, number))
-        figures[f"{when}: capture, seconds"] = host_seconds["capture"]
+    plain = statistics.median([time_work(device, train) for _ in range(NUM_REPEATS)][2:])
+    copies = []
+    for number in (1, 2):
+        copies.append(time_work(device, functools.partial(save_and_wait, number)))
         writer.wait()
-        _delete(directory, number)
+        distributed.run_on_main(functools.partial(shutil.rmtree, directory_for(directory, number)))
     expected = {name: tensor.detach().clone() for name, tensor in local_tensors(capture(model, optimizer, plugin))}
     started = time.perf_counter()
-    with_save = time_work(device, functools.partial(step, 3))
-    beside = statistics.median(time_work(device, step) for _ in range(3))
+    with_save = time_work(device, functools.partial(train, 3))
+    beside = statistics.median(time_work(device, train) for _ in range(3))
     writer.wait()
     figures |= {
-        "state, GB": sum(tensor.nbytes for tensor in expected.values()) / 1e9,
+        "state on this rank, GB": sum(tensor.nbytes for tensor in expected.values()) / 1e9,
+        "first copy, which allocates host memory, seconds": copies[0],
+        "later copy, seconds": copies[1],
+        "step, seconds": plain,
         "step with a save, seconds": with_save,
         "training stood still, seconds": max(0.0, with_save - plain),
-        "the host was busy with the save, seconds": host_seconds["save"],
         "the next steps, seconds": beside,
         "until the checkpoint was complete, seconds": time.perf_counter() - started,
     }
@@ -202,16 +191,7 @@ def restore(state: Mapping[str, dict[str, Any]], checkpoint: Path) -> dict[str, 
     return dict(local_tensors(state))
 
 
-def _delete(directory: str, number: int) -> None:
-    import shutil
-
-    distributed.barrier()
-    if distributed.is_main():
-        shutil.rmtree(directory_for(directory, number))
-    distributed.barrier()
-
-
-MEASUREMENTS = {"devices": describe_devices, "copies": measure_copies, "load": measure_load, "save": measure_save}
+MEASUREMENTS: dict[str, Callable[..., Figures]] = {"copies": measure_copies, "load": measure_load, "save": measure_save}
 
 if __name__ == "__main__":
     main(MEASUREMENTS)

@@ -2,8 +2,8 @@
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -11,51 +11,35 @@ from hf_fsdp_recipes.checkpointing.resume import PACKAGES
 from hf_fsdp_recipes.tools.selftest.measurements import Result
 
 OPTIONAL_PACKAGES = ("bitsandbytes", "liger-kernel", "flash-attn", "kernels", "triton")
+ON_CPU = "CPU ranks over gloo: the checks are valid, but the figures say nothing about accelerators"
 
 
-def write_report(file: Path, title: str, intro: Sequence[str], results: Sequence[Result]) -> None:
-    """Write the machine, the versions, every figure, and the errors."""
-    rows = [row for result in results for row in _rows(result)]
-    lines = [f"# {title}", "", *intro, "", machine(), "", versions(), ""]
-    lines += ["| measurement | figure | value |", "|---|---|---|", *rows, ""]
+def write_report(file: Path, title: str, device: str | None, num_ranks: int, results: Sequence[Result]) -> None:
+    """Write machine and versions, all figures, and the errors."""
+    installed = {found.name: found.version for found in distributions()}
+    versions = [f"{name} {installed[name]}" for name in (*PACKAGES, *OPTIONAL_PACKAGES) if name in installed]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    lines = [
+        f"# {title}",
+        "",
+        f"- ranks: {num_ranks}; {device or ON_CPU}",
+        f"- host: {os.cpu_count()} cores, {memory:.0f} GiB, {platform.platform()}, Python {platform.python_version()}",
+        f"- versions: {', '.join(versions)}",
+        "",
+        "| measurement | figure | value |",
+        "|---|---|---|",
+    ]
+    for result in results:
+        lines.append(f"| {result.name} | {result.status} | {result.seconds:.0f} s |")
+        lines += [f"| | {name} | {_format(value)} |" for name, value in result.figures.items()]
     for result in results:
         if result.error:
-            lines += [f"## {result.name}: {result.status}", "", "```text", result.error, "```", ""]
+            lines += ["", f"{result.name}, {result.status}:", "", "```text", result.error, "```"]
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(lines))
+    file.write_text("\n".join(lines) + "\n")
 
 
-def _rows(result: Result) -> Iterator[str]:
-    yield f"| {result.name} | {result.status} | {result.seconds:.0f} s |"
-    for name, value in result.figures.items():
-        yield f"| | {name} | {format_value(value)} |"
-
-
-def format_value(value: Any) -> str:
-    """Return a figure as text."""
+def _format(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "**NO**"
-    return (
-        f"{value:,.3g}"
-        if isinstance(value, float) and abs(value) < 1000
-        else f"{value:,}"
-        if isinstance(value, int | float)
-        else str(value)
-    )
-
-
-def machine() -> str:
-    """Describe the host in one line."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.platform()}, Python {platform.python_version()}"
-
-
-def versions() -> str:
-    """List the versions of the packages that matter, without those that are not installed."""
-    found = []
-    for name in (*PACKAGES, *OPTIONAL_PACKAGES):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found)
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
