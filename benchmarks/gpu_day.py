@@ -1,6 +1,6 @@
 """Measures on one accelerator what CPU ranks cannot show. Made for machines that are lent for minutes.
 
-    make gpu-day [OUT=runs/gpu-day] [MODELS=runs/gpu-day-models] [MINUTES=9] [AGAIN="copies"]
+    make gpu-day [OUT=runs/gpu-day] [MODELS=runs/gpu-day-models] [MINUTES=9] [AGAIN=copies]
 
 Each measurement has its own process and a line in OUT/results.jsonl, so that a crash loses only itself. A call ends before
 its limit and prints what is left; the next call goes on. OUT/report.md has all figures, OUT/logs what each measurement printed,
@@ -51,13 +51,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "lora_8b": {
         "": {},
         "checkpointing": CHECKPOINTING,
-        "micro-batch 2": {"per_device_train_batch_size": 2},
+        "micro_batch_2": {"per_device_train_batch_size": 2},
         "sdpa": {"attention": "sdpa"},
         "flash": {"attention": "flash"},
         "flex": {"attention": "flex"},
         "compile_blocks": {"compile_blocks": True},
         "liger": {"use_liger_kernel": True},
-        "micro-batch 2, compile_blocks": {"per_device_train_batch_size": 2, "compile_blocks": True},
+        "micro_batch_2-compile_blocks": {"per_device_train_batch_size": 2, "compile_blocks": True},
     },
     "qlora_8b": {"checkpointing": CHECKPOINTING},
     "full_1b": {
@@ -121,7 +121,9 @@ def train(day: Day, model: str, variant: str) -> Figures:
     """Train 20 steps with the recipe; compare time and memory with the planner's, and the report's clock with the wall."""
     site = day.site(LLAMA_1B if model == "full_1b" else LLAMA_8B)
     length, steps = (128, 8) if day.is_small else (4096, 20)
-    case = Case(f"{model} {variant}", dict(site.config), SETTINGS[model] | VARIANTS[model][variant], length, steps)
+    case = Case(
+        f"{model}-{variant}".strip("-"), dict(site.config), SETTINGS[model] | VARIANTS[model][variant], length, steps
+    )
     with tempfile.TemporaryDirectory(dir=day.models) as name:
         directory = Path(name)
         wrapper = [str(ROOT / "benchmarks" / "traced.py"), name]
@@ -132,11 +134,11 @@ def train(day: Day, model: str, variant: str) -> Figures:
         trace = directory / "trace.json.gz"
         if trace.exists():
             (day.out / "traces").mkdir(exist_ok=True)
-            trace.replace(day.out / "traces" / f"{file_name(case.title)}.json.gz")
+            trace.replace(day.out / "traces" / f"{case.title}.json.gz")
         planned = plan(directory / "recipe.yaml")
     measured = figures(case, entries, output)
     training = [entry for entry in entries if "loss" in entry and not entry.get("is_warmup")]
-    clock_seconds = sum(sum(entry["seconds"].values()) for entry in entries if "seconds" in entry)
+    clock_seconds = sum(sum(entry["seconds"].values()) for entry in entries if isinstance(entry.get("seconds"), dict))
     rates = {"mfu": measured["mfu"]} if "mfu" in measured else {}
     return rates | {
         "attention": measured["attention"],
@@ -160,12 +162,12 @@ def plan(recipe: Path) -> dict[str, Any]:
 
 MEASUREMENTS: dict[str, tuple[int, Callable[[Day], Figures]]] = {  # with the seconds that each is expected to take
     "copies": (30, lambda day: selftest.measure_copies(day.site())),
-    "train, kill, resume": (120, lambda day: selftest.train_kill_resume(day.site())),
-    "save of 20 GB": (180, lambda day: selftest.measure_save(day.site(LLAMA_1_7B))),
-    "load of 16 GB": (300, measure_load),
-    "4-bit weights": (90, compare_4bit),
+    "train_kill_resume": (120, lambda day: selftest.train_kill_resume(day.site())),
+    "save_20gb": (180, lambda day: selftest.measure_save(day.site(LLAMA_1_7B))),
+    "load_16gb": (300, measure_load),
+    "4bit": (90, compare_4bit),
     **{
-        f"{model} {variant}".strip(): (
+        f"{model}-{variant}".strip("-"): (
             120 if "compile" in variant else 80,
             lambda day, model=model, variant=variant: train(day, model, variant),
         )
@@ -229,7 +231,7 @@ def run_in_process(options: argparse.Namespace, name: str, deadline: float) -> R
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     file = result_file(options.out, name)
     file.unlink(missing_ok=True)
-    log = options.out / "logs" / f"{file_name(name)}.txt"
+    log = options.out / "logs" / f"{name}.txt"
     with start(command, os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}, log) as run:
         try:
             for _ in run.poll(limit_seconds, interval_seconds=0.2):
@@ -263,12 +265,7 @@ def report(out: Path, results: dict[str, Result]) -> None:
 
 def result_file(out: Path, name: str) -> Path:
     """Return where the process of a measurement writes its result."""
-    return out / "logs" / f"{file_name(name)}.json"
-
-
-def file_name(name: str) -> str:
-    """Return a measurement's name as that of a file."""
-    return "".join(letter if letter.isalnum() else "_" for letter in name.strip())
+    return out / "logs" / f"{name}.json"
 
 
 if __name__ == "__main__":
