@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.load import forget
 from benchmarks.step import FULL, LLAMA3, LORA, ROOT, Case, figures, train_case
+from benchmarks.traced import WARMUP_STEPS
 from hf_fsdp_recipes.tools.planner import command as planner
 from hf_fsdp_recipes.tools.selftest import measurements as selftest
 from hf_fsdp_recipes.tools.selftest.measurements import Figures, Result, Site, find_model, measure, run_on_ranks
@@ -138,7 +139,8 @@ def train(day: Day, model: str, variant: str) -> Figures:
         planned = plan(directory / "recipe.yaml")
     measured = figures(case, entries, output)
     training = [entry for entry in entries if "loss" in entry and not entry.get("is_warmup")]
-    clock_seconds = sum(sum(entry["seconds"].values()) for entry in entries if isinstance(entry.get("seconds"), dict))
+    timed = [entry for entry in training if WARMUP_STEPS < entry["step"] < steps]
+    clock_seconds = sum(sum(entry["seconds"].values()) for entry in timed)
     rates = {"mfu": measured["mfu"]} if "mfu" in measured else {}
     return rates | {
         "attention": measured["attention"],
@@ -214,9 +216,7 @@ def run_all(options: argparse.Namespace, deadline: float) -> list[str]:
         results[name] = run_in_process(options, name, deadline)
         with (options.out / "results.jsonl").open("a") as stream:
             stream.write(json.dumps(dataclasses.asdict(results[name])) + "\n")
-        print(
-            f"{results[name].status:<8}{results[name].seconds:4.0f} s  {name}  {results[name].error[:200]}", flush=True
-        )
+        print(f"{results[name].status:<8}{results[name].seconds:4.0f} s  {name}  {reason}", flush=True)
         report(options.out, results)
     report(options.out, results)
     return left

@@ -1,8 +1,9 @@
-"""Runs an unchanged training script on one rank, traces its last step, and measures the time of all steps from outside.
+"""Runs an unchanged training script on one rank, traces its last step, and measures the time of the others from outside.
 
     accelerate launch --config_file TEMPLATE benchmarks/traced.py RESULT_DIRECTORY recipes/sft.py --config X.yaml
 
-Writes `trace.json.gz` for Perfetto, and `wall.json` with the seconds from the start to the end of training.
+Writes `trace.json.gz` for Perfetto, and `wall.json` with the seconds of the steps after the first WARMUP_STEPS and before the
+last one, logging and callbacks included.
 """
 
 import json
@@ -11,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+WARMUP_STEPS = 5
 
 
 def main() -> None:
@@ -33,8 +36,8 @@ def tracer_class(directory: Path) -> type:
         return time.perf_counter()
 
     class Tracer(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.started = now()
+        def __init__(self) -> None:
+            self.started = self.ended = 0.0
             self.profiler: Any = None
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -43,12 +46,16 @@ def tracer_class(directory: Path) -> type:
                 self.profiler.start()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if self.profiler is not None and state.global_step == state.max_steps:
+            if state.global_step == WARMUP_STEPS:
+                self.started = now()
+            elif state.global_step == state.max_steps - 1:
+                self.ended = now()
+            elif self.profiler is not None:
                 now()
                 self.profiler.stop()
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            (directory / "wall.json").write_text(json.dumps({"seconds": now() - self.started}))
+            (directory / "wall.json").write_text(json.dumps({"seconds": self.ended - self.started}))
             if self.profiler is not None:
                 self.profiler.export_chrome_trace(str(directory / "trace.json.gz"))
 

@@ -35,7 +35,8 @@ def selftest(
                 late = f"It takes about {expected_seconds} s, and less is left. Raise --minutes."
                 result = measurements.Result(name, "skipped", error=late)
             results.append(result)
-            print(f"{result.status:<8}{name:<21}{result.seconds:4.0f} s  {result.error}".rstrip(), flush=True)
+            reason = result.error.partition("\n")[0]
+            print(f"{result.status:<8}{name:<21}{result.seconds:4.0f} s  {reason}".rstrip(), flush=True)
             write_report(output, "hf-fsdp selftest", site.device, site.num_ranks, results)
     print(f"report: {output}")
     if any(result.status == "failed" for result in results):

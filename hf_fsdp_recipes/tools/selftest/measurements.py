@@ -32,6 +32,7 @@ MEDIUM = {
     "num_key_value_heads": 16, "vocab_size": 32_000, "max_position_embeddings": 4096,
 }  # fmt: skip
 MEDIUM_DEVICE_BYTES = 16_000_000_000  # with training and a second copy of the state, MEDIUM takes 10 GB
+NUM_LOG_LINES = 40  # of a failed launch, for the report
 RECIPE = {
     "max_length": 64, "max_steps": 60, "save_steps": 10, "logging_steps": 1, "per_device_train_batch_size": 2,
     "learning_rate": 1.0e-3, "gradient_checkpointing": False, "attention": "eager", "full_determinism": True,
@@ -106,10 +107,11 @@ def run_on_ranks(
     Raises:
         RecipeError: a rank failed, or the time is over.
     """
-    scratch = Path(tempfile.mkdtemp(dir=site.directory))
-    arguments = [name, json.dumps(options, default=str), str(scratch / "figures.json")]
-    _launch(site, script, arguments, scratch / "log", precision)
-    return dict(json.loads((scratch / "figures.json").read_text()))
+    with tempfile.TemporaryDirectory(dir=site.directory) as scratch:
+        file = Path(scratch) / "figures.json"
+        arguments = [name, json.dumps(options, default=str), str(file)]
+        _launch(site, script, arguments, file.with_suffix(".log"), precision)
+        return dict(json.loads(file.read_text()))
 
 
 def _launch(
@@ -128,7 +130,8 @@ def _launch(
         if _wait(run, site.deadline, is_enough or (lambda: False)):
             return
     if run.exit_status:
-        raise RecipeError(run.describe_failure())
+        last_lines = "\n".join(run.read_log().splitlines()[-NUM_LOG_LINES:])
+        raise RecipeError(f"{run.describe_failure()}\n\n{last_lines}")
     if is_enough is not None:
         raise RecipeError("The run ended before it could be killed.")
 
