@@ -216,6 +216,7 @@ def run_all(options: argparse.Namespace, deadline: float) -> list[str]:
         results[name] = run_in_process(options, name, deadline)
         with (options.out / "results.jsonl").open("a") as stream:
             stream.write(json.dumps(dataclasses.asdict(results[name])) + "\n")
+        reason = results[name].error.partition("\n")[0]
         print(f"{results[name].status:<8}{results[name].seconds:4.0f} s  {name}  {reason}", flush=True)
         report(options.out, results)
     report(options.out, results)
