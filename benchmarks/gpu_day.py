@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.load import forget
 from benchmarks.step import FULL, LLAMA3, LORA, ROOT, Case, figures, train_case
 from benchmarks.traced import WARMUP_STEPS
@@ -113,7 +115,7 @@ def measure_load(day: Day) -> Figures:
 
 def compare_4bit(day: Day) -> Figures:
     """Compare 4-bit weights with those that bitsandbytes makes on the device."""
-    site = day.site(LLAMA_1B | {"tie_word_embeddings": False})
+    site = day.site(LLAMA_1B)
     checkpoint, tiny = find_model(site, site.config), find_model(site, selftest.TINY)
     return run_on_ranks(site, "4-bit", script=RANKS_SCRIPT, precision="no", checkpoint=checkpoint, tiny=tiny)
 
@@ -198,6 +200,8 @@ def main() -> None:
         result = measure(options.run, lambda _: MEASUREMENTS[options.run][1](day), day.site())
         result_file(options.out, options.run).write_text(json.dumps(dataclasses.asdict(result)))
         return
+    if options.scale == "full" and not torch.accelerator.is_available():
+        parser.error("there is no accelerator. On CPU ranks, only --scale small runs, to test the program.")
     left = run_all(options, deadline)
     print(f"left: {', '.join(left) or 'nothing'}; report: {options.out / 'report.md'}")
 

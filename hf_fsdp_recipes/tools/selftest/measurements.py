@@ -82,8 +82,9 @@ def find_site(directory: Path, script: Path, deadline: float) -> Site:
         return Site(directory, script=script, deadline=deadline)
     accelerator = torch.accelerator.current_accelerator()
     found = torch.get_device_module(accelerator).get_device_properties(0)
-    device = f"{found.name} ({accelerator}), {found.total_memory / 2**30:.1f} GiB"
-    is_large = found.total_memory >= MEDIUM_DEVICE_BYTES
+    device_bytes = getattr(found, "total_memory", 0)
+    device = f"{getattr(found, 'name', 'unnamed')} ({accelerator}), {device_bytes / 2**30:.1f} GiB"
+    is_large = device_bytes >= MEDIUM_DEVICE_BYTES
     sizes: Any = {"config": MEDIUM, "copied_bytes": 10**9, "num_tokens": 4096, "num_batches": 4} if is_large else {}
     return Site(directory, device, torch.accelerator.device_count(), script=script, deadline=deadline, **sizes)
 
