@@ -53,9 +53,10 @@ def test_gpu_day_measures_a_save(package, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_gpu_day_compares_with_other_loaders_and_with_the_planner(package, tmp_path):
-    names = ["copies", "load_16gb", "4bit", "lora_8b", "full_1b-activation_offloading"]
+    names = ["load_16gb", "4bit", "lora_8b"]
     results = gpu_day(package, tmp_path, *names)
     assert {name: result["status"] for name, result in results.items()} == dict.fromkeys(names, "ok")
     trained = results["lora_8b"]["figures"]
     assert trained["planned peak, GiB"] == pytest.approx(trained["peak allocated, GiB"], rel=0.3)
+    assert trained["the report's clock, seconds"] == pytest.approx(trained["wall, seconds"], rel=0.1)
     assert (tmp_path / "traces" / "lora_8b.json.gz").exists()
