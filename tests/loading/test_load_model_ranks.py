@@ -110,11 +110,14 @@ def test_every_value_arrives_on_four_ranks_that_read_directly(tiny_model, text_f
         assert seen[3][name] == tensor.float().tolist(), name
 
 
-def _shards_through_small_buckets(model_dir, data, output, keywords):
-    """As `_shards`, in many buckets."""
-    from hf_fsdp_recipes.loading import distribute, materialize
+def _shards_through_small_buckets(model_dir, data, output, keywords, remote_ranks):
+    """As `_shards`, in many buckets; `remote_ranks` do not see rank 0's memory, as on another node."""
+    from hf_fsdp_recipes import distributed
+    from hf_fsdp_recipes.loading import distribute, materialize, shared_memory
 
     distribute.BUCKET_BYTES = 4096
+    if distributed.rank() in remote_ranks:
+        shared_memory._open = lambda *arguments: None
     scatter = materialize.scatter
 
     def scatter_and_check_sums(targets, index, group, checksums):
@@ -128,14 +131,16 @@ def _shards_through_small_buckets(model_dir, data, output, keywords):
     return _shards(model_dir, data, output, keywords)
 
 
-@pytest.mark.parametrize("parallel", [None, HYBRID])
-def test_every_value_arrives_through_small_buckets(tiny_model, text_file, tmp_path, parallel):
+@pytest.mark.parametrize(("parallel", "remote_ranks"), [(None, [2]), (HYBRID, []), (HYBRID, [1, 2, 3])])
+def test_every_value_arrives_through_small_buckets(tiny_model, text_file, tmp_path, parallel, remote_ranks):
     from safetensors.torch import load_file
 
     model = tiny_model("llama", "bfloat16")
     keywords = {"dtype": "bfloat16", "load_arguments": {"verify": "full"}}
     environment = fsdp_environment(FSDP2, parallel)
-    found = run_ranks(_shards_through_small_buckets, 4, model, text_file, tmp_path, keywords, environment=environment)
+    found = run_ranks(
+        _shards_through_small_buckets, 4, model, text_file, tmp_path, keywords, remote_ranks, environment=environment
+    )
     for name, tensor in load_file(model / "model.safetensors").items():
         assert found[3][name] == tensor.float().tolist(), name
 

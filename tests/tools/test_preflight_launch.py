@@ -498,8 +498,8 @@ H100 = bandwidth_advice.RankLoad(
 
 def test_slow_network_between_nodes_advises_hybrid():
     text = bandwidth_advice.advise("full_shard", H100, within=300e9, between=10e9, num_nodes=2, ranks_per_node=8)
-    assert "needs 73.24 GB/s between nodes" in text
-    assert "7.3 times too slow. Use hybrid_shard" in text
+    assert "needs 97.66 GB/s between nodes" in text
+    assert "9.8 times too slow. Use hybrid_shard" in text
 
 
 def test_fast_network_is_sufficient_and_hybrid_is_compared_with_the_links_within_nodes():
