@@ -70,6 +70,7 @@ def test_dry_run_plans_for_the_memory_of_the_device(ranks, tiny_model, text_file
     [text, _] = ranks.run(dry_run, 2, arguments, environment=variables | DEVICE)
     assert "this launch on 2 GPUs" in text
     assert "of 1.1 GB" in text  # DEVICE_MIB
+    variables = template_environment(TEMPLATES / "fsdp2_cpu.yaml")
     [text, _] = ranks.run(dry_run, 2, arguments, environment=variables | CPU)
     assert "this launch on 2 CPU ranks" in text
     assert "of 1.1 GB" not in text
