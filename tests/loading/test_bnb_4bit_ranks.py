@@ -138,3 +138,25 @@ def test_checkpoint_that_is_already_quantized_is_refused_by_name(tiny_model, tmp
     (model / "config.json").write_text(json.dumps(config))
     errors = run_ranks(_load_only, 2, model, {}, environment=fsdp_environment(FSDP2), expect_failure=True)
     assert all("already quantized" in text for _, text in errors)
+
+
+def _num_parameters(model_dir, dtype):
+    from hf_fsdp_recipes.patches import cpu_ranks
+    from tests.ranks.training import quantized
+
+    cpu_ranks.enable()
+    from hf_fsdp_recipes import load_model
+
+    plain = load_model(str(model_dir), dtype=dtype)
+    packed = load_model(str(model_dir), dtype=dtype, **quantized(NF4))
+    return plain.num_parameters(), packed.num_parameters(), sum(one.numel() for one in packed.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_are_counted_as_if_they_were_not_packed(tiny_model, dtype):
+    """`verify_export: auto` compares this count with its limit."""
+    environment = fsdp_environment(FSDP2)
+    [(num_plain, num_packed, num_elements)] = run_ranks(
+        _num_parameters, 1, tiny_model("llama"), dtype, environment=environment
+    )
+    assert num_packed == num_plain > num_elements

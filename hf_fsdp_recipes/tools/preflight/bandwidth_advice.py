@@ -114,8 +114,8 @@ def advise(
     moved = f"{PASSES.get(strategy, 2) - 1} x {load.parameter_bytes} + {load.gradient_bytes} bytes per parameter"
     comparison = (
         f"{strategy} needs {_format_rate(needed)} {where} to hide transfers behind computation ({moved}, {NUM_FLOPS} FLOPs "
-        f"per parameter and token, {load.num_tokens:,} tokens per rank from {load.tokens_source}, {load.flops_per_second / 1e12:,.2f} TFLOP/s measured); measured "
-        f"{_format_rate(link)}"
+        f"per parameter and token, {load.num_tokens:,} tokens per rank from {load.tokens_source}, "
+        f"{load.flops_per_second / 1e12:,.2f} TFLOP/s measured); measured {_format_rate(link)}"
     )
     if link >= needed:
         return f"{comparison}: sufficient"
