@@ -169,6 +169,7 @@ def _export_twice(model, data, output):
     export_model(trainer.model, output / "export")
 
 
+@pytest.mark.slow
 def test_earlier_export_is_replaced_completely(tiny_model, text_file, tmp_path):
     run_ranks(_export_twice, 2, tiny_model("llama"), text_file, tmp_path, environment=fsdp_environment(FSDP2))
     assert [file.name for file in (tmp_path / "export").glob("*.safetensors*")] == ["model.safetensors"]

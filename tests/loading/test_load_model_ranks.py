@@ -26,7 +26,7 @@ def _train(model, data, output, keywords):
 @pytest.mark.parametrize(
     ("kind", "lora"),
     [
-        ("llama", None),
+        pytest.param("llama", None, marks=pytest.mark.slow),
         ("llama_tied", None),
         pytest.param("llama_tied", LORA, marks=pytest.mark.slow),
         ("gpt2", None),
@@ -60,7 +60,7 @@ def test_hybrid_losses_equal_stock_loading(tiny_model, text_file, tmp_path):
     assert ours == stock
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_other_numbers_of_ranks_equal_stock_loading(tiny_model, text_file, tmp_path, world_size):
     # 307 rows of vocabulary and 5 experts divide over neither 2 nor 3 ranks; biases have fewer rows than some worlds.
     stock, ours = both(tiny_model("qwen3_moe"), text_file, tmp_path, fsdp_environment(FSDP2), world_size=world_size)

@@ -255,7 +255,8 @@ def train_with_offloaded_activations(model, data, output, settings):
     return train_keywords(model, data, output, settings), sum(offloaded)
 
 
-@pytest.mark.parametrize("fsdp", [FSDP2, pytest.param(FSDP1, marks=pytest.mark.slow)], ids=["fsdp2", "fsdp1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [FSDP2, FSDP1], ids=["fsdp2", "fsdp1"])
 def test_offloaded_activations_keep_the_losses(fsdp, tiny_model, text_file, tmp_path):
     model = tiny_model("llama")
     plain = losses(model, text_file, tmp_path, "plain", fsdp)
