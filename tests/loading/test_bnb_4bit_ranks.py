@@ -39,9 +39,9 @@ def losses(kind, text_file, tmp_path, tiny_model, environment, world_size=2, **k
     ("kind", "world_size", "quantization"),
     [
         ("llama", 2, NF4),
-        ("llama_tied", 2, NF4 | {"bnb_4bit_use_double_quant": True}),
-        ("llama", 3, NF4 | {"bnb_4bit_quant_type": "fp4"}),
-        ("gpt2", 2, NF4),
+        pytest.param("llama_tied", 2, NF4 | {"bnb_4bit_use_double_quant": True}, marks=pytest.mark.slow),
+        pytest.param("llama", 3, NF4 | {"bnb_4bit_quant_type": "fp4"}, marks=pytest.mark.slow),
+        pytest.param("gpt2", 2, NF4, marks=pytest.mark.slow),
         ("qwen3_moe", 1, NF4),
     ],
 )
@@ -61,6 +61,7 @@ def test_fsdp1_losses_equal_stock_qlora(tiny_model, text_file, tmp_path):
     assert ours == stock
 
 
+@pytest.mark.slow
 def test_hybrid_losses_equal_stock_qlora(tiny_model, text_file, tmp_path):
     environment = fsdp_environment(FSDP2, HYBRID)
     stock, ours = losses("llama", text_file, tmp_path, tiny_model, environment, world_size=4)
@@ -97,7 +98,8 @@ def test_integer_storage_is_changed_to_one_that_is_sharded(tiny_model, text_file
         assert local["model.layers.0.self_attn.q_proj.weight"] == ("torch.bfloat16", 128)
 
 
-@pytest.mark.parametrize("loader", ["rank0", pytest.param("direct", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", ["rank0", "direct"])
 def test_ranks_that_read_in_turn_get_the_same_weights(tiny_model, text_file, tmp_path, loader):
     keywords = {"lora": LORA, "dtype": "float32", "quantization": NF4, "loader": loader}
     found = run_ranks(

@@ -121,6 +121,7 @@ def test_70b_needs_a_paged_optimizer_on_one_node_but_not_on_two(planners):
     assert planner.plan(job.replace(num_gpus=16)).fits
 
 
+@pytest.mark.slow
 def test_planning_405b_on_64_gpus_takes_less_than_20_seconds_of_one_core(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA31_405B))
@@ -308,17 +309,17 @@ def test_host_memory_to_load_does_not_grow_with_the_model(planners):
 
 def test_loading_4bit_weights_unpacks_one_weight_per_rank(planners):
     job = TrainingJob(Strategy(), cluster=Cluster(8, 8), lora_rank=16, is_4bit=True, dtype=torch.bfloat16)
-    plan = planners("70B", LLAMA2_70B).plan(job)
+    plan = planners("7B", LLAMA2_7B).plan(job)
     load = next(need for need in estimate_host_memory(plan) if need.stage == "load")
     assert 8 * 930_000_000 < load.ours_bytes < 8 * 2_000_000_000
-    assert load.stock_bytes > 8 * 34_000_000_000
+    assert load.stock_bytes > 8 * 3_300_000_000
 
 
 def test_nested_quantization_shrinks_scales_to_a_quarter(planners):
     job = TrainingJob(Strategy(), cluster=Cluster(8, 8), lora_rank=16, is_4bit=True, dtype=torch.bfloat16)
-    planner = planners("70B", LLAMA2_70B)
+    planner = planners("7B", LLAMA2_7B)
     flat, nested = (planner.plan(job.replace(has_nested_scales=nested)).peak[SCALES] for nested in (False, True))
-    assert flat == pytest.approx(4.28e9, rel=0.02)
+    assert flat == pytest.approx(0.405e9, rel=0.02)
     assert nested == pytest.approx(flat / 4 + flat / 256, rel=0.01)
 
 
@@ -353,6 +354,7 @@ def test_smallest_change_comes_first_and_fits(planners):
     assert tried[-1].label == "gradient checkpointing"
 
 
+@pytest.mark.slow
 def test_hybrid_is_fastest_if_the_interconnect_is_slow(planners):
     planner = planners("7B", LLAMA2_7B)
     job = TrainingJob(Strategy(), cluster=Cluster(16, 8), length=512)
