@@ -1,4 +1,4 @@
-"""Reads the environment variables that `accelerate launch` sets for a rank."""
+"""Reads what a rank runs with: the environment variables that `accelerate launch` sets, and its cores."""
 
 import os
 
@@ -27,3 +27,8 @@ def parallel_sizes() -> dict[str, str]:
 def mixed_precision() -> str | None:
     """Return no, bf16, fp16 or fp8, or None if the launcher did not set it."""
     return os.environ.get("ACCELERATE_MIXED_PRECISION")
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

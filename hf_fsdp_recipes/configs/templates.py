@@ -227,7 +227,7 @@ def _entries(template: Template) -> Iterator[tuple[str, object, str]]:
         yield "use_cpu", "true", "gloo ranks; hf_fsdp_recipes enables FSDP for them"
         yield "mixed_precision", "'no'", "CPUs run fp32 faster than they emulate bf16"
     else:
-        yield "mixed_precision", "bf16", "fp32 master weights, bf16 compute and communication; no loss scaling needed"
+        yield "mixed_precision", "bf16", "fp32 master weights, bf16 compute; no loss scaling needed"
     yield "num_machines", nodes, "nodes; override with --num_machines" if nodes > 1 else ""
     if nodes > 1:
         yield "main_process_ip", MAIN_PROCESS_IP, "address of node 0, from the command line"

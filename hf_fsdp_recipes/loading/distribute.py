@@ -100,8 +100,8 @@ def scatter(
 
 
 def _shard_bytes(num_shards: int) -> int:
-    """Return the most bytes of one bucket for one shard."""
-    return max(BUCKET_BYTES // num_shards, 64)
+    """Return the most bytes of one bucket for one shard, a multiple of every dtype's size."""
+    return max(BUCKET_BYTES // num_shards // 64, 1) * 64
 
 
 def _buckets(targets: Sequence[ShardTarget], num_shards: int) -> Iterator[_Bucket]:

@@ -8,6 +8,7 @@ from queue import SimpleQueue
 import torch
 
 from hf_fsdp_recipes.device_copies import Upload
+from hf_fsdp_recipes.environment import num_cores
 from hf_fsdp_recipes.loading.safetensors_index import ByteRange, Prefetcher, SafetensorsIndex
 from hf_fsdp_recipes.loading.shard_layout import ShardTarget
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange
@@ -105,6 +106,5 @@ def count_readers(num_reading_ranks: int | None = None) -> int:
     Args:
         num_reading_ranks: ranks of this node that read at the same time; by default all.
     """
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_ranks = num_reading_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(MAX_READERS, max(1, num_cores // num_ranks))
+    return min(MAX_READERS, max(1, num_cores() // num_ranks))

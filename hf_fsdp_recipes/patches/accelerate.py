@@ -102,6 +102,22 @@ def _shard_over_cpu_ranks(original: Any, module: Any, *args: Any, **kwargs: Any)
     return original(module, *args, **kwargs)
 
 
+@patch(
+    "accelerate.state.PartialState.wait_for_everyone",
+    "self",
+    feature="cpu ranks",
+    changes="CPU ranks wait without naming a device.",
+    reason="Accelerate passes `device_ids`, which torch takes for an index of the machine's accelerator, also with gloo.",
+    upstream="to file: `wait_for_everyone` passes device_ids on CPU ranks and fails on a machine with an accelerator",
+    tested_with=versions_of("torch", "accelerate"),
+)
+def _wait_on_cpu_ranks(original: Any, self: Any) -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    else:
+        original(self)
+
+
 # Size-based wrapping.
 
 

@@ -107,7 +107,7 @@ def all_patches() -> list[Patch]:
     """Return every patch, in the order of the modules that declare them."""
     for name in MODULES:
         import_module(f"hf_fsdp_recipes.patches.{name}")
-    return list(_declared)
+    return sorted(_declared, key=lambda patch: MODULES.index(patch.replacement.__module__.rpartition(".")[2]))
 
 
 def apply(feature: Feature) -> None:

@@ -66,6 +66,7 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
     _choose_verification(arguments, model)
     check_wrap_classes(type(module).__name__ for module in model.modules())
     feature_checks.enable_block_compilation(arguments)
+    feature_checks.use_cores_for_offload(arguments.training)
     trainer_class, callbacks = _trainer_class(arguments, rows)
     name = arguments.model.model_name_or_path or arguments.recipe.config_name or "model"
     arguments.training.run_name = arguments.training.run_name or default_run_name(arguments.training, name)

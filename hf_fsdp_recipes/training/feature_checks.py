@@ -1,4 +1,4 @@
-"""Checks that speed and memory features work with this launch, and enables torch.compile for each block.
+"""Checks that speed and memory features work with this launch, and sets what they need in this process.
 
 All features except `compile_blocks` are Trainer's or TRL's. Without these checks, unsupported ones fail in the first step or
 silently do nothing.
@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import torch
 from accelerate.utils import parse_flag_from_env
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.environment import fsdp_version
+from hf_fsdp_recipes.environment import fsdp_version, num_cores
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.training import attention
 from hf_fsdp_recipes.training.sharded_optimizer import is_bitsandbytes_optimizer, optimizer_errors, optimizer_name
@@ -96,6 +97,19 @@ def _conflicts(training: "SFTConfig", recipe: "RecipeArguments") -> Iterator[str
             "cannot wrap the blocks of an FSDP1 model. Use an fsdp2_*.yaml template with compile_blocks: true, or turn "
             "compilation off."
         )
+
+
+def use_cores_for_offload(training: "SFTConfig") -> None:
+    """Let each rank use its share of the cores if the optimizer steps on the CPU. Not a collective.
+
+    `accelerate launch` sets OMP_NUM_THREADS to 1 for several ranks, and an offloaded AdamW would run on one core.
+    """
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if training.use_cpu or not parse_flag_from_env("FSDP_OFFLOAD_PARAMS") or os.environ.get("OMP_NUM_THREADS") != "1":
+        return
+    num_threads = max(1, num_cores() // ranks_per_node)
+    torch.set_num_threads(num_threads)
+    distributed.print_main(f"offload: {num_threads} threads per rank for the optimizer")
 
 
 def enable_block_compilation(arguments: "Arguments") -> None:

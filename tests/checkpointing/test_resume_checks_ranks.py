@@ -85,9 +85,12 @@ REFUSED = {
     "FSDP1": ("fsdp1", {"num_hidden_layers": 1}, {}, "has 13 tensors that this run's model lacks"),
     "FSDP1 optimizer": ("fsdp1", {}, {"optim": "sgd"}, "which keeps exp_avg, exp_avg_sq, step, but this run's SGD keeps"),
 }  # fmt: skip
+REFUSED_ALWAYS = ("layers", "no adapter", "adapter", "optimizer", "8-bit", "FSDP1")
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in REFUSED_ALWAYS else pytest.mark.slow) for case in REFUSED]
+)
 def test_checkpoint_of_another_run_is_refused(checkpoints, changed_model, tiny_model, text_file, tmp_path, case):
     name, config, keywords, expected = REFUSED[case]
     output = copy_of(checkpoints(name), tmp_path)

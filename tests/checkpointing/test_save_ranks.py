@@ -68,9 +68,9 @@ def drop_after(output, step):
         ("llama_tied", FSDP2, {}),
         ("llama", FSDP2, {"lora": LORA | {"lora_dropout": 0.2}}),
         ("llama", FSDP1, {}),
-        ("llama", FSDP1, {"lora": LORA}),
+        pytest.param("llama", FSDP1, {"lora": LORA}, marks=pytest.mark.slow),
         ("llama", FSDP1, {"lora": LORA, "world_size": 3}),  # rank 2 holds no row of an adapter of rank 4
-        ("llama", FSDP2, {"optim": "paged_adamw_32bit"}),
+        pytest.param("llama", FSDP2, {"optim": "paged_adamw_32bit"}, marks=pytest.mark.slow),
         ("llama", FSDP2, {"optim": "adamw_8bit"}),
     ],
 )
@@ -84,8 +84,8 @@ def test_resumed_run_equals_the_uninterrupted_one(tiny_model, text_file, tmp_pat
 
 def test_blocking_and_asynchronous_saves_hold_the_same(tiny_model, text_file, tmp_path):
     for name, asynchronous in (("a", True), ("b", False)):
-        train(tiny_model("llama"), text_file, tmp_path / name, callback={"asynchronous": asynchronous})
-    manifests = [json.loads((tmp_path / name / "checkpoint-6" / "manifest.json").read_text()) for name in "ab"]
+        train(tiny_model("llama"), text_file, tmp_path / name, callback={"asynchronous": asynchronous}, steps=3)
+    manifests = [json.loads((tmp_path / name / "checkpoint-3" / "manifest.json").read_text()) for name in "ab"]
     small = [file for file in manifests[0]["files"] if file.endswith((".distcp", "scheduler.pt"))]
     assert len(small) == 5
     for file in small:
@@ -113,8 +113,15 @@ def test_checkpoint_holds_exactly_its_files(tiny_model, text_file, tmp_path):
     assert not list(tmp_path.glob(".checkpoint-*"))
 
 
-@pytest.mark.parametrize("fsdp", [FSDP2, FSDP1])
-@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize(
+    ("fsdp", "lora"),
+    [
+        (FSDP1, LORA),
+        pytest.param(FSDP2, None, marks=pytest.mark.slow),
+        pytest.param(FSDP1, None, marks=pytest.mark.slow),
+        pytest.param(FSDP2, LORA, marks=pytest.mark.slow),
+    ],
+)
 def test_no_wrapper_names_in_any_key(tiny_model, text_file, tmp_path, fsdp, lora):
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -163,7 +170,10 @@ def rows_by_step(model, data, output, world_size, resume=False, parallel=None, s
 
 @pytest.mark.parametrize(
     ("before", "after", "parallel"),
-    [(2, 4, None), pytest.param(4, 1, None, marks=pytest.mark.slow), (1, 2, None), (4, 4, HYBRID)],
+    [
+        (2, 4, None),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 1, None), (1, 2, None), (4, 4, HYBRID))),
+    ],
 )
 def test_resume_on_another_number_of_ranks_sees_every_row_once(
     tiny_model, text_file, tmp_path, before, after, parallel
@@ -229,7 +239,7 @@ def _signalled(model, data, output, number, at_step, only_rank):
     return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_signal_to_one_rank_ends_all_with_a_checkpoint(tiny_model, text_file, tmp_path, number):
     model = tiny_model("llama")
     results = run_ranks(_signalled, 2, model, text_file, tmp_path, number, 4, 1, environment=fsdp_environment(FSDP2))
@@ -265,6 +275,7 @@ def _train_best(model, data, output):
     return best, kept, trainer.state.best_metric, trainer.evaluate()["eval_loss"]
 
 
+@pytest.mark.slow
 def test_save_by_epochs(tiny_model, text_file, tmp_path):
     train(
         tiny_model("llama"),

@@ -68,6 +68,9 @@ def test_dry_run_plans_for_the_memory_of_the_device(ranks, tiny_model, text_file
     arguments = write_recipe(settings | {"model_name_or_path": tiny_model("llama")})
     variables = template_environment(TEMPLATES / "fsdp2_full_shard.yaml")
     [text, _] = ranks.run(dry_run, 2, arguments, environment=variables | DEVICE)
-    assert "1.0 GiB" in text
+    assert "this launch on 2 GPUs" in text
+    assert "of 1.1 GB" in text  # DEVICE_MIB
+    variables = template_environment(TEMPLATES / "fsdp2_cpu.yaml")
     [text, _] = ranks.run(dry_run, 2, arguments, environment=variables | CPU)
-    assert "1.0 GiB" not in text
+    assert "this launch on 2 CPU ranks" in text
+    assert "of 1.1 GB" not in text

@@ -15,7 +15,7 @@ def command_line(*arguments):
 
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
-    return result.output, torch.accelerator.max_memory_allocated()
+    return result.stdout, torch.accelerator.max_memory_allocated()
 
 
 @pytest.mark.parametrize("name", ["full", "lora", "fsdp1"])

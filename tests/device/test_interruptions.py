@@ -26,10 +26,7 @@ def assert_equal_runs(settings, losses, expected):
     assert all(ours[key].equal(theirs[key]) for key in theirs)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["full", pytest.param("lora", marks=pytest.mark.slow), "fsdp1", pytest.param("offload", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("name", ["full", "lora", "fsdp1", "offload"])
 def test_killed_run_resumes_to_the_same_export(runs, tmp_path, name):
     settings, template, statuses = interrupted(runs, name, tmp_path / "run", signal.SIGKILL)
     assert statuses == [-signal.SIGKILL] * 2

@@ -67,10 +67,10 @@ def _fail_while_gathering(model, output, failing_rank):
 
     plain, chunks = _plain_model(model), write_export._chunks
 
-    def fail(shard, non_finite):
+    def fail(shard, non_finite, download):
         if torch.distributed.get_rank() == failing_rank and "layers.1" in shard.name:
             raise ExportError("the shard cannot be read")
-        yield from chunks(shard, non_finite)
+        yield from chunks(shard, non_finite, download)
 
     write_export._chunks = fail
     export_model(plain, output / "export", method="gather")

@@ -54,7 +54,12 @@ def same_tensors(one, other):
 
 @pytest.mark.parametrize(
     ("kind", "fsdp", "world_size", "processes"),
-    [("llama_tied", FSDP2, 2, 1), ("qwen3_moe", FSDP2, 3, 2), ("gpt2", FSDP1, 2, 1), ("llama", FSDP1, 3, 3)],
+    [
+        pytest.param("llama_tied", FSDP2, 2, 1, marks=pytest.mark.slow),
+        ("qwen3_moe", FSDP2, 3, 2),
+        pytest.param("gpt2", FSDP1, 2, 1, marks=pytest.mark.slow),
+        ("llama", FSDP1, 3, 3),
+    ],
 )
 def test_checkpoint_exports_what_the_running_model_exports(
     tiny_model, text_file, tmp_path, kind, fsdp, world_size, processes
@@ -113,9 +118,17 @@ def test_checkpoint_of_a_stock_trainer_exports_with_its_base_model_named(tiny_mo
     AutoModelForCausalLM.from_pretrained(tmp_path / "offline")
 
 
+@pytest.fixture(scope="module")
+def trained(tiny_model, text_file, tmp_path_factory):
+    output = tmp_path_factory.mktemp("trained")
+    train(tiny_model("llama"), text_file, output, steps=2, save_steps=2)
+    return output
+
+
 @pytest.fixture
-def checkpoint(tiny_model, text_file, tmp_path):
-    train(tiny_model("llama"), text_file, tmp_path, steps=2, save_steps=2)
+def checkpoint(trained, tmp_path):
+    """Return a copy of checkpoint-2 that a test may damage."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return tmp_path / "checkpoint-2"
 
 

@@ -74,12 +74,12 @@ def assert_loads_as(directory, state):
         ("llama_tied", 2, FSDP2, None),
         ("gpt2", 2, FSDP2, None),
         ("qwen3_moe", 3, FSDP2, None),
-        ("mixtral", 2, FSDP2, None),
-        ("llama", 4, FSDP2, None),
+        pytest.param("mixtral", 2, FSDP2, None, marks=pytest.mark.slow),
+        pytest.param("llama", 4, FSDP2, None, marks=pytest.mark.slow),
         ("llama", 4, FSDP2, HYBRID),
         ("llama", 2, FSDP1, None),
         ("qwen3_moe", 3, FSDP1, None),
-        ("llama_tied", 2, FSDP1 | {"fsdp_sharding_strategy": "NO_SHARD"}, None),
+        pytest.param("llama_tied", 2, FSDP1 | {"fsdp_sharding_strategy": "NO_SHARD"}, None, marks=pytest.mark.slow),
     ],
 )
 def test_export_loads_as_the_gathered_model(tiny_model, text_file, tmp_path, kind, world_size, fsdp, parallel):
@@ -88,7 +88,7 @@ def test_export_loads_as_the_gathered_model(tiny_model, text_file, tmp_path, kin
     assert_loads_as(directory, state)
 
 
-@pytest.mark.parametrize("fsdp", [FSDP2, FSDP1])
+@pytest.mark.parametrize("fsdp", [FSDP2, pytest.param(FSDP1, marks=pytest.mark.slow)])
 def test_gathering_writes_the_same_bytes_as_writing_in_place(tiny_model, text_file, tmp_path, fsdp):
     environment = fsdp_environment(fsdp)
     directly, _ = export(
@@ -137,7 +137,7 @@ def test_config_and_tokenizer_are_written_with_the_weights(tiny_model, text_file
     assert sorted(path.name for path in tmp_path.glob(".*")) == []
 
 
-@pytest.mark.parametrize("fsdp", [FSDP2, FSDP1])
+@pytest.mark.parametrize("fsdp", [FSDP2, pytest.param(FSDP1, marks=pytest.mark.slow)])
 def test_adapter_and_merged_model_are_pefts_own(tiny_model, text_file, tmp_path, fsdp):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -169,6 +169,7 @@ def _export_twice(model, data, output):
     export_model(trainer.model, output / "export")
 
 
+@pytest.mark.slow
 def test_earlier_export_is_replaced_completely(tiny_model, text_file, tmp_path):
     run_ranks(_export_twice, 2, tiny_model("llama"), text_file, tmp_path, environment=fsdp_environment(FSDP2))
     assert [file.name for file in (tmp_path / "export").glob("*.safetensors*")] == ["model.safetensors"]
@@ -182,6 +183,7 @@ def _export_into(model, data, output, target):
     export_model(trainer.model, target)
 
 
+@pytest.mark.slow
 def test_directory_that_is_not_an_export_is_not_touched(tiny_model, text_file, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")

@@ -29,7 +29,13 @@ def test_every_save_and_the_export_are_pushed_to_a_private_repository(hub, tiny_
     from safetensors.torch import load
 
     config = pushing_recipe(
-        tmp_path, tiny_model("llama_tied"), text_file, hub_strategy="every_save", export_dtype="bfloat16", save_steps=3
+        tmp_path,
+        tiny_model("llama_tied"),
+        text_file,
+        hub_strategy="every_save",
+        export_dtype="bfloat16",
+        max_steps=2,
+        save_steps=1,
     )
     result = run(CPU, ["--config", config])
     assert result.returncode == 0, result.stdout
@@ -68,6 +74,7 @@ def test_an_interrupted_push_continues_where_it_stopped(hub, tiny_model, tmp_pat
     assert hub.private == {"someone/again": False}
 
 
+@pytest.mark.slow
 def test_pushing_without_a_token_is_refused_before_anything_is_loaded(
     hub, tiny_model, text_file, tmp_path, monkeypatch
 ):

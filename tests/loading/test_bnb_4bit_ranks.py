@@ -39,9 +39,9 @@ def losses(kind, text_file, tmp_path, tiny_model, environment, world_size=2, **k
     ("kind", "world_size", "quantization"),
     [
         ("llama", 2, NF4),
-        ("llama_tied", 2, NF4 | {"bnb_4bit_use_double_quant": True}),
-        ("llama", 3, NF4 | {"bnb_4bit_quant_type": "fp4"}),
-        ("gpt2", 2, NF4),
+        pytest.param("llama_tied", 2, NF4 | {"bnb_4bit_use_double_quant": True}, marks=pytest.mark.slow),
+        pytest.param("llama", 3, NF4 | {"bnb_4bit_quant_type": "fp4"}, marks=pytest.mark.slow),
+        pytest.param("gpt2", 2, NF4, marks=pytest.mark.slow),
         ("qwen3_moe", 1, NF4),
     ],
 )
@@ -61,6 +61,7 @@ def test_fsdp1_losses_equal_stock_qlora(tiny_model, text_file, tmp_path):
     assert ours == stock
 
 
+@pytest.mark.slow
 def test_hybrid_losses_equal_stock_qlora(tiny_model, text_file, tmp_path):
     environment = fsdp_environment(FSDP2, HYBRID)
     stock, ours = losses("llama", text_file, tmp_path, tiny_model, environment, world_size=4)
@@ -97,7 +98,8 @@ def test_integer_storage_is_changed_to_one_that_is_sharded(tiny_model, text_file
         assert local["model.layers.0.self_attn.q_proj.weight"] == ("torch.bfloat16", 128)
 
 
-@pytest.mark.parametrize("loader", ["rank0", pytest.param("direct", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", ["rank0", "direct"])
 def test_ranks_that_read_in_turn_get_the_same_weights(tiny_model, text_file, tmp_path, loader):
     keywords = {"lora": LORA, "dtype": "float32", "quantization": NF4, "loader": loader}
     found = run_ranks(
@@ -138,3 +140,25 @@ def test_checkpoint_that_is_already_quantized_is_refused_by_name(tiny_model, tmp
     (model / "config.json").write_text(json.dumps(config))
     errors = run_ranks(_load_only, 2, model, {}, environment=fsdp_environment(FSDP2), expect_failure=True)
     assert all("already quantized" in text for _, text in errors)
+
+
+def _num_parameters(model_dir, dtype):
+    from hf_fsdp_recipes.patches import cpu_ranks
+    from tests.ranks.training import quantized
+
+    cpu_ranks.enable()
+    from hf_fsdp_recipes import load_model
+
+    plain = load_model(str(model_dir), dtype=dtype)
+    packed = load_model(str(model_dir), dtype=dtype, **quantized(NF4))
+    return plain.num_parameters(), packed.num_parameters(), sum(one.numel() for one in packed.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_are_counted_as_if_they_were_not_packed(tiny_model, dtype):
+    """`verify_export: auto` compares this count with its limit."""
+    environment = fsdp_environment(FSDP2)
+    [(num_plain, num_packed, num_elements)] = run_ranks(
+        _num_parameters, 1, tiny_model("llama"), dtype, environment=environment
+    )
+    assert num_packed == num_plain > num_elements

@@ -26,13 +26,13 @@ def _train(model, data, output, keywords):
 @pytest.mark.parametrize(
     ("kind", "lora"),
     [
-        ("llama", None),
+        pytest.param("llama", None, marks=pytest.mark.slow),
         ("llama_tied", None),
         pytest.param("llama_tied", LORA, marks=pytest.mark.slow),
         ("gpt2", None),
         ("qwen3_moe", None),
-        ("qwen3_moe", LORA),
-        ("mixtral", None),
+        pytest.param("qwen3_moe", LORA, marks=pytest.mark.slow),
+        pytest.param("mixtral", None, marks=pytest.mark.slow),
     ],
 )
 def test_fsdp2_losses_equal_stock_loading(tiny_model, text_file, tmp_path, kind, lora):
@@ -42,19 +42,25 @@ def test_fsdp2_losses_equal_stock_loading(tiny_model, text_file, tmp_path, kind,
 
 
 @pytest.mark.parametrize(
-    ("kind", "lora"), [("llama_tied", None), ("llama", LORA), pytest.param("qwen3_moe", None, marks=pytest.mark.slow)]
+    ("kind", "lora"),
+    [
+        ("llama", LORA),
+        pytest.param("llama_tied", None, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", None, marks=pytest.mark.slow),
+    ],
 )
 def test_fsdp1_losses_equal_stock_loading(tiny_model, text_file, tmp_path, kind, lora):
     stock, ours = both(tiny_model(kind), text_file, tmp_path, fsdp_environment(FSDP1), lora=lora)
     assert ours == stock
 
 
+@pytest.mark.slow
 def test_hybrid_losses_equal_stock_loading(tiny_model, text_file, tmp_path):
     stock, ours = both(tiny_model("llama"), text_file, tmp_path, fsdp_environment(FSDP2, HYBRID), world_size=4)
     assert ours == stock
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_other_numbers_of_ranks_equal_stock_loading(tiny_model, text_file, tmp_path, world_size):
     # 307 rows of vocabulary and 5 experts divide over neither 2 nor 3 ranks; biases have fewer rows than some worlds.
     stock, ours = both(tiny_model("qwen3_moe"), text_file, tmp_path, fsdp_environment(FSDP2), world_size=world_size)
@@ -63,9 +69,13 @@ def test_other_numbers_of_ranks_equal_stock_loading(tiny_model, text_file, tmp_p
 
 def test_direct_reading_equals_stock_loading(tiny_model, text_file, tmp_path):
     model = tiny_model("llama", "bfloat16", "40KB")
-    stock, ours = both(model, text_file, tmp_path, fsdp_environment(FSDP2), dtype="float32", loader="direct")
-    stock, _ = both(model, text_file, tmp_path / "again", fsdp_environment(FSDP2), dtype="float32")
-    assert ours == stock
+    stock, direct = (
+        run_ranks(
+            _train, 2, model, text_file, tmp_path / loader, {"loader": loader}, environment=fsdp_environment(FSDP2)
+        )
+        for loader in ("stock", "direct")
+    )
+    assert direct == stock
 
 
 def test_bf16_files_become_fp32_masters_as_in_stock_loading(tiny_model, text_file, tmp_path):
@@ -74,6 +84,7 @@ def test_bf16_files_become_fp32_masters_as_in_stock_loading(tiny_model, text_fil
     assert ours == stock
 
 
+@pytest.mark.slow
 def test_offload_equals_stock_loading(tiny_model, text_file, tmp_path):
     environment = fsdp_environment(FSDP2 | {"fsdp_offload_params": True})
     stock, ours = both(tiny_model("llama"), text_file, tmp_path, environment)
@@ -110,11 +121,14 @@ def test_every_value_arrives_on_four_ranks_that_read_directly(tiny_model, text_f
         assert seen[3][name] == tensor.float().tolist(), name
 
 
-def _shards_through_small_buckets(model_dir, data, output, keywords):
-    """As `_shards`, in many buckets."""
-    from hf_fsdp_recipes.loading import distribute, materialize
+def _shards_through_small_buckets(model_dir, data, output, keywords, remote_ranks):
+    """As `_shards`, in many buckets; `remote_ranks` do not see rank 0's memory, as on another node."""
+    from hf_fsdp_recipes import distributed
+    from hf_fsdp_recipes.loading import distribute, materialize, shared_memory
 
     distribute.BUCKET_BYTES = 4096
+    if distributed.rank() in remote_ranks:
+        shared_memory._open = lambda *arguments: None
     scatter = materialize.scatter
 
     def scatter_and_check_sums(targets, index, group, checksums):
@@ -128,14 +142,16 @@ def _shards_through_small_buckets(model_dir, data, output, keywords):
     return _shards(model_dir, data, output, keywords)
 
 
-@pytest.mark.parametrize("parallel", [None, HYBRID])
-def test_every_value_arrives_through_small_buckets(tiny_model, text_file, tmp_path, parallel):
+@pytest.mark.parametrize(("parallel", "remote_ranks"), [(None, [2]), (HYBRID, []), (HYBRID, [1, 2, 3])])
+def test_every_value_arrives_through_small_buckets(tiny_model, text_file, tmp_path, parallel, remote_ranks):
     from safetensors.torch import load_file
 
     model = tiny_model("llama", "bfloat16")
     keywords = {"dtype": "bfloat16", "load_arguments": {"verify": "full"}}
     environment = fsdp_environment(FSDP2, parallel)
-    found = run_ranks(_shards_through_small_buckets, 4, model, text_file, tmp_path, keywords, environment=environment)
+    found = run_ranks(
+        _shards_through_small_buckets, 4, model, text_file, tmp_path, keywords, remote_ranks, environment=environment
+    )
     for name, tensor in load_file(model / "model.safetensors").items():
         assert found[3][name] == tensor.float().tolist(), name
 
@@ -165,6 +181,7 @@ def test_auto_reads_directly_only_if_every_rank_sees_the_files(tiny_model, text_
     assert run_ranks(_auto_choice, 2, *arguments, environment=fsdp_environment(FSDP2)) == [is_direct] * 2
 
 
+@pytest.mark.slow
 def test_auto_equals_stock_loading(tiny_model, text_file, tmp_path):
     model = tiny_model("llama", "bfloat16")
     keywords = {"dtype": "float32"}
@@ -238,7 +255,9 @@ def _copy_changed(directory, tmp_path, change):
 
 
 @pytest.mark.parametrize("loader", ["rank0", "direct"])
-@pytest.mark.parametrize(("fsdp", "value"), [(FSDP2, "nan"), (FSDP2, "-inf"), (FSDP1, "nan")])
+@pytest.mark.parametrize(
+    ("fsdp", "value"), [(FSDP2, "nan"), (FSDP2, "-inf"), pytest.param(FSDP1, "nan", marks=pytest.mark.slow)]
+)
 def test_nan_or_infinity_in_the_checkpoint_is_refused_by_name(tiny_model, text_file, tmp_path, fsdp, value, loader):
     def poison(tensors):
         tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = float(value)  # the last rank's last element
@@ -337,7 +356,8 @@ def test_tensor_that_the_checkpoint_lacks_is_initialized_equally_on_all_ranks_if
     assert 0.01 < (sum(value * value for value in spread) / len(spread)) ** 0.5 < 0.04  # initializer_range is 0.02
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_dora_losses_equal_stock_loading(tiny_model, text_file, tmp_path, world_size):
     # B is random here, so that the norms are those of the sum.
     dora = LORA | {"use_dora": True, "init_lora_weights": False}

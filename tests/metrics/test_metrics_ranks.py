@@ -45,7 +45,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize(
+    "kind", ["packing", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("padding", "accumulation"))]
+)
 def test_token_counts_exclude_padding(kind, tiny_model, text_file, tmp_path):
     settings = SETTINGS[kind] | {"steps": 4, "include_num_input_tokens_seen": "non_padding"}
     results = run_ranks(
@@ -61,7 +63,12 @@ def test_token_counts_exclude_padding(kind, tiny_model, text_file, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "lora"), [(FSDP2, None), (FSDP1, None), (FSDP2, LORA)], ids=["fsdp2", "fsdp1", "lora"]
+    ("fsdp", "lora"),
+    [
+        pytest.param(FSDP2, None, id="fsdp2"),
+        pytest.param(FSDP1, None, id="fsdp1", marks=pytest.mark.slow),
+        pytest.param(FSDP2, LORA, id="lora", marks=pytest.mark.slow),
+    ],
 )
 def test_metrics_of_every_step_are_written(fsdp, lora, tiny_model, text_file, tmp_path):
     model = tiny_model("llama")
@@ -110,7 +117,9 @@ def print_model(model, data, output, capture, max_lines):
         build(str(model), str(data), str(output), callbacks=[metrics_callback.MetricsCallback()], steps=1).train()
 
 
-@pytest.mark.parametrize("is_long", [False, True], ids=["short", "long"])
+@pytest.mark.parametrize(
+    "is_long", [pytest.param(False, id="short"), pytest.param(True, id="long", marks=pytest.mark.slow)]
+)
 def test_wrapped_model_is_printed_once_with_repeated_layers_folded(is_long, tiny_model, text_file, tmp_path):
     printed = tmp_path / "printed.txt"
     run_ranks(

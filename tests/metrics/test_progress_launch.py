@@ -62,7 +62,10 @@ def test_terminal_shows_bytes_rate_and_time_left():
     assert re.search(r"load weights: 100%.*4\.00M/4\.00M", seen) and "a line" in seen
 
 
-@pytest.mark.parametrize("reason", SWITCHED_OFF)
+@pytest.mark.parametrize(
+    "reason",
+    [pytest.param(reason, marks=() if reason == "not rank 0" else pytest.mark.slow) for reason in SWITCHED_OFF],
+)
 def test_terminal_shows_nothing_if(reason):
     changes, before = SWITCHED_OFF[reason]
     status, seen = on_a_terminal([sys.executable, "-c", before + BAR], bars_allowed(**changes))
@@ -99,6 +102,7 @@ assert not rehearse.rehearse(Path("recipe.yaml"), "fsdp2_cpu")
 """
 
 
+@pytest.mark.slow
 def test_terminal_sees_the_step_of_a_rehearsal_and_the_elapsed_time():
     status, seen = on_a_terminal([sys.executable, "-c", REHEARSAL], bars_allowed())
     assert status == 0, seen
@@ -106,6 +110,7 @@ def test_terminal_sees_the_step_of_a_rehearsal_and_the_elapsed_time():
     assert "step 2/3, export" in seen
 
 
+@pytest.mark.slow
 def test_rehearsal_prints_every_step_without_a_terminal():
     done = subprocess.run(
         [sys.executable, "-c", REHEARSAL], env=bars_allowed(), cwd=ROOT, capture_output=True, text=True, timeout=60
@@ -126,7 +131,8 @@ def run_arguments(model, data, output, *more):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("template", ["fsdp2_full_shard", pytest.param("fsdp1_full_shard", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("template", ["fsdp2_full_shard", "fsdp1_full_shard"])
 def test_run_shows_loading_saving_and_exporting(template, tiny_model, text_file, tmp_path):
     command = [*LAUNCH, "--config_file", f"accelerate_configs/{template}.yaml", "--num_processes", "1"]
     command += ["--main_process_port", "0", "--mixed_precision", "no", "recipes/sft.py"]

@@ -45,7 +45,7 @@ def _train_in_order(order, model_dir, data_file, output_dir):
     return losses_of(trainer), trainer.args.world_size, str(trainer.accelerator.distributed_type)
 
 
-@pytest.mark.parametrize("fsdp", [FSDP2, FSDP1], ids=["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("fsdp", [FSDP2, pytest.param(FSDP1, marks=pytest.mark.slow)], ids=["fsdp2", "fsdp1"])
 def test_every_order_trains_on_all_ranks(tiny_model, text_file, tmp_path, fsdp):
     found = {
         order: run_ranks(

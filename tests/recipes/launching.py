@@ -66,9 +66,9 @@ def start(config: Path, **popen: object) -> subprocess.Popen:
     return subprocess.Popen([*command, str(ROOT / "recipes/sft.py"), "--config", str(config)], cwd=ROOT, **settings)
 
 
-def run_recipe(arguments: Sequence[str]) -> None:
-    """Run recipes/sft.py in this process, as one rank of `tests.ranks.harness.run_ranks`."""
-    sys.argv = [str(ROOT / "recipes" / "sft.py"), *(str(argument) for argument in arguments)]
+def run_recipe(arguments: Sequence[str], script: str = "recipes/sft.py") -> None:
+    """Run a script in this process, as one rank of `tests.ranks.harness.run_ranks`."""
+    sys.argv = [str(ROOT / script), *(str(argument) for argument in arguments)]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

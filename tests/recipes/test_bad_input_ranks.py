@@ -471,7 +471,6 @@ RESUME = [
     ),
     Case(
         "checkpoint of LoRA, full fine-tune", ("checkpoint-2", "LoRA|adapter|use_peft"), broken.resume(kind="lora"),
-        is_quick=True,
     ),
     Case(
         "checkpoint of another rank", ("lora_|rank|shape", "8", "4"),

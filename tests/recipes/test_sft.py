@@ -9,7 +9,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from tests.recipes.launching import ROOT, cpu_variant, environment, kill_tree, run, start
+from tests.ranks.harness import run_ranks, template_environment
+from tests.recipes.launching import ROOT, cpu_variant, environment, kill_tree, run, run_recipe, start
 
 CPU = ROOT / "accelerate_configs" / "fsdp2_cpu.yaml"
 SETTINGS = {
@@ -43,23 +44,10 @@ def test_lora_run_leaves_exactly_its_files_and_resumes_after_a_kill(tiny_model, 
     model = tiny_model("llama")
     config = recipe(
         tmp_path, model_name_or_path=model, dataset_name=chat_file, use_peft=True, lora_target_modules="all-linear",
-        merge_adapter=True, lora_r=4,
+        merge_adapter=True, lora_r=4, max_steps=4,
     )  # fmt: skip
-    whole = run(CPU, ["--config", config, "--output_dir", tmp_path / "whole"])
-    assert whole.returncode == 0, whole.stdout
-    top = {path.name for path in (tmp_path / "whole").iterdir()}
-    assert top == {
-        "checkpoint-2", "checkpoint-4", "checkpoint-6", "export", "export_merged", "metrics.jsonl", "report.md",
-        "loss.png", "throughput.png", "memory.png", "model.txt", ".writer.lock",
-    }  # fmt: skip
-    assert {path.name for path in (tmp_path / "whole" / "export").iterdir()} == {
-        "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "export_manifest.json", "tokenizer.json",
-        "tokenizer_config.json",
-    }  # fmt: skip
-    from transformers import AutoModelForCausalLM
-
-    for name in ("export", "export_merged"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / name)
+    whole = ["--config", config, "--output_dir", tmp_path / "whole"]
+    run_ranks(run_recipe, 2, whole, environment=template_environment(CPU))
 
     kill_after_first_checkpoint(config, tmp_path / "run")
     resumed = run(CPU, ["--config", config, "--resume_from_checkpoint", "auto"])
@@ -69,6 +57,19 @@ def test_lora_run_leaves_exactly_its_files_and_resumes_after_a_kill(tiny_model, 
     assert (tmp_path / "run/export/adapter_model.safetensors").read_bytes() == (
         tmp_path / "whole/export/adapter_model.safetensors"
     ).read_bytes()
+    for output in (tmp_path / "run", tmp_path / "whole"):
+        assert {path.name for path in output.iterdir()} == {
+            "checkpoint-2", "checkpoint-4", "export", "export_merged", "metrics.jsonl", "report.md", "loss.png",
+            "throughput.png", "memory.png", "model.txt", ".writer.lock",
+        }  # fmt: skip
+        assert {path.name for path in (output / "export").iterdir()} == {
+            "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "export_manifest.json",
+            "tokenizer.json", "tokenizer_config.json",
+        }  # fmt: skip
+    from transformers import AutoModelForCausalLM
+
+    for name in ("export", "export_merged"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "run" / name)
 
 
 def kill_after_first_checkpoint(config, output):
@@ -82,6 +83,7 @@ def kill_after_first_checkpoint(config, output):
     assert not (output / "export").exists()
 
 
+@pytest.mark.slow
 def test_full_run_exports_a_model_that_plain_transformers_loads(tiny_model, text_file, tmp_path):
     config = recipe(
         tmp_path,
@@ -107,9 +109,10 @@ def test_full_run_exports_a_model_that_plain_transformers_loads(tiny_model, text
     assert "bfloat16" in loaded.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "precision"),
-    [pytest.param("fsdp2_full_shard", "no", marks=pytest.mark.slow), ("fsdp1_full_shard", "bf16")],
+    [("fsdp2_full_shard", "no"), ("fsdp1_full_shard", "bf16")],
 )
 def test_qlora_run_exports_what_peft_merges_into_the_unquantized_base(
     tiny_model, text_file, tmp_path, template, precision
@@ -141,6 +144,7 @@ def test_qlora_run_exports_what_peft_merges_into_the_unquantized_base(
     assert changed == (15 if head else 14)  # 7 linear layers of 2 blocks, and the head
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_clear_message_from_every_rank(tiny_model, text_file, tmp_path):
     config = recipe(tmp_path, model_name_or_path=tiny_model("llama"), dataset_name=text_file, learning_rat=1.0)
     assert_clear_failure(run(CPU, ["--config", config], timeout_seconds=90), "RecipeError", num_ranks=2)
@@ -199,6 +203,7 @@ def test_saved_output_head_under_fsdp1_is_refused(tiny_model, text_file, tmp_pat
     assert_clear_failure(run(file, ["--config", config], timeout_seconds=90), "TemplateError", num_ranks=2)
 
 
+@pytest.mark.slow
 def test_signal_to_the_launcher_ends_the_run_with_a_checkpoint(tiny_model, text_file, tmp_path):
     config = recipe(
         tmp_path, model_name_or_path=tiny_model("llama"), dataset_name=text_file, max_steps=5000, save_steps=5000

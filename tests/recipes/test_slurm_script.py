@@ -133,6 +133,7 @@ def test_launch_lines_of_the_document_name_what_exists(monkeypatch, tmp_path):
         assert (ROOT / script).is_file()
 
 
+@pytest.mark.slow
 def test_torchrun_line_of_the_document_trains_and_exports(tiny_model, text_file, tmp_path):
     (block,) = re.findall(r"```bash\n(export ACCELERATE_USE_FSDP.*?)```", DOCUMENT, flags=re.DOTALL)
     settings = ["--max_length 64", "--max_steps 2", "--report_to none", "--per_device_train_batch_size 2"]

@@ -115,11 +115,13 @@ def test_70b_needs_a_paged_optimizer_on_one_node_but_not_on_two(planners):
     """The blog on fine-tuning Llama 2 70B: fp32 masters, bf16 compute, 2048 tokens, gradient checkpointing."""
     planner = planners("70B", LLAMA2_70B)
     job = TrainingJob(Strategy(version=1), cluster=Cluster(8, 8), length=2048, loss="model", attention="flash")
+    job = job.replace(reduce_dtype=torch.bfloat16)  # as Accelerate does
     assert not planner.plan(job).fits
     assert planner.plan(job.replace(optimizer="paged_adamw_32bit")).fits
     assert planner.plan(job.replace(num_gpus=16)).fits
 
 
+@pytest.mark.slow
 def test_planning_405b_on_64_gpus_takes_less_than_20_seconds_of_one_core(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA31_405B))
@@ -276,8 +278,8 @@ def test_hybrid_sends_only_gradients_between_nodes(planners):
     job = TrainingJob(Strategy(), cluster=Cluster(16, 8))
     plan = planner.plan(job)
     hybrid = planner.plan(job.replace(sharding="hybrid_shard"))
-    assert estimate_traffic(hybrid).node_bytes == pytest.approx(2 * plan.num_parameters * 2 / 2, rel=0.01)
-    assert estimate_traffic(plan).node_bytes == pytest.approx(3 * plan.num_parameters * 2 / 2, rel=0.05)
+    assert estimate_traffic(hybrid).node_bytes == pytest.approx(2 * plan.num_parameters * 4 / 2, rel=0.01)
+    assert estimate_traffic(plan).node_bytes == pytest.approx((2 * 2 + 4) * plan.num_parameters / 2, rel=0.05)
 
 
 def test_flops_count_only_active_experts():
@@ -307,17 +309,17 @@ def test_host_memory_to_load_does_not_grow_with_the_model(planners):
 
 def test_loading_4bit_weights_unpacks_one_weight_per_rank(planners):
     job = TrainingJob(Strategy(), cluster=Cluster(8, 8), lora_rank=16, is_4bit=True, dtype=torch.bfloat16)
-    plan = planners("70B", LLAMA2_70B).plan(job)
+    plan = planners("7B", LLAMA2_7B).plan(job)
     load = next(need for need in estimate_host_memory(plan) if need.stage == "load")
     assert 8 * 930_000_000 < load.ours_bytes < 8 * 2_000_000_000
-    assert load.stock_bytes > 8 * 34_000_000_000
+    assert load.stock_bytes > 8 * 3_300_000_000
 
 
 def test_nested_quantization_shrinks_scales_to_a_quarter(planners):
     job = TrainingJob(Strategy(), cluster=Cluster(8, 8), lora_rank=16, is_4bit=True, dtype=torch.bfloat16)
-    planner = planners("70B", LLAMA2_70B)
+    planner = planners("7B", LLAMA2_7B)
     flat, nested = (planner.plan(job.replace(has_nested_scales=nested)).peak[SCALES] for nested in (False, True))
-    assert flat == pytest.approx(4.28e9, rel=0.02)
+    assert flat == pytest.approx(0.405e9, rel=0.02)
     assert nested == pytest.approx(flat / 4 + flat / 256, rel=0.01)
 
 
@@ -352,10 +354,11 @@ def test_smallest_change_comes_first_and_fits(planners):
     assert tried[-1].label == "gradient checkpointing"
 
 
+@pytest.mark.slow
 def test_hybrid_is_fastest_if_the_interconnect_is_slow(planners):
     planner = planners("7B", LLAMA2_7B)
     job = TrainingJob(Strategy(), cluster=Cluster(16, 8), length=512)
-    slow = job.replace(node_bytes_per_second=100e9 / 8)
+    slow = job.replace(node_bytes_per_second=100e9 / 8, reduce_dtype=torch.bfloat16)
     seconds = {one.label: one.traffic.seconds for one in compare_strategies(planner, slow)}
     assert seconds["hybrid_shard"] < 0.75 * seconds["full_shard"]
     fast = {

@@ -71,6 +71,7 @@ def test_two_hosts_pass_by_name_and_bandwidth_between_them_is_measured(hosts, tm
     assert re.search("between .* [GM]B/s between nodes", first.output)
 
 
+@pytest.mark.slow
 def test_loopback_master_is_reported_on_both_hosts(hosts):
     first, second = run(*hosts.place(make_nodes([0, 1], master_addr="127.0.0.1", timeout=3)))
     assert (first.status, second.status) == (1, 1)
@@ -80,6 +81,7 @@ def test_loopback_master_is_reported_on_both_hosts(hosts):
     assert "reaches only the host itself" in second.error
 
 
+@pytest.mark.slow
 def test_address_of_the_wrong_host_is_reported_on_both(hosts):
     first, second = run(*hosts.place(make_nodes([0, 1], master_addr="nodeb", timeout=3)))
     assert (first.status, second.status) == (1, 1)
@@ -90,6 +92,7 @@ def test_address_of_the_wrong_host_is_reported_on_both(hosts):
     assert max(first.seconds, second.seconds) < 3 + SLACK_SECONDS
 
 
+@pytest.mark.slow
 def test_every_host_with_node_rank_0_is_named(hosts):
     message = common_error(run(*hosts.place(make_nodes([0, 0], master_addr="nodea"))))
     assert "2 processes claim to be node 0: nodea, pid " in message
@@ -105,6 +108,7 @@ def blocked_replies(hosts):
     ip(*route, "delete", "blackhole", f"{ADDRESSES['nodeb']}/32")
 
 
+@pytest.mark.slow
 def test_host_that_cannot_reach_the_master_is_named_on_both(hosts, blocked_replies):
     first, second = run(*hosts.place(make_nodes([0, 1], master_addr="nodea", timeout=4)))
     assert (first.status, second.status) == (1, 1)
@@ -115,6 +119,7 @@ def test_host_that_cannot_reach_the_master_is_named_on_both(hosts, blocked_repli
     assert max(first.seconds, second.seconds) < 4 + SLACK_SECONDS
 
 
+@pytest.mark.slow
 def test_directory_of_the_same_name_on_each_hosts_own_disk_is_not_shared(hosts, tmp_path):
     nodes = make_nodes([0, 1], master_addr="nodea", output_dir=tmp_path)
     message = common_error(run(*hosts.place(nodes, mounts=("", f"mount -t tmpfs none {tmp_path}"))))
@@ -122,6 +127,7 @@ def test_directory_of_the_same_name_on_each_hosts_own_disk_is_not_shared(hosts, 
     assert "node 1 (nodeb" in message.split("is not shared")[1]
 
 
+@pytest.mark.slow
 def test_host_with_a_full_disk_is_named(hosts, tmp_path):
     nodes = make_nodes([0, 1], master_addr="nodea", output_dir=tmp_path)
     message = common_error(run(*hosts.place(nodes, mounts=("", f"mount -t tmpfs -o size=1m none {tmp_path}"))))
@@ -140,6 +146,7 @@ def test_hosts_whose_names_mean_loopback_are_named_before_gloo_fails(hosts, tmp_
     assert max(result.seconds for result in results) < SLACK_SECONDS
 
 
+@pytest.mark.slow
 def test_missing_network_interface_is_named_with_the_right_one(hosts):
     nodes = hosts.place(make_nodes([0, 1], master_addr="nodea"))
     nodes[1].environment = {"GLOO_SOCKET_IFNAME": "ib7"}

@@ -10,7 +10,7 @@ from tests.ranks.training import build, losses_of
 # What torch 2.13 reduces gradients with: FSDP2, FSDP1, and copies of the model.
 REDUCTIONS = ("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce")
 NUM_STEPS = 4
-BOTH = pytest.mark.parametrize("fsdp", [FSDP2, FSDP1], ids=["fsdp2", "fsdp1"])
+BOTH = pytest.mark.parametrize("fsdp", [FSDP2, pytest.param(FSDP1, marks=pytest.mark.slow)], ids=["fsdp2", "fsdp1"])
 
 
 class CountedBackward:

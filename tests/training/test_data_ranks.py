@@ -82,6 +82,7 @@ def train_recording(argv):
     return train(argv, record="batches")
 
 
+@pytest.mark.slow
 def test_evaluation_on_a_stream_equals_evaluation_on_a_dataset(argv, tmp_path):
     folder = tmp_path / "rows"
     folder.mkdir()

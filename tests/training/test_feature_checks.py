@@ -1,5 +1,7 @@
 """Speed and memory features that cannot work are refused before anything is loaded."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from hf_fsdp_recipes.errors import RecipeError
@@ -105,3 +107,22 @@ def test_recomputing_layers_twice_is_refused(fsdp, monkeypatch):
 def test_all_errors_are_reported_at_once():
     with pytest.raises(RecipeError, match=r"activation_offloading.*use_liger_kernel"):
         parse_arguments([*NEEDED, "--use_liger_kernel", "--activation_offloading"])
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"FSDP_OFFLOAD_PARAMS": "true", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, 4),
+        ({"FSDP_OFFLOAD_PARAMS": "true", "OMP_NUM_THREADS": "3", "LOCAL_WORLD_SIZE": "2"}, None),
+        ({"FSDP_OFFLOAD_PARAMS": "false", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, None),
+    ],
+    ids=["the launcher's thread", "a choice", "no offload"],
+)
+def test_offloaded_optimizer_uses_the_rank_s_share_of_the_cores(variables, expected, monkeypatch):
+    chosen = []
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(feature_checks, "num_cores", lambda: 8)
+    monkeypatch.setattr("torch.set_num_threads", chosen.append)
+    feature_checks.use_cores_for_offload(SimpleNamespace(use_cpu=False))
+    assert chosen == ([] if expected is None else [expected])

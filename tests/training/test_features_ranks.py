@@ -81,6 +81,7 @@ def test_8bit_adamw_without_fsdp_keeps_the_losses(tiny_model, text_file, tmp_pat
     assert quantized != plain
 
 
+@pytest.mark.slow
 def test_bitsandbytes_optimizers_keep_the_losses_under_fsdp2(tiny_model, text_file, tmp_path):
     model = tiny_model("llama")
     plain = losses(model, text_file, tmp_path, "plain", optim="adamw_torch")
@@ -144,7 +145,14 @@ def difference_to_unsharded(name, num_rows):
     return max((mine - theirs.full_tensor()).abs().max().item() for mine, theirs in pairs)
 
 
-@pytest.mark.parametrize("name", ["paged_adamw_32bit", "adamw_8bit", "lion_8bit", "rmsprop_bnb"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "paged_adamw_32bit",
+        "adamw_8bit",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("lion_8bit", "rmsprop_bnb")),
+    ],
+)
 def test_sharded_step_equals_the_unsharded_one(name):
     # 65 rows over 3 ranks are uneven; of the last layer's 2 rows one rank has none. Rows of the first are blocks of 256.
     assert run_ranks(difference_to_unsharded, 3, name, 65) == [0.0, 0.0, 0.0]
@@ -188,7 +196,9 @@ def step_with_pages(num_rows):
     return before, step(), len(prefetched), bool(optimizer.state[model.weight]["state1"].full_tensor().any())
 
 
-@pytest.mark.parametrize("num_rows", [4, 5])  # 5 rows over 2 ranks: the second rank uses part of its pages
+@pytest.mark.parametrize(
+    "num_rows", [pytest.param(4, marks=pytest.mark.slow), 5]
+)  # 5 rows over 2 ranks: the second rank uses part of its pages
 def test_paged_states_stay_paged_in_shards_and_after_a_resume(num_rows):
     for before, after, num_prefetched, has_values in run_ranks(step_with_pages, 2, num_rows):
         assert before == after == [True] * 4
@@ -211,6 +221,7 @@ def train_on_all_logits(model, data, output):
     return losses_of(trainer)
 
 
+@pytest.mark.slow
 def test_fused_head_keeps_the_losses_of_all_logits(tiny_model, text_file, tmp_path):
     model = tiny_model("llama")
     all_logits = run_ranks(
@@ -244,6 +255,7 @@ def train_with_offloaded_activations(model, data, output, settings):
     return train_keywords(model, data, output, settings), sum(offloaded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [FSDP2, FSDP1], ids=["fsdp2", "fsdp1"])
 def test_offloaded_activations_keep_the_losses(fsdp, tiny_model, text_file, tmp_path):
     model = tiny_model("llama")
@@ -333,13 +345,10 @@ def stored_names(output):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "lora"),
-    [
-        ("eager", False),
-        pytest.param("eager", True, marks=pytest.mark.slow),
-        pytest.param("inductor", False, marks=pytest.mark.slow),
-    ],
+    [("eager", False), ("eager", True), ("inductor", False)],
 )
 def test_compiled_blocks_keep_losses_and_names(backend, lora, tiny_model, text_file, tmp_path):
     environment = fsdp_environment(FSDP2)

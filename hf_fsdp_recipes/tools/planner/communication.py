@@ -43,7 +43,8 @@ def estimate_traffic(plan: MemoryPlan) -> StepTraffic:
     job, cluster = plan.job, plan.job.cluster
     gathered = sum(_num_gathers(unit, job) * unit.unsharded_bytes for unit in plan.units)
     num_reductions = job.accumulation if job.sync_each_batch else 1
-    reduced = num_reductions * sum(unit.unsharded_gradient_bytes for unit in plan.units)
+    gradient_bytes = sum(unit.unsharded_gradient_bytes for unit in plan.units)
+    reduced = num_reductions * round(gradient_bytes * job.reduction_factor)
     gpu_share = (cluster.ranks_per_node - 1) / cluster.ranks_per_node
     node_share = (cluster.num_nodes - 1) / cluster.num_nodes
     if job.strategy.is_hybrid:

@@ -55,7 +55,9 @@ class Fsdp2Simulator:
         self._is_backward = False
         # Without a reduction after each micro-batch, unsharded gradients of the full model accumulate.
         self._accumulates = job.accumulation > 1 and not job.sync_each_batch
-        self._gradient_bytes = {unit: unit.unsharded_gradient_bytes if self._accumulates else 0 for unit in units}
+        # What is accumulated has the dtype of the reduction.
+        factor = job.reduction_factor if self._accumulates else 0
+        self._gradient_bytes = {unit: round(unit.unsharded_gradient_bytes * factor) for unit in units}
         timeline.add(UNSHARDED_GRADIENTS, sum(self._gradient_bytes.values()))
 
     def run(self, events: Iterable[TraceEvent]) -> None:
@@ -158,10 +160,14 @@ class Fsdp2Simulator:
         if not unit.trained:
             return
         self._timeline.add(UNSHARDED_GRADIENTS, -self._reduce_buffer_bytes)
-        self._reduce_buffer_bytes = self._gradient_bytes[unit]
+        self._reduce_buffer_bytes = self._bytes_to_reduce(unit)
         self._timeline.add(UNSHARDED_GRADIENTS, self._reduce_buffer_bytes)
         self._free_gradients(unit)
         self._add_reduced(unit)
+
+    def _bytes_to_reduce(self, unit: FsdpUnit) -> int:
+        factor = 1 if self._accumulates else self._job.reduction_factor
+        return round(self._gradient_bytes[unit] * factor)
 
     def _free_gradients(self, unit: FsdpUnit) -> None:
         self._timeline.add(UNSHARDED_GRADIENTS, -self._gradient_bytes[unit])
@@ -220,7 +226,7 @@ class Fsdp1Simulator(Fsdp2Simulator):
         if unit in self._reduced:
             return
         self._reduced.add(unit)
-        flat_bytes = 0 if self._accumulates else self._gradient_bytes[unit]
+        flat_bytes = 0 if self._accumulates else self._bytes_to_reduce(unit)
         self._timeline.add(UNSHARDED_GRADIENTS, flat_bytes)
         self._timeline.add(UNSHARDED_GRADIENTS, -flat_bytes)
         self._reshard(unit)

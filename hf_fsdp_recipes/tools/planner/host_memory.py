@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hf_fsdp_recipes.export.write_export import CHUNK_BYTES
-from hf_fsdp_recipes.loading.distribute import BUCKET_BYTES
+from hf_fsdp_recipes.loading.distribute import BUCKET_BYTES, NUM_SLOTS
 from hf_fsdp_recipes.tools.planner.memory_planner import OPTIMIZER, PARAMETERS, MemoryPlan
 
 # From docs/measured.md.
@@ -37,7 +37,9 @@ def estimate_host_memory(plan: MemoryPlan) -> list[HostMemory]:
     if job.strategy.on_cpu:  # the ranks' own memory is on the host
         before_load += num_ranks * shard
         training += num_ranks * plan.peak_bytes
-    loading = before_load + 2 * BUCKET_BYTES + num_ranks * (_quantizing_bytes(plan) if job.is_4bit else LOADING_BYTES)
+    loading = (
+        before_load + NUM_SLOTS * BUCKET_BYTES + num_ranks * (_quantizing_bytes(plan) if job.is_4bit else LOADING_BYTES)
+    )
     every_rank = "stock: every rank loads the full model" + (" in 4 bits" if job.is_4bit else "")
     full_state = training + trained + optimizer * job.num_shards
     full_model = training + (trained if job.lora_rank else model)

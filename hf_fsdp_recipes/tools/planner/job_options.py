@@ -23,6 +23,7 @@ OPTION_OF_KEY = {
     "gradient_accumulation_steps": "accumulation",
     "optim": "optimizer",
     "dtype": "dtype",
+    "reduce_dtype": "reduce_dtype",
     "gradient_checkpointing": "gradient_checkpointing",
 }
 TRAINER_BATCH = 8  # Trainer's default per_device_train_batch_size
@@ -96,6 +97,7 @@ def make_job(strategy: Strategy, options: dict[str, Any]) -> TrainingJob:
             "cluster": _cluster(strategy, options),
             "dtype": _parse(parse_dtype, options, "dtype") or torch.float32,
             "mixed_precision": _parse(parse_dtype, options, "mixed_precision"),
+            "reduce_dtype": _parse(parse_dtype, options, "reduce_dtype") or torch.float32,
             "loss": "fused" if options.get("fused_loss", True) else "model",
             "lora_rank": options.get("lora", 0),
             "lora_targets": targets if targets == "all-linear" else tuple(targets.split(",")),

@@ -61,6 +61,7 @@ class TrainingJob:
         batch, length, accumulation: rows per rank, tokens per row, micro-batches per step.
         dtype: parameters as loaded (TRL's `dtype`, float32 by default).
         mixed_precision: compute dtype of the template, or None to compute in `dtype`.
+        reduce_dtype: dtype in which gradients are reduced and accumulated under mixed precision.
         optimizer: Trainer's `optim`.
         gradient_checkpointing: recompute each layer's activations in backward.
         attention: sdpa; sdpa_padded for padded rows, whose mask makes transformers repeat key and value heads; flash;
@@ -79,6 +80,7 @@ class TrainingJob:
     accumulation: int = 1
     dtype: torch.dtype = torch.float32
     mixed_precision: torch.dtype | None = torch.bfloat16
+    reduce_dtype: torch.dtype = torch.float32
     optimizer: str = "adamw_torch_fused"
     gradient_checkpointing: bool = True
     attention: Literal["sdpa", "sdpa_padded", "flash", "eager"] = "sdpa"
@@ -126,6 +128,11 @@ class TrainingJob:
     def compute_dtype(self) -> torch.dtype:
         """Dtype of gathered parameters and of activations."""
         return self.mixed_precision or self.dtype
+
+    @property
+    def reduction_factor(self) -> float:
+        """Bytes of a gradient that is reduced or accumulated, relative to one that backward has just computed."""
+        return self.reduce_dtype.itemsize / self.mixed_precision.itemsize if self.mixed_precision else 1.0
 
     @property
     def is_offloaded(self) -> bool:

@@ -41,13 +41,19 @@ class RankLoad:
     Attributes:
         num_tokens: in one forward and backward of one rank; `tokens_source` is where the number comes from.
         flops_per_second: of a matrix product on the slowest rank.
-        parameter_bytes: of one parameter as it is moved.
+        parameter_bytes: of one parameter as it is gathered.
+        gradient_bytes: of one gradient as it is reduced.
     """
 
     num_tokens: int
     tokens_source: str
     flops_per_second: float
     parameter_bytes: int
+    gradient_bytes: int = 4
+
+    def moved_bytes(self, strategy: str) -> int:
+        """Return the bytes per parameter that a step moves: gathers and a reduction."""
+        return (PASSES.get(strategy, 2) - 1) * self.parameter_bytes + self.gradient_bytes
 
 
 def apply_launch_counts(config: dict[str, Any], num_nodes: int, ranks_per_node: int) -> dict[str, Any]:
@@ -71,24 +77,27 @@ def read_load(config: dict[str, Any], recipe: dict[str, Any], flops_per_second: 
         max_length = int(recipe.get("max_length") or max_length)
         source = "the recipe and TRL's defaults"
     parameter_bytes = 4 if str(config.get("mixed_precision", "no")) in ("no", "False") else 2
-    return RankLoad(num_rows * max_length, source, flops_per_second, parameter_bytes)
+    gradient_bytes = parameter_bytes if recipe.get("reduce_dtype") == "bfloat16" else 4
+    return RankLoad(num_rows * max_length, source, flops_per_second, parameter_bytes, gradient_bytes)
 
 
 def needed_bytes_per_second(strategy: str, load: RankLoad) -> float:
     """Return what the slowest link has to carry so that computation does not wait for it."""
-    return PASSES.get(strategy, 2) * load.parameter_bytes * load.flops_per_second / (NUM_FLOPS * load.num_tokens)
+    return load.moved_bytes(strategy) * load.flops_per_second / (NUM_FLOPS * load.num_tokens)
 
 
-def hybrid_gain(strategy: str, between: float, within: float, num_nodes: int, ranks_per_node: int) -> float:
+def hybrid_gain(
+    strategy: str, load: RankLoad, between: float, within: float, num_nodes: int, ranks_per_node: int
+) -> float:
     """Return how many times faster the transfers of a micro step are if parameters stay within a node.
 
     An all-reduce of the gradients between nodes remains: two volumes, (nodes - 1) / nodes of each.
     """
-    passes = PASSES[strategy]
+    moved_bytes = load.moved_bytes(strategy)
     num_ranks = num_nodes * ranks_per_node
-    flat = passes * (num_ranks - 1) / num_ranks / between
-    hybrid = passes * (ranks_per_node - 1) / ranks_per_node / within + 2 * (num_nodes - 1) / num_nodes / between
-    return flat / hybrid
+    flat = moved_bytes * (num_ranks - 1) / num_ranks / between
+    within_nodes = moved_bytes * (ranks_per_node - 1) / ranks_per_node / within
+    return flat / (within_nodes + 2 * load.gradient_bytes * (num_nodes - 1) / num_nodes / between)
 
 
 def advise(
@@ -102,24 +111,24 @@ def advise(
     if strategy == "no_shard" or link is None:
         return f"{strategy}: no parameters are transferred, so bandwidth is not compared"
     needed = needed_bytes_per_second(strategy, load)
+    moved = f"{PASSES.get(strategy, 2) - 1} x {load.parameter_bytes} + {load.gradient_bytes} bytes per parameter"
     comparison = (
-        f"{strategy} needs {_format_rate(needed)} {where} to hide transfers behind computation ({PASSES.get(strategy, 2)} x "
-        f"{load.parameter_bytes} bytes per parameter, {NUM_FLOPS} FLOPs per parameter and token, {load.num_tokens:,} tokens "
-        f"per rank from {load.tokens_source}, {load.flops_per_second / 1e12:,.2f} TFLOP/s measured); measured "
-        f"{_format_rate(link)}"
+        f"{strategy} needs {_format_rate(needed)} {where} to hide transfers behind computation ({moved}, {NUM_FLOPS} FLOPs "
+        f"per parameter and token, {load.num_tokens:,} tokens per rank from {load.tokens_source}, "
+        f"{load.flops_per_second / 1e12:,.2f} TFLOP/s measured); measured {_format_rate(link)}"
     )
     if link >= needed:
         return f"{comparison}: sufficient"
     comparison = f"{comparison}: {needed / link:.1f} times too slow"
     if is_between and between is not None and within is not None and ranks_per_node > 1:
-        gain = hybrid_gain(strategy, between, within, num_nodes, ranks_per_node)
+        gain = hybrid_gain(strategy, load, between, within, num_nodes, ranks_per_node)
         if gain > MIN_HYBRID_GAIN:
             better = "hybrid_shard" if strategy == "full_shard" else "hybrid_shard_zero2"
             return (
                 f"{comparison}. Use {better} if the model fits on one node: at {_format_rate(within)} within nodes, transfers "
                 f"become {gain:.1f} times faster"
             )
-    alternative = ", or shard_grad_op, which moves a third less, if the model fits" if strategy == "full_shard" else ""
+    alternative = ", or shard_grad_op, which moves less, if the model fits" if strategy == "full_shard" else ""
     return f"{comparison}. Use more tokens per rank (batch size, sequence length) or a faster network{alternative}"
 
 

@@ -53,7 +53,8 @@ def build(cache: Path = CACHE) -> Path:
 def _fingerprint() -> str:
     """Return a digest of everything that the build depends on."""
     digest = hashlib.sha256(f"{version('torch')} {sys.version} {FLAGS}".encode())
-    for file in sorted(path for path in SOURCES.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
+    package = [path for path in (SOURCES / "package").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    for file in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"), *package]):
         digest.update(f"{file.relative_to(SOURCES)} {file.stat().st_size} ".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""Reads what ranks asked of the emulated device: `with_watch` in tests/device/ranks.py records it.
+"""Reads what ranks asked of the emulated device; `Ranks.run(..., watch=FOLDER)` in tests/device/ranks.py records it.
 
     python -m tests.device.emulator.events FOLDER [KIND ...]
 

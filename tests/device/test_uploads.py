@@ -1,0 +1,31 @@
+"""Weights that three ranks share reach the device, whatever their dtypes."""
+
+import pytest
+
+from tests.device.ranks import DEVICE
+from tests.ranks.harness import FSDP2, fsdp_environment
+from tests.ranks.training import build
+
+
+def load_shards(model, data, output, loader):
+    """Return each parameter's values as a list, gathered."""
+    from hf_fsdp_recipes.loading import distribute
+
+    distribute.BUCKET_BYTES = 5000
+    trainer = build(
+        str(model), str(data), str(output), loader=loader, steps=1, use_cpu=False, learning_rate=0.0,
+        load_arguments={"verify": "full"},
+    )  # fmt: skip
+    trainer.train()
+    return {name: value.full_tensor().cpu().tolist() for name, value in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("loader", ["rank0", "direct"])
+def test_every_value_arrives_on_three_devices(ranks, tiny_model, text_file, tmp_path, loader):
+    from safetensors.torch import load_file
+
+    model = tiny_model("llama", "bfloat16")
+    environment = fsdp_environment(FSDP2) | DEVICE
+    for found in ranks.run(load_shards, 3, model, text_file, tmp_path, loader, environment=environment):
+        for name, tensor in load_file(model / "model.safetensors").items():
+            assert found[name] == tensor.float().tolist(), name
