@@ -33,7 +33,7 @@ test-all: $(VENV)/.installed $(KERNELS)
 
 # On an accelerator emulated on the CPU; needs g++ and Python's headers. It is built once.
 test-device: $(VENV)/.installed
-	REQUIRE_DEVICE=1 $(BIN)/python -m pytest -m device tests/device
+	REQUIRE_DEVICE=1 $(BIN)/python -m pytest -m "device and not slow" tests/device
 
 # As root: starts a Slurm of its own and installs the packages for it where they are missing.
 test-slurm: $(VENV)/.installed
