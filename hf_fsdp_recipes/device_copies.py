@@ -59,7 +59,7 @@ class Upload:
 
 
 class Download:
-    """Host buffers for values from the device where they are.
+    """Host buffers for values that are on any device.
 
     Args:
         num_bytes: size of a buffer.
@@ -72,7 +72,7 @@ class Download:
         self._next = 0
 
     def to_host(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return 1-D values in host memory, cast to `dtype`. The next call but one overwrites them."""
+        """Return 1-D values in host memory, cast to `dtype`. Valid until two more calls."""
         if values.device.type == "cpu":
             return values.to(dtype).contiguous()
         if self._stream is None or self._buffers is None:

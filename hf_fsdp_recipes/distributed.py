@@ -45,7 +45,9 @@ def is_main() -> bool:
     return rank() == 0
 
 
-_host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+_host_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = (
+    None  # the default group that it belongs to, and itself
+)
 
 
 def host_group() -> dist.ProcessGroup | None:
@@ -55,12 +57,21 @@ def host_group() -> dist.ProcessGroup | None:
 
     Collective on the first call: every rank must call this.
     """
+    global _host_group
     default = dist.group.WORLD
     if default is None or dist.get_backend(default) == "gloo":
         return None
-    if default not in _host_groups:
-        _host_groups[default] = dist.new_group(backend="gloo")
-    return _host_groups[default]
+    if _host_group is None or _host_group[0] is not default:
+        _host_group = default, new_host_group()
+    return _host_group[1]
+
+
+def new_host_group() -> dist.ProcessGroup:
+    """Create a group of all ranks that communicates between hosts, with the default group's timeout. Collective."""
+    default = dist.group.WORLD
+    assert default is not None
+    options = default._get_backend(torch.device(dist.distributed_c10d._get_object_coll_device(default))).options
+    return dist.new_group(backend="gloo", timeout=options._timeout)
 
 
 def barrier() -> None:

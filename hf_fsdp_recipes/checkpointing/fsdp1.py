@@ -1,5 +1,6 @@
 """FSDP1-specific parts of checkpointing."""
 
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 def capture(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, plugin: "FullyShardedDataParallelPlugin"
 ) -> dict[str, dict[str, Any]]:
-    """Return a copy of the sharded state of model and optimizer under FSDP1. Collective: every rank must call this.
+    """Return the sharded state of model and optimizer under FSDP1, which is a copy. Collective: every rank must call this.
 
     The copy is on the accelerator if every rank has room for it there, and in host memory otherwise.
     """
@@ -23,10 +24,7 @@ def capture(
 
     has_room = all(distributed.gather_objects(_has_room_on_device(model, optimizer)))
     if not has_room:
-        distributed.warn_main(
-            "training waits while the state is copied to the host, because FSDP1 needs room for a copy on the accelerator. Use "
-            "an fsdp2 template."
-        )
+        _warn_of_waits()
     configs = (
         replace(config, offload_to_cpu=not has_room)
         for config in (plugin.state_dict_config, plugin.optim_state_dict_config)
@@ -43,5 +41,13 @@ def _has_room_on_device(model: torch.nn.Module, optimizer: torch.optim.Optimizer
     num_bytes = sum(tensor.nbytes for tensor in shards if tensor.device.type != "cpu")
     if not num_bytes:
         return True
-    cached = torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
-    return num_bytes <= torch.accelerator.get_memory_info()[0] + cached
+    # Not what torch's allocator has cached: the next forward and backward need that.
+    return num_bytes <= torch.accelerator.get_memory_info()[0]
+
+
+@functools.cache
+def _warn_of_waits() -> None:
+    distributed.warn_main(
+        "training waits while the state is copied to the host, because FSDP1 needs room for a copy on the accelerator. Use an "
+        "fsdp2 template."
+    )

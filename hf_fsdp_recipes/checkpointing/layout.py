@@ -88,7 +88,7 @@ def manifest_entries(directory: Path, files: Iterable[str]) -> dict[str, dict[st
 
 
 def find_size(file: Path) -> int | None:
-    """Return the number of bytes of a file, or None if it does not exist, even if its name is not possible."""
+    """Return the number of bytes of a file, or None if it does not exist or its name is not a valid path."""
     try:
         return file.stat().st_size if file.is_file() else None
     except (OSError, ValueError):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PreviousRun = Literal["refuse", "archive"]
 
 EXPORT, MERGED_EXPORT = EXPORTS = ("export", "export_merged")
-_EXPORT = re.compile(rf"({'|'.join(EXPORTS)})(-\d+)?")  # the number is of an export that found its place taken
+_EXPORT = re.compile(rf"({'|'.join(EXPORTS)})(-\d+)?")  # the number is of an export whose directory was taken
 SIDE_FILES = (METRICS_FILE, REPORT_FILE, LOSS_PLOT, THROUGHPUT_PLOT, MEMORY_PLOT, MODEL_FILE)
 STATE_KEY = "hf_fsdp_recipes"  # in `stateful_callbacks`, which Trainer saves and restores with its state
 

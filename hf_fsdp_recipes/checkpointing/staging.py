@@ -32,7 +32,7 @@ KeyPath = tuple[Any, ...]  # the keys that lead to a tensor
 
 
 class CopyStream:
-    """A stream of the accelerator that holds a state, for copies to host memory beside training.
+    """A stream of the accelerator that holds a state, for copies to host memory during training.
 
     Create it on the thread that trains. If the state is in host memory, all methods do nothing.
     """
@@ -142,7 +142,10 @@ class HostStaging:
 
 
 class _HostMemory:
-    """Gives out parts of large allocations, because torch rounds each pinned allocation up to a power of two."""
+    """Gives out parts of large allocations, because torch rounds each pinned allocation up to a power of two.
+
+    A tensor that is larger than CHUNK_BYTES gets an allocation of its own.
+    """
 
     def __init__(self, num_expected_bytes: int, is_pinned: bool) -> None:
         self.num_expected_bytes = num_expected_bytes

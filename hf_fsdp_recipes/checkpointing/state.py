@@ -48,6 +48,8 @@ def capture(
     # Accelerate's options copy everything to the host at once, on this thread.
     options = replace(fsdp_utils._prepare_sd_options(plugin), cpu_offload=False)
     model_state = fsdp_utils._get_model_state_dict(model, adapter_only=True, sd_options=options)
+    # Forward may change buffers, which are plain tensors, before they are staged.
+    model_state = {name: value.clone() if type(value) is torch.Tensor else value for name, value in model_state.items()}
     return {"model": model_state, "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
 
 

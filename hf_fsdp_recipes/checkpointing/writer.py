@@ -94,15 +94,14 @@ class Writer:
         """
         self.wait()
         if self._group is None and distributed.is_distributed():
-            # Keeps the writer's collectives on the CPU and separate from training's.
-            self._group = dist.new_group(backend="gloo")
+            self._group = distributed.new_host_group()  # for the writer's thread
         with distributed.sync_errors():
             if distributed.is_main():
                 layout.start(self.output_dir, snapshot.step)
         if self._asynchronous:
             self._is_staged.clear()
             state = dict(snapshot.state)
-            self._copies = self._copies or CopyStream(state)
+            self._copies = CopyStream(state)
             self._copies.wait_for_training()
             self._thread = threading.Thread(
                 target=self._stage_and_write, args=(replace(snapshot, state={}), state), name="checkpoint-writer"
@@ -154,23 +153,24 @@ class Writer:
     ) -> None:
         """Copy one part after the other, so that the first is written while the second is copied."""
         try:
-            with copies.current():
+            try:
+                with copies.current():
+                    for part, future in staged.items():
+                        copied = self._staging.setdefault(part, HostStaging()).copy(state[part])
+                        future.set_result((copied, copies.record_copies()))
+                    self._is_staged.set()
+                    copies.synchronize()
+                state.clear()  # FSDP1's is a temporary copy on the device
+            except (MemoryError, RuntimeError) as error:
+                copies.synchronize()  # before the memory is freed; raises if the accelerator has failed
+                # Fall back to writing the state without a copy.
+                logger.warning(
+                    "not enough host memory to stage the state, so training waits for the write: %s", _cause(error)
+                )
+                self._staging.clear()
                 for part, future in staged.items():
-                    copied = self._staging.setdefault(part, HostStaging()).copy(state[part])
-                    future.set_result((copied, copies.record_copies()))
-                self._is_staged.set()
-                copies.synchronize()
-            state.clear()  # FSDP1's is a temporary copy on the device
-        except (MemoryError, RuntimeError) as error:
-            # Fall back to writing the state without a copy.
-            logger.warning(
-                "not enough host memory to stage the state, so training waits for the write: %s", _cause(error)
-            )
-            copies.synchronize()  # before the memory is freed
-            self._staging.clear()
-            for part, future in staged.items():
-                if not future.done():
-                    future.set_result((state[part], None))
+                    if not future.done():
+                        future.set_result((state[part], None))
         except BaseException as error:  # the writing thread waits for these futures
             for future in staged.values():
                 if not future.done():
@@ -189,15 +189,20 @@ class Writer:
             return copied
 
         try:
-            with self._copies.current():
-                self._write_guarded(snapshot, wait_for)
+            self._write_guarded(snapshot, wait_for, self._copies)
         finally:
             stager.join()
             self._is_staged.set()
 
-    def _write_guarded(self, snapshot: Snapshot, state_of: Callable[[str], State]) -> None:
+    def _write_guarded(
+        self,
+        snapshot: Snapshot,
+        state_of: Callable[[str], State],
+        copies: CopyStream | None = None,
+    ) -> None:
         try:
-            self._write(snapshot, state_of)
+            with contextlib.nullcontext() if copies is None else copies.current():
+                self._write(snapshot, state_of)
         except DivergenceError as error:
             self._failure = error
         except BaseException as error:  # DCP's CheckpointException is not an Exception

@@ -200,7 +200,7 @@ def _all_chunks(shards: list[ShardExport], non_finite: dict[str, int]) -> Iterat
 
 
 def _chunks(shard: ShardExport, non_finite: dict[str, int], download: Download) -> Iterator[Chunk]:
-    """Yield a shard's values, ready to be written, a chunk at a time; each is valid until the next but one."""
+    """Yield a shard's values, ready to be written, a chunk at a time; each is valid until two more are read."""
     step = max(1, CHUNK_BYTES // max(shard.dtype.itemsize, shard.held_dtype.itemsize))
     begin, end = shard.first, shard.first + shard.count
     for part in shard.parts:
@@ -246,27 +246,20 @@ def _write_gathered(shards: list[ShardExport], writer: FileWriter, directory: Pa
 def _send_to_main(chunk: Chunk | None, sender: int) -> Chunk | None:
     """Send one chunk from `sender` to rank 0. Returns None on every rank if there was none. Collective."""
     header = None if chunk is None else (chunk[0], chunk[1], tuple(chunk[2].shape), chunk[2].dtype)
-    headers = [header]
-    dist.broadcast_object_list(headers, src=sender)
+    headers, group = [header], distributed.host_group()
+    dist.broadcast_object_list(headers, src=sender, group=group)
     if headers[0] is None:
         return None
     name, first, shape, dtype = headers[0]
-    device = _communication_device()
     if sender == 0:
         return chunk if chunk is not None else (name, first, torch.empty(0))
     if distributed.rank() == sender and chunk is not None:
-        dist.send(chunk[2].view(torch.uint8).to(device), dst=0)
+        dist.send(chunk[2].view(torch.uint8), dst=0, group=group)
     elif distributed.is_main():
-        buffer = torch.empty(shape[0] * dtype.itemsize, dtype=torch.uint8, device=device)
-        dist.recv(buffer, src=sender)
-        return name, first, buffer.cpu().view(dtype)
+        buffer = torch.empty(shape[0] * dtype.itemsize, dtype=torch.uint8)
+        dist.recv(buffer, src=sender, group=group)
+        return name, first, buffer.view(dtype)
     return name, first, torch.empty(0)
-
-
-def _communication_device() -> torch.device:
-    if "gloo" in dist.get_backend():
-        return torch.device("cpu")
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def _write_assets(export: ExportPlan, files: FilePlan, directory: Path) -> None:

@@ -284,7 +284,7 @@ def broadcast_state(state: "QuantState | None", source: int, device: torch.devic
         return state
     tensors: dict[str, torch.Tensor] = {} if state is None else state.as_dict(packed=True)
     shapes: list[Any] = [{key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}]
-    dist.broadcast_object_list(shapes, src=source)
+    dist.broadcast_object_list(shapes, src=source, group=distributed.host_group())
     received = {}
     for key, (shape, dtype) in shapes[0].items():
         tensor = tensors[key].to(device) if key in tensors else torch.empty(shape, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
 """Distributes a checkpoint from global rank 0, the only rank that reads, to the shards of all ranks.
 
 Bytes are sent in buckets, in the checkpoint's dtype, and cast on arrival. Rank 0 reads buckets ahead into a ring of slots. The
-ranks of its node share the ring's memory and copy their parts out of it; other ranks get messages. No rank holds more than
+ranks of its node share the ring's memory and copy their parts out of it; other ranks get messages. No rank keeps more than
 the ring and two buffers of its own beyond its shards.
 """
 
@@ -91,7 +91,8 @@ def scatter(
     shape = (NUM_SLOTS, len(group.ranks), _shard_bytes(len(group.ranks)))
     memory, sharing = share_memory(torch.Size(shape).numel())
     ring = _Ring(None if memory is None else memory.view(shape), sharing)
-    upload = Upload(targets[0].local.device, max(shape[2], READ_BYTES))
+    with distributed.sync_errors():
+        upload = Upload(targets[0].local.device, max(shape[2], READ_BYTES))
     if index is not None:
         _send_all(targets, index, group, checksums, ring, upload)
     else:

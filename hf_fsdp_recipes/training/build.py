@@ -89,7 +89,7 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
             f"recipe."
         ) from error
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    dtypes.keep_float32(trainer.accelerator, arguments.recipe.reduce_dtype)
+    dtypes.set_reduction_dtype(trainer.accelerator, arguments.recipe.reduce_dtype)
     dtypes.cast_trainable(trainer.model, getattr(plugin, "fsdp_version", None), arguments.recipe.adapter_dtype)
     place_before_reporters(trainer)
     if arguments.recipe.export:

@@ -16,7 +16,7 @@ class _Pending:
     """A number on the device, with the operations that SFTTrainer applies to it; `item` does not read it."""
 
     def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
+        self.value = value.detach()
 
     def sum(self) -> "_Pending":
         return _Pending(self.value.sum())
@@ -31,7 +31,8 @@ class _Pending:
         return True  # SFTTrainer asks whether it may divide by this; see __truediv__
 
     def __truediv__(self, other: Any) -> "_Pending":
-        return _Pending(torch.nan_to_num(self.value / _value(other), nan=0.0))  # 0 / 0 in a batch without labels
+        divisor = torch.as_tensor(_value(other))
+        return _Pending(torch.where(divisor > 0, self.value / divisor, 0.0))  # 0 in a batch without labels
 
     def __floordiv__(self, other: Any) -> "_Pending":
         return _Pending(self.value // _value(other))

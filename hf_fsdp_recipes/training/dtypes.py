@@ -1,4 +1,4 @@
-"""Sets and checks dtypes before sharding: of each parameter, of gradient reduction, and of outputs.
+"""Sets and checks the dtypes of parameters, gradient reduction and outputs before sharding.
 
 Under FSDP2, trainable parameters stay in float32 and are cast to the mixed-precision dtype when they are gathered. FSDP1
 flattens each unit into one tensor of one dtype, so there adapters take the dtype of the base weights. Frozen parameters
@@ -60,8 +60,8 @@ def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dty
         _check_head(model)
 
 
-def keep_float32(accelerator: "Accelerator", reduce_dtype: str = "float32") -> None:
-    """Reduce gradients in float32 under mixed precision, and keep the dtypes of the model's outputs and buffers.
+def set_reduction_dtype(accelerator: "Accelerator", reduce_dtype: str = "float32") -> None:
+    """Choose the dtype of gradient reduction under mixed precision, and keep the dtypes of the model's outputs and buffers.
 
     Accelerate 1.15 would reduce gradients in the mixed-precision dtype, and round the outputs of each unit (FSDP2) or buffers
     such as rotary frequencies (FSDP1) to it. Every rank calls this before sharding; not a collective.

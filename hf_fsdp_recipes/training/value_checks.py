@@ -165,7 +165,7 @@ def check_scheduler(training: "SFTConfig") -> None:
         get_scheduler(kind, optimizer, 0, steps, kwargs)
     except Exception as error:  # each schedule is a function of its own
         raise RecipeError(
-            f"lr_scheduler_kwargs is {kwargs}, with which the schedule {kind.value} cannot be built: "
+            f"lr_scheduler_kwargs is {kwargs}, which the schedule {kind.value} does not accept: "
             f"{summarize(error, 'sentence')}. Correct lr_scheduler_kwargs, or choose another lr_scheduler_type."
         ) from error
 

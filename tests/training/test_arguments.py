@@ -68,7 +68,7 @@ def test_conflicting_arguments_are_refused_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "kwargs", "says"),
     [
-        ("linear", {"no_such": 1}, r"schedule linear cannot be built: .*no_such"),
+        ("linear", {"no_such": 1}, r"schedule linear does not accept: .*no_such"),
         ("cosine_with_min_lr", None, r"lr_scheduler_kwargs is None.*min_lr"),
         ("cosine", {"num_cycles": "many"}, r"num_cycles"),
         ("polynomial", {"lr_end": 1.0}, r"lr_end"),

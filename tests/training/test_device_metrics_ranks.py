@@ -50,3 +50,12 @@ def test_rows_without_labels_count_as_zero():
     from hf_fsdp_recipes.training.device_metrics import _Pending
 
     assert (_Pending(torch.tensor(0.0)) / _Pending(torch.tensor(0))).item().value == 0.0
+
+
+def test_what_is_not_a_number_stays_so():
+    import torch
+
+    from hf_fsdp_recipes.training.device_metrics import _Pending
+
+    assert (_Pending(torch.tensor(float("nan"))) / _Pending(torch.tensor(3))).value.isnan()
+    assert (_Pending(torch.tensor(float("inf"))) / _Pending(torch.tensor(3))).value.isinf()

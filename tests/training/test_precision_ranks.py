@@ -12,12 +12,12 @@ def observe_dtypes(model, data, output, reduce_dtype):
     """Train two steps; return the dtypes of the loss, of reduced gradients, of buffers, and of inputs in the forward."""
     import torch.distributed as dist
 
-    from hf_fsdp_recipes.training.dtypes import keep_float32
+    from hf_fsdp_recipes.training.dtypes import set_reduction_dtype
 
     found: dict[str, set] = {"loss": set(), "reduced": set(), "buffer": set(), "input": set()}
     trainer = build(str(model), str(data), str(output), steps=2, bf16=True)
     if reduce_dtype is not None:
-        keep_float32(trainer.accelerator, reduce_dtype)
+        set_reduction_dtype(trainer.accelerator, reduce_dtype)
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
     reduce_scatter, compute_loss = getattr(dist, name), trainer.compute_loss
 

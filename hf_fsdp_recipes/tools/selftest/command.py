@@ -32,7 +32,7 @@ def selftest(
             if time.monotonic() + expected_seconds <= deadline:
                 result = measurements.measure(name, function, site)
             else:
-                late = f"It takes about {expected_seconds} s, and less is left. Raise --minutes."
+                late = f"It takes about {expected_seconds} s, more than is left. Raise --minutes."
                 result = measurements.Result(name, "skipped", error=late)
             results.append(result)
             reason = result.error.partition("\n")[0]

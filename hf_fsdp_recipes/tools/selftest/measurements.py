@@ -1,4 +1,4 @@
-"""The measurements of a self-test. Each launches ranks or runs of its own, so a crash of one does not end the others."""
+"""The measurements of a self-test. Each launches its own ranks or runs, so a crash of one does not end the others."""
 
 import json
 import os
@@ -146,7 +146,7 @@ def _wait(run: Run, deadline: float, condition: Callable[[], bool]) -> bool:
     try:
         return any(condition() for _ in run.poll(max(1.0, deadline - time.monotonic())))
     except TimeoutError as error:
-        raise RecipeError(f"The time is over, and the run is {error}.") from error
+        raise RecipeError(f"The time limit was reached: {error}.") from error
 
 
 def measure_copies(site: Site) -> Figures:

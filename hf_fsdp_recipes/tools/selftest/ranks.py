@@ -164,7 +164,7 @@ def measure_save(
     expected = {name: tensor.detach().clone() for name, tensor in local_tensors(capture(model, optimizer, plugin))}
     started = time.perf_counter()
     with_save = time_work(device, functools.partial(train, 3))
-    beside = statistics.median(time_work(device, train) for _ in range(3))
+    later_step = statistics.median(time_work(device, train) for _ in range(3))
     writer.wait()
     figures |= {
         "state on this rank, GB": sum(tensor.nbytes for tensor in expected.values()) / 1e9,
@@ -173,7 +173,7 @@ def measure_save(
         "step, seconds": plain,
         "step with a save, seconds": with_save,
         "training stood still, seconds": max(0.0, with_save - plain),
-        "the next steps, seconds": beside,
+        "the next steps, seconds": later_step,
         "until the checkpoint was complete, seconds": time.perf_counter() - started,
     }
     restored = restore(capture(model, optimizer, plugin), directory_for(directory, 3))
