@@ -70,8 +70,9 @@ def new_host_group() -> dist.ProcessGroup:
     """Create a group of all ranks that communicates between hosts, with the default group's timeout. Collective."""
     default = dist.group.WORLD
     assert default is not None
-    options = default._get_backend(torch.device(dist.distributed_c10d._get_object_coll_device(default))).options
-    return dist.new_group(backend="gloo", timeout=options._timeout)
+    backend = default._get_backend(torch.device(dist.distributed_c10d._get_object_coll_device(default)))
+    options = getattr(backend, "options", None)  # of torch's own backends
+    return dist.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
 
 
 def barrier() -> None:

@@ -43,3 +43,21 @@ def test_ranks_agree_on_what_happened():
     found = run_ranks(_outcomes, 3)
     for number, (how, failing_rank, kind, expected) in enumerate(CASES):
         assert [outcomes[number] for outcomes in found] == expected, (how, failing_rank, kind)
+
+
+def timeouts_of_groups():
+    """Return the timeouts in seconds of the default group and of a new group between hosts."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from hf_fsdp_recipes import distributed
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=77))
+    groups = (dist.group.WORLD, distributed.new_host_group())
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_group_between_hosts_has_the_timeout_of_the_run():
+    assert run_ranks(timeouts_of_groups, 2) == [[77.0, 77.0]] * 2
