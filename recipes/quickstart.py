@@ -50,7 +50,7 @@ def main() -> None:
     say(f"report:      {report}  (loss curve: {output / 'loss.png'})")
     say(f"adapter:     {output / 'export'}")
     say(f"full model:  {output / 'export_merged'}  (from_pretrained loads it without this package)")
-    say("next:        README.md, 'On GPUs'")
+    say("next:        README.md, 'GPUs'")
 
 
 def start_from_scratch(output: Path) -> None:
