@@ -1,4 +1,4 @@
-"""Workarounds for torch: aborts at exit, a DTensor's private local tensor, and checkpoints that could run code.
+"""Workarounds for torch: aborts at exit, private parts of DTensor and FSDP2, and checkpoints that could run code.
 
 `wait_for_gloo_at_exit` prevents an abort when a rank exits right after a collective. A gloo worker (`pt_gloo_runloop`) first
 wakes the thread that waits for the collective and then releases the collective's tensors, for which it needs the GIL. If the
@@ -79,6 +79,24 @@ def set_local_tensor(dtensor: Any, local: torch.Tensor) -> Any:
         )
     dtensor._local_tensor = local
     return dtensor
+
+
+# Gradients that are reduced in another dtype than the parameters'.
+
+
+@patch(
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
+    "self",
+    feature="reduction dtype",
+    changes="Nothing is done for a parameter that was never gathered, because it has no gradient.",
+    reason="torch reads the gathered parameter, which does not exist for a frozen output head: TRL's fused loss uses its weight "
+    "without calling it. With gradient accumulation, the first step would fail.",
+    upstream="to file: accumulating gradients with a reduce_dtype fails for a unit whose forward never ran",
+    tested_with=versions_of("torch"),
+)
+def _convert_if_gathered(original: Any, self: Any) -> None:
+    if hasattr(self, "_unsharded_param"):
+        original(self)
 
 
 # Checkpoints that could run code.

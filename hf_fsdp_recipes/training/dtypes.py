@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import TemplateError
+from hf_fsdp_recipes.patches import registry
 from hf_fsdp_recipes.precision import format_dtype, mixed_precision_dtype
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def set_reduction_dtype(accelerator: "Accelerator", reduce_dtype: str = "float32
     policy = None if plugin is None else plugin.mixed_precision_policy
     if plugin is None or policy is None or policy.param_dtype in (None, torch.float32):
         return
+    registry.apply("reduction dtype")
     dtype = getattr(torch, reduce_dtype)
     # float32 outputs would double the memory of what is kept between units; a loss is float32 unless it is rounded.
     kept = {"output_dtype": None} if plugin.fsdp_version == 2 else {"buffer_dtype": None}
