@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from hf_fsdp_recipes.errors import PatchError
 
-Feature = Literal["cpu ranks", "size wrap", "loading", "checkpointing"]
+Feature = Literal["cpu ranks", "size wrap", "loading", "checkpointing", "reduction dtype"]
 # Of this package; importing one declares its patches.
 MODULES = ("accelerate", "fsdp1", "peft", "torch", "transformers")
 # What `make test-versions` passed with; a test compares it with setup.cfg.

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from hf_fsdp_recipes.errors import CheckpointError, PatchError
 from hf_fsdp_recipes.patches.registry import patch, versions_of
@@ -84,19 +85,21 @@ def set_local_tensor(dtensor: Any, local: torch.Tensor) -> Any:
 # Gradients that are reduced in another dtype than the parameters'.
 
 
-@patch(
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
-    "self",
-    feature="reduction dtype",
-    changes="Nothing is done for a parameter that was never gathered, because it has no gradient.",
-    reason="torch reads the gathered parameter, which does not exist for a frozen output head: TRL's fused loss uses its weight "
-    "without calling it. With gradient accumulation, the first step would fail.",
-    upstream="to file: accumulating gradients with a reduce_dtype fails for a unit whose forward never ran",
-    tested_with=versions_of("torch"),
-)
-def _convert_if_gathered(original: Any, self: Any) -> None:
-    if hasattr(self, "_unsharded_param"):
-        original(self)
+if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):  # torch 2.15 no longer reads the gathered parameter
+
+    @patch(
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
+        "self",
+        feature="reduction dtype",
+        changes="Nothing is done for a parameter that was never gathered, because it has no gradient.",
+        reason="torch reads the gathered parameter, which does not exist for a frozen output head: TRL's fused loss uses its "
+        "weight without calling it. With gradient accumulation, the first step would fail.",
+        upstream="to file: accumulating gradients with a reduce_dtype fails for a unit whose forward never ran",
+        tested_with=versions_of("torch"),
+    )
+    def _convert_if_gathered(original: Any, self: Any) -> None:
+        if hasattr(self, "_unsharded_param"):
+            original(self)
 
 
 # Checkpoints that could run code.
