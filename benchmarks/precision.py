@@ -40,7 +40,7 @@ def main() -> None:
         differences = [abs(loss - other) for loss, other in zip(found, exact, strict=True)]
         last = statistics.mean(found[-NUM_LAST:])
         print(f"| {name} | {last:.4f} | {statistics.mean(differences):.5f} | {max(differences):.5f} |")
-    print(f"\n{options.parameters / 1e6:.0f}M parameters, {options.steps} steps; {machine()}")
+    print(f"\n{options.parameters / 1e6:.1f}M parameters, {options.steps} steps; {machine()}")
 
 
 def train(name: str, options: Any, directory: Path) -> list[float]:

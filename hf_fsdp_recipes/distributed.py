@@ -45,9 +45,7 @@ def is_main() -> bool:
     return rank() == 0
 
 
-_host_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = (
-    None  # the default group that it belongs to, and itself
-)
+_host_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default group, and its host group
 
 
 def host_group() -> dist.ProcessGroup | None:

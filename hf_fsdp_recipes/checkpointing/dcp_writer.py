@@ -27,9 +27,8 @@ class DirectWriter(FileSystemWriter):
     """
 
     def __init__(self, directory: Path, notify: Callable[[int], Any] = lambda num_bytes: None) -> None:
-        super().__init__(
-            directory, sync_files=False, per_thread_copy_ahead=0
-        )  # from host memory, or one tensor at a time
+        # Without copying ahead, which would synchronize the stream that training uses.
+        super().__init__(directory, sync_files=False, per_thread_copy_ahead=0)
         self.manifest_entries: dict[str, dict[str, Any]] = {}
         self.fs = _DirectFileSystem(notify, self.manifest_entries)
 

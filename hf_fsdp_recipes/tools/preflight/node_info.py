@@ -15,6 +15,7 @@ from typing import TypedDict
 
 import psutil
 
+from hf_fsdp_recipes.environment import num_cores
 from hf_fsdp_recipes.errors import PreflightError
 from hf_fsdp_recipes.tools.preflight import addresses
 
@@ -54,7 +55,7 @@ def collect(files: list[Path]) -> NodeInfo:
         "versions": {name: _find_version(name) for name in PACKAGES},
         "code_hash": _hash_code(),
         "file_hashes": {str(file): _hash_file(file) for file in files},
-        "num_cores": len(os.sched_getaffinity(0)),
+        "num_cores": num_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "gloo_error": _find_gloo_error(),
         "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
