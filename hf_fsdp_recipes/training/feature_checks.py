@@ -7,6 +7,7 @@ Source: trl 1.16 `activation_offloading.py` (needs an accelerator); accelerate 1
 `compile_regions_fsdp2`; transformers 5.23 `trainer_optimizer.py` (which library an optimizer comes from).
 """
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -43,7 +44,7 @@ def check_features(arguments: "Arguments") -> None:
     errors = [*optimizer_errors(optimizer, fsdp_version()), *_conflicts(training, recipe)]
     if not recipe.dry_run:
         attention.select_implementation(recipe.attention, training.use_cpu)
-        errors += [*_accelerator_errors(training), *_installation_errors(optimizer)]
+        errors += [*_accelerator_errors(training), *_installation_errors(optimizer), *_shared_memory_errors(training)]
     if errors:
         raise RecipeError(" ".join(errors))
 
@@ -72,6 +73,19 @@ def _installation_errors(optimizer: str) -> Iterator[str]:
     ):
         if is_used and find_spec(library) is None:
             yield f"optim: {optimizer} needs {library}. Run pip install {library}, or use optim: adamw_torch_fused."
+
+
+def _shared_memory_errors(training: "SFTConfig") -> Iterator[str]:
+    settings = {"dataset_num_proc": 1, "dataloader_num_workers": 0}  # the largest values that start no processes
+    used = [name for name, limit in settings.items() if (getattr(training, name) or 0) > limit]
+    try:
+        if used:
+            multiprocessing.Lock()  # is in /dev/shm on Linux, as are the batches of data loaders
+    except OSError as error:
+        yield (
+            f"{used[0]} is {getattr(training, used[0])}, but processes cannot share memory here ({error.strerror}). Free space "
+            f"in /dev/shm, start the container with --shm-size=16g, or drop {' and '.join(used)}."
+        )
 
 
 def _conflicts(training: "SFTConfig", recipe: "RecipeArguments") -> Iterator[str]:

@@ -1,5 +1,7 @@
 """Values that would train something else than asked, or fail after minutes, are refused before anything is loaded."""
 
+import errno
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -172,3 +174,14 @@ def test_shipped_recipes_have_the_right_types():
     assert len(recipes) > 10
     for recipe in recipes:
         check_recipe(str(recipe), CLASSES)
+
+
+@pytest.mark.parametrize(("name", "value"), [("dataset_num_proc", "2"), ("dataloader_num_workers", "1")])
+def test_full_shared_memory_is_refused_if_processes_would_use_it(monkeypatch, name, value):
+    def no_lock():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(multiprocessing, "Lock", no_lock)
+    with pytest.raises(RecipeError, match=rf"{name} is {value}, but.*No space left.*Free space in /dev/shm"):
+        parse_arguments([*NEEDED, f"--{name}", value])
+    parse_arguments(NEEDED)
