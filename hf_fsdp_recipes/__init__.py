@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_fsdp_recipes.callback import ShardedCheckpointCallback
-    from hf_fsdp_recipes.checkpointing.layout import latest_checkpoint
+    from hf_fsdp_recipes.checkpointing.verification import latest_checkpoint
     from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
     from hf_fsdp_recipes.export.from_model import export_model
     from hf_fsdp_recipes.loading.load_model import load_model
@@ -35,7 +35,7 @@ _MODULES = {
     "build_trainer": "training.build",
     "export_checkpoint": "export.from_checkpoint",
     "export_model": "export.from_model",
-    "latest_checkpoint": "checkpointing.layout",
+    "latest_checkpoint": "checkpointing.verification",
     "load_model": "loading.load_model",
     "sharded_optimizer": "training.sharded_optimizer",
 }

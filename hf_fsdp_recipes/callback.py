@@ -104,6 +104,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         from accelerate.state import AcceleratorState
 
         check_launch(args)
+        distributed.set_timeout(args.ddp_timeout)  # load_model may have started the process group before
         if vars(control).setdefault("sharded_checkpoint_callback", self) is not self:
             raise CheckpointError("the trainer has two ShardedCheckpointCallbacks. Pass one.")
         self._check_export(str(AcceleratorState().distributed_type.value), kwargs["model"])
@@ -150,15 +151,17 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Wait until the state is staged, because the optimizer is about to change it. Not a collective."""
+        """Wait until the state is staged, because the optimizer is about to change it, and exchange signals meanwhile."""
         if self._writer is not None:
+            if self._signals is not None:
+                self._signals.start_exchange(state.global_step + 1, isinstance(self._writer.failure, DivergenceError))
             with clock.spending("save", after="forward_backward"):
                 self._writer.wait_until_staged()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Schedule a due save, exchange signals, and report a save that has failed.
+        """Schedule a due save, act on signals, and report a save that has failed.
 
         Raises:
             DivergenceError: the weights of the last save contain NaN or infinity.
@@ -166,15 +169,14 @@ class ShardedCheckpointCallback(TrainerCallback):
         if self._writer is None:
             return control
         failure = self._writer.failure
-        has_diverged = isinstance(failure, DivergenceError)
-        if failure is not None and not has_diverged:
+        if failure is not None and not isinstance(failure, DivergenceError):
             self._record_failure(failure)
         self._push()
         if control.should_save and self._strategy == SaveStrategy.STEPS:
             self._schedule(state)
         control.should_save = False
         if self._signals is not None:
-            is_signaled, has_diverged = self._signals.exchange(state.global_step, has_diverged)
+            is_signaled, has_diverged = self._signals.finish_exchange(state.global_step)
             if has_diverged:
                 self._finish()  # raises on every rank
             if is_signaled:

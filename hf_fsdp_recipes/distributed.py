@@ -45,7 +45,9 @@ def is_main() -> bool:
     return rank() == 0
 
 
-_host_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default group, and its host group
+_groups: dict[
+    str, tuple[dist.ProcessGroup, dist.ProcessGroup]
+] = {}  # by use: the default group, and the one made for it
 
 
 def host_group() -> dist.ProcessGroup | None:
@@ -55,22 +57,43 @@ def host_group() -> dist.ProcessGroup | None:
 
     Collective on the first call: every rank must call this.
     """
-    global _host_group
     default = dist.group.WORLD
     if default is None or dist.get_backend(default) == "gloo":
         return None
-    if _host_group is None or _host_group[0] is not default:
-        _host_group = default, new_host_group()
-    return _host_group[1]
+    return _group("short", _default_timeout(default))
 
 
-def new_host_group() -> dist.ProcessGroup:
-    """Create a group of all ranks that communicates between hosts, with the default group's timeout. Collective."""
+def patient_group() -> dist.ProcessGroup | None:
+    """Return a group between hosts without a timeout, to wait for work that takes one rank longer than `ddp_timeout`.
+
+    Writing a checkpoint, say, or downloading a model. A rank that dies still ends the wait. Never use the group from two
+    threads at the same time.
+
+    Collective on the first call: every rank must call this.
+    """
+    return _group("patient", UNLIMITED) if is_distributed() else None
+
+
+def _group(use: str, timeout: timedelta | None) -> dist.ProcessGroup:
     default = dist.group.WORLD
     assert default is not None
-    backend = default._get_backend(torch.device(dist.distributed_c10d._get_object_coll_device(default)))
-    options = getattr(backend, "options", None)  # of torch's own backends
-    return dist.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
+    if use not in _groups or _groups[use][0] is not default:
+        _groups[use] = default, dist.new_group(backend="gloo", timeout=timeout)
+    return _groups[use][1]
+
+
+def _default_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    backend = group._get_backend(torch.device(dist.distributed_c10d._get_object_coll_device(group)))
+    return getattr(getattr(backend, "options", None), "_timeout", None)  # torch's own backends have options
+
+
+def set_timeout(seconds: float) -> None:
+    """Set the timeout of collectives, if a process group was started with another one. Not a collective."""
+    timeout = timedelta(seconds=seconds)
+    groups = [dist.group.WORLD, host_group()] if is_distributed() else []
+    for group in groups:
+        if group is not None and _default_timeout(group) not in (None, timeout):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def barrier() -> None:
@@ -79,12 +102,15 @@ def barrier() -> None:
         dist.barrier(host_group())
 
 
-def broadcast_object(value: Value) -> Value:
-    """Return rank 0's `value` on every rank. Collective: every rank must call this."""
+def broadcast_object(value: Value, group: dist.ProcessGroup | None = None, source: int = 0) -> Value:
+    """Return rank 0's `value`, or that of rank `source`, on every rank.
+
+    Collective: every rank of the group (default: all) must call this.
+    """
     if not is_distributed():
         return value
     objects = [value]
-    dist.broadcast_object_list(objects, src=0, group=host_group())
+    dist.broadcast_object_list(objects, src=source, group=group or host_group())
     return objects[0]
 
 
@@ -160,23 +186,23 @@ def _raise_report(failed_rank: int, report: Any, own_error: Exception | None) ->
     raise agreed from own_error
 
 
-def run_on_main(work: Callable[[], Value]) -> Value:
-    """Return on every rank what `work` returns on rank 0.
+def run_on_main(work: Callable[[], Value], group: dist.ProcessGroup | None = None, source: int = 0) -> Value:
+    """Return on every rank what `work` returns on rank 0, or on rank `source`.
 
-    Collective: every rank must call this. `work` must not call collectives.
+    Collective: every rank of the group (default: all) must call this. `work` must not call collectives.
 
     Raises:
-        Exception: rank 0's error on every rank, as in `raise_together`.
+        Exception: that rank's error on every rank, as in `raise_together`.
     """
     value, error = None, None
-    if is_main():
+    if rank() == source or not is_distributed():
         try:
             value = work()
         except Exception as caught:
             error = caught
-    report, value = broadcast_object((_report(error), value))
+    report, value = broadcast_object((_report(error), value), group, source)
     if report is not None:
-        _raise_report(0, report, error)
+        _raise_report(source, report, error)
     return value  # type: ignore[return-value]
 
 
@@ -207,18 +233,11 @@ def main_first(work: Callable[[], Value]) -> Value:
     """
     if not is_distributed():
         return work()
-    group = dist.new_group(backend="gloo", timeout=UNLIMITED)
     own_turn = 0 if is_main() else 1 if os.environ.get("LOCAL_RANK", "0") == "0" else 2
     result: Any = None
     for turn in range(3):
-        error: Exception | None = None
-        try:
+        with sync_errors(patient_group()):
             result = work() if turn == own_turn else result
-        except Exception as caught:
-            error = caught
-        dist.barrier(group)
-        raise_together(error)
-    dist.destroy_process_group(group)
     return result
 
 

@@ -46,7 +46,7 @@ def test_ranks_agree_on_what_happened():
 
 
 def timeouts_of_groups():
-    """Return the timeouts in seconds of the default group and of a new group between hosts."""
+    """Return the timeouts in seconds of the default group, before and after it is set, and of the patient group."""
     from datetime import timedelta
 
     import torch
@@ -54,10 +54,40 @@ def timeouts_of_groups():
 
     from hf_fsdp_recipes import distributed
 
+    def timeout(group):
+        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
     dist.init_process_group("gloo", timeout=timedelta(seconds=77))
-    groups = (dist.group.WORLD, distributed.new_host_group())
-    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    before = timeout(dist.group.WORLD)
+    distributed.set_timeout(33)
+    return [before, timeout(dist.group.WORLD), timeout(distributed.patient_group()) > 1e6]
 
 
-def test_group_between_hosts_has_the_timeout_of_the_run():
-    assert run_ranks(timeouts_of_groups, 2) == [[77.0, 77.0]] * 2
+def test_timeouts_are_those_of_the_run():
+    assert run_ranks(timeouts_of_groups, 2) == [[77.0, 33.0, True]] * 2
+
+
+def work_beyond_the_timeout():
+    """Do work on one rank that takes longer than collectives wait; return what each way of waiting gave."""
+    import time
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from hf_fsdp_recipes import distributed
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+
+    def work(slow_rank):
+        time.sleep(5 if distributed.rank() == slow_rank else 0)
+        return "done"
+
+    results = [distributed.run_on_main(lambda: work(0), distributed.patient_group())]
+    results.append(distributed.main_first(lambda: work(0)))
+    with distributed.sync_errors(distributed.patient_group()):
+        results.append(work(1))
+    return results
+
+
+def test_ranks_wait_for_work_that_takes_longer_than_the_timeout():
+    assert run_ranks(work_beyond_the_timeout, 2) == [["done"] * 3] * 2

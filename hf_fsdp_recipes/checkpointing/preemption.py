@@ -1,7 +1,7 @@
 """Stops a run on SIGTERM or SIGUSR1, after a checkpoint, at the same step on all ranks.
 
-A signal sets a flag, which the ranks all-reduce at the end of a step. If any rank was signaled, all write a checkpoint and
-exit with the same status. Further signals are ignored.
+A signal sets a flag, which the ranks all-reduce while the optimizer steps. If any rank was signaled, all write a checkpoint at
+the end of the step and exit with the same status. Further signals are ignored.
 """
 
 import ctypes
@@ -32,6 +32,10 @@ class SignalWatch:
     def __init__(self, every_steps: int = 1) -> None:
         self._every_steps = max(1, every_steps)
         self._received = 0
+        self._flags = torch.zeros(
+            2, dtype=torch.int32
+        )  # of the last exchange: a signal's number, whether a rank has failed
+        self._pending: dist.Work | None = None
         self._is_agreed = False
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -53,17 +57,25 @@ class SignalWatch:
         """Whether the ranks have agreed to stop."""
         return self._is_agreed
 
-    def exchange(self, step: int, has_failed: bool) -> tuple[bool, bool]:
-        """Return whether any rank was signaled, and whether any has failed.
+    def start_exchange(self, step: int, has_failed: bool) -> None:
+        """Start to share this rank's signal, and whether it has failed, while the optimizer steps.
 
-        Collective: every rank must call this at the same steps.
+        Collective: every rank must call this at the same steps, before the optimizer's step.
         """
         if self._is_agreed or step % self._every_steps:
-            return self._is_agreed, False
-        flags = torch.tensor([self._received, has_failed], dtype=torch.int32)
+            return
+        self._flags = torch.tensor([self._received, has_failed], dtype=torch.int32)
         if distributed.is_distributed():
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=distributed.host_group())
-        number, any_failed = flags.tolist()
+            group = distributed.host_group()
+            self._pending = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def finish_exchange(self, step: int) -> tuple[bool, bool]:
+        """Return whether any rank was signaled, and whether any had failed when the exchange started. Collective, likewise."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        number, any_failed = self._flags.tolist()
+        self._flags.zero_()
         if number:
             self._is_agreed = True
             name = signal.Signals(number).name

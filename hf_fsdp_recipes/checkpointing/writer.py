@@ -93,8 +93,7 @@ class Writer:
             CheckpointError: on every rank, if the previous save failed or this one cannot start.
         """
         self.wait()
-        if self._group is None and distributed.is_distributed():
-            self._group = distributed.new_host_group()  # for the writer's thread
+        self._group = distributed.patient_group()
         with distributed.sync_errors():
             if distributed.is_main():
                 layout.start(self.output_dir, snapshot.step)

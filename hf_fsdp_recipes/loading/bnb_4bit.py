@@ -11,6 +11,7 @@ import contextlib
 import copy
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
     from transformers.quantizers.base import HfQuantizer
 
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 CPU_CHUNK_ELEMENTS = 512 * 1024  # a multiple of the block size 64; fits in a core's cache with its temporaries
 
 
@@ -214,19 +216,36 @@ def scatter(
     own: Iterator[tuple[torch.Tensor, QuantState]] = iter(())
     if index is not None and distributed.rank() in readers:
         own = _quantize_each(work[list(readers).index(distributed.rank()) :: len(readers)], index, device)
-    quantized: tuple[torch.Tensor, QuantState] | None = None
+    quantized: Future[tuple[torch.Tensor, QuantState]] = Future()
     for number, (target, _, layer) in enumerate(progress.each(work, "load 4-bit weights", sizes=sizes)):
         turn = number % len(readers)
-        if turn == 0:
-            with distributed.sync_errors():
-                quantized = next(own, None)  # all readers quantize at the same time
-        packed = state = None
-        if distributed.rank() == readers[turn] and quantized is not None:
-            packed, state = quantized
-            if checksums is not None:
-                _add_checksums(checksums, target, packed)
+        if turn == 0:  # all readers quantize at the same time
+            quantized = _next_quantized(own)
+        is_reader = distributed.rank() == readers[turn]
+        # Every rank gets the shapes of the scales, or the reader's error.
+        shapes = distributed.run_on_main(
+            lambda current=quantized: scale_shapes(current.result()[1]), source=readers[turn]
+        )
+        packed, state = quantized.result() if is_reader else (None, None)
+        if packed is not None and checksums is not None:
+            _add_checksums(checksums, target, packed)
         _send_shards(target, packed, group, turn)
-        layer.quant_state = broadcast_state(state, readers[turn], device)
+        layer.quant_state = broadcast_state(state, shapes, readers[turn], device)
+
+
+def _next_quantized(own: "Iterator[tuple[torch.Tensor, QuantState]]") -> "Future[tuple[torch.Tensor, QuantState]]":
+    """Quantize this rank's next weight, and keep an error for its turn."""
+    quantized: Future[tuple[torch.Tensor, QuantState]] = Future()
+    try:
+        quantized.set_result(next(own))
+    except Exception as error:
+        quantized.set_exception(error)
+    return quantized
+
+
+def scale_shapes(state: "QuantState") -> Shapes:
+    """Return the shapes and dtypes of a quant state's tensors, for the ranks that receive it."""
+    return {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in state.as_dict(packed=True).items()}
 
 
 def _quantize_each(
@@ -275,18 +294,16 @@ def _add_checksums(checksums: Checksums, target: ShardTarget, packed: torch.Tens
         checksums.add(target.name, shard_rank, 0, packed.view(-1)[first : first + count].cpu())
 
 
-def broadcast_state(state: "QuantState | None", source: int, device: torch.device) -> "QuantState":
-    """Return one rank's quant state on every rank. Collective: every rank must call this."""
+def broadcast_state(state: "QuantState | None", shapes: Shapes, source: int, device: torch.device) -> "QuantState":
+    """Return one rank's quant state, of tensors of the given shapes, on every rank. Collective: every rank must call this."""
     from bitsandbytes.functional import QuantState
 
     if not dist.is_initialized():
         assert state is not None
         return state
     tensors: dict[str, torch.Tensor] = {} if state is None else state.as_dict(packed=True)
-    shapes: list[Any] = [{key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}]
-    dist.broadcast_object_list(shapes, src=source, group=distributed.host_group())
     received = {}
-    for key, (shape, dtype) in shapes[0].items():
+    for key, (shape, dtype) in shapes.items():
         tensor = tensors[key].to(device) if key in tensors else torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(tensor, src=source)
         received[key] = tensor

@@ -99,13 +99,17 @@ def _full_parameter(
 def _packed_weight(source: CheckpointSource, name: str, layer: Any, device: torch.device) -> torch.nn.Parameter:
     """Return one full packed 4-bit weight, which FSDP1 flattens into its unit. Collective."""
     packed, state = torch.empty_like(layer.weight, device=device).data, None
-    with distributed.sync_errors():
-        if source.index is not None and distributed.is_main():
-            spec, ranges = source.quantized[name], source.ranges[name]
-            packed, state = bnb_4bit.read_and_quantize(source.index, ranges, spec, device)
+
+    def read() -> bnb_4bit.Shapes:
+        nonlocal packed, state
+        assert source.index is not None
+        packed, state = bnb_4bit.read_and_quantize(source.index, source.ranges[name], source.quantized[name], device)
+        return bnb_4bit.scale_shapes(state)
+
+    shapes = distributed.run_on_main(read)
     if dist.is_initialized():
         dist.broadcast(as_bytes(packed), src=0)
-    layer.quant_state = bnb_4bit.broadcast_state(state, 0, device)
+    layer.quant_state = bnb_4bit.broadcast_state(state, shapes, 0, device)
     return torch.nn.Parameter(packed.view(-1, 1), requires_grad=False)
 
 

@@ -121,7 +121,7 @@ def initialize_model(
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_config(config, dtype=resolve_dtype(dtype, config, {}))
-    with distributed.sync_errors():
+    with distributed.sync_errors(distributed.patient_group()):  # rank 0 initializes the weights
         model = build_on_meta(config, resolve_dtype(dtype, config, {}))
         found = CheckpointSource("the new model", DeferredErrorIndex(()) if distributed.is_main() else None, {}, {})
         missing.complete_ranges(model, found, is_new=True)
@@ -160,8 +160,8 @@ def _load_without_fsdp(name_or_path: str, ignore_mismatched: bool, kwargs: dict[
     from transformers import AutoModelForCausalLM
 
     kwargs = {"trust_remote_code": False, "ignore_mismatched_sizes": ignore_mismatched} | kwargs
-    with distributed.sync_errors():
-        resolve_directory(name_or_path, kwargs)
+    distributed.main_first(lambda: resolve_directory(name_or_path, kwargs))
+    with distributed.sync_errors(distributed.patient_group()):
         try:
             model, report = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs, output_loading_info=True)
         except (OSError, ValueError) as error:
@@ -187,10 +187,12 @@ def _load_on_meta(
         is_custom = kwargs["trust_remote_code"] and hasattr(config, "auto_map")
         return None if is_custom else config, generation_config, index.tensors
 
-    config, generation_config, stored = distributed.run_on_main(describe)
+    # Rank 0 may have to download the model.
+    config, generation_config, stored = distributed.run_on_main(describe, distributed.patient_group())
     if config is None:
         config = distributed.main_first(lambda: _read_custom_config(name_or_path, kwargs))
     is_direct = source == "direct" or (source == "auto" and _do_all_ranks_see(stored))
+    directory = distributed.main_first(lambda: resolve_directory(name_or_path, kwargs)) if source == "direct" else None
     with distributed.sync_errors():
         dtype = resolve_dtype(dtype, config, stored)
         model = build_on_meta(config, dtype, kwargs["trust_remote_code"])
@@ -202,10 +204,7 @@ def _load_on_meta(
             model.generation_config = generation_config
         ranges = _map_ranges(model, stored, name_or_path, ignore_mismatched)
         if is_direct and index is None:
-            is_shared = source == "auto"
-            index = (
-                SafetensorsIndex(stored.values()) if is_shared else open_index(resolve_directory(name_or_path, kwargs))
-            )
+            index = SafetensorsIndex(stored.values()) if directory is None else open_index(directory)
         if not is_direct and index is not None:
             index = DeferredErrorIndex(index.tensors.values())
         found = CheckpointSource(name_or_path, index, stored, ranges, is_direct, verify)

@@ -165,6 +165,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         raise RecipeError(f"{reason.rstrip('.')}. {PARSE_ADVICE}") from error
     except OSError as error:
         raise RecipeError(f"cannot read the recipe: {error}. Check the path after --config.") from error
+    except torch.distributed.DistError as error:
+        raise RecipeError(
+            f"the ranks cannot reach each other: {summarize(error, 'line').rstrip('.')}. Check that every rank was started, "
+            f"and that no firewall is between the nodes."
+        ) from error
     except Exception as error:
         line = summarize(error, "line").partition(". ")[0]
         reason = f"{name_settings(line, values)}{line}.{_suggest_name(str(error), parser)}"

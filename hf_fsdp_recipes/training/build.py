@@ -10,10 +10,11 @@ from torch.utils.data import IterableDataset
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.callback import ShardedCheckpointCallback
-from hf_fsdp_recipes.checkpointing.layout import STATE_FILE, check_named, latest_checkpoint, quarantine_incomplete
+from hf_fsdp_recipes.checkpointing.layout import STATE_FILE, quarantine_incomplete
 from hf_fsdp_recipes.checkpointing.lock import lock_directory
 from hf_fsdp_recipes.checkpointing.resume import keep_global_batch
 from hf_fsdp_recipes.checkpointing.run_identity import EXPORT, EXPORTS, MERGED_EXPORT, claim_directory
+from hf_fsdp_recipes.checkpointing.verification import check_named, latest_checkpoint
 from hf_fsdp_recipes.configs.launch import check_wrap_classes
 from hf_fsdp_recipes.errors import CheckpointError, ExportError, RecipeError, SaveError, summarize
 from hf_fsdp_recipes.export.export_directory import check_target
@@ -163,7 +164,7 @@ def find_resume(arguments: Arguments) -> str | None:
     """Return the checkpoint to resume from, or None to start at step 0, and lock the output directory until the process exits.
 
     `resume_from_checkpoint` is a path, or `auto` for the newest complete checkpoint, if any. Keeps the global batch size
-    if the number of ranks has changed. Collective: every rank must call this; rank 0 reads and verifies the files.
+    if the number of ranks has changed. Collective: every rank must call this; each verifies its part of the checkpoint.
 
     Raises:
         CheckpointError: the path is not a complete checkpoint, or the output directory cannot be written, is in use or holds
@@ -172,14 +173,11 @@ def find_resume(arguments: Arguments) -> str | None:
     output_dir = arguments.training.output_dir
     requested = arguments.training.resume_from_checkpoint
     is_requested = requested not in (None, False, "", "no")
-
-    def find() -> Path | None:
-        lock_directory(output_dir)
-        checkpoint = _find_checkpoint(str(requested), output_dir) if is_requested else None
-        claim_directory(output_dir, _read_state(checkpoint), arguments.recipe.previous_run)
-        return checkpoint
-
-    checkpoint = distributed.run_on_main(find)
+    with distributed.sync_errors(distributed.patient_group()):
+        if distributed.is_main():
+            lock_directory(output_dir)
+    checkpoint = _find_checkpoint(str(requested), output_dir) if is_requested else None
+    distributed.run_on_main(lambda: claim_directory(output_dir, _read_state(checkpoint), arguments.recipe.previous_run))
     if checkpoint is None:
         if is_requested:
             distributed.print_main(f"resume: no complete checkpoint in {output_dir}; starting from step 0")
@@ -195,7 +193,7 @@ def _find_checkpoint(requested: str, output_dir: str) -> Path | None:
         check_named(Path(requested))
         return Path(requested)
     newest = latest_checkpoint(output_dir)
-    quarantine_incomplete(output_dir)
+    distributed.run_on_main(lambda: quarantine_incomplete(output_dir))
     return newest
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.checkpointing.lock import lock_directory
+from hf_fsdp_recipes.checkpointing.verification import check_named, latest_checkpoint
 from hf_fsdp_recipes.errors import CheckpointError
 
 
@@ -23,21 +24,21 @@ def make(run, step, files=("a.bin", "part/b.bin")):
 def test_committed_checkpoint_is_the_latest(tmp_path):
     make(tmp_path, 5)
     newest = make(tmp_path, 10)
-    assert layout.latest_checkpoint(tmp_path) == newest
+    assert latest_checkpoint(tmp_path) == newest
     assert [c.is_complete for c in layout.list_checkpoints(tmp_path, verify=True)] == [True, True]
 
 
 def test_steps_are_ordered_as_numbers(tmp_path):
     make(tmp_path, 9)
-    assert layout.latest_checkpoint(tmp_path) == layout.directory_for(tmp_path, 9)
-    assert layout.latest_checkpoint(tmp_path) != make(tmp_path, 10)
-    assert layout.latest_checkpoint(tmp_path).name == "checkpoint-10"
+    assert latest_checkpoint(tmp_path) == layout.directory_for(tmp_path, 9)
+    assert latest_checkpoint(tmp_path) != make(tmp_path, 10)
+    assert latest_checkpoint(tmp_path).name == "checkpoint-10"
 
 
 def test_unfinished_save_is_not_a_checkpoint(tmp_path):
     kept = make(tmp_path, 5)
     (layout.start(tmp_path, 10) / "a.bin").write_bytes(b"half")
-    assert layout.latest_checkpoint(tmp_path) == kept
+    assert latest_checkpoint(tmp_path) == kept
 
 
 def tear_missing(path):
@@ -97,7 +98,7 @@ def test_incomplete_checkpoint_is_named_and_skipped(tmp_path, caplog, tear, name
     kept = make(tmp_path, 5)
     torn = make(tmp_path, 10)
     tear(torn)
-    assert layout.latest_checkpoint(tmp_path) == kept
+    assert latest_checkpoint(tmp_path) == kept
     assert named in caplog.text
     assert torn.is_dir()  # named, never deleted unasked
 
@@ -139,7 +140,7 @@ def test_existing_directory_of_that_name_is_set_aside(tmp_path):
     (tmp_path / "checkpoint-5").mkdir()
     (tmp_path / "checkpoint-5" / "precious").write_text("mine")
     make(tmp_path, 5)
-    assert layout.latest_checkpoint(tmp_path).name == "checkpoint-5"
+    assert latest_checkpoint(tmp_path).name == "checkpoint-5"
     assert (tmp_path / "checkpoint-5.set-aside-0" / "precious").read_text() == "mine"
 
 
@@ -185,11 +186,11 @@ def test_incomplete_checkpoint_named_to_resume_from_is_refused(tmp_path, tear):
     torn = make(tmp_path, 10)
     tear(torn)
     with pytest.raises(CheckpointError, match="cannot be resumed from"):
-        layout.check_named(torn)
+        check_named(torn)
 
 
 def test_checkpoint_without_a_manifest_is_accepted_with_a_warning(tmp_path, caplog):
     (tmp_path / "checkpoint-5").mkdir()
-    layout.check_named(tmp_path / "checkpoint-5")
+    check_named(tmp_path / "checkpoint-5")
     assert "no manifest.json" in caplog.text
     assert layout.quarantine_incomplete(tmp_path) == []

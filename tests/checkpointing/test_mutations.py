@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from hf_fsdp_recipes import export_checkpoint, latest_checkpoint
 from hf_fsdp_recipes.checkpointing import dcp_reader, layout
+from hf_fsdp_recipes.checkpointing.verification import check_named
 from hf_fsdp_recipes.errors import CheckpointError, ExportError
 from hf_fsdp_recipes.export.load_export import load_export
 from tests.checkpointing.payload import Payload
@@ -122,7 +123,7 @@ def is_same(one, other):
 def is_accepted(checkpoint):
     """Return whether a checkpoint can be resumed from if the user names it."""
     try:
-        layout.check_named(checkpoint)
+        check_named(checkpoint)
     except CheckpointError:
         return False
     return True
