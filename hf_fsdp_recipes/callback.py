@@ -15,7 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import divergence, layout, resume, small_files
-from hf_fsdp_recipes.checkpointing.lock import lock_directory
+from hf_fsdp_recipes.checkpointing.lock import DirectoryLock, lock_directory
 from hf_fsdp_recipes.checkpointing.preemption import SignalWatch
 from hf_fsdp_recipes.checkpointing.run_identity import EXPORT, PreviousRun, claim_directory, read_run
 from hf_fsdp_recipes.checkpointing.state import capture, check_arguments, random_state
@@ -31,7 +31,6 @@ from hf_fsdp_recipes.patches import cpu_ranks, registry
 from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
 if TYPE_CHECKING:
-    from filelock import BaseFileLock
     from transformers import Trainer
 
 logger = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._signals = SignalWatch(check_signals_every_steps) if signals else None
         self._strategy: Any = SaveStrategy.NO
         self._writer: Writer | None = None
-        self._lock: BaseFileLock | None = None
+        self._lock: DirectoryLock | None = None
         self._plugin: Any = None
         self._failure: Exception | None = None  # of the last finished save
         self._pending_step: int | None = None

@@ -26,9 +26,10 @@ from hf_fsdp_recipes.checkpointing.dcp_writer import CachedPlanner, DirectWriter
 from hf_fsdp_recipes.checkpointing.divergence import check_weights
 from hf_fsdp_recipes.checkpointing.fsync import sync_path
 from hf_fsdp_recipes.checkpointing.layout import METADATA_FILE, PARTS
+from hf_fsdp_recipes.checkpointing.lock import check_lock
 from hf_fsdp_recipes.checkpointing.staging import CopyStream, HostStaging
 from hf_fsdp_recipes.checkpointing.state import local_tensors
-from hf_fsdp_recipes.errors import CheckpointError, DivergenceError
+from hf_fsdp_recipes.errors import CheckpointError, DivergenceError, RecipeError
 from hf_fsdp_recipes.metrics import progress
 
 logger = logging.getLogger(__name__)
@@ -134,11 +135,16 @@ class Writer:
 
         Raises:
             CheckpointError: on every rank, once, if the save failed.
+            RecipeError: on every rank, if another run has taken over the directory.
         """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None
+        try:
+            check_lock(self.output_dir)  # held by rank 0
+        except RecipeError as error:
+            failure = error
         distributed.raise_together(failure)
         return self._completed
 
