@@ -124,6 +124,20 @@ def read_train_params(checkpoint: Path) -> dict[str, Any] | None:
     return params
 
 
+def _read_batch_facts(checkpoint: Path) -> dict[str, Any] | None:
+    """Return a checkpoint's `train_params.yaml` if it tells the batch size; another program's may not."""
+    params = read_train_params(checkpoint)
+    if params is None or "global_batch_size" not in params:
+        return None
+    required: dict[str, type] = {"arguments": dict, "global_batch_size": int, "world_size": int}
+    for name, kind in required.items():
+        if not isinstance(params.get(name), kind):
+            raise CheckpointError(
+                f"{checkpoint}/{PARAMS_FILE} is damaged: {name} is {params.get(name)!r:.80}. Use another checkpoint."
+            )
+    return params
+
+
 def keep_global_batch(args: "TrainingArguments", checkpoint: Path) -> None:
     """Set gradient accumulation so that the resumed run keeps its global batch size.
 
@@ -134,7 +148,7 @@ def keep_global_batch(args: "TrainingArguments", checkpoint: Path) -> None:
             resharded, or a file cannot be read.
     """
     check_small_files(checkpoint)
-    params = read_train_params(checkpoint)
+    params = _read_batch_facts(checkpoint)
     if params is None:
         return
     _check_optimizer(params, checkpoint)
@@ -177,7 +191,7 @@ def check_data_position(args: "TrainingArguments", state: "TrainerState") -> Non
         CheckpointError: it does not, so rows would be skipped or repeated.
     """
     checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-    params = read_train_params(checkpoint) if checkpoint.is_dir() else None
+    params = _read_batch_facts(checkpoint) if checkpoint.is_dir() else None
     if params is None:
         return
     _check_optimizer(params, checkpoint)

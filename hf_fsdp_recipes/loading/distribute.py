@@ -30,7 +30,8 @@ from hf_fsdp_recipes.loading.shared_memory import share_memory
 from hf_fsdp_recipes.loading.verify import Checksums
 from hf_fsdp_recipes.metrics import progress
 
-BUCKET_BYTES = 16 * 1024 * 1024  # over all ranks of the shard group
+BUCKET_BYTES = 16 * 1024 * 1024  # for up to MAX_PARTS ranks
+MAX_PARTS = 64  # for more ranks buckets grow instead: smaller reads and messages would cost more than they carry
 NUM_SLOTS = 4
 
 
@@ -102,11 +103,11 @@ def scatter(
 
 def _shard_bytes(num_shards: int) -> int:
     """Return the most bytes of one bucket for one shard, a multiple of every dtype's size."""
-    return max(BUCKET_BYTES // num_shards // 64, 1) * 64
+    return max(BUCKET_BYTES // min(num_shards, MAX_PARTS) // 64, 1) * 64
 
 
 def _buckets(targets: Sequence[ShardTarget], num_shards: int) -> Iterator[_Bucket]:
-    """Split the targets into buckets of at most BUCKET_BYTES over all shards; the same on every rank."""
+    """Split the targets into buckets of at most BUCKET_BYTES for up to MAX_PARTS shards; the same on every rank."""
     bucket: list[_Entry] = []
     free = budget = _shard_bytes(num_shards)
     for target in targets:

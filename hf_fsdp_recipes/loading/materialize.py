@@ -107,7 +107,7 @@ def fill_sharded(model: torch.nn.Module, source: CheckpointSource, device: torch
         sharded, replicated, packed, group = _allocate(model, source, torch.device("cpu") if is_offloaded else device)
     checksums = None if source.is_direct else verify.Checksums(covers_all=source.verify == "full")
     if group is not None and checksums is None:
-        with distributed.sync_errors():
+        with distributed.sync_errors(distributed.patient_group()):
             assert source.index is not None
             read_direct(sharded, source.index, group.shard_rank)
     elif group is not None and checksums is not None:
