@@ -19,7 +19,7 @@ import torch
 
 from hf_fsdp_recipes.configs.launch import check_launch
 from hf_fsdp_recipes.environment import fsdp_version, mixed_precision
-from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError, summarize
+from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError, first_sentence, summarize
 from hf_fsdp_recipes.export.export_directory import parse_shard_size
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.patches import cpu_ranks
@@ -168,10 +168,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     except torch.distributed.DistError as error:
         raise RecipeError(
             f"the ranks cannot reach each other: {summarize(error, 'line').rstrip('.')}. Check that every rank was started, "
-            f"and that no firewall is between the nodes."
+            f"that main_process_port is free, and that no firewall is between the nodes."
         ) from error
     except Exception as error:
-        line = summarize(error, "line").partition(". ")[0]
+        line = first_sentence(summarize(error, "line"))
         reason = f"{name_settings(line, values)}{line}.{_suggest_name(str(error), parser)}"
         raise RecipeError(f"{reason} {PARSE_ADVICE}") from error
     arguments = Arguments(*parsed)
