@@ -473,26 +473,27 @@ def test_mismatched_devices_are_named(second, error):
 
 def test_matching_devices_pass_and_a_partly_used_one_is_a_warning():
     found = [[device()] * 8, [device(free=60)] + [device()] * 7]
-    devices.check_devices(found, ["node 0", "node 1"], 8)
-    label, text = devices.describe(found, ["node 0", "node 1"])[1]
+    _, (label, text) = devices.check_devices(found, ["node 0", "node 1"], 8)
     assert label == "warning"
     assert "device 0 of node 1" in text
 
 
-def test_low_limits_are_warnings():
-    good = {
-        "unix_seconds": 0.0,
-        "shm_bytes": 8 << 30,
-        "max_open_files": 65536,
-        "is_memlock_limited": False,
-        "has_infiniband": True,
-    }
-    low = good | {"shm_bytes": 64 << 20, "max_open_files": 256, "is_memlock_limited": True}
-    names = ["node 0", "node 1"]
-    assert node_info.find_warnings([good, good], names, 16) == []
-    warnings = node_info.find_warnings([good, low], names, 16)
+def test_low_limits_are_warnings(tmp_path, monkeypatch):
+    (tmp_path / "mlx5_0").touch()
+    monkeypatch.setattr(node_info, "_INFINIBAND", tmp_path)
+    found = []
+    for shm_bytes, limit in ((8 << 30, resource.RLIM_INFINITY), (64 << 20, 256)):
+        monkeypatch.setattr(
+            node_info.shutil, "disk_usage", lambda _, size=shm_bytes: shutil._ntuple_diskusage(size, 0, 0)
+        )
+        monkeypatch.setattr(node_info.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        found.append({"unix_seconds": 0.0, "low_limits": node_info.find_low_limits(num_ranks=16)})
+    good, low = found
+    names = ["node 0", "node 1", "node 2"]
+    assert node_info.find_warnings([good] * 3, names) == []
+    warnings = node_info.find_warnings([good, low, low], names)
     assert len(warnings) == 3
-    assert all(warning.startswith("node 1: ") for warning in warnings)
+    assert all(warning.startswith("node 1, node 2: ") for warning in warnings)
 
 
 @pytest.mark.parametrize("template", templates.all_templates(), ids=lambda template: template.name)

@@ -16,11 +16,6 @@ from hf_fsdp_recipes.errors import PlanError
 NOT_JOB_OPTIONS = ("model", "template", "config", "suggest", "as_json")
 
 
-def register(app: typer.Typer) -> None:
-    """Add `plan` to the command line."""
-    app.command("plan")(plan)
-
-
 def plan(
     model: Annotated[Optional[str], typer.Option(help="Hub id, model directory or config.json.")] = None,
     template: Annotated[str, typer.Option(help="Name of a template, or path of an Accelerate config.")] = (

@@ -13,14 +13,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from hf_fsdp_recipes.errors import PreflightError
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
+
+from hf_fsdp_recipes.errors import PreflightError, summarize
 from hf_fsdp_recipes.tools.preflight import addresses
 from hf_fsdp_recipes.tools.preflight.membership import ParticipantInfo, check_members
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -45,31 +44,26 @@ class Rendezvous:
 
     def __init__(self, info: ParticipantInfo, timeout_seconds: float) -> None:
         """Join the store, or raise PreflightError if the master address cannot be used or another job has the port."""
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are reported here, without C++ stack traces
-        from torch.distributed import PrefixStore  # `hf-fsdp --help` must not import torch
-
         self.info = info
         self.timeout_seconds = timeout_seconds
         self.extend_deadline(timeout_seconds)
         self.names = [f"node {node_rank}" for node_rank in range(info.num_nodes)]
         self.prefix = f"hf-fsdp-preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         tcp_store, self.is_leader = _open_store(info, self.deadline)
-        self.store: Store = PrefixStore(self.prefix, tcp_store)
+        self.store = PrefixStore(self.prefix, tcp_store)
         if self.is_leader:
             self.store.set("leader", json.dumps(asdict(info)))
         self.leader = self._read_leader()
 
     def _read_leader(self) -> ParticipantInfo:
         info = self.info
+        seconds = self.timeout_seconds if _uses_agent_store() else ANSWER_SECONDS
         try:
-            answer_seconds = self.timeout_seconds if _uses_agent_store() else ANSWER_SECONDS
-            self.store.wait(["leader"], timedelta(seconds=answer_seconds))
+            self.store.wait(["leader"], timedelta(seconds=seconds))
         except RuntimeError as error:
-            if _uses_agent_store():
-                raise PreflightError(
-                    f"{info}: node 0 did not join within {answer_seconds:.0f} s; see its log."
-                ) from error
-            raise _port_conflict(info) from error
+            if not _uses_agent_store():
+                raise _port_conflict(info) from error
+            raise PreflightError(f"{info}: node 0 did not join within {seconds:.0f} s; see its log.") from error
         leader = ParticipantInfo(**json.loads(self.store.get("leader")))
         if leader.slurm_job_id != info.slurm_job_id:
             raise PreflightError(
@@ -157,8 +151,6 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def _naming_leader(self, stage: str) -> Iterator[None]:
-        from torch.distributed import DistNetworkError, DistStoreError
-
         try:
             yield
         except DistStoreError as error:
@@ -197,18 +189,15 @@ def attempt(work: Callable[[], Any]) -> dict[str, Any]:
         return {"error": str(error)}
     except Exception as error:
         traceback.print_exc()
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        return {"error": f"{type(error).__name__}: {lines[0][:300].rstrip('.') if lines else 'no message'}."}
+        return {"error": f"{type(error).__name__}: {summarize(error, 'line')}."}
 
 
 def _uses_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _open_store(info: ParticipantInfo, deadline: float) -> tuple["Store", bool]:
+def _open_store(info: ParticipantInfo, deadline: float) -> tuple[Store, bool]:
     """Host or join the store on the master port; return it, and whether this process leads."""
-    from torch.distributed import TCPStore
-
     address, port = info.master_address, info.master_port
     listen_error: OSError | None = None
     if info.node_rank == 0 and not _uses_agent_store():
@@ -230,19 +219,13 @@ def _open_store(info: ParticipantInfo, deadline: float) -> tuple["Store", bool]:
     return _connect(info), info.node_rank == 0 and listen_error is None
 
 
-def _connect(info: ParticipantInfo) -> "Store":
-    from torch.distributed import TCPStore
-
+def _connect(info: ParticipantInfo) -> Store:
     stores: list[Store] = []
 
     def connect() -> None:
-        timeout = timedelta(seconds=ANSWER_SECONDS)
+        address, timeout = (info.master_address, info.master_port), timedelta(seconds=ANSWER_SECONDS)
         with contextlib.suppress(RuntimeError):
-            stores.append(
-                TCPStore(
-                    info.master_address, info.master_port, is_master=False, timeout=timeout, wait_for_workers=False
-                )
-            )
+            stores.append(TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False))
 
     # In a thread: TCPStore waits without a timeout for the first answer of whatever listens there (torch 2.13).
     thread = threading.Thread(target=connect, daemon=True)

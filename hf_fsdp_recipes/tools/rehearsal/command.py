@@ -8,12 +8,6 @@ import typer
 from hf_fsdp_recipes.errors import RecipeError
 
 
-def register(app: typer.Typer) -> None:
-    """Add `rehearse` to the command line."""
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command("rehearse", context_settings=settings)(rehearse)
-
-
 def rehearse(
     context: typer.Context,
     recipe: Annotated[Path, typer.Argument(help="A recipe; any of its fields can follow.")],

@@ -10,11 +10,6 @@ import typer
 from hf_fsdp_recipes.errors import RecipeError
 
 
-def register(app: typer.Typer) -> None:
-    """Add `selftest` to the command line."""
-    app.command("selftest")(selftest)
-
-
 def selftest(
     output: Annotated[Path, typer.Option(help="The report to write.")] = Path("selftest.md"),
     minutes: Annotated[float, typer.Option(min=0.1, help="Skip what would probably end later.")] = 5.0,

@@ -8,12 +8,6 @@ import typer
 from hf_fsdp_recipes.errors import PlanError
 
 
-def register(app: typer.Typer) -> None:
-    """Add `sweep` to the command line."""
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command("sweep", context_settings=settings)(sweep)
-
-
 def sweep(
     context: typer.Context,
     recipe: Annotated[Optional[Path], typer.Argument(help="A recipe; any of its fields can follow.")] = None,
