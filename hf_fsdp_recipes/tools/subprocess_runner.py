@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
+import torch
 
 from hf_fsdp_recipes.configs.templates import template_directory
+from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import RecipeError
 
 SFT_SCRIPT = template_directory().with_name("recipes") / "sft.py"
@@ -31,11 +33,7 @@ ERROR_LINE = re.compile(
 
 
 class Run:
-    """A command started by `start`.
-
-    Attributes:
-        log_file: its stdout and stderr.
-    """
+    """A command started by `start`, with its stdout and stderr in `log_file`."""
 
     def __init__(self, process: subprocess.Popen[bytes], log_file: Path, unrelated: set[int]) -> None:
         self._process, self.log_file, self._unrelated = process, log_file, unrelated
@@ -59,6 +57,17 @@ class Run:
             count += 1
             time.sleep(interval_seconds)
 
+    def wait(self, timeout_seconds: float, condition: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the command exits or a condition is met; return whether it was met.
+
+        Raises:
+            RecipeError: neither happened in time.
+        """
+        try:
+            return any(condition() for _ in self.poll(timeout_seconds))
+        except TimeoutError as error:
+            raise RecipeError(f"The run is {error}. {find_error(self.read_log())}".strip()) from error
+
     def processes(self) -> list[psutil.Process]:
         """Return the launcher, its descendants, and the orphans that this process has adopted."""
         return _with_descendants(_new_children(self._unrelated))
@@ -75,7 +84,7 @@ class Run:
         return self.log_file.read_text(encoding="utf-8", errors="replace")
 
     def describe_failure(self) -> str:
-        """Return the error that the command printed, or its exit status if it printed none."""
+        """Return the error that the command printed, or else its exit status."""
         return find_error(self.read_log()) or f"the run exited with status {self.exit_status}"
 
 
@@ -124,6 +133,11 @@ def launch(
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file)]
     command += ["--main_process_port", "0", str(script), *arguments]  # port 0: torchrun picks a free one
     return start(command, _launch_environment(on_cpu), log_file)
+
+
+def is_cpu_machine() -> bool:
+    """Return whether to launch CPU ranks: there is no accelerator, or ACCELERATE_USE_CPU is set."""
+    return not torch.accelerator.is_available() or is_true(os.environ.get("ACCELERATE_USE_CPU", "false"))
 
 
 def find_error(log: str) -> str:

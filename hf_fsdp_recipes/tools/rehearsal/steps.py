@@ -1,7 +1,15 @@
-"""The steps of a rehearsal: static checks, three launches of the recipe, and its export."""
+"""Runs a recipe end to end on CPU ranks, with a tiny model of the same architecture. Needs no weights and no GPU.
+
+The steps are static checks, three launches of the recipe, and its export.
+"""
 
 import copy
+import logging
+import shutil
 import signal
+import tempfile
+import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -9,6 +17,8 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from datasets import disable_progress_bars
+from transformers.utils import logging as transformers_logging
 
 from hf_fsdp_recipes.checkpointing.layout import list_checkpoints
 from hf_fsdp_recipes.checkpointing.preemption import EXIT_PREEMPTED
@@ -19,10 +29,11 @@ from hf_fsdp_recipes.export.generate import generate
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.export.verify_files import has_weights
 from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
+from hf_fsdp_recipes.metrics import progress
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, read_metrics
 from hf_fsdp_recipes.tools.planner import recipe_checks
 from hf_fsdp_recipes.tools.rehearsal import tiny_recipe
-from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT, Run, find_error, launch
+from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT, Run, launch
 from hf_fsdp_recipes.training.arguments import Arguments, is_streaming, parse_arguments
 from hf_fsdp_recipes.training.data import cache
 from hf_fsdp_recipes.training.data.preparation import prepare
@@ -70,18 +81,13 @@ class Rehearsal:
         return launch(config, SFT_SCRIPT, arguments, log, on_cpu=True)
 
     def wait(self, run: Run, condition: Callable[[], bool] = lambda: False) -> None:
-        """Wait until a condition is met or the run exits.
+        """Wait until a condition is met or the run exits; RecipeError if that takes too long."""
 
-        Raises:
-            RecipeError: the run is still going at the timeout.
-        """
-        try:
-            for _ in run.poll(LAUNCH_SECONDS):
-                if condition():
-                    return
-                self.refresh()
-        except TimeoutError as error:
-            raise RecipeError(f"The run is {error}. {find_error(run.read_log())}".strip()) from error
+        def is_met() -> bool:
+            self.refresh()
+            return condition()
+
+        run.wait(LAUNCH_SECONDS, is_met)
 
     def checkpoints(self) -> list[str]:
         """Return the names of the complete checkpoints, oldest first."""
@@ -218,3 +224,51 @@ STEPS: tuple[tuple[str, Callable[[Rehearsal], str]], ...] = (
     ("export", check_export),
     ("generate", reload_and_generate),
 )
+
+
+def rehearse(recipe: Path, template: str, overrides: Sequence[str] = (), keep: bool = False) -> bool:
+    """Rehearse a recipe; print a line per step and what the real job does differently; return whether every step passed.
+
+    Args:
+        recipe: YAML file.
+        template: name of a template, or path of an Accelerate config.
+        overrides: `--field value` pairs for the recipe.
+        keep: keep the rehearsal's directory.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="rehearsal-"))
+    try:
+        with progress.bar(len(STEPS), "rehearse", "step", bar_format="{desc} [{elapsed}]") as shown:
+            _silence_libraries()  # this turns off their progress bars; ours is created before
+            rehearsal = Rehearsal(recipe, Path(template), overrides, directory, shown.refresh)
+            has_passed = True
+            for number, (name, step) in enumerate(STEPS, 1):
+                shown.set_description_str(f"step {number}/{len(STEPS)}, {name}")
+                has_passed = _run_step(name, step, rehearsal, is_skipped=not has_passed)
+        for difference in rehearsal.differences:
+            print(f"  real job: {difference}")
+        if keep:
+            print(f"  kept: {directory}")
+        return has_passed
+    finally:
+        if not keep:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _run_step(name: str, step: Callable[[Rehearsal], str], rehearsal: Rehearsal, is_skipped: bool) -> bool:
+    """Run a step, unless an earlier one failed; print its line and return whether it passed."""
+    started, mark, text = time.monotonic(), "-", ""
+    if not is_skipped:
+        try:
+            mark, text = "ok", f"{step(rehearsal)} ({time.monotonic() - started:.0f} s)"
+        except RecipeError as error:
+            mark, text = "FAILED", str(error)
+    progress.print_above(f"{mark:<7}{name:<13}{text}".rstrip())
+    return mark == "ok"
+
+
+def _silence_libraries() -> None:
+    warnings.simplefilter("ignore", FutureWarning)
+    disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

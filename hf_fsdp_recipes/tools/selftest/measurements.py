@@ -1,7 +1,6 @@
 """The measurements of a self-test. Each launches its own ranks or runs, so a crash of one does not end the others."""
 
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -14,12 +13,11 @@ import torch
 import yaml
 
 from hf_fsdp_recipes.checkpointing.layout import checksum, list_checkpoints
-from hf_fsdp_recipes.configs.templates import template_directory
-from hf_fsdp_recipes.environment import is_true
+from hf_fsdp_recipes.configs.validate import read_config
 from hf_fsdp_recipes.errors import RecipeError
-from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, read_metrics
+from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, last_of_each_step, read_metrics
 from hf_fsdp_recipes.tools.selftest.random_model import write_random_model, write_rows
-from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT, Run, launch
+from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT, is_cpu_machine, launch
 
 Figures = dict[str, Any]
 RANKS_SCRIPT = Path(__file__).with_name("ranks.py")
@@ -78,7 +76,7 @@ class Result:
 
 def find_site(directory: Path, script: Path, deadline: float) -> Site:
     """Return a site with all devices of this machine, or with two CPU ranks if it has none or ACCELERATE_USE_CPU is set."""
-    if is_true(os.environ.get("ACCELERATE_USE_CPU", "false")) or not torch.accelerator.is_available():
+    if is_cpu_machine():
         return Site(directory, script=script, deadline=deadline)
     accelerator = torch.accelerator.current_accelerator()
     found = torch.get_device_module(accelerator).get_device_properties(0)
@@ -121,32 +119,20 @@ def _launch(
     arguments: list[str],
     log_file: Path,
     precision: str | None = None,
-    is_enough: Callable[[], bool] | None = None,
-) -> None:
-    """Run a script on all ranks to its end, or kill launcher and ranks once `is_enough` returns True."""
-    config = yaml.safe_load((template_directory() / _template(site)).read_text()) | {"num_processes": site.num_ranks}
+    is_enough: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Run a script on all ranks to its end, or kill launcher and ranks once `is_enough`; return whether it was killed."""
+    config = read_config("fsdp2_cpu" if site.device is None else "fsdp2_full_shard")
+    config |= {"num_processes": site.num_ranks} | ({"mixed_precision": precision} if precision else {})
     template = log_file.with_suffix(".yaml")
-    template.write_text(yaml.safe_dump(config | ({"mixed_precision": precision} if precision else {})))
+    template.write_text(yaml.safe_dump(config))
     with launch(template, script, arguments, log_file, on_cpu=site.device is None) as run:
-        if _wait(run, site.deadline, is_enough or (lambda: False)):
-            return
+        if run.wait(max(1.0, site.deadline - time.monotonic()), is_enough):
+            return True
     if run.exit_status:
         last_lines = "\n".join(run.read_log().splitlines()[-NUM_LOG_LINES:])
         raise RecipeError(f"{run.describe_failure()}\n\n{last_lines}")
-    if is_enough is not None:
-        raise RecipeError("The run ended before it could be killed.")
-
-
-def _template(site: Site) -> str:
-    return "fsdp2_cpu.yaml" if site.device is None else "fsdp2_full_shard.yaml"
-
-
-def _wait(run: Run, deadline: float, condition: Callable[[], bool]) -> bool:
-    """Return whether a condition was met before the run exited."""
-    try:
-        return any(condition() for _ in run.poll(max(1.0, deadline - time.monotonic())))
-    except TimeoutError as error:
-        raise RecipeError(f"The time limit was reached: {error}.") from error
+    return False
 
 
 def measure_copies(site: Site) -> Figures:
@@ -190,9 +176,12 @@ def train_kill_resume(site: Site) -> Figures:
         killed_at = _train(site, killed, is_killed=True)
         _train(site, killed)
         losses = [
-            {e["step"]: e["loss"] for e in read_metrics(r / METRICS_FILE) if "loss" in e} for r in (steady, killed)
+            [entry["loss"] for entry in last_of_each_step(read_metrics(run / METRICS_FILE), "loss")]
+            for run in (steady, killed)
         ]
-        exports = [{f.name: checksum(f) for f in (r / "export").glob("*.safetensors")} for r in (steady, killed)]
+        exports = [
+            {file.name: checksum(file) for file in (run / "export").glob("*.safetensors")} for run in (steady, killed)
+        ]
     return {
         "steps": RECIPE["max_steps"],
         "killed after step": killed_at,
@@ -206,8 +195,15 @@ def _train(site: Site, output: Path, is_killed: bool = False) -> int:
     inputs = {"model_name_or_path": str(output.with_name("model")), "dataset_name": str(output.with_name("rows"))}
     recipe = output.with_name("recipe.yaml")
     recipe.write_text(yaml.safe_dump(RECIPE | inputs | {"output_dir": str(output)}))
-    is_enough = (lambda: any(found.is_complete for found in list_checkpoints(output))) if is_killed else None
-    _launch(site, site.script, ["--config", str(recipe)], output.with_suffix(".log"), is_enough=is_enough)
+    was_killed = _launch(
+        site,
+        site.script,
+        ["--config", str(recipe)],
+        output.with_suffix(".log"),
+        is_enough=lambda: is_killed and any(found.is_complete for found in list_checkpoints(output)),
+    )
+    if is_killed and not was_killed:
+        raise RecipeError("The run ended before it could be killed.")
     return max(entry.get("step", 0) for entry in read_metrics(output / METRICS_FILE))
 
 

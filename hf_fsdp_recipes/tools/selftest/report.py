@@ -3,11 +3,13 @@
 import os
 import platform
 from collections.abc import Sequence
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hf_fsdp_recipes.checkpointing.resume import PACKAGES
+from hf_fsdp_recipes.environment import package_version
 from hf_fsdp_recipes.tools.selftest.measurements import Result
 
 OPTIONAL_PACKAGES = ("bitsandbytes", "liger-kernel", "flash-attn", "kernels", "triton")
@@ -16,9 +18,9 @@ ON_CPU = "CPU ranks over gloo: the checks are valid, but the figures say nothing
 
 def write_report(file: Path, title: str, device: str | None, num_ranks: int, results: Sequence[Result]) -> None:
     """Write machine and versions, all figures, and the errors."""
-    installed = {found.name: found.version for found in distributions()}
-    versions = [f"{name} {installed[name]}" for name in (*PACKAGES, *OPTIONAL_PACKAGES) if name in installed]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    names = (*PACKAGES, *OPTIONAL_PACKAGES)
+    versions = [f"{name} {found}" for name in names if (found := package_version(name))]
+    memory = psutil.virtual_memory().total / 2**30
     lines = [
         f"# {title}",
         "",

@@ -2,7 +2,6 @@
 repeated only if they change."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +11,11 @@ import torch
 import yaml
 
 from hf_fsdp_recipes.configs import templates
-from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import PlanError, TemplateError
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE
 from hf_fsdp_recipes.tools.planner.job_options import read_recipe
 from hf_fsdp_recipes.tools.rehearsal.cpu_variant import to_cpu_ranks
+from hf_fsdp_recipes.tools.subprocess_runner import is_cpu_machine
 from hf_fsdp_recipes.units import count
 
 CASE_FILE, TEMPLATE_FILE = "case.json", "template.yaml"
@@ -116,7 +115,7 @@ def make_cases(
     if min(ranks) < 1 or num_steps < 1:
         raise PlanError(f"--ranks {list(ranks)} and --steps {num_steps}: every number must be at least 1.")
     is_local, num_devices = ranks_per_node is None, torch.accelerator.device_count()
-    use_cpu = is_local and _is_cpu_machine()
+    use_cpu = is_local and is_cpu_machine()
     if is_local and not use_cpu and max(ranks) > num_devices:
         raise PlanError(
             f"This machine has {num_devices} accelerators, too few for {max(ranks)} ranks. Use fewer ranks, or --submit "
@@ -147,7 +146,3 @@ def make_cases(
 def _render(template: templates.Template, use_cpu: bool) -> dict[str, Any]:
     config: dict[str, Any] = yaml.safe_load(templates.render(template))
     return to_cpu_ranks(config, template.num_processes) | {"mixed_precision": "no"} if use_cpu else config
-
-
-def _is_cpu_machine() -> bool:
-    return not torch.accelerator.is_available() or is_true(os.environ.get("ACCELERATE_USE_CPU", "false"))
