@@ -22,9 +22,8 @@ from hf_fsdp_recipes.configs.strategy import read_sharding
 from hf_fsdp_recipes.configs.validate import find_faults, read_config
 from hf_fsdp_recipes.errors import PreflightError
 from hf_fsdp_recipes.tools.preflight import bandwidth_advice, devices, node_info
-from hf_fsdp_recipes.tools.preflight.membership import ParticipantInfo
 from hf_fsdp_recipes.tools.preflight.preflight import MIN_CHECK_SECONDS
-from hf_fsdp_recipes.tools.preflight.rendezvous import Rendezvous
+from hf_fsdp_recipes.tools.preflight.rendezvous import ParticipantInfo, Rendezvous
 from tests.conftest import tiny_config
 from tests.ranks.harness import free_port
 from tests.recipes.launching import LAUNCH, ROOT, environment

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from hf_fsdp_recipes.tools.preflight.bandwidth_advice import Bandwidths, WorkerRates
 from hf_fsdp_recipes.tools.preflight.devices import DeviceInfo
-from hf_fsdp_recipes.tools.preflight.membership import ParticipantInfo
-from hf_fsdp_recipes.tools.preflight.rendezvous import attempt
+from hf_fsdp_recipes.tools.preflight.rendezvous import ParticipantInfo, attempt
 
 LONG_ENOUGH_SECONDS = 0.15  # latency no longer dominates a transfer that takes this long
 NUM_REPEATS = 3

@@ -18,9 +18,8 @@ from hf_fsdp_recipes.configs import validate
 from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import PreflightError, TemplateError
 from hf_fsdp_recipes.tools.preflight import addresses, bandwidth_advice, devices, node_info, output_directory
-from hf_fsdp_recipes.tools.preflight.membership import ParticipantInfo
 from hf_fsdp_recipes.tools.preflight.node_info import NodeInfo, Row
-from hf_fsdp_recipes.tools.preflight.rendezvous import Rendezvous
+from hf_fsdp_recipes.tools.preflight.rendezvous import ParticipantInfo, Rendezvous
 from hf_fsdp_recipes.tools.preflight.workers import Workers
 
 MIN_CHECK_SECONDS = 30.0  # for the checks after all nodes have joined, even if --timeout is shorter

@@ -31,7 +31,7 @@ from hf_fsdp_recipes.export.verify_files import has_weights
 from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
 from hf_fsdp_recipes.metrics import progress
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, read_metrics
-from hf_fsdp_recipes.tools.planner import recipe_checks
+from hf_fsdp_recipes.tools.planner import dry_run
 from hf_fsdp_recipes.tools.rehearsal import tiny_recipe
 from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT, Run, launch
 from hf_fsdp_recipes.training.arguments import Arguments, is_streaming, parse_arguments
@@ -107,24 +107,24 @@ def check_recipe(rehearsal: Rehearsal) -> str:
 def check_template(rehearsal: Rehearsal) -> str:
     """Validate the Accelerate config against the model's layer classes and the optimizer."""
     config, training = validate.read_config(rehearsal.template), rehearsal.arguments.training
-    model = build_on_meta(recipe_checks.read_model_config(rehearsal.arguments), torch.float32)
+    model = build_on_meta(dry_run.read_model_config(rehearsal.arguments), torch.float32)
     version = int((config.get("fsdp_config") or {}).get("fsdp_version", 1))
     optimizer = str(getattr(training.optim, "value", training.optim))
-    faults = [*recipe_checks.template_faults(config, model), *optimizer_errors(optimizer, version)]
+    faults = [*dry_run.template_faults(config, model), *optimizer_errors(optimizer, version)]
     if faults:
         raise RecipeError("; ".join(faults))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_ranks, num_nodes = int(config.get("num_processes", 1)), int(config.get("num_machines", 1))
     size = f"{num_parameters / 1e9:,.2f}B parameters on {count(num_ranks, 'rank')}, {count(num_nodes, 'node')}"
-    rehearsal.differences += [size, *recipe_checks.describe_batches(rehearsal.arguments, num_ranks)]
+    rehearsal.differences += [size, *dry_run.describe_batches(rehearsal.arguments, num_ranks)]
     return f"{rehearsal.template.stem} is valid for {type(model).__name__}"
 
 
 def check_output(rehearsal: Rehearsal) -> str:
     """Check that the real output directory is writable and large enough."""
-    if faults := list(recipe_checks.output_faults(rehearsal.arguments)):
+    if faults := list(dry_run.output_faults(rehearsal.arguments)):
         raise RecipeError("; ".join(faults))
-    needed = recipe_checks.estimate_space(rehearsal.arguments)
+    needed = dry_run.estimate_space(rehearsal.arguments)
     return f"{rehearsal.arguments.training.output_dir} is writable" + (f"; the run writes {needed}" if needed else "")
 
 

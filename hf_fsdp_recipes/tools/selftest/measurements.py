@@ -1,25 +1,32 @@
-"""The measurements of a self-test. Each launches its own ranks or runs, so a crash of one does not end the others."""
+"""The measurements of a self-test and its report. Each launches its own ranks, so a crash of one does not end the others."""
 
 import json
+import os
+import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 import yaml
 
 from hf_fsdp_recipes.checkpointing.layout import checksum, list_checkpoints
+from hf_fsdp_recipes.checkpointing.resume import PACKAGES
 from hf_fsdp_recipes.configs.validate import read_config
+from hf_fsdp_recipes.environment import package_version
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, last_of_each_step, read_metrics
 from hf_fsdp_recipes.tools.selftest.random_model import write_random_model, write_rows
 from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT, is_cpu_machine, launch
 
 Figures = dict[str, Any]
+OPTIONAL_PACKAGES = ("bitsandbytes", "liger-kernel", "flash-attn", "kernels", "triton")
+ON_CPU = "CPU ranks over gloo: the checks are valid, but the figures say nothing about accelerators"
 RANKS_SCRIPT = Path(__file__).with_name("ranks.py")
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -213,3 +220,34 @@ MEASUREMENTS: dict[str, tuple[int, Callable[[Site], Figures]]] = {  # with the s
     "save": (60, measure_save),
     "train, kill, resume": (90, train_kill_resume),
 }
+
+
+def write_report(file: Path, title: str, device: str | None, num_ranks: int, results: Sequence[Result]) -> None:
+    """Write machine and versions, all figures, and the errors."""
+    names = (*PACKAGES, *OPTIONAL_PACKAGES)
+    versions = [f"{name} {found}" for name in names if (found := package_version(name))]
+    memory = psutil.virtual_memory().total / 2**30
+    lines = [
+        f"# {title}",
+        "",
+        f"- ranks: {num_ranks}; {device or ON_CPU}",
+        f"- host: {os.cpu_count()} cores, {memory:.0f} GiB, {platform.platform()}, Python {platform.python_version()}",
+        f"- versions: {', '.join(versions)}",
+        "",
+        "| measurement | figure | value |",
+        "|---|---|---|",
+    ]
+    for result in results:
+        lines.append(f"| {result.name} | {result.status} | {result.seconds:.0f} s |")
+        lines += [f"| | {name} | {_format(value)} |" for name, value in result.figures.items()]
+    for result in results:
+        if result.error:
+            lines += ["", f"{result.name}, {result.status}:", "", "```text", result.error, "```"]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(lines) + "\n")
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "**NO**"
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)

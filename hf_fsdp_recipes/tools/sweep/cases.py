@@ -14,7 +14,7 @@ from hf_fsdp_recipes.configs import templates
 from hf_fsdp_recipes.errors import PlanError, TemplateError
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE
 from hf_fsdp_recipes.tools.planner.job_options import read_recipe
-from hf_fsdp_recipes.tools.rehearsal.cpu_variant import to_cpu_ranks
+from hf_fsdp_recipes.tools.rehearsal.tiny_recipe import to_cpu_ranks
 from hf_fsdp_recipes.tools.subprocess_runner import is_cpu_machine
 from hf_fsdp_recipes.units import count
 

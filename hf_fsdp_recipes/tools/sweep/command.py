@@ -25,8 +25,7 @@ def sweep(
     # Imported here because these load torch.
     from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT
     from hf_fsdp_recipes.tools.sweep.cases import make_cases
-    from hf_fsdp_recipes.tools.sweep.slurm_jobs import write_jobs
-    from hf_fsdp_recipes.tools.sweep.sweep import run_cases, write_summary
+    from hf_fsdp_recipes.tools.sweep.sweep import run_cases, write_jobs, write_summary
 
     if collect is None:
         if recipe is None:
