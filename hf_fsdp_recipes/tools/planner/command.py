@@ -69,7 +69,6 @@ def run(
         from hf_fsdp_recipes.configs.strategy import find_strategy
         from hf_fsdp_recipes.loading.build_on_meta import read_config
         from hf_fsdp_recipes.tools.planner import plan_table, suggestions
-        from hf_fsdp_recipes.tools.planner.communication import estimate_traffic
         from hf_fsdp_recipes.tools.planner.job_options import make_job, read_recipe, to_options
         from hf_fsdp_recipes.tools.planner.memory_planner import MemoryPlanner
 
@@ -90,7 +89,7 @@ def run(
         changes = suggestions.find_smallest_change(planner, job) if planned.fits is False else []
         # The links between CPU ranks are unknown.
         strategies = [] if job.strategy.on_cpu else suggestions.compare_strategies(planner, job)
-        parts = (planned, estimate_traffic(planned), strategies, changes)
+        parts = (planned, strategies, changes)
     if as_json:
         return json.dumps(plan_table.to_json(*parts), indent=2), planned.fits
     heading = f"{plan_table.format_suggestion(suggestion)}\n\n" if suggestion else ""

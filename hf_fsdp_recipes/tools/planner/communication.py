@@ -2,8 +2,7 @@
 
 In an all-gather over n ranks, each rank receives (n - 1) / n of the data; a node receives the data that its ranks lack
 once, over its interconnect. Latency and contention are not modeled, and compute is assumed to reach a fixed share of
-the peak. Use the seconds to compare strategies, not to predict step
-times.
+the peak. Use the seconds to compare strategies, not to predict step times.
 """
 
 from dataclasses import dataclass

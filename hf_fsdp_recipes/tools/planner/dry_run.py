@@ -21,7 +21,6 @@ from hf_fsdp_recipes.errors import TemplateError
 from hf_fsdp_recipes.loading.build_on_meta import build_on_meta, read_config
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.tools.planner import plan_table
-from hf_fsdp_recipes.tools.planner.communication import estimate_traffic
 from hf_fsdp_recipes.tools.planner.job_options import flatten_arguments, make_job, to_options
 from hf_fsdp_recipes.tools.planner.memory_planner import MemoryPlanner
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
@@ -63,7 +62,7 @@ def describe(arguments: "Arguments", num_ranks: int) -> list[str]:
         # Only notes, because the job may run on another machine.
         *(f"note: {fault}" for fault in output_faults(arguments)),
         "",
-        plan_table.format_plan(plan, estimate_traffic(plan), [], []),
+        plan_table.format_plan(plan, [], []),
     ]
 
 

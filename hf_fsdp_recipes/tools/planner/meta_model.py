@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 MetaModel = Union["PreTrainedModel", "PeftModel"]
 PACKED_ITEM_BYTES = 0.5  # a value in 4 bits
-VALUES_PER_SCALE = 64  # fp32 scales of 4-bit values; one byte each with nested quantization
-SCALES_PER_SCALE = 256  # nested quantization: scales that share one fp32 scale
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ def build_meta_model(config: "PreTrainedConfig", job: TrainingJob) -> MetaModel:
     """Build the model that a job trains: on meta, in the compute dtype, ready to trace.
 
     Raises:
-        PlanError: the architecture is not a causal language model, or lacks the adapter's target modules.
+        PlanError: it is not a causal language model, or lacks the adapter's target modules.
     """
     config = type(config).from_dict(config.to_dict())
     config.use_cache = config.get_text_config().use_cache = False

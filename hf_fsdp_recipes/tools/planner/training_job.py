@@ -92,11 +92,7 @@ class TrainingJob:
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        """Validate the combination.
-
-        Raises:
-            PlanError: lists everything that is wrong.
-        """
+        """Validate the combination; PlanError lists everything that is wrong."""
         cluster, faults = self.cluster, []
         for name in ("batch", "length", "accumulation"):
             if getattr(self, name) < 1:
