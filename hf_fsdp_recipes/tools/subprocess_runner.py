@@ -44,11 +44,7 @@ class Run:
         return self._process.poll()
 
     def poll(self, timeout_seconds: float, interval_seconds: float = 0.05) -> Iterator[int]:
-        """Count up, once per interval, until the command exits.
-
-        Raises:
-            TimeoutError: it is still running after `timeout_seconds`.
-        """
+        """Count up, once per interval, until the command exits; TimeoutError if it is still running after the timeout."""
         deadline, count = time.monotonic() + timeout_seconds, 0
         while self.exit_status is None:
             if time.monotonic() > deadline:
@@ -58,11 +54,7 @@ class Run:
             time.sleep(interval_seconds)
 
     def wait(self, timeout_seconds: float, condition: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until the command exits or a condition is met; return whether it was met.
-
-        Raises:
-            RecipeError: neither happened in time.
-        """
+        """Wait until the command exits or a condition is met, and return whether it was; RecipeError after the timeout."""
         try:
             return any(condition() for _ in self.poll(timeout_seconds))
         except TimeoutError as error:
@@ -123,11 +115,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], log_file: Path
 def launch(
     config_file: Path, script: Path, arguments: Sequence[str], log_file: Path, *, on_cpu: bool
 ) -> AbstractContextManager[Run]:
-    """Start a script with `accelerate launch` on this machine; see `start`.
-
-    Raises:
-        RecipeError: the script does not exist.
-    """
+    """Start a script with `accelerate launch` on this machine; see `start`. RecipeError if there is no such script."""
     if not script.is_file():
         raise RecipeError(f"The training script {script} does not exist. Install hf-fsdp-recipes from a checkout.")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file)]

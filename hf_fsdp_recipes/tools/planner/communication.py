@@ -17,19 +17,12 @@ COMPUTE_EFFICIENCY = 0.4  # share of the peak FLOP/s: assumed
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Communication and compute of one optimizer step.
+    """Communication and compute of one optimizer step."""
 
-    Attributes:
-        gpu_bytes: received by one GPU from the others of its node.
-        node_bytes: received by one node from the others.
-        seconds: communication time.
-        compute_seconds: compute time at 40% of the peak FLOP/s; None if the model's FLOPs cannot be counted.
-    """
-
-    gpu_bytes: int
-    node_bytes: int
-    seconds: float
-    compute_seconds: float | None
+    gpu_bytes: int  # received by one GPU from the others of its node
+    node_bytes: int  # received by one node from the others
+    seconds: float  # of communication
+    compute_seconds: float | None  # at 40% of the peak FLOP/s; None if the model's FLOPs cannot be counted
 
     @property
     def step_seconds(self) -> float:

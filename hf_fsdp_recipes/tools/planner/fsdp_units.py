@@ -65,7 +65,7 @@ class FsdpUnit:
 
 
 def find_units(model: MetaModel, job: TrainingJob) -> list[FsdpUnit]:
-    """Split a model into units as the job's FSDP version and wrapping policy do. The root comes last.
+    """Split a model into units as the job's FSDP version and wrapping policy do, the root last.
 
     Raises:
         PlanError: the model has no module of the template's wrap class.

@@ -108,7 +108,7 @@ def make_job(strategy: Strategy, options: dict[str, Any]) -> TrainingJob:
     given = {"mixed_precision": strategy.precision} | {k: value for k, value in options.items() if value is not None}
     if given.get("quantized", "4bit") != "4bit":
         raise PlanError(f"quantized is {given['quantized']!r}; only 4bit is supported.")
-    for name in PARSERS.keys() & given.keys():
+    for name in [name for name in PARSERS if name in given]:
         try:
             given[name] = PARSERS[name](given[name])
         except ValueError as error:

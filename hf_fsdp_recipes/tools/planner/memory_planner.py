@@ -26,23 +26,15 @@ GPU_FRAGMENTATION = 0.03
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of one rank, by category.
-
-    Attributes:
-        flops: None if they cannot be counted.
-        valley: device bytes between steps.
-        peak: device bytes when their sum is highest.
-        allowance_bytes: assumed for the GPU context and fragmentation.
-        host: host bytes during training: offloaded shards and paged optimizer state.
-    """
+    """Memory of one rank, by category."""
 
     job: TrainingJob
     units: tuple[FsdpUnit, ...]
-    flops: ModelFlops | None
-    valley: dict[str, int]
-    peak: dict[str, int]
-    allowance_bytes: int
-    host: dict[str, int]
+    flops: ModelFlops | None  # None if they cannot be counted
+    valley: dict[str, int]  # device bytes between steps
+    peak: dict[str, int]  # device bytes when their sum is highest
+    allowance_bytes: int  # assumed for the GPU context and fragmentation
+    host: dict[str, int]  # host bytes during training: offloaded shards and paged optimizer state
 
     @property
     def parameters(self) -> list[Parameter]:

@@ -20,22 +20,15 @@ PACKED_ITEM_BYTES = 0.5  # a value in 4 bits
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter as FSDP shards and gathers it.
-
-    Attributes:
-        num_elements, num_padded_elements: of the unsharded parameter, without and with FSDP2's padding.
-        num_shard_elements: padded elements per rank.
-        sharded_item_bytes: bytes per element in the shard: 4 for fp32 masters, 0.5 for 4-bit weights.
-        unsharded_item_bytes: bytes per element when gathered.
-    """
+    """One parameter as FSDP shards and gathers it."""
 
     name: str
     requires_grad: bool
-    num_elements: int
-    num_padded_elements: int
-    num_shard_elements: float
-    sharded_item_bytes: float
-    unsharded_item_bytes: float
+    num_elements: int  # of the unsharded parameter
+    num_padded_elements: int  # with FSDP2's padding
+    num_shard_elements: float  # padded elements per rank
+    sharded_item_bytes: float  # per element in the shard: 4 for fp32 masters, 0.5 for 4-bit weights
+    unsharded_item_bytes: float  # per element when gathered
 
 
 def build_meta_model(config: "PreTrainedConfig", job: TrainingJob) -> MetaModel:

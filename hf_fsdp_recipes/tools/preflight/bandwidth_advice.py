@@ -36,20 +36,13 @@ class WorkerRates(TypedDict):
 
 @dataclass(frozen=True)
 class RankLoad:
-    """Computation and parameter size of a rank.
+    """Computation and parameter size of a rank."""
 
-    Attributes:
-        num_tokens: in one forward and backward of one rank; `tokens_source` is where the number comes from.
-        flops_per_second: of a matrix product on the slowest rank.
-        parameter_bytes: of one parameter as it is gathered.
-        gradient_bytes: of one gradient as it is reduced.
-    """
-
-    num_tokens: int
-    tokens_source: str
-    flops_per_second: float
-    parameter_bytes: int
-    gradient_bytes: int = 4
+    num_tokens: int  # in one forward and backward of one rank
+    tokens_source: str  # where that number comes from
+    flops_per_second: float  # of a matrix product on the slowest rank
+    parameter_bytes: int  # of one parameter as it is gathered
+    gradient_bytes: int = 4  # of one gradient as it is reduced
 
 
 def apply_launch_counts(config: dict[str, Any], num_nodes: int, ranks_per_node: int) -> dict[str, Any]:

@@ -34,17 +34,12 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class ParticipantInfo:
-    """One node's process: its options, and where it runs.
+    """One node's process: its options, and where it runs."""
 
-    Attributes:
-        node_rank: index of the node; node 0 leads.
-        master_address, master_port: where node 0, or the launcher's agent there, listens.
-    """
-
-    node_rank: int
+    node_rank: int  # node 0 leads
     num_nodes: int
     ranks_per_node: int
-    master_address: str
+    master_address: str  # where node 0, or the launcher's agent there, listens
     master_port: int
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)

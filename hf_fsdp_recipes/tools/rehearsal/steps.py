@@ -47,21 +47,14 @@ RESUME = ("--resume_from_checkpoint", "auto")
 
 @dataclass
 class Rehearsal:
-    """The inputs of a rehearsal and the findings of its steps.
-
-    Attributes:
-        recipe, template: the user's files.
-        overrides: `--field value` pairs for the recipe.
-        refresh: redraws the progress display; called while a step waits.
-        differences: what the real job does differently, one line each.
-    """
+    """The inputs of a rehearsal and the findings of its steps."""
 
     recipe: Path
     template: Path
-    overrides: Sequence[str]
+    overrides: Sequence[str]  # `--field value` pairs for the recipe
     directory: Path
-    refresh: Callable[[], object]
-    differences: list[str] = field(default_factory=list)
+    refresh: Callable[[], object]  # redraws the progress display; called while a step waits
+    differences: list[str] = field(default_factory=list)  # what the real job does differently, one line each
 
     @property
     def output(self) -> Path:
@@ -227,14 +220,7 @@ STEPS: tuple[tuple[str, Callable[[Rehearsal], str]], ...] = (
 
 
 def rehearse(recipe: Path, template: str, overrides: Sequence[str] = (), keep: bool = False) -> bool:
-    """Rehearse a recipe; print a line per step and what the real job does differently; return whether every step passed.
-
-    Args:
-        recipe: YAML file.
-        template: name of a template, or path of an Accelerate config.
-        overrides: `--field value` pairs for the recipe.
-        keep: keep the rehearsal's directory.
-    """
+    """Rehearse a recipe; print a line per step and what the real job does differently; return whether every step passed."""
     directory = Path(tempfile.mkdtemp(prefix="rehearsal-"))
     try:
         with progress.bar(len(STEPS), "rehearse", "step", bar_format="{desc} [{elapsed}]") as shown:

@@ -101,11 +101,9 @@ def to_cpu_ranks(config: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
 
 
 def write_recipe(settings: dict[str, Any], arguments: Arguments, directory: Path) -> list[str]:
-    """Write the adapted recipe; return what the real job does differently, one line each.
+    """Write the recipe, adapted to the model and rows in the directory; return what the real job does differently.
 
-    Args:
-        settings: the recipe as `read_settings` returns it; `arguments` is the same recipe, parsed.
-        directory: contains the model and the rows.
+    `settings` is the recipe as `read_settings` returns it, and `arguments` the same recipe, parsed.
     """
     replaced = {key: value for key, value in REPLACED_SETTINGS.items() if settings.get(key, value) != value}
     training, model = arguments.training, str(directory / "model")

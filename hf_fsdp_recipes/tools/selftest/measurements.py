@@ -47,27 +47,17 @@ RECIPE = {
 
 @dataclass(frozen=True)
 class Site:
-    """Where and how much to measure.
+    """Where and how much to measure."""
 
-    Attributes:
-        directory: for models, checkpoints and logs.
-        device: name of the accelerators, or None for CPU ranks.
-        config: fields of the LlamaConfig of the model that is loaded and saved.
-        copied_bytes: of one copy between host and device.
-        num_tokens, num_batches: of a training step during a save.
-        script: recipes/sft.py.
-        deadline: `time.monotonic()` at which a measurement is killed.
-    """
-
-    directory: Path
-    device: str | None = None
+    directory: Path  # for models, checkpoints and logs
+    device: str | None = None  # name of the accelerators, or None for CPU ranks
     num_ranks: int = 2
-    config: Mapping[str, Any] = field(default_factory=lambda: TINY)
-    copied_bytes: int = 16_000_000
-    num_tokens: int = 64
+    config: Mapping[str, Any] = field(default_factory=lambda: TINY)  # of the Llama that is loaded and saved
+    copied_bytes: int = 16_000_000  # of one copy between host and device
+    num_tokens: int = 64  # of a training step during a save
     num_batches: int = 1
     script: Path = SFT_SCRIPT
-    deadline: float = field(default_factory=lambda: time.monotonic() + 600)
+    deadline: float = field(default_factory=lambda: time.monotonic() + 600)  # a measurement is killed then
 
 
 @dataclass(frozen=True)
@@ -108,11 +98,7 @@ def measure(name: str, function: Callable[[Site], Figures], site: Site) -> Resul
 def run_on_ranks(
     site: Site, name: str, *, script: Path = RANKS_SCRIPT, precision: str | None = None, **options: Any
 ) -> Figures:
-    """Launch a measurement on all ranks; return its figures.
-
-    Raises:
-        RecipeError: a rank failed, or the time is over.
-    """
+    """Launch a measurement on all ranks and return its figures; RecipeError if a rank failed or the time is over."""
     with tempfile.TemporaryDirectory(dir=site.directory) as scratch:
         file = Path(scratch) / "figures.json"
         arguments = [name, json.dumps(options, default=str), str(file)]

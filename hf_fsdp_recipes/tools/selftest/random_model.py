@@ -13,10 +13,7 @@ def write_random_model(config: dict[str, Any], directory: Path) -> None:
     """Write a random bf16 Llama checkpoint without holding it in memory.
 
     Norms are 1. The rest are parts of one noise tensor, each at its own offset, so no two parameters are equal.
-
-    Args:
-        config: fields of a LlamaConfig.
-        directory: gets config, weights of 2 GB per file, and a tokenizer.
+    `config` has the fields of a LlamaConfig.
     """
     import torch
     from huggingface_hub import split_torch_state_dict_into_shards

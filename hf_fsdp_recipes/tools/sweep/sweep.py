@@ -47,10 +47,7 @@ def find_result(case: Case) -> str | None:
 
 
 def run_case(case: Case, script: Path, time_limit_seconds: float, show_step: Callable[[int], None]) -> str:
-    """Run a case, record its result in its directory, and return its status.
-
-    `show_step` is called about once per second with the number of steps taken so far.
-    """
+    """Run a case, record its result in its directory, and return its status; `show_step` gets the steps taken so far."""
     case.start_record()
     config, log = case.directory / TEMPLATE_FILE, case.directory / run_status.LOG_FILE
     with subprocess_runner.launch(config, script, case.arguments, log, on_cpu=case.is_on_cpu) as run:
@@ -117,11 +114,7 @@ def _job_line(case: Case) -> str:
 
 
 def write_summary(directory: Path) -> Path:
-    """Write sweep.json, sweep.md and the plots from what the cases have written so far; return sweep.md.
-
-    Raises:
-        PlanError: the directory has no cases, or none has a result.
-    """
+    """Write sweep.json, sweep.md and the plots from the cases so far; return sweep.md, or PlanError without a result."""
     found = results.read_results(directory)
     if not found:
         raise PlanError(f"{directory} has no cases of a sweep. Pass the directory that `hf-fsdp sweep` wrote.")
