@@ -378,6 +378,33 @@ def test_node_without_the_recipe_or_the_output_directory_is_named(tmp_path, opti
     assert f"{name} {reason}" in message
 
 
+def node_facts(driver="570.86.15", **variables):
+    return {"versions": {"driver": driver}, "nccl_variables": variables, "code_hash": "c0de", "file_hashes": {}}
+
+
+def test_node_with_another_driver_or_nccl_variable_is_named():
+    names = ["node 0", "node 1", "node 2", "node 3"]
+    usual = node_facts(NCCL_IB_DISABLE="1")
+    node_info.check_same([usual] * 4, names)
+    with pytest.raises(PreflightError) as raised:
+        node_info.check_same([usual, usual, node_facts("550.54.14", NCCL_IB_DISABLE="1"), usual], names)
+    assert str(raised.value) == (
+        "driver differs: 570.86.15 on node 0, node 1, node 3; 550.54.14 on node 2. Install the same versions on every node."
+    )
+    with pytest.raises(PreflightError, match="NCCL_IB_DISABLE differs: 1 on node 0, node 1, node 2; unset on node 3"):
+        node_info.check_same([usual, usual, usual, node_facts()], names)
+
+
+def test_variables_that_describe_one_node_are_not_compared(tmp_path, monkeypatch):
+    (tmp_path / "version").write_text("570.86.15\n")
+    monkeypatch.setattr(node_info, "DRIVER_VERSION_FILES", (tmp_path / "none", tmp_path / "version"))
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    found = node_info.collect([], num_ranks=2)
+    assert found["nccl_variables"] == {"NCCL_ALGO": "Ring"}
+    assert found["versions"]["driver"] == "570.86.15"
+
+
 # The output directory
 
 

@@ -20,18 +20,13 @@ ModuleGroup = tuple[list[torch.nn.Module], bool]
 
 @dataclass(frozen=True, eq=False)
 class FsdpUnit:
-    """Parameters that are gathered, freed and reduced together (torch: an FSDP parameter group).
+    """Parameters that are gathered, freed and reduced together (torch: an FSDP parameter group)."""
 
-    Attributes:
-        modules: modules that use the parameters: the first to run gathers them, the last to finish frees them. The
-            root module is "".
-        parameters: without those of nested units.
-        reshards_after_forward: whether the parameters are freed after forward.
-    """
-
-    modules: tuple[str, ...]
-    parameters: tuple[Parameter, ...]
-    reshards_after_forward: bool
+    modules: tuple[
+        str, ...
+    ]  # those that use the parameters: the first to run gathers them, the last to finish frees them
+    parameters: tuple[Parameter, ...]  # without those of nested units
+    reshards_after_forward: bool  # the parameters are freed after forward
 
     @property
     def name(self) -> str:

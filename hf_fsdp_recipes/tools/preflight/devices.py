@@ -21,11 +21,7 @@ class DeviceInfo(TypedDict):
 
 
 def check_devices(devices_by_node: list[list[DeviceInfo]], names: list[str], ranks_per_node: int) -> list[Row]:
-    """Return the table's row about devices, and a warning about those in use.
-
-    Raises:
-        PreflightError: a rank has no device, or devices differ or are busy.
-    """
+    """Return the table's row about devices and a warning about those in use; PreflightError if some are unfit."""
     first = [devices[0] for devices in devices_by_node]
     differences = list_differences([device["kind"] for device in first], names)
     errors = [f"the type of devices differs: {differences}. Check the drivers on each node."] if differences else []

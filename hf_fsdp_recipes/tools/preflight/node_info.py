@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypedDict
 
 import psutil
+import torch
 
 from hf_fsdp_recipes.environment import num_cores, package_version
 from hf_fsdp_recipes.errors import PreflightError
@@ -22,6 +23,14 @@ PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 MAX_CLOCK_SKEW_SECONDS = 2.0
 MIN_SHM_BYTES = 1 << 30  # NCCL's documentation: docker run --shm-size=1g
 MIN_OPEN_FILES = 1024
+VARIABLES_OF_A_NODE = (
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_HCA",
+    "NCCL_HOSTID",
+    "NCCL_TOPO_FILE",
+    "NCCL_DEBUG_FILE",
+)  # may differ
+DRIVER_VERSION_FILES = (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version"))
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -31,6 +40,7 @@ class NodeInfo(TypedDict):
     host: str
     unix_seconds: float
     versions: dict[str, str]
+    nccl_variables: dict[str, str]
     code_hash: str
     file_hashes: dict[str, str]
     num_cores: int
@@ -44,14 +54,30 @@ def collect(files: list[Path], num_ranks: int) -> NodeInfo:
     return {
         "host": socket.gethostname(),
         "unix_seconds": time.time(),
-        "versions": {"python": platform.python_version()}
-        | {name: package_version(name) or "none" for name in PACKAGES},
+        "versions": _find_versions(),
+        "nccl_variables": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("NCCL_", "TORCH_NCCL_")) and name not in VARIABLES_OF_A_NODE
+        },
         "code_hash": _hash_code(),
         "file_hashes": {str(file): _hash_file(file) for file in files},
         "num_cores": num_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "gloo_error": _find_gloo_error(),
         "low_limits": find_low_limits(num_ranks),
+    }
+
+
+def _find_versions() -> dict[str, str]:
+    """Return the versions that must match, "none" for what a node does not have; the same names on every node."""
+    nccl = getattr(torch.get_device_module(), "nccl", None)  # also of ROCm, whose RCCL has its version numbers
+    return {
+        "python": platform.python_version(),
+        **{name: package_version(name) or "none" for name in PACKAGES},
+        "cuda": torch.version.cuda or torch.version.hip or "none",
+        "nccl": ".".join(map(str, nccl.version())) if nccl else "none",
+        "driver": next((file.read_text().strip() for file in DRIVER_VERSION_FILES if file.is_file()), "none"),
     }
 
 
@@ -118,6 +144,9 @@ def check_same(nodes: list[NodeInfo], names: list[str]) -> None:
     ]
     code = [node["code_hash"] for node in nodes]
     compared.append(("the code of hf_fsdp_recipes", code, "Use the same checkout or wheel on every node."))
+    for variable in sorted({name for node in nodes for name in node["nccl_variables"]}):
+        values = [node["nccl_variables"].get(variable, "unset") for node in nodes]
+        compared.append((variable, values, "Export the same value on every node."))
     # Compare by position, because the same file can have a different path on each node.
     for index, file in enumerate(nodes[0]["file_hashes"]):
         hashes = [list(node["file_hashes"].values())[index] for node in nodes]
@@ -168,7 +197,7 @@ def describe(nodes: list[NodeInfo]) -> list[Row]:
     clocks = [node["unix_seconds"] for node in nodes]
     files = "".join(f", {Path(file).name} {digest}" for file, digest in first["file_hashes"].items())
     return [
-        ("software", ", ".join(f"{name} {number}" for name, number in first["versions"].items())),
+        ("software", ", ".join(f"{name} {text}" for name, text in first["versions"].items() if text != "none")),
         ("content", f"code {first['code_hash']}{files}"),
         (
             "hosts",

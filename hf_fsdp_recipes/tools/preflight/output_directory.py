@@ -21,11 +21,7 @@ _CHUNK_BYTES = 16 << 20
 
 
 def write_probe(file: Path) -> tuple[float, int]:
-    """Write and flush a probe file; return the bytes per second and the free bytes.
-
-    Raises:
-        PreflightError: the directory cannot be created or written.
-    """
+    """Write and flush a probe file; return bytes per second and free bytes, or raise PreflightError if that fails."""
     chunk = os.urandom(_CHUNK_BYTES)  # incompressible
     num_bytes, started = 0, time.monotonic()
     try:

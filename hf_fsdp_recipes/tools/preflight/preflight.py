@@ -23,6 +23,7 @@ from hf_fsdp_recipes.tools.preflight.rendezvous import ParticipantInfo, Rendezvo
 from hf_fsdp_recipes.tools.preflight.workers import Workers
 
 MIN_CHECK_SECONDS = 30.0  # for the checks after all nodes have joined, even if --timeout is shorter
+CHECK_SECONDS_PER_NODE = 0.5  # in addition: node 0 hosts the store, and all nodes write to one directory
 MARGIN_SECONDS = 3.0  # a worker that hangs is reported this long before node 0 stops waiting for its node
 
 
@@ -72,7 +73,7 @@ def check_node(info: ParticipantInfo, job: Job, timeout_seconds: float) -> None:
     started = time.monotonic()
     with contextlib.closing(Rendezvous(info, timeout_seconds)) as rendezvous:
         rendezvous.check_membership()
-        rendezvous.extend_deadline(max(timeout_seconds, MIN_CHECK_SECONDS))
+        rendezvous.extend_deadline(max(timeout_seconds, MIN_CHECK_SECONDS) + CHECK_SECONDS_PER_NODE * info.num_nodes)
         rows: list[Row] = [
             ("nodes", ", ".join(rendezvous.names)),
             ("master", f"{addresses.describe(info.master_address)} port {info.master_port}"),

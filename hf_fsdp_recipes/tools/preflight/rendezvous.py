@@ -53,8 +53,7 @@ class Rendezvous:
     """Nodes that share a store. All must make the same calls in the same order.
 
     Attributes:
-        info, leader: this node and node 0.
-        is_leader: whether this process evaluates the reports of all nodes.
+        info, leader: this node and node 0; `is_leader` if they are the same process.
         store, prefix: the shared store, and what precedes its keys on the TCPStore.
         names: each node's name, in order; with host and pid after `check_membership`.
         deadline: `time.monotonic()` value at which node 0 stops waiting.
@@ -112,18 +111,17 @@ class Rendezvous:
         self.names = self._agree("joining", evaluate)
 
     def run_stage(self, stage: str, collect: Callable[[], T], evaluate: Callable[[list[T]], R]) -> R:
-        """Collect a value on every node, evaluate all of them on node 0, and return the result everywhere.
+        """Collect a value on every node, evaluate all of them in order on node 0, and return the result everywhere.
 
         Collective: every node must call this. Values and result must be serializable as JSON.
 
         Args:
             stage: the current activity, for messages: "comparing versions".
             collect: returns this node's value.
-            evaluate: called on node 0 with the values of all nodes, in order.
+            evaluate: called on node 0 with the values of all nodes.
 
         Raises:
-            PreflightError: the same on every node, if `collect` failed on any, `evaluate` failed on node 0, or a node
-                did not report before the deadline.
+            PreflightError: the same on every node, if a call failed or a node did not report before the deadline.
         """
         report = attempt(collect)
         with self._naming_leader(stage):
