@@ -59,11 +59,7 @@ def plan(
 def run(
     model: str | None, template: str, recipe: Path | None, options: dict[str, Any], is_suggesting: bool, as_json: bool
 ) -> tuple[str, bool | None]:
-    """Plan a job, or the fastest one that fits; return what to print, and whether it fits (None if unknown).
-
-    Raises:
-        PlanError, LoadError, TemplateError: the job cannot be planned as described.
-    """
+    """Plan a job, or the fastest one that fits; return what to print, and whether it fits (None if unknown)."""
     with _silence_upstream():
         # Imports torch and transformers, which would slow down every other command.
         from hf_fsdp_recipes.configs.strategy import find_strategy

@@ -60,11 +60,7 @@ class FsdpUnit:
 
 
 def find_units(model: MetaModel, job: TrainingJob) -> list[FsdpUnit]:
-    """Split a model into units as the job's FSDP version and wrapping policy do, the root last.
-
-    Raises:
-        PlanError: the model has no module of the template's wrap class.
-    """
+    """Split a model into units as FSDP and the wrapping policy do, the root last; PlanError without a wrapped class."""
     return build_units((_group_fsdp2 if job.strategy.version == 2 else _group_fsdp1)(model, job), model, job)
 
 

@@ -52,11 +52,7 @@ TRAINER_BATCH = 8  # Trainer's default per_device_train_batch_size
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
-    """Return a recipe's keys and values.
-
-    Raises:
-        PlanError: the file cannot be read or is not a YAML mapping.
-    """
+    """Return a recipe's keys and values, or raise PlanError if the file cannot be read or is not a YAML mapping."""
     try:
         keys = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -100,11 +96,7 @@ def _attention(keys: dict[str, Any], batch: int) -> str:
 
 
 def make_job(strategy: Strategy, options: dict[str, Any]) -> TrainingJob:
-    """Build a job from a template's strategy and the options that were given.
-
-    Raises:
-        PlanError: an option has an invalid value, or options contradict each other.
-    """
+    """Build a job from a template's strategy and the options that were given; PlanError if a value is invalid."""
     given = {"mixed_precision": strategy.precision} | {k: value for k, value in options.items() if value is not None}
     if given.get("quantized", "4bit") != "4bit":
         raise PlanError(f"quantized is {given['quantized']!r}; only 4bit is supported.")

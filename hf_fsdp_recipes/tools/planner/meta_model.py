@@ -32,11 +32,7 @@ class Parameter:
 
 
 def build_meta_model(config: "PreTrainedConfig", job: TrainingJob) -> MetaModel:
-    """Build the model that a job trains: on meta, in the compute dtype, ready to trace.
-
-    Raises:
-        PlanError: it is not a causal language model, or lacks the adapter's target modules.
-    """
+    """Build the model that a job trains: on meta, in the compute dtype, ready to trace; PlanError if that is impossible."""
     config = type(config).from_dict(config.to_dict())
     config.use_cache = config.get_text_config().use_cache = False
     config._attn_implementation = "eager" if job.attention == "eager" else "sdpa"

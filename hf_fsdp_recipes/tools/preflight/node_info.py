@@ -23,13 +23,8 @@ PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 MAX_CLOCK_SKEW_SECONDS = 2.0
 MIN_SHM_BYTES = 1 << 30  # NCCL's documentation: docker run --shm-size=1g
 MIN_OPEN_FILES = 1024
-VARIABLES_OF_A_NODE = (
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_IB_HCA",
-    "NCCL_HOSTID",
-    "NCCL_TOPO_FILE",
-    "NCCL_DEBUG_FILE",
-)  # may differ
+# These may differ between nodes.
+VARIABLES_OF_A_NODE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID", "NCCL_TOPO_FILE", "NCCL_DEBUG_FILE")
 DRIVER_VERSION_FILES = (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version"))
 _INFINIBAND = Path("/sys/class/infiniband")
 
