@@ -28,16 +28,11 @@ MARGIN_SECONDS = 3.0  # a worker that hangs is reported this long before node 0 
 
 
 class Job:
-    """The job that a preflight is for.
-
-    Attributes:
-        config, recipe: the content of its Accelerate config and its recipe; empty if not given.
-        output_dir: where the run will write, if known.
-    """
+    """The job that a preflight is for."""
 
     def __init__(self, template: Path | None, recipe_file: Path | None, output_dir: Path | None) -> None:
         self.template, self.recipe_file, self.output_dir = template, recipe_file, output_dir
-        self.config: dict[str, Any] = {}
+        self.config: dict[str, Any] = {}  # content of the Accelerate config; empty if not given
         self.recipe: dict[str, Any] = {}
 
     def read(self, num_ranks: int) -> NodeInfo:
