@@ -9,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from hf_fsdp_recipes.checkpointing.dcp_metadata import (
 )
 from hf_fsdp_recipes.checkpointing.layout import PARTS
 from hf_fsdp_recipes.checkpointing.state import capture
+from hf_fsdp_recipes.environment import package_version
 from hf_fsdp_recipes.errors import CheckpointError, summarize
 from hf_fsdp_recipes.parameter_names import is_adapter, without_adapter_name
 from hf_fsdp_recipes.patches.transformers import register_resume_check
@@ -79,7 +79,7 @@ def train_params(args: "TrainingArguments", model: torch.nn.Module | None = None
         "template": template,
         "world_size": distributed.world_size(),
         "global_batch_size": global_batch_size(args),
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": {name: found for name in PACKAGES if (found := package_version(name))},
     }
 
 
@@ -97,14 +97,6 @@ def _model_facts(model: torch.nn.Module) -> dict[str, Any]:
 
 def _as_plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, set) else str(getattr(value, "value", value))
-
-
-@functools.cache
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def read_train_params(checkpoint: Path) -> dict[str, Any] | None:

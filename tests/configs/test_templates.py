@@ -243,7 +243,7 @@ def test_command_line_imports_neither_torch_nor_accelerate():
     ],
 )
 def test_template_for_cpu_ranks_shards_as_inside_a_node(name, strategy, num_ranks):
-    from hf_fsdp_recipes.tools.rehearsal.cpu_variant import to_cpu_ranks
+    from hf_fsdp_recipes.tools.rehearsal.tiny_recipe import to_cpu_ranks
 
     config = to_cpu_ranks(config_of(name))
     assert config["fsdp_config"].get("fsdp_sharding_strategy") == strategy
