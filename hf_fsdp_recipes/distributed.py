@@ -6,11 +6,13 @@ Thin functions over `torch.distributed` that also work in a single process, with
 import contextlib
 import logging
 import os
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +45,14 @@ def world_size() -> int:
 def is_main() -> bool:
     """Return whether this is global rank 0."""
     return rank() == 0
+
+
+def node_id() -> str:
+    """Return a text that is the same on the ranks of one node, and differs between nodes."""
+    boot_id = ""
+    with contextlib.suppress(OSError):  # Linux only
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot_id}"
 
 
 _host_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default group, and its host group
