@@ -1,13 +1,15 @@
 """A directory that several FUSE mounts show, each with a page cache, as NFS clients show a server's.
 
 With FUSE's write-back cache the kernel reads a page before it writes a part of it, writes it back in full, and drops cached pages
-when a file is opened. Each mount has a process that serves it. Source: Linux `include/uapi/linux/fuse.h`, protocol 7.31.
+when a file is opened. One process serves all mounts. Source: Linux `include/uapi/linux/fuse.h`, protocol 7.31.
 """
 
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
+import selectors
 import stat
 import struct
 import subprocess
@@ -43,24 +45,22 @@ def fuse_nodes(directory: Path, num_nodes: int) -> Iterator[tuple[Path, list[Pat
     server = directory / "server"
     server.mkdir()
     mounts = [directory / f"node-{number}" for number in range(num_nodes)]
-    processes = []
+    for mount in mounts:
+        mount.mkdir()
+    process = subprocess.Popen([sys.executable, __file__, str(server), *map(str, mounts)])
     try:
-        for mount in mounts:
-            mount.mkdir()
-            processes.append(subprocess.Popen([sys.executable, __file__, str(server), str(mount)]))
-            deadline = time.monotonic() + 30
-            while not os.path.ismount(mount):
-                assert processes[-1].poll() is None, "the mount was refused"
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+        deadline = time.monotonic() + 30
+        while not all(map(os.path.ismount, mounts)):
+            assert process.poll() is None, "the mount was refused"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         yield server, mounts
     finally:
         for mount in mounts:
             with contextlib.suppress(OSError):
                 call("umount2", mount, MNT_DETACH)
-        for process in processes:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.wait()
 
 
 def see_as(mount: Path, common: Path) -> None:
@@ -70,11 +70,13 @@ def see_as(mount: Path, common: Path) -> None:
     call("mount", mount, common, None, MS_BIND, None)
 
 
-class Node:
-    """Answers the kernel's requests of one mount."""
+class Server:
+    """Answers the kernel's requests. A file keeps its number until it is deleted, and the number is not used again."""
 
-    def __init__(self, server: Path) -> None:
-        self._paths = {1: str(server)}
+    def __init__(self, directory: Path) -> None:
+        self._paths = {1: str(directory)}
+        self._numbers = {str(directory): 1}
+        self._next = itertools.count(2)
 
     def answer(self, opcode: int, node: int, body: bytes) -> bytes:
         """Return the reply to a request.
@@ -100,15 +102,14 @@ class Node:
     def _attributes(self, path: str) -> bytes:
         s = os.lstat(path)
         seconds = [int(s.st_atime), int(s.st_mtime), int(s.st_ctime)]
-        ino = 1 if path == self._paths[1] else s.st_ino
         owner = [s.st_mode, s.st_nlink, s.st_uid, s.st_gid, 0, 4096, 0]
-        return struct.pack("<6Q10I", ino, s.st_size, s.st_blocks, *seconds, 0, 0, 0, *owner)
+        return struct.pack("<6Q10I", self._numbers[path], s.st_size, s.st_blocks, *seconds, 0, 0, 0, *owner)
 
     def _entry(self, path: str) -> bytes:
-        attributes = self._attributes(path)
-        node = os.lstat(path).st_ino
-        self._paths[node] = path
-        return struct.pack("<4Q2I", node, 0, 0, 0, 0, 0) + attributes
+        os.lstat(path)
+        number = self._numbers.setdefault(path, next(self._next))
+        self._paths[number] = path
+        return struct.pack("<4Q2I", number, 0, 0, 0, 0, 0) + self._attributes(path)
 
     def _lookup(self, path: str, body: bytes) -> bytes:
         return self._entry(self._names(path, body)[0])
@@ -129,6 +130,7 @@ class Node:
     def _remove(self, path: str, body: bytes) -> bytes:
         [name] = self._names(path, body)
         os.rmdir(name) if stat.S_ISDIR(os.lstat(name).st_mode) else os.unlink(name)
+        self._numbers.pop(name, None)
         return b""
 
     def _rename(self, path: str, body: bytes, names_at: int = 8) -> bytes:
@@ -136,9 +138,11 @@ class Node:
         source = f"{path}/{old.decode()}"
         target = f"{self._paths[struct.unpack_from('<Q', body)[0]]}/{new.decode()}"
         os.rename(source, target)
-        for node, known in self._paths.items():
-            if known == source or known.startswith(f"{source}/"):
-                self._paths[node] = target + known[len(source) :]
+        moved = [known for known in self._numbers if known == source or known.startswith(f"{source}/")]
+        for known in moved:
+            number = self._numbers.pop(known)
+            self._paths[number] = target + known[len(source) :]
+            self._numbers[self._paths[number]] = number
         return b""
 
     def _rename2(self, path: str, body: bytes) -> bytes:
@@ -182,34 +186,56 @@ class Node:
 
 
 METHODS = {
-    1: Node._lookup, 3: Node._getattr, 4: Node._setattr, 9: Node._mkdir, 10: Node._remove, 11: Node._remove, 12: Node._rename,
-    14: Node._open, 15: Node._read, 16: Node._write, 17: Node._statfs, 18: Node._release, 26: Node._init, 27: Node._opendir,
-    28: Node._readdir, 35: Node._create, 45: Node._rename2,
-}  # fmt: skip
+    1: Server._lookup,
+    3: Server._getattr,
+    4: Server._setattr,
+    9: Server._mkdir,
+    10: Server._remove,
+    11: Server._remove,
+    12: Server._rename,
+    14: Server._open,
+    15: Server._read,
+    16: Server._write,
+    17: Server._statfs,
+    18: Server._release,
+    26: Server._init,
+    27: Server._opendir,
+    28: Server._readdir,
+    35: Server._create,
+    45: Server._rename2,
+}
 
 
-def serve(server: Path, mount: Path) -> None:
-    """Mount a directory and answer until it is unmounted."""
-    device = os.open("/dev/fuse", os.O_RDWR)
-    call("mount", "node", mount, "fuse", 0, f"fd={device},rootmode=40000,user_id=0,group_id=0")
-    node = Node(server)
+def serve(directory: Path, mounts: list[Path]) -> None:
+    """Mount a directory several times and answer until this process is killed."""
+    server, ready = Server(directory), selectors.DefaultSelector()
+    for number, mount in enumerate(mounts):
+        device = os.open("/dev/fuse", os.O_RDWR)
+        call("mount", f"node-{number}", mount, "fuse", 0, f"fd={device},rootmode=40000,user_id=0,group_id=0")
+        ready.register(device, selectors.EVENT_READ)
     while True:
-        try:
-            request = os.read(device, MAX_WRITE_BYTES + 4096)
-        except OSError as error:
-            if error.errno == errno.ENODEV:
-                return
-            raise
-        _, opcode, unique, number = struct.unpack_from("<IIQQ", request)
-        if opcode in NO_REPLY:
-            continue
-        try:
-            reply, status = node.answer(opcode, number, request[40:]), 0
-        except OSError as error:
-            reply, status = b"", -(error.errno or errno.EIO)
-        with contextlib.suppress(FileNotFoundError):  # the request was interrupted
-            os.write(device, struct.pack("<IiQ", 16 + len(reply), status, unique) + reply)
+        for key, _ in ready.select():
+            answer(server, key.fd)
+
+
+def answer(server: Server, device: int) -> None:
+    """Answer one request of a mount."""
+    try:
+        request = os.read(device, MAX_WRITE_BYTES + 4096)
+    except OSError as error:
+        if error.errno == errno.ENODEV:  # unmounted
+            sys.exit()
+        raise
+    _, opcode, unique, number = struct.unpack_from("<IIQQ", request)
+    if opcode in NO_REPLY:
+        return
+    try:
+        reply, status = server.answer(opcode, number, request[40:]), 0
+    except OSError as error:
+        reply, status = b"", -(error.errno or errno.EIO)
+    with contextlib.suppress(FileNotFoundError):  # the request was interrupted
+        os.write(device, struct.pack("<IiQ", 16 + len(reply), status, unique) + reply)
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), Path(sys.argv[2]))
+    serve(Path(sys.argv[1]), [Path(mount) for mount in sys.argv[2:]])
