@@ -132,14 +132,9 @@ def create_files(plan: FilePlan, directory: Path) -> None:
 class FileWriter:
     """Writes ranges of elements to planned files; each rank has its own writer. `close` makes them durable.
 
-    Args:
-        plan: the files.
-        directory: where they are.
-        keeps_borders: keep what does not fill a page in `borders` instead of writing it.
-
     Attributes:
         checksums: of everything written so far.
-        borders: what rank 0 has to write, if `keeps_borders`.
+        borders: with `keeps_borders`, what does not fill a page and is not written yet.
     """
 
     def __init__(self, plan: FilePlan, directory: Path, keeps_borders: bool = False) -> None:
@@ -159,15 +154,11 @@ class FileWriter:
         self.checksums.setdefault(tensor.file, []).append((offset, len(content), xxhash.xxh3_64_hexdigest(content)))
         if self._keeps_borders:
             head, content, tail = split_at_blocks(content, offset)
-            self._keep(tensor.file, offset, head)
+            ends = (offset, head), (offset + len(head) + len(content), tail)
+            self.borders += [(tensor.file, start, bytes(part)) for start, part in ends if part]
             offset += len(head)
-            self._keep(tensor.file, offset + len(content), tail)
         if content:
             self.write_bytes(tensor.file, offset, content)
-
-    def _keep(self, file: str, offset: int, content: memoryview) -> None:
-        if content:
-            self.borders.append((file, offset, bytes(content)))
 
     def write_bytes(self, file: str, offset: int, content: bytes | memoryview) -> None:
         """Write bytes at an offset of a file."""

@@ -134,25 +134,16 @@ def _choose_method(directory: Path, method: Method) -> tuple[Literal["direct", "
     if method == "gather" or distributed.world_size() == 1:
         return "gather", False
 
-    def create() -> Path:
-        with _failed_write(directory):
-            probe = (
-                directory / f".probe-{uuid.uuid4().hex}"
-            )  # NFS clients remember for seconds that a name did not exist
-            probe.touch()
-            return probe
-
-    def delete() -> None:
-        with _failed_write(directory):
-            probe.unlink()
-
-    probe = distributed.run_on_main(create)
+    # A random name, because NFS clients remember for seconds that a name did not exist.
+    probe = directory / f".probe-{distributed.broadcast_object(uuid.uuid4().hex)}"
+    distributed.run_on_main(_failed_write(directory)(probe.touch))
     seen = None
+    with contextlib.suppress(OSError):  # or an NFS client may look in the earlier directory of the same name
+        list(directory.parent.iterdir())
     with contextlib.suppress(OSError):
-        list(directory.parent.iterdir())  # or an NFS client may look in the earlier directory of the same name
         seen = distributed.node_id(), probe.stat().st_dev  # two mounts on one node have two caches
     caches = set(distributed.gather_objects(seen))
-    distributed.run_on_main(delete)
+    distributed.run_on_main(_failed_write(directory)(probe.unlink))
     if None not in caches:
         return "direct", len(caches) > 1
     if method == "direct":
