@@ -16,24 +16,24 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.checkpointing.direct_io import BLOCK_BYTES
 from hf_fsdp_recipes.errors import ExportError
 
-MESSAGE_BYTES = 64 * 1024 * 1024  # of borders; rank 0 holds one message at a time
+MAX_BORDERS = 64 * 1024 * 1024 // BLOCK_BYTES  # in one message, so at most 64 MiB; rank 0 holds one at a time
 Border = tuple[str, int, bytes]  # (file, first byte, content)
 
 
 def write_on_main(borders: list[Border], write: Callable[[str, int, bytes], None]) -> Exception | None:
-    """Write the borders of all ranks on rank 0. Collective: every rank must call this.
+    """Send this rank's borders to rank 0, which writes those of all ranks with `write`.
 
-    Args:
-        borders: this rank's.
-        write: writes one; rank 0 calls it.
+    Collective: every rank must call this.
 
     Returns:
-        Rank 0's error, so that it can be raised on every rank.
+        Rank 0's error, to be raised on every rank.
     """
-    batches = list(_batches(borders))
-    messages = [] if distributed.is_main() else [_pack(batch) for batch in batches]
+    batches = [borders[at : at + MAX_BORDERS] for at in range(0, len(borders), MAX_BORDERS)]
+    sent = [] if distributed.is_main() else batches
+    messages = [torch.frombuffer(bytearray(pickle.dumps(batch)), dtype=torch.uint8) for batch in sent]
     sizes = distributed.gather_objects([message.numel() for message in messages])
     for message in messages:
         dist.send(message, dst=0, group=distributed.host_group())
@@ -49,22 +49,12 @@ def write_on_main(borders: list[Border], write: Callable[[str, int, bytes], None
     return error
 
 
-def _batches(borders: list[Border]) -> Iterator[list[Border]]:
-    ends = itertools.accumulate(len(content) for _, _, content in borders)
-    numbered = zip(ends, borders, strict=True)
-    for _, batch in itertools.groupby(numbered, lambda item: item[0] // MESSAGE_BYTES):
-        yield [border for _, border in batch]
-
-
-def _pack(batch: list[Border]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(batch)), dtype=torch.uint8)
-
-
 def _receive(sizes: list[list[int]]) -> Iterator[list[Border]]:
-    for sender, num_bytes in ((sender, num_bytes) for sender, sent in enumerate(sizes) for num_bytes in sent):
-        message = torch.empty(num_bytes, dtype=torch.uint8)
-        dist.recv(message, src=sender, group=distributed.host_group())
-        yield pickle.loads(message.numpy())
+    for sender, sent in enumerate(sizes):
+        for num_bytes in sent:
+            message = torch.empty(num_bytes, dtype=torch.uint8)
+            dist.recv(message, src=sender, group=distributed.host_group())
+            yield pickle.loads(message.numpy())
 
 
 def check_borders(directory: Path, borders: list[Border]) -> None:

@@ -123,15 +123,6 @@ def test_each_page_is_written_on_one_node(kind, num_nodes, ranks_per_node, max_s
     assert sum(len(content) for *_, content in sent) < 2 * PAGE * num_ranges
 
 
-def test_messages_are_bounded_and_complete(monkeypatch):
-    monkeypatch.setattr(borders, "MESSAGE_BYTES", 300)
-    own = [("file", n * PAGE, bytes(n)) for n in range(1, 120, 7)]
-    batches = list(borders._batches(own))
-    assert [border for batch in batches for border in batch] == own
-    assert len(batches) > 1
-    assert max(sum(len(content) for *_, content in batch) for batch in batches) < 300 + 120
-
-
 def test_other_bytes_than_those_sent_are_an_error(tmp_path):
     from hf_fsdp_recipes.errors import ExportError
 

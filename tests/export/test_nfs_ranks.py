@@ -46,10 +46,12 @@ def _record(output, kinds, ranks_per_node):
     import torch.distributed as dist
 
     from hf_fsdp_recipes import distributed, export_model
+    from hf_fsdp_recipes.export import borders
     from tests.export.nfs_client import record
 
     dist.init_process_group("gloo")
     distributed.node_id = lambda: f"node {dist.get_rank() // ranks_per_node}"
+    borders.MAX_BORDERS = 7  # several messages
     operations, recorded = record(), {}
     for kind in kinds:
         operations.clear()
