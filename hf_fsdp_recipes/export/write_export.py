@@ -147,9 +147,8 @@ def _choose_method(directory: Path, method: Method) -> tuple[Literal["direct", "
     if None not in caches:
         return "direct", len(caches) > 1
     if method == "direct":
-        raise ExportError(
-            f"method is 'direct', but some ranks do not see rank 0's {directory.parent}. Use 'auto', or a shared directory."
-        )
+        problem = f"method is 'direct', but some ranks do not see rank 0's {directory.parent}."
+        distributed.raise_together(ExportError(f"{problem} Use 'auto', or a shared directory."))
     return "gather", False
 
 
