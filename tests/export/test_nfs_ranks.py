@@ -46,12 +46,14 @@ def _record(output, kinds, ranks_per_node):
     import torch.distributed as dist
 
     from hf_fsdp_recipes import distributed, export_model
+    from hf_fsdp_recipes.checkpointing import direct_io
     from hf_fsdp_recipes.export import borders
     from tests.export.nfs_client import record
 
     dist.init_process_group("gloo")
     distributed.node_id = lambda: f"node {dist.get_rank() // ranks_per_node}"
     borders.MAX_BORDERS = 7  # several messages
+    direct_io.MIN_DIRECT_BYTES = 16 * 1024  # also for the ranges of eight ranks
     operations, recorded = record(), {}
     for kind in kinds:
         operations.clear()
@@ -62,7 +64,7 @@ def _record(output, kinds, ranks_per_node):
 
 def record_ranks(output, world_size, ranks_per_node, kinds=KINDS):
     output.mkdir()
-    ranks = run_ranks(_record, world_size, output, kinds, ranks_per_node, timeout_seconds=200)
+    ranks = run_ranks(_record, world_size, output, kinds, ranks_per_node, timeout_seconds=240)
     return {kind: [recorded[kind] for recorded in ranks] for kind in kinds}
 
 
