@@ -99,7 +99,7 @@ def write_export(
             non_finite = _write_weights(export.shards, writer, temporary, method, has_several_caches)
             checksums = distributed.gather_objects(writer.checksums)
             # All ranks have closed the files: now, and not before, they are read.
-            with distributed.sync_errors(), _failed_write(final):
+            with distributed.sync_errors(distributed.patient_group()), _failed_write(final):
                 borders.check_borders(temporary, writer.borders)
                 if assets is not None:
                     assets.result()
@@ -174,13 +174,13 @@ def _write_weights(
     if method == "gather" and distributed.world_size() > 1:
         _write_gathered(shards, writer, directory, non_finite)
         return non_finite
-    with distributed.sync_errors(), _failed_write(directory):
+    with distributed.sync_errors(distributed.patient_group()), _failed_write(directory):
         _write_own(shards, writer, non_finite)
         if not has_several_caches:
             writer.close()
     if has_several_caches:
         error = borders.write_on_main(writer.borders, writer.write_bytes)
-        with distributed.sync_errors(), _failed_write(directory):
+        with distributed.sync_errors(distributed.patient_group()), _failed_write(directory):
             if error is not None:
                 raise error
             writer.close()
@@ -252,7 +252,7 @@ def _write_gathered(shards: list[ShardExport], writer: FileWriter, directory: Pa
                     except OSError as caught:
                         error = caught
     bar.close()
-    with distributed.sync_errors(), _failed_write(directory):
+    with distributed.sync_errors(distributed.patient_group()), _failed_write(directory):
         if error is not None:
             raise error
         writer.close()
