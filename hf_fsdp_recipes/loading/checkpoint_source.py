@@ -1,7 +1,7 @@
 """Records on a meta model which bytes of which files fill each parameter and buffer."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -14,7 +14,6 @@ from hf_fsdp_recipes.loading.safetensors_index import DeferredErrorIndex, Safete
 from hf_fsdp_recipes.loading.shard_layout import ShardTarget
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 
-SOURCE_ATTRIBUTE = "_checkpoint_source"
 Source = Literal["rank0", "direct", "auto"]
 Verify = Literal["sample", "full"]
 
@@ -44,31 +43,8 @@ class CheckpointSource:
     quantized: dict[str, Quant4bitSpec] = field(default_factory=dict)
 
 
-def attach_source(model: torch.nn.Module, source: CheckpointSource) -> None:
-    """Attach the source to a model on meta."""
-    setattr(model, SOURCE_ATTRIBUTE, source)
-
-
-def find_source(model: torch.nn.Module) -> tuple[Any, CheckpointSource] | None:
-    """Return the module that has a source attached, inside any wrappers, and the source."""
-    for module in model.modules():
-        source = module.__dict__.get(SOURCE_ATTRIBUTE)
-        if source is not None:
-            return module, source
-    return None
-
-
-def detach_source(marked: torch.nn.Module) -> None:
-    """Detach the source from a model that is filled."""
-    del marked.__dict__[SOURCE_ATTRIBUTE]
-
-
 def check_sources(model: torch.nn.Module, source: CheckpointSource) -> None:
-    """Check that every meta parameter has a source. Any rank may call this.
-
-    Raises:
-        LoadError: a parameter has none.
-    """
+    """Raise a LoadError if a meta parameter has no source. Any rank may call this."""
     unfilled = []
     for name, parameter in model.named_parameters():
         is_filled = parameter_names.in_base_model(name) in source.ranges and (

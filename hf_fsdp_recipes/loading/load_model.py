@@ -12,7 +12,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.configs.launch import check_launch
 from hf_fsdp_recipes.environment import is_fsdp_requested, is_true
 from hf_fsdp_recipes.errors import LoadError, summarize
-from hf_fsdp_recipes.loading import bnb_4bit, missing, resize
+from hf_fsdp_recipes.loading import bnb_4bit, missing
 from hf_fsdp_recipes.loading.build_on_meta import (
     build_on_meta,
     check_has_layers,
@@ -20,7 +20,7 @@ from hf_fsdp_recipes.loading.build_on_meta import (
     resolve_directory,
     resolve_dtype,
 )
-from hf_fsdp_recipes.loading.checkpoint_source import CheckpointSource, Source, Verify, attach_source
+from hf_fsdp_recipes.loading.checkpoint_source import CheckpointSource, Source, Verify
 from hf_fsdp_recipes.loading.materialize import MetaModelLoader
 from hf_fsdp_recipes.loading.safetensors_index import (
     DeferredErrorIndex,
@@ -32,7 +32,6 @@ from hf_fsdp_recipes.loading.safetensors_index import (
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange, WeightMapping
 from hf_fsdp_recipes.metrics import stages
 from hf_fsdp_recipes.patches import cpu_ranks, registry
-from hf_fsdp_recipes.patches.accelerate import register_meta_model_handler
 from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
 if TYPE_CHECKING:
@@ -125,8 +124,7 @@ def initialize_model(
         model = build_on_meta(config, resolve_dtype(dtype, config, {}))
         found = CheckpointSource("the new model", DeferredErrorIndex(()) if distributed.is_main() else None, {}, {})
         missing.complete_ranges(model, found, is_new=True)
-    attach_source(model, found)
-    resize.track_resize(model, found)
+    MetaModelLoader(model, found).attach()
     return model
 
 
@@ -142,7 +140,6 @@ def _prepare_process() -> None:
     if is_fsdp_requested():
         registry.apply("size wrap")
         registry.apply("loading")
-        register_meta_model_handler(MetaModelLoader())
 
 
 def _check_arguments(kwargs: dict[str, Any]) -> None:
@@ -212,8 +209,7 @@ def _load_on_meta(
         missing.complete_ranges(model, found, ignore_mismatched=ignore_mismatched)
         if quantizer is not None:
             found.quantized = bnb_4bit.pack_weights(model, quantizer, dtype)
-    attach_source(model, found)
-    resize.track_resize(model, found)
+    MetaModelLoader(model, found).attach()
     return model
 
 

@@ -39,11 +39,6 @@ def track_resize(model: "PreTrainedModel", source: CheckpointSource) -> None:
     model.resize_token_embeddings = resize
 
 
-def untrack_resize(model: torch.nn.Module) -> None:
-    """Restore the model's own `resize_token_embeddings`."""
-    model.__dict__.pop("resize_token_embeddings", None)
-
-
 def apply_resize(model: torch.nn.Module, source: CheckpointSource) -> None:
     """Adjust the ranges of resized embeddings to their new number of rows. Every rank calls this; not a collective.
 
