@@ -200,8 +200,8 @@ class MetricsCallback(TrainerCallback):
 
     def _measure(self, state: TrainerState) -> dict[str, Any]:
         clock.mark("other")
-        metrics = aggregate.RankMetrics(memory.host_bytes(), *self._memory.pop(), clock.pop())
-        rows = distributed.gather_integers(aggregate.pack(self._counts, metrics))
+        memory_bytes = (memory.host_bytes(), *self._memory.pop())
+        rows = distributed.gather_integers(aggregate.pack(self._counts, memory_bytes, clock.pop()))
         entry = aggregate.summarize(rows, state.global_step - self._logged_step, self._mfu_inputs)
         self._reset_counts(state)
         if state.global_step <= self._start_step + self._warmup_steps:

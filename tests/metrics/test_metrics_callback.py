@@ -184,7 +184,8 @@ def test_summary_equals_the_metrics_by_hand():
     rows = [
         aggregate.pack(
             torch.tensor([work.tokens, work.pairs, work.window_pairs]),
-            aggregate.RankMetrics(host, 1, 2, 3, 4, seconds),
+            (host, 1, 2, 3, 4),
+            seconds,
         ).tolist()
         for host, work in zip((70, 80), works, strict=True)
     ]
@@ -201,7 +202,7 @@ def test_summary_equals_the_metrics_by_hand():
 
 def test_unknown_peak_means_no_mfu():
     seconds = dict.fromkeys(PHASES, 1.0)
-    row = aggregate.pack(torch.tensor([5, 25, 25]), aggregate.RankMetrics(seconds=seconds)).tolist()
+    row = aggregate.pack(torch.tensor([5, 25, 25]), (0, 0, 0, 0, 0), seconds).tolist()
     flops = ModelFlops(100, 100, 20, 6, 0, None)
     without_peak = aggregate.summarize([row], 1, aggregate.MfuInputs(flops, None))
     assert "mfu" not in without_peak and without_peak["model_flops_per_second_per_device"] > 0
