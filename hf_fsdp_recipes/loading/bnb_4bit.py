@@ -7,7 +7,6 @@ Source: bitsandbytes 0.50 `functional.py` (`quantize_4bit`, `QuantState`), `nn/m
 from the module if FSDP has replaced its parameter); transformers 5.23 `quantizers/`.
 """
 
-import contextlib
 import copy
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -38,23 +37,14 @@ CPU_CHUNK_ELEMENTS = 512 * 1024  # a multiple of the block size 64; fits in a co
 
 @dataclass(frozen=True)
 class Quant4bitSpec:
-    """How one weight is quantized.
+    """How one weight is quantized."""
 
-    Attributes:
-        shape: shape of the weight in the checkpoint.
-        dtype: the model's dtype, to which the weight is cast first.
-        is_transposed: whether the layer stores the transpose (GPT-2's Conv1D).
-        quant_type: nf4 or fp4.
-        has_nested_scales: whether the scales are quantized too (`use_bnb_nested_quant`).
-        storage: dtype of the packed weight, as FSDP shards and gathers it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_transposed: bool
-    quant_type: str
-    has_nested_scales: bool
-    storage: torch.dtype
+    shape: tuple[int, ...]  # in the checkpoint
+    dtype: torch.dtype  # the model's, to which the weight is cast first
+    is_transposed: bool  # the layer stores the transpose (GPT-2's Conv1D)
+    quant_type: str  # nf4 or fp4
+    has_nested_scales: bool  # the scales are quantized too (`use_bnb_nested_quant`)
+    storage: torch.dtype  # of the packed weight, as FSDP shards and gathers it
 
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, "QuantState"]:
         """Return the packed weight, (n, 1) in `storage`, and its quant state."""
@@ -109,28 +99,19 @@ def prepare_config(config: "BitsAndBytesConfig", dtype: torch.dtype) -> "BitsAnd
     return config
 
 
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtype: torch.dtype) -> "HfQuantizer":
     """Replace a meta model's linear layers with 4-bit ones of unpacked shape, and return the quantizer. Not a collective.
 
     Raises:
         LoadError: bitsandbytes is missing or does not work on this machine.
     """
+    from transformers.modeling_utils import local_torch_dtype
     from transformers.quantizers.auto import AutoHfQuantizer
 
     try:
         quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
         quantizer.validate_environment(device_map=None)
-        with _default_dtype(dtype):  # the new layers' biases get the default dtype
+        with local_torch_dtype(dtype):  # the new layers' biases get the default dtype
             quantizer.preprocess_model(model=model, device_map={"": "cpu"}, checkpoint_files=None)
     except (ImportError, RuntimeError) as error:
         raise LoadError(
@@ -172,11 +153,7 @@ def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torc
 def read_and_quantize(
     index: SafetensorsIndex, ranges: Sequence[TensorRange], spec: Quant4bitSpec, device: torch.device
 ) -> tuple[torch.Tensor, "QuantState"]:
-    """Read one full weight and quantize it. Called on the reading rank.
-
-    Raises:
-        LoadError: the weight contains NaN or infinity.
-    """
+    """Read one full weight and quantize it; raise a LoadError if it contains NaN or infinity. Called on the reading rank."""
     stored_dtype = index.tensors[ranges[0].tensor].dtype
     values = torch.empty(torch.Size(spec.shape).numel(), dtype=stored_dtype)
     read_elements(index, ranges, 0, values)
@@ -205,9 +182,7 @@ def scatter(
     Args:
         work: for each 4-bit weight, its packed target, how to quantize it, and its layer.
         index: the checkpoint on global rank 0 or, without `checksums`, on every rank.
-        group: how the packed weights are sharded and replicated.
         checksums: rank 0 adds a checksum of what it sends; None if the first replica's ranks take turns reading.
-        device: where to quantize.
     """
     readers = group.ranks if checksums is None else group.ranks[:1]
     sizes = [sum(count for _, count in target.shard_ranges) * target.dtype.itemsize for target, _, _ in work]
@@ -248,21 +223,14 @@ def _send_shards(target: ShardTarget, packed: torch.Tensor | None, group: ShardG
             flat = packed.view(-1)
             shards = [_pad(flat[first : first + count], longest) for first, count in target.shard_ranges]
         received = torch.empty(longest, dtype=local.dtype, device=local.device)
-        _scatter_bytes(received, shards, group.ranks[reader], group.group)
+        if dist.is_initialized():
+            outgoing = None if shards is None else [as_bytes(shard.to(local.device)) for shard in shards]
+            dist.scatter(as_bytes(received), outgoing, src=group.ranks[reader], group=group.group)
+        elif shards is not None:
+            received = shards[0]
         local.copy_(received[: local.numel()])
     if group.replicate_group is not None and local.numel():
         dist.broadcast(as_bytes(local), group_src=0, group=group.replicate_group)
-
-
-def _scatter_bytes(
-    received: torch.Tensor, shards: list[torch.Tensor] | None, source: int, group: dist.ProcessGroup | None
-) -> None:
-    if not dist.is_initialized():
-        assert shards is not None
-        received.copy_(shards[0])
-        return
-    outgoing = None if shards is None else [as_bytes(shard.to(received.device)) for shard in shards]
-    dist.scatter(as_bytes(received), outgoing, src=source, group=group)
 
 
 def _pad(values: torch.Tensor, length: int) -> torch.Tensor:
@@ -294,11 +262,7 @@ def broadcast_state(state: "QuantState | None", source: int, device: torch.devic
 
 
 def check_states(layers: Sequence["Linear4bit"]) -> None:
-    """Check on a sample that the scales are equal on all ranks. Collective: every rank must call this.
-
-    Raises:
-        LoadError: on every rank, if they differ.
-    """
+    """Raise a LoadError on every rank if a sample of the scales differs. Collective: every rank must call this."""
     crc = 0
     for layer in layers:
         crc = zlib.crc32(as_bytes(layer.quant_state.absmax[:SAMPLE_ELEMENTS].cpu().contiguous()).numpy(), crc)

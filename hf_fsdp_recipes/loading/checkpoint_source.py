@@ -20,27 +20,16 @@ Verify = Literal["sample", "full"]
 
 @dataclass
 class CheckpointSource:
-    """The checkpoint of a model whose parameters are still on meta.
+    """The checkpoint of a model whose parameters are still on meta."""
 
-    Attributes:
-        name_or_path: the model's name, for messages.
-        index: the files; only on ranks that read (rank 0, or every rank with `direct`).
-        stored: the checkpoint's tensors by name, on every rank.
-        ranges: for each entry of the model's state dict, the stored ranges that fill it.
-        is_direct: whether every rank reads its own shards.
-        verify: whether checksums cover a sample of every shard or all of it.
-        new_rows: how to fill rows added to embeddings; None if none were added.
-        quantized: how each 4-bit weight is quantized.
-    """
-
-    name_or_path: str
-    index: SafetensorsIndex | None
-    stored: dict[str, StoredTensor]
-    ranges: dict[str, list[TensorRange]]
-    is_direct: bool = False
-    verify: Verify = "sample"
-    new_rows: Literal["mean", "random"] | None = None
-    quantized: dict[str, Quant4bitSpec] = field(default_factory=dict)
+    name_or_path: str  # for messages
+    index: SafetensorsIndex | None  # the files; only on ranks that read (rank 0, or every rank with `direct`)
+    stored: dict[str, StoredTensor]  # the checkpoint's tensors by name, on every rank
+    ranges: dict[str, list[TensorRange]]  # for each entry of the model's state dict, the stored ranges that fill it
+    is_direct: bool = False  # every rank reads its own shards
+    verify: Verify = "sample"  # checksums cover a sample of every shard or all of it
+    new_rows: Literal["mean", "random"] | None = None  # how to fill rows added to embeddings; None if none were added
+    quantized: dict[str, Quant4bitSpec] = field(default_factory=dict)  # how each 4-bit weight is quantized
 
 
 def check_sources(model: torch.nn.Module, source: CheckpointSource) -> None:

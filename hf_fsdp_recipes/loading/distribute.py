@@ -56,15 +56,10 @@ _Bucket = Sequence[_Entry]
 
 @dataclass(frozen=True)
 class _Ring:
-    """The slots that rank 0 reads buckets into.
+    """The slots that rank 0 reads buckets into."""
 
-    Attributes:
-        memory: (slot, shard rank, byte) uint8; None if this rank gets messages.
-        sharing: the ranks that see rank 0's memory.
-    """
-
-    memory: torch.Tensor | None
-    sharing: set[int]
+    memory: torch.Tensor | None  # (slot, shard rank, byte) uint8; None if this rank gets messages
+    sharing: set[int]  # the ranks that see rank 0's memory
 
     def slot(self, number: int) -> torch.Tensor:
         """Return the slot of a bucket."""
@@ -170,11 +165,7 @@ def _num_bytes(bucket: _Bucket, shard_rank: int) -> int:
 
 
 def _offer(buffers: Mapping[int, torch.Tensor], bucket: _Bucket, group: ShardGroup, ring: _Ring) -> list[dist.Work]:
-    """Tell the ranks that share the ring that a bucket is there, and send it to the others.
-
-    Returns:
-        What to wait for before the slot is used again.
-    """
+    """Send a bucket to other ranks, or tell them that it is in the ring; return what to wait for before reusing its slot."""
     device = bucket[0].target.local.device
     remote = {group.ranks[r]: b.to(device) for r, b in buffers.items() if group.ranks[r] not in ring.sharing}
     requests = _exchange(dist.isend, remote, group)

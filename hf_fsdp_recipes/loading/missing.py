@@ -49,16 +49,9 @@ def complete_ranges(
 
 
 def check_complete(name_or_path: str, lacking: list[str], has_any: bool, ignore_mismatched: bool) -> None:
-    """Refuse a checkpoint that lacks parts of the model. Every rank calls this; not a collective.
+    """Raise a LoadError if a checkpoint lacks all of the model, or parts of it without `ignore_mismatched`, which only warns.
 
-    Args:
-        name_or_path: the checkpoint.
-        lacking: the model's parameters and buffers that the checkpoint lacks.
-        has_any: whether the checkpoint has any of them.
-        ignore_mismatched: only warn, because the caller initializes what is lacking; `has_any=False` is still refused.
-
-    Raises:
-        LoadError: with the number of names and the first three.
+    Every rank calls this; not a collective.
     """
     if not has_any:
         raise LoadError(f"no tensor of {name_or_path} belongs to the model of its config. Check the config.json.")

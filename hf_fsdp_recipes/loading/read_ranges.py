@@ -53,12 +53,7 @@ def read_elements(index: SafetensorsIndex, ranges: Sequence[TensorRange], first:
 def fill_shard(
     target: ShardTarget, index: SafetensorsIndex, shard_rank: int, start: int, length: int, upload: Upload
 ) -> None:
-    """Read and cast `length` elements of this rank's shard, starting at element `start` of the shard.
-
-    Args:
-        target, index, shard_rank, start, length: which elements.
-        upload: this thread's buffers of READ_BYTES.
-    """
+    """Read and cast `length` elements of this rank's shard, from element `start` of the shard, with buffers of READ_BYTES."""
     first = target.shard_ranges[shard_rank][0] + start
     step = READ_BYTES // target.stored_dtype.itemsize
     for offset in range(0, length, step):
@@ -101,10 +96,9 @@ def read_direct(targets: Sequence[ShardTarget], index: SafetensorsIndex, shard_r
 
 
 def count_readers(num_reading_ranks: int | None = None) -> int:
-    """Return the number of reading threads: up to 4, which storage needs, but not more than this rank's share of the cores.
+    """Return how many threads read: up to 4, which storage needs, within this rank's share of the cores of a node.
 
-    Args:
-        num_reading_ranks: ranks of this node that read at the same time; by default all.
+    The ranks that read at the same time share them; by default all ranks of this node.
     """
     num_ranks = num_reading_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(MAX_READERS, max(1, num_cores() // num_ranks))

@@ -40,10 +40,9 @@ def track_resize(model: "PreTrainedModel", source: CheckpointSource) -> None:
 
 
 def apply_resize(model: torch.nn.Module, source: CheckpointSource) -> None:
-    """Adjust the ranges of resized embeddings to their new number of rows. Every rank calls this; not a collective.
+    """Adjust the ranges of resized embeddings to their new number of rows; raise a LoadError if anything else differs.
 
-    Raises:
-        LoadError: anything but the number of embedding rows differs from the checkpoint.
+    Every rank calls this; not a collective.
     """
     for full_name, parameter in model.named_parameters():
         name = parameter_names.in_base_model(full_name)

@@ -45,12 +45,7 @@ def pack(counts: torch.Tensor, memory_bytes: Sequence[int], seconds: Mapping[str
 
 
 def summarize(rows: Sequence[Sequence[int]], num_steps: int, inputs: MfuInputs) -> dict[str, Any]:
-    """Return the metrics of all ranks as an entry of metrics.jsonl.
-
-    Args:
-        rows: what `pack` returned on each rank.
-        num_steps: optimizer steps since the last logged step.
-        inputs: FLOPs of the model and of a device.
+    """Return the metrics of all ranks, as `pack` returned them, over `num_steps` steps as an entry of metrics.jsonl.
 
     Returns:
         Memory as lists with one value per rank, `seconds` per phase as the mean over ranks, `tokens` of all ranks, and

@@ -23,11 +23,7 @@ class Clock:
         self._is_running = False
 
     def start(self, device: Any = None) -> None:
-        """Start or restart.
-
-        Args:
-            device: the accelerator's module (`torch.cuda`), or None to use the host's clock.
-        """
+        """Start or restart, with events of an accelerator's module (`torch.cuda`), or with the host's clock (None)."""
         self._device = device if hasattr(device, "Event") else None
         self._is_running = True
         self._marks.clear()

@@ -12,8 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.metrics import aggregate, memory, metrics_file, peak_flops, report, stages
 from hf_fsdp_recipes.metrics.clock import clock
-from hf_fsdp_recipes.metrics.flops import ModelFlops, count_flops
-from hf_fsdp_recipes.metrics.token_count import count_tokens
+from hf_fsdp_recipes.metrics.flops import ModelFlops, count_flops, count_tokens
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -89,7 +88,7 @@ class MetricsCallback(TrainerCallback):
         model = kwargs["model"]
         if self._flops is None and not self._no_flops_reason:
             self._count_model(model)
-        device = memory.find_device_module(args.device)
+        device = None if args.device.type == "cpu" else torch.get_device_module(args.device)
         start = self._describe_run(args, state, model, device)
         dataset: Any = getattr(kwargs.get("train_dataloader"), "dataset", None)
         if hasattr(dataset, "__len__"):  # not a stream

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.training.tiny_config import tiny_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-    from trl import SFTConfig
 
 IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
 LEAK_TOLERANCE = 1e-4  # relative to the largest logit, in float32
@@ -24,10 +22,6 @@ LEAK_TOLERANCE = 1e-4  # relative to the largest logit, in float32
 
 def select_implementation(requested: str, is_on_cpu: bool) -> str | None:
     """Return transformers' name for the requested attention, or None for the model's default. Not a collective.
-
-    Args:
-        requested: auto, flash, sdpa, eager or flex.
-        is_on_cpu: whether the ranks compute on CPUs.
 
     Raises:
         RecipeError: flash was requested and is not available.
@@ -86,10 +80,3 @@ def measure_leak(config: "PretrainedConfig", implementation: str) -> float:
             for before in (first, other)
         ]
     return float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
-
-
-def print_attention(implementation: str, training: "SFTConfig") -> None:
-    """Print the attention in use and what wrapped packing means, on rank 0."""
-    distributed.print_main(f"attention: {implementation}")
-    if training.packing and training.packing_strategy == "wrapped":
-        distributed.print_main("packing: wrapped; documents in one sequence attend to each other, as in pretraining")

@@ -1,8 +1,10 @@
 """Builds the SFTTrainer of a recipe, finds what to resume from, and exports the trained model."""
 
 import json
+import os
 from dataclasses import asdict
-from pathlib import Path
+from datetime import datetime
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +25,6 @@ from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.export.verify_files import has_weights
 from hf_fsdp_recipes.export.verify_logits import check_logits
 from hf_fsdp_recipes.metrics.metrics_callback import MetricsCallback, place_before_reporters
-from hf_fsdp_recipes.metrics.run_name import default_run_name
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training import dtypes, feature_checks
 from hf_fsdp_recipes.training.arguments import Arguments
@@ -34,7 +35,7 @@ from hf_fsdp_recipes.training.value_checks import name_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback, TrainerState
-    from trl import SFTTrainer
+    from trl import SFTConfig, SFTTrainer
 
     from hf_fsdp_recipes.training.data.preparation import TrainingRows
 
@@ -95,6 +96,20 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
     if arguments.recipe.export:
         _check_exports(trainer.model, arguments)
     return trainer
+
+
+def default_run_name(training: "SFTConfig", model: str, date: datetime | None = None) -> str:
+    """Name a run after its start (default: now), model, nodes, GPUs per node, epochs or steps, and batch size per GPU.
+
+    Source: the log files of AMD's article on FSDP with ROCm, fsdp_training_DATE_modelVersion_#node_#gpuPerNode_#epoch_#batchSize.
+    """
+    gpus_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_nodes = max(1, int(os.environ.get("WORLD_SIZE", "1")) // gpus_per_node)
+    length = f"{training.max_steps}steps" if training.max_steps > 0 else f"{training.num_train_epochs:g}"
+    return (
+        f"fsdp_training_{date or datetime.now():%Y%m%d-%H%M}_{PurePosixPath(model).name}_{num_nodes}_{gpus_per_node}"
+        f"_{length}_{training.per_device_train_batch_size}"
+    )
 
 
 def _choose_verification(arguments: Arguments, model: "PreTrainedModel") -> None:

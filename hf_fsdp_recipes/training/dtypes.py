@@ -38,12 +38,7 @@ def set_frozen_dtype(model_arguments: "ModelConfig") -> None:
 def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dtype: str = "auto") -> None:
     """Cast adapters to their training dtype, print all dtypes on rank 0, and check that FSDP1 can shard them.
 
-    Every rank calls this before sharding; not a collective.
-
-    Args:
-        model: the model with its adapters.
-        fsdp_version: 1, 2, or None without FSDP.
-        adapter_dtype: auto, or the name of a dtype.
+    Every rank calls this before sharding; not a collective. `fsdp_version` is None without FSDP.
 
     Raises:
         TemplateError: under FSDP1, parameters of more than one dtype, or a separate copy of the output head.
@@ -65,11 +60,8 @@ def set_reduction_dtype(accelerator: "Accelerator", reduce_dtype: str = "float32
     """Choose the dtype of gradient reduction under mixed precision, and keep the dtypes of the model's outputs and buffers.
 
     Accelerate 1.15 would reduce gradients in the mixed-precision dtype, and round the outputs of each unit (FSDP2) or buffers
-    such as rotary frequencies (FSDP1) to it. Every rank calls this before sharding; not a collective.
-
-    Args:
-        accelerator: a Trainer's, before `train()`; without FSDP or mixed precision nothing is changed.
-        reduce_dtype: dtype in which the ranks add their gradients; bfloat16 halves what they send and keeps 8 bits.
+    such as rotary frequencies (FSDP1) to it. Without FSDP or mixed precision nothing is changed. Every rank calls this before
+    sharding; not a collective.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     policy = None if plugin is None else plugin.mixed_precision_policy
@@ -107,26 +99,18 @@ class MasterWeightsCallback(TrainerCallback):
         self.adapter_dtype = adapter_dtype
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Check the sharded model."""
-        if mixed_precision_dtype() is not None and self.adapter_dtype == "auto" and not _is_fsdp1_4bit(model):
-            check_master_weights(model)
-
-
-def check_master_weights(model: torch.nn.Module) -> None:
-    """Check that trainable parameters are stored in float32.
-
-    Raises:
-        TemplateError: some are not.
-    """
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    lower = [f"{name} ({parameter.dtype})" for name, parameter in trainable.items() if parameter.dtype != torch.float32]
-    if lower:
-        raise TemplateError(
-            f"{len(lower)} trainable parameters have no fp32 master weights: {', '.join(lower[:3])}. If that is intended, set "
-            f"mixed_precision: 'no' in the template, or adapter_dtype in the recipe."
-        )
-    num_elements = sum(parameter.numel() for parameter in trainable.values())
-    distributed.print_main(f"fp32 master weights: {num_elements:,} elements")
+        """Raise a TemplateError if trainable parameters of the sharded model are not stored in float32."""
+        if mixed_precision_dtype() is None or self.adapter_dtype != "auto" or _is_fsdp1_4bit(model):
+            return
+        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        lower = [f"{name} ({p.dtype})" for name, p in trainable.items() if p.dtype != torch.float32]
+        if lower:
+            raise TemplateError(
+                f"{len(lower)} trainable parameters have no fp32 master weights: {', '.join(lower[:3])}. If that is intended, "
+                f"set mixed_precision: 'no' in the template, or adapter_dtype in the recipe."
+            )
+        num_elements = sum(parameter.numel() for parameter in trainable.values())
+        distributed.print_main(f"fp32 master weights: {num_elements:,} elements")
 
 
 def _is_fsdp1_4bit(model: torch.nn.Module) -> bool:

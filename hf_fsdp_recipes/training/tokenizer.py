@@ -49,7 +49,7 @@ def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
         return tokenizer
 
     def read_if_builtin() -> "PreTrainedTokenizerBase | None":
-        # The class of custom code exists only on the rank that imported it, so it cannot be broadcast.
+        # A class of custom code exists only on the rank that imported it, so it cannot be broadcast.
         tokenizer = read()
         return None if type(tokenizer).__module__.startswith("transformers_modules") else tokenizer
 

@@ -43,11 +43,8 @@ _NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
     """Return a recipe's values, after checking it for duplicate keys and values of the wrong type. Not a collective.
 
-    argparse converts only strings, YAML keeps the last of two equal keys, and neither checks choices.
-
-    Args:
-        path: the recipe.
-        classes: dataclasses with the recipe's fields.
+    argparse converts only strings, YAML keeps the last of two equal keys, and neither checks choices. `classes` are the
+    dataclasses with the recipe's fields.
 
     Raises:
         RecipeError: names a duplicate key and its lines, or all values of the wrong type.
@@ -135,11 +132,7 @@ def _describe(hint: Any) -> str:
 
 
 def check_numbers(values: Mapping[str, Any]) -> None:
-    """Check that the numbers among the arguments are in range. Not a collective.
-
-    Raises:
-        RecipeError: lists all that are out of range.
-    """
+    """Raise a RecipeError that lists all numbers among the arguments that are out of range. Not a collective."""
     errors = [
         f"{name} is {values[name]}. Set it to {expected}."
         for expected, is_valid, names in _NUMBERS
@@ -151,11 +144,7 @@ def check_numbers(values: Mapping[str, Any]) -> None:
 
 
 def check_scheduler(training: "SFTConfig") -> None:
-    """Check that Trainer can build the schedule of the learning rate, by building it for one parameter. Not a collective.
-
-    Raises:
-        RecipeError: `lr_scheduler_kwargs` has an unknown key or a bad value, or lacks one that the schedule needs.
-    """
+    """Raise a RecipeError if Trainer cannot build the schedule of the learning rate from `lr_scheduler_kwargs`."""
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=training.learning_rate)
@@ -171,11 +160,7 @@ def check_scheduler(training: "SFTConfig") -> None:
 
 
 def check_adapter(model: "ModelConfig") -> None:
-    """Check that adapter settings and quantized weights are used only with `use_peft`. Not a collective.
-
-    Raises:
-        RecipeError: they are not, so the run would train other parameters, or fail.
-    """
+    """Raise a RecipeError for adapter settings or quantized weights without `use_peft`. Not a collective."""
     if model.use_peft:
         return
     settings = [f for f in fields(model) if f.name.startswith("lora_") or f.name in ("use_dora", "use_rslora")]
