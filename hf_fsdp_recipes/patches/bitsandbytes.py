@@ -2,8 +2,7 @@
 
 Their operators do not accept DTensors ("does not have a sharding strategy registered"), but an update only needs one element
 or, for 8-bit states, one block of 256. The states become DTensors sharded like their parameter, so that torch DCP can save and
-load them. Blocks of 8-bit states start at each rank's first row, so they can only be resumed on the same number of ranks. A
-subclass overrides the methods; bitsandbytes itself is not patched.
+load them. Blocks of 8-bit states start at each rank's first row, so they can only be resumed on the same number of ranks.
 
 Source: bitsandbytes 0.50 `optim/optimizer.py`: `init_state`, `update_step` and `prefetch_state` receive one parameter
 and keep its state in `self.state[p]`.

@@ -41,17 +41,10 @@ def is_cache(name: str | None) -> bool:
 
 
 def prepare_directory(argv: list[str], output: Path) -> list[str]:
-    """Prepare a recipe's rows without a GPU or a process group, for `hf-fsdp prepare-data`.
-
-    Args:
-        argv: the recipe's command line.
-        output: the directory to write.
+    """Prepare the rows of a recipe's command line without a GPU or a process group, for `hf-fsdp prepare-data`.
 
     Returns:
         Lines to print: rows kept and dropped, and the directory.
-
-    Raises:
-        RecipeError, DataError: as `parse_arguments` and `write_cache`.
     """
     arguments = parse_arguments([*argv, *CPU_OVERRIDES])
     rows = write_cache(arguments, load_tokenizer(arguments), output)

@@ -86,11 +86,7 @@ def _check_not_nested(file: Path) -> None:
 
 @contextlib.contextmanager
 def explain_errors(name: str) -> Iterator[None]:
-    """Turn any error of the readers into one DataError with the file, the line and the reason, if they can be found.
-
-    Args:
-        name: the dataset, a path or a Hub id. Local files are read again to find the error.
-    """
+    """Turn any error of the readers into a DataError with the file, the line and the reason; reads local files again."""
     try:
         yield
     except DataError:

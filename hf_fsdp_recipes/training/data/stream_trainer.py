@@ -98,10 +98,9 @@ def _position_file(rank: int) -> str:
 
 
 def restore_position(stream: RowStream, checkpoint: Path) -> bool:
-    """Move the stream to the checkpoint's position; return False if the checkpoint has none.
+    """Move the stream to the checkpoint's position; return False if the checkpoint has none. Not a collective.
 
-    Every rank calls this, but it is not a collective. If the number of ranks has changed, each rank skips its share of the
-    rows read so far.
+    If the number of ranks has changed, each rank skips its share of the rows read so far.
     """
     if not (checkpoint / _position_file(0)).is_file():
         distributed.print_main(
