@@ -9,14 +9,14 @@ from the module if FSDP has replaced its parameter); transformers 5.23 `quantize
 
 import copy
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_recipes import distributed, parameter_names
+from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError, summarize
 from hf_fsdp_recipes.loading.read_ranges import as_bytes, byte_ranges, read_elements
 from hf_fsdp_recipes.loading.safetensors_index import Prefetcher, SafetensorsIndex
@@ -79,15 +79,18 @@ class Quant4bitSpec:
         return torch.cat([packed for packed, _ in chunks]), state
 
 
-def prepare_config(config: "BitsAndBytesConfig", dtype: torch.dtype) -> "BitsAndBytesConfig":
-    """Return the quantization config with a storage dtype that FSDP can shard. Not a collective.
+def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtype: torch.dtype) -> "HfQuantizer":
+    """Replace a meta model's linear layers with 4-bit ones of unpacked shape, and return the quantizer. Not a collective.
 
-    FSDP casts gathered parameters to the mixed-precision dtype, so only storage in that dtype keeps packed bytes intact.
-    Accelerate does not shard weights in integer storage, bitsandbytes' default.
+    The packed bytes are stored in the mixed-precision dtype, because FSDP casts gathered parameters to it. Accelerate does not
+    shard weights in integer storage, bitsandbytes' default.
 
     Raises:
-        LoadError: this kind of quantization cannot be sharded.
+        LoadError: this kind of quantization cannot be sharded, or bitsandbytes is missing or does not work on this machine.
     """
+    from transformers.modeling_utils import local_torch_dtype
+    from transformers.quantizers.auto import AutoHfQuantizer
+
     if not getattr(config, "load_in_4bit", False):
         kind = "8-bit" if getattr(config, "load_in_8bit", False) else type(config).__name__
         raise LoadError(f"{kind} weights cannot be sharded. Use 4-bit bitsandbytes weights (load_in_4bit).")
@@ -96,18 +99,6 @@ def prepare_config(config: "BitsAndBytesConfig", dtype: torch.dtype) -> "BitsAnd
         distributed.print_main(f"load: 4-bit weights are stored as {storage}, which FSDP shards without casting")
     config = copy.deepcopy(config)
     config.bnb_4bit_quant_storage = storage
-    return config
-
-
-def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtype: torch.dtype) -> "HfQuantizer":
-    """Replace a meta model's linear layers with 4-bit ones of unpacked shape, and return the quantizer. Not a collective.
-
-    Raises:
-        LoadError: bitsandbytes is missing or does not work on this machine.
-    """
-    from transformers.modeling_utils import local_torch_dtype
-    from transformers.quantizers.auto import AutoHfQuantizer
-
     try:
         quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
         quantizer.validate_environment(device_map=None)
@@ -270,13 +261,3 @@ def check_states(layers: Sequence["Linear4bit"]) -> None:
     different = [rank for rank, theirs in enumerate(gathered) if theirs != gathered[0]]
     if different:
         raise LoadError(f"the scales of 4-bit weights on ranks {different} differ from rank 0's. Check the network.")
-
-
-def layer_finder(model: torch.nn.Module) -> "Callable[[str], Linear4bit]":
-    """Return a function that finds the module of a base-model parameter by name, inside any wrappers."""
-    owners: dict[str, Any] = {
-        parameter_names.in_base_model(f"{module_name}.weight".lstrip(".")): module
-        for module_name, module in model.named_modules()
-        if "weight" in module._parameters
-    }
-    return owners.__getitem__

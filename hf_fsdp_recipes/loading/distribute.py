@@ -22,6 +22,7 @@ from hf_fsdp_recipes.loading.read_ranges import (
     byte_ranges,
     count_readers,
     fill_shard,
+    read_bytes,
     read_elements,
 )
 from hf_fsdp_recipes.loading.safetensors_index import Prefetcher, SafetensorsIndex
@@ -185,11 +186,7 @@ def _signal(operation: Callable[..., dist.Work | None], peer: int) -> dist.Work:
 
 def _read_bucket(bucket: _Bucket, buffer: torch.Tensor, index: SafetensorsIndex, shard_rank: int) -> None:
     for entry, part in _parts(bucket, buffer, shard_rank):
-        first, count = entry.range(shard_rank)
-        offset = 0
-        for tensor, start, num_bytes in byte_ranges(index, entry.target.ranges, first, count):
-            index.read_into(part[offset : offset + num_bytes], tensor, start)
-            offset += num_bytes
+        read_bytes(index, entry.target.ranges, *entry.range(shard_rank), part)
 
 
 def _add_checksums(checksums: Checksums, bucket: _Bucket, shard_rank: int, index: SafetensorsIndex) -> None:
@@ -274,9 +271,9 @@ def _receive(bucket: _Bucket, buffer: torch.Tensor, requests: Sequence[dist.Work
     _unpack(buffer, bucket, group.shard_rank)
 
 
-def _send_to_replicas(buffer: torch.Tensor | None, group: ShardGroup) -> None:
+def _send_to_replicas(buffer: torch.Tensor, group: ShardGroup) -> None:
     """Broadcast one shard's bytes from the first replica. Collective over `group.replicate_group`."""
-    if group.replicate_group is not None and buffer is not None and buffer.numel():
+    if group.replicate_group is not None and buffer.numel():
         dist.broadcast(buffer, group_src=0, group=group.replicate_group)
 
 

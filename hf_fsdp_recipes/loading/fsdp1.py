@@ -9,12 +9,7 @@ import torch.distributed as dist
 from hf_fsdp_recipes import distributed, parameter_names
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading import bnb_4bit, dora, resize, verify
-from hf_fsdp_recipes.loading.checkpoint_source import (
-    CheckpointSource,
-    check_sources,
-    full_target,
-    raise_read_errors,
-)
+from hf_fsdp_recipes.loading.checkpoint_source import CheckpointSource, check_sources, full_target, raise_read_errors
 from hf_fsdp_recipes.loading.distribute import broadcast_full
 from hf_fsdp_recipes.loading.read_ranges import PROGRESS_TITLE, as_bytes
 from hf_fsdp_recipes.metrics import progress
@@ -51,7 +46,11 @@ def _unit_filler(
     """
     with distributed.sync_errors():
         resize.apply_resize(model, source)
-        _check_no_dora(model)
+        if any(dora.is_magnitude(name) for name, _ in model.named_parameters()):
+            raise LoadError(
+                "use_dora is not supported under FSDP1: DoRA needs the shape of lora_A, which FSDP1 flattens. Use an fsdp2 "
+                "template or plain LoRA."
+            )
         check_sources(model, source)
     full_names = {id(module): name for name, module in model.named_modules()}
     num_uses: dict[int, int] = {}
@@ -81,11 +80,7 @@ def _unit_filler(
 
 
 def _full_parameter(
-    name: str,
-    module: torch.nn.Module,
-    parameter: torch.nn.Parameter,
-    source: CheckpointSource,
-    device: torch.device,
+    name: str, module: torch.nn.Module, parameter: torch.nn.Parameter, source: CheckpointSource, device: torch.device
 ) -> torch.nn.Parameter:
     """Return a real parameter with rank 0's values for a meta one. Collective: every rank must call this."""
     base_name = parameter_names.in_base_model(name)
@@ -109,21 +104,11 @@ def _packed_weight(source: CheckpointSource, name: str, layer: Any, device: torc
     return torch.nn.Parameter(packed.view(-1, 1), requires_grad=False)
 
 
-def _check_no_dora(model: torch.nn.Module) -> None:
-    if any(dora.is_magnitude(name) for name, _ in model.named_parameters()):
-        raise LoadError(
-            "use_dora is not supported under FSDP1: DoRA needs the shape of lora_A, which FSDP1 flattens. Use an fsdp2 template "
-            "or plain LoRA."
-        )
-
-
 def _refresh_parameter_views(model: torch.nn.Module) -> None:
-    """Update FSDP1's parameter views after Accelerate has cast the flat parameters to float32.
+    """Update FSDP1's parameter views after Accelerate has cast the flat parameters to float32 (torch 2.13 `_flat_param.py`).
 
     Otherwise they keep the old dtype until the first reshard, in the middle of the first forward. PEFT casts a layer's input
     to its weights' dtype, so recomputation would see a different dtype from the forward.
-
-    Source: torch 2.13 `_flat_param.py`, `FlatParamHandle._use_sharded_views`.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 

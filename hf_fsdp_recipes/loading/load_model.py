@@ -35,7 +35,7 @@ from hf_fsdp_recipes.patches import cpu_ranks, registry
 from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 _WHERE_FSDP_PLACES = "Remove it; FSDP places the weights, and the template's fsdp_offload_params keeps them on the CPU."
@@ -172,6 +172,8 @@ def _load_without_fsdp(name_or_path: str, ignore_mismatched: bool, kwargs: dict[
 def _load_on_meta(
     name_or_path: str, source: Source, verify: Verify, ignore_mismatched: bool, kwargs: dict[str, Any]
 ) -> "PreTrainedModel":
+    from transformers import GenerationConfig
+
     kwargs = {"trust_remote_code": False} | kwargs
     dtype = kwargs.pop("dtype", "auto")
     quantization = kwargs.pop("quantization_config", None)
@@ -179,7 +181,12 @@ def _load_on_meta(
 
     def describe() -> tuple[Any, Any, dict[str, StoredTensor]]:
         nonlocal index
-        config, generation_config, index = _describe(name_or_path, kwargs)
+        directory = resolve_directory(name_or_path, kwargs)
+        config = _read_config(name_or_path, directory, kwargs)
+        generation_config = None
+        if (directory / "generation_config.json").is_file():
+            generation_config = GenerationConfig.from_pretrained(directory)
+        index = open_index(directory)
         # Custom code exists only on ranks that have imported it, so objects of its classes cannot be broadcast.
         is_custom = kwargs["trust_remote_code"] and hasattr(config, "auto_map")
         return None if is_custom else config, generation_config, index.tensors
@@ -193,7 +200,6 @@ def _load_on_meta(
         model = build_on_meta(config, dtype, kwargs["trust_remote_code"])
         quantizer = None
         if quantization is not None:
-            quantization = bnb_4bit.prepare_config(quantization, dtype)
             quantizer = bnb_4bit.replace_linears(model, quantization, dtype)
         if generation_config is not None:
             model.generation_config = generation_config
@@ -211,20 +217,6 @@ def _load_on_meta(
             found.quantized = bnb_4bit.pack_weights(model, quantizer, dtype)
     MetaModelLoader(model, found).attach()
     return model
-
-
-def _describe(
-    name_or_path: str, kwargs: dict[str, Any]
-) -> tuple["PreTrainedConfig", "GenerationConfig | None", SafetensorsIndex]:
-    """Read config, generation config and weight headers. Rank 0 only."""
-    from transformers import GenerationConfig
-
-    directory = resolve_directory(name_or_path, kwargs)
-    config = _read_config(name_or_path, directory, kwargs)
-    generation_config = None
-    if (directory / "generation_config.json").is_file():
-        generation_config = GenerationConfig.from_pretrained(directory)
-    return config, generation_config, open_index(directory)
 
 
 def _read_custom_config(name_or_path: str, kwargs: dict[str, Any]) -> "PreTrainedConfig":

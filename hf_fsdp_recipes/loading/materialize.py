@@ -141,7 +141,6 @@ def _allocate(
     replicated: list[ShardTarget] = []
     packed: list[bnb_4bit.Packed] = []
     group: ShardGroup | None = None
-    find_layer = bnb_4bit.layer_finder(model)
     for name, parameter, owners in _unique_parameters(model):
         if not parameter.is_meta:
             continue
@@ -156,8 +155,8 @@ def _allocate(
         group = group or find_shard_group(parameter.device_mesh, parameter.placements)
         target = _shard_target(name, real, source, group)
         if target.is_packed:
-            base_name = parameter_names.in_base_model(name)
-            packed.append((target, source.quantized[base_name], find_layer(base_name)))
+            layer: Any = owners[0][0]
+            packed.append((target, source.quantized[parameter_names.in_base_model(name)], layer))
         else:
             sharded.append(target)
 

@@ -44,8 +44,15 @@ def byte_ranges(
 
 def read_elements(index: SafetensorsIndex, ranges: Sequence[TensorRange], first: int, out: torch.Tensor) -> None:
     """Fill `out` (1-D, CPU, in the stored dtype) with a parameter's elements, starting at `first`."""
-    buffer, filled = as_bytes(out), 0
-    for tensor, start, num_bytes in byte_ranges(index, ranges, first, out.numel()):
+    read_bytes(index, ranges, first, out.numel(), as_bytes(out))
+
+
+def read_bytes(
+    index: SafetensorsIndex, ranges: Sequence[TensorRange], first: int, count: int, buffer: torch.Tensor
+) -> None:
+    """Fill a buffer (1-D uint8, CPU) with the bytes of elements [first, first + count) of a parameter."""
+    filled = 0
+    for tensor, start, num_bytes in byte_ranges(index, ranges, first, count):
         index.read_into(buffer[filled : filled + num_bytes], tensor, start)
         filled += num_bytes
 

@@ -23,13 +23,7 @@ class MfuInputs:
 
 
 NUM_COUNTS = len(fields(TokenCounts))
-MEMORY = (
-    "host_bytes",
-    "device_bytes",
-    "device_valley_bytes",
-    "device_peak_bytes",
-    "device_reserved_peak_bytes",
-)
+MEMORY = ("host_bytes", "device_bytes", "device_valley_bytes", "device_peak_bytes", "device_reserved_peak_bytes")
 
 
 def pack(counts: torch.Tensor, memory_bytes: Sequence[int], seconds: Mapping[str, float]) -> torch.Tensor:

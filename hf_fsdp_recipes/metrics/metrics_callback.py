@@ -27,13 +27,7 @@ SHOWN_IN_LOGS = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "hf
 
 def _mark(phase: str) -> Callable[..., None]:
     """Return an event handler that ends a phase."""
-
-    def event(
-        self: "MetricsCallback", args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        clock.mark(phase)
-
-    return event
+    return lambda self, args, state, control, **kwargs: clock.mark(phase)
 
 
 class MetricsCallback(TrainerCallback):

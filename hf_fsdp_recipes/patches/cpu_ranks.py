@@ -20,20 +20,17 @@ def is_requested() -> bool:
     return is_fsdp_requested() and (not torch.accelerator.is_available() if flag is None else is_true(flag))
 
 
-def enable() -> bool:
+def enable() -> None:
     """Make Accelerate treat CPU ranks as FSDP ranks, if the launcher requests that. Idempotent.
 
     Call it on every rank before the first Accelerator. Collective if a TrainingArguments exists: ranks then join here.
-
-    Returns:
-        Whether FSDP on CPU ranks is on.
 
     Raises:
         TemplateError: an Accelerator already exists.
         PatchError: this Accelerate or torch is not supported.
     """
     if not is_requested():
-        return False
+        return
     os.environ["ACCELERATE_USE_CPU"] = "true"
     # bitsandbytes reports on every CPU rank that it found no GPU kernels.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -53,4 +50,3 @@ def enable() -> bool:
     if PartialState._shared_state.get("distributed_type") == DistributedType.NO:
         PartialState._reset_state()
         PartialState(cpu=True)
-    return True

@@ -21,11 +21,7 @@ LEAK_TOLERANCE = 1e-4  # relative to the largest logit, in float32
 
 
 def select_implementation(requested: str, is_on_cpu: bool) -> str | None:
-    """Return transformers' name for the requested attention, or None for the model's default. Not a collective.
-
-    Raises:
-        RecipeError: flash was requested and is not available.
-    """
+    """Return transformers' name for the requested attention, or None for the model's default. Not a collective."""
     flash = None if is_on_cpu else find_flash()
     if requested == "flash" and flash is None:
         if is_on_cpu:
@@ -49,9 +45,6 @@ def check_packing(config: "PretrainedConfig", implementation: str) -> None:
     """Check that packed documents do not attend to each other. Any rank may call this.
 
     FlashAttention takes the documents' lengths and is not tested; others are tested on a tiny model.
-
-    Raises:
-        RecipeError: the logits of the second of two packed documents depend on the first.
     """
     if implementation.startswith("flash") or "flash-attn" in implementation:
         return

@@ -138,12 +138,9 @@ def _export_options(arguments: Arguments) -> dict[str, Any]:
 
 def _recipe_facts(arguments: Arguments, rows: "TrainingRows") -> dict[str, Any]:
     """Return what checkpoints record of the recipe in addition to Trainer's arguments."""
-    facts = {
-        **asdict(arguments.script),
-        **asdict(arguments.model),
-        **asdict(arguments.recipe),
-        **asdict(arguments.mixture),
-    }
+    facts: dict[str, Any] = {}
+    for part in (arguments.script, arguments.model, arguments.recipe, arguments.mixture):
+        facts |= asdict(part)
     if not isinstance(rows.train, IterableDataset):
         facts["num_train_rows"] = len(rows.train)
     return json.loads(json.dumps(facts, default=str))

@@ -52,8 +52,7 @@ def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dty
                 parameter.data = parameter.data.to(dtype)
     distributed.print_main(f"dtypes: {describe_dtypes(model)}")
     if fsdp_version == 1:
-        _check_uniform_dtype(model)
-        _check_head(model)
+        _check_fsdp1(model)
 
 
 def set_reduction_dtype(accelerator: "Accelerator", reduce_dtype: str = "float32") -> None:
@@ -121,20 +120,15 @@ def _is_fsdp1_4bit(model: torch.nn.Module) -> bool:
     return is_4bit and bool(FSDP.fsdp_modules(model))
 
 
-def _check_uniform_dtype(model: torch.nn.Module) -> None:
+def _check_fsdp1(model: torch.nn.Module) -> None:
     counts = Counter(parameter.dtype for parameter in model.parameters())
-    if len(counts) < 2:
-        return
     common = counts.most_common(1)[0][0]
     others = [f"{name} ({p.dtype})" for name, p in model.named_parameters() if p.dtype != common]
-    raise TemplateError(
-        f"FSDP1 needs one dtype for all parameters, but {len(others)} are not {common}: {', '.join(others[:3])}. Use an fsdp2 "
-        f"template, or set dtype: {format_dtype(common)}."
-    )
-
-
-def _check_head(model: torch.nn.Module) -> None:
-    """Check that PEFT has not copied the output head: TRL's fused loss reads its weight, which FSDP1 flattens."""
+    if others:
+        raise TemplateError(
+            f"FSDP1 needs one dtype for all parameters, but {len(others)} are not {common}: {', '.join(others[:3])}. Use an "
+            f"fsdp2 template, or set dtype: {format_dtype(common)}."
+        )
     from peft.utils import ModulesToSaveWrapper
 
     head = getattr(model, "get_output_embeddings", lambda: None)()

@@ -21,9 +21,6 @@ def build_model(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "
     """Build the model for SFTTrainer. Under FSDP its weights are read later, when Accelerate shards it.
 
     Collective: every rank must call this, with the same arguments.
-
-    Raises:
-        LoadError, RecipeError: the same on every rank.
     """
     dtypes.set_frozen_dtype(arguments.model)
     _choose_checkpointing(arguments)

@@ -40,6 +40,21 @@ _NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 )
 
 
+class _RecipeLoader(yaml.SafeLoader):
+    """Refuses a mapping with two equal keys, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key in (key for key, _ in node.value if isinstance(key.value, str)):
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise RecipeError(
+                    f"{self.name} sets {key.value} in line {lines[key.value]} and again in line {line}. Remove one."
+                )
+            lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
 def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
     """Return a recipe's values, after checking it for duplicate keys and values of the wrong type. Not a collective.
 
@@ -50,8 +65,9 @@ def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
         RecipeError: names a duplicate key and its lines, or all values of the wrong type.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        root = yaml.compose(text, yaml.SafeLoader)
+        loader = _RecipeLoader(Path(path).read_text(encoding="utf-8"))
+        loader.name = path
+        values: dict[str, Any] = loader.get_single_data()
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}). Convert it.") from error
     except OSError as error:
@@ -59,13 +75,11 @@ def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise RecipeError(f"{path} is not valid YAML: {error.problem} in line {line}. Correct it.") from error
-    if not isinstance(root, yaml.MappingNode):
+    if not isinstance(values, dict):
         raise RecipeError(f"{path} is empty or not a mapping of arguments. Set at least model_name_or_path.")
-    _check_unique_keys(path, root)
     fields_by_name = {field.name: field for cls in classes for field in fields(cls)}
     hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
     errors = []
-    values: dict[str, Any] = yaml.safe_load(text)
     for name, value in values.items():
         if name not in fields_by_name:
             continue
@@ -83,23 +97,6 @@ def name_settings(message: str, values: Mapping[str, Any]) -> str:
     texts = {name: value for name, value in values.items() if isinstance(value, str) and len(value) > 3}
     quoted = [name for name, value in texts.items() if value.lower() in message.lower() and name not in message]
     return "".join(f"{name}: {values[name]}: " for name in quoted[:1])
-
-
-def _check_unique_keys(path: str, root: yaml.Node) -> None:
-    pending: list[yaml.Node] = [root]
-    while pending:
-        node = pending.pop()
-        lines: dict[str, int] = {}
-        if isinstance(node, yaml.SequenceNode):
-            pending += node.value
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            line = key.start_mark.line + 1
-            if key.value in lines:
-                raise RecipeError(
-                    f"{path} sets {key.value} in line {lines[key.value]} and again in line {line}. Remove one."
-                )
-            lines[key.value] = line
-            pending.append(value)
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -27,13 +27,7 @@ class DatasetPart:
 
 
 def load_parts(arguments: Arguments) -> list[DatasetPart]:
-    """Read training rows and, if the recipe evaluates, evaluation rows of every dataset in the recipe.
-
-    Every rank calls this, but it is not a collective.
-
-    Raises:
-        DataError: a dataset or split does not exist, has too few rows, or lacks evaluation rows.
-    """
+    """Read training rows and, if the recipe evaluates, evaluation rows of every dataset in it. Not a collective."""
     script, streaming = arguments.script, is_streaming(arguments)
     if arguments.mixture.datasets:
         return [_load_part(part, streaming, arguments) for part in arguments.mixture.datasets]

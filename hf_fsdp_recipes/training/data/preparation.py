@@ -140,11 +140,7 @@ class Preparation:
 
 
 def prepare(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
-    """Read and prepare all rows that a run trains and evaluates on. One rank; not a collective.
-
-    Raises:
-        DataError: a dataset has no usable rows, or too few for the ranks.
-    """
+    """Read and prepare all rows that a run trains and evaluates on. One rank; not a collective."""
     training, preparation = arguments.training, Preparation(arguments, tokenizer)
     rows, parts = TrainingRows(None), load_parts(arguments)
     train = [_tokenize_part(preparation, part, part.train, "train", training.packing, rows) for part in parts]

@@ -215,11 +215,7 @@ class RowStream(IterableDataset):
 
 
 def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
-    """Open this rank's part of the streams and read its first block. Every rank calls this, but it is not a collective.
-
-    Raises:
-        DataError: nothing to read, or a full pass has no row to train on.
-    """
+    """Open this rank's part of the streams and read its first block. Every rank calls this, but it is not a collective."""
     training = arguments.training
     preparation, parts = Preparation(arguments, tokenizer), load_parts(arguments)
     rank, num_ranks = distributed.rank(), distributed.world_size()
