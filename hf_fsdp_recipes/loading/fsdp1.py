@@ -1,5 +1,6 @@
 """Materializes FSDP1's units one at a time, because FSDP1 flattens a unit's full parameters before sharding."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -53,9 +54,7 @@ def _unit_filler(
             )
         check_sources(model, source)
     full_names = {id(module): name for name, module in model.named_modules()}
-    num_uses: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        num_uses[id(parameter)] = num_uses.get(id(parameter), 0) + 1
+    num_uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     shared: dict[int, torch.nn.Parameter] = {}
     sizes = {id(parameter): parameter.nbytes for parameter in model.parameters() if parameter.is_meta}
     bar = progress.bar(sum(sizes.values()), PROGRESS_TITLE)

@@ -3,7 +3,7 @@
 This module handles FSDP2; `fsdp1.py` materializes FSDP1's units.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,11 +141,15 @@ def _allocate(
     replicated: list[ShardTarget] = []
     packed: list[bnb_4bit.Packed] = []
     group: ShardGroup | None = None
-    for name, parameter, owners in _unique_parameters(model):
+    owners: dict[int, list[tuple[Any, str]]] = {}  # by id of the parameter
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            owners.setdefault(id(parameter), []).append((module, leaf))
+    for name, parameter in list(model.named_parameters()):
         if not parameter.is_meta:
             continue
         real = torch.nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-        for module, leaf in owners:
+        for module, leaf in owners[id(parameter)]:
             module._parameters[leaf] = real
         if dora.is_magnitude(name):
             continue
@@ -155,7 +159,7 @@ def _allocate(
         group = group or find_shard_group(parameter.device_mesh, parameter.placements)
         target = _shard_target(name, real, source, group)
         if target.is_packed:
-            layer: Any = owners[0][0]
+            layer, _ = owners[id(parameter)][0]
             packed.append((target, source.quantized[parameter_names.in_base_model(name)], layer))
         else:
             sharded.append(target)
@@ -181,16 +185,3 @@ def _shard_target(name: str, parameter: Any, source: CheckpointSource, group: Sh
     if expected != local.numel():
         raise LoadError(f"{name}: this rank holds {local.numel()} elements; sharding by rows gives it {expected}")
     return ShardTarget(name, ranges, stored_dtype, parameter.dtype, shard_ranges, local, is_packed)
-
-
-def _unique_parameters(
-    model: torch.nn.Module,
-) -> Iterator[tuple[str, torch.nn.Parameter, list[tuple[torch.nn.Module, str]]]]:
-    """Yield each parameter once, with all modules that hold it."""
-    found: dict[int, tuple[str, torch.nn.Parameter, list[tuple[torch.nn.Module, str]]]] = {}
-    for module_name, module in model.named_modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                name = f"{module_name}.{leaf}".lstrip(".")
-                found.setdefault(id(parameter), (name, parameter, []))[2].append((module, leaf))
-    yield from found.values()

@@ -222,23 +222,17 @@ def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Tr
     sources = [StreamSource(part.name, part.train, part.fraction, rank, num_ranks) for part in parts]
     train = RowStream(sources, preparation, training.packing, training.seed, arguments.recipe.shuffle_buffer_size)
     train.first_block()
-    if distributed.is_main():  # all ranks read the same rows
-        for part in parts:
-            if part.evaluation is not None:
-                _evaluation_stream(part, preparation, packs_evaluation(arguments)).first_block()
-    return TrainingRows(train, _open_evaluation(parts, preparation, packs_evaluation(arguments)))
-
-
-def _open_evaluation(parts: list[DatasetPart], preparation: Preparation, packing: bool) -> HubIterableDataset | None:
-    """Return one pass over the evaluation rows as a `datasets` stream, which Accelerate splits over the ranks."""
-    streams = [
-        HubIterableDataset.from_generator(
-            _evaluation_stream, gen_kwargs={"part": part, "preparation": preparation, "packing": packing}
-        )
+    options: list[dict[str, Any]] = [
+        {"part": part, "preparation": preparation, "packing": packs_evaluation(arguments)}
         for part in parts
         if part.evaluation is not None
     ]
-    return concatenate_datasets(streams) if streams else None
+    if distributed.is_main():  # all ranks read the same rows
+        for each in options:
+            _evaluation_stream(**each).first_block()
+    # `datasets` streams, which Accelerate splits over the ranks
+    streams = [HubIterableDataset.from_generator(_evaluation_stream, gen_kwargs=each) for each in options]
+    return TrainingRows(train, concatenate_datasets(streams) if streams else None)
 
 
 def _evaluation_stream(part: DatasetPart, preparation: Preparation, packing: bool) -> RowStream:
