@@ -64,7 +64,6 @@ def find_faults(config: Section, model_classes: Collection[str] | None = None) -
     return [
         *_check_keys(config, fsdp, parallel),
         *_check_launch(config),
-        *_check_counts(config),
         *find_unsupported(
             {key.removeprefix("parallelism_config_"): value for key, value in parallel.items()},
             config.get("mixed_precision"),
@@ -133,9 +132,6 @@ def _check_launch(config: Section) -> Iterator[str]:
     precision = str(config.get("mixed_precision", "no"))
     if precision not in (*PrecisionType.list(), "False"):  # YAML reads an unquoted no as False
         yield f"mixed_precision is {precision}. Set it to one of 'no', fp16, bf16."
-
-
-def _check_counts(config: Section) -> Iterator[str]:
     nodes, ranks = config.get("num_machines", 1), config.get("num_processes")
     for key, count in (("num_machines", nodes), ("num_processes", ranks)):
         if isinstance(count, int) and count < 1:

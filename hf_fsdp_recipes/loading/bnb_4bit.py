@@ -190,7 +190,8 @@ def scatter(
         if distributed.rank() == readers[turn] and quantized is not None:
             packed, state = quantized
             if checksums is not None:
-                _add_checksums(checksums, target, packed)
+                for shard_rank, (first, count) in enumerate(target.shard_ranges):
+                    checksums.add(target.name, shard_rank, 0, packed.view(-1)[first : first + count].cpu())
         _send_shards(target, packed, group, turn)
         layer.quant_state = broadcast_state(state, readers[turn], device)
 
@@ -227,11 +228,6 @@ def _send_shards(target: ShardTarget, packed: torch.Tensor | None, group: ShardG
 def _pad(values: torch.Tensor, length: int) -> torch.Tensor:
     padding = length - values.numel()
     return torch.nn.functional.pad(values, (0, padding)) if padding else values.contiguous()
-
-
-def _add_checksums(checksums: Checksums, target: ShardTarget, packed: torch.Tensor) -> None:
-    for shard_rank, (first, count) in enumerate(target.shard_ranges):
-        checksums.add(target.name, shard_rank, 0, packed.view(-1)[first : first + count].cpu())
 
 
 def broadcast_state(state: "QuantState | None", source: int, device: torch.device) -> "QuantState":

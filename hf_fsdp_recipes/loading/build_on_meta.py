@@ -108,17 +108,12 @@ def build_on_meta(config: "PreTrainedConfig", dtype: torch.dtype, trust_remote_c
         raise LoadError(
             f"a {config.model_type!r} model cannot be built: {summarize(error)}. Check its config.json and the arguments."
         ) from error
-    _initialize_buffers(model)
+    for module in model.modules():  # run the model's own init, on modules with buffers only
+        module._is_hf_initialized = next(module.buffers(recurse=False), None) is None
+    model.initialize_weights()
     model.tie_weights()  # init_empty_weights unties parameters
     for pattern, kept_dtype in model._get_dtype_plan(dtype).items():
         for name, parameter in model.named_parameters():
             if pattern in name:
                 parameter.data = parameter.data.to(kept_dtype)
     return model.eval()
-
-
-def _initialize_buffers(model: "PreTrainedModel") -> None:
-    """Run the model's own init, on modules with buffers only."""
-    for module in model.modules():
-        module._is_hf_initialized = next(module.buffers(recurse=False), None) is None
-    model.initialize_weights()

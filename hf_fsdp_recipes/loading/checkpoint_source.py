@@ -1,6 +1,8 @@
 """Records on a meta model which bytes of which files fill each parameter and buffer."""
 
+import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -14,6 +16,7 @@ from hf_fsdp_recipes.loading.safetensors_index import DeferredErrorIndex, Safete
 from hf_fsdp_recipes.loading.shard_layout import ShardTarget
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 
+IN_MEMORY = Path("<initialized>")
 Source = Literal["rank0", "direct", "auto"]
 Verify = Literal["sample", "full"]
 
@@ -30,6 +33,16 @@ class CheckpointSource:
     verify: Verify = "sample"  # checksums cover a sample of every shard or all of it
     new_rows: Literal["mean", "random"] | None = None  # how to fill rows added to embeddings; None if none were added
     quantized: dict[str, Quant4bitSpec] = field(default_factory=dict)  # how each 4-bit weight is quantized
+
+    def add_tensor(
+        self, key: str, dtype: torch.dtype, shape: tuple[int, ...], values: torch.Tensor | None
+    ) -> TensorRange:
+        """Add a tensor that is not in the files. Ranks that read pass its values."""
+        num_elements = math.prod(shape)
+        self.stored[key] = StoredTensor(key, IN_MEMORY, dtype, shape, 0, num_elements * dtype.itemsize)
+        if self.index is not None and values is not None:
+            self.index.add_in_memory(self.stored[key], values.to(dtype))
+        return TensorRange(key, shape, 0, num_elements)
 
 
 def check_sources(model: torch.nn.Module, source: CheckpointSource) -> None:

@@ -19,13 +19,7 @@ from hf_fsdp_recipes.metrics import progress
 def prepare(
     accelerator: Any, model: torch.nn.Module, source: CheckpointSource, prepare_model: Callable[[], torch.nn.Module]
 ) -> torch.nn.Module:
-    """Run Accelerate's `prepare_model` with FSDP1's units filled from the checkpoint.
-
-    Collective: every rank must call this.
-
-    Raises:
-        LoadError: on every rank, if a parameter has no source or the model uses DoRA.
-    """
+    """Run Accelerate's `prepare_model` with FSDP1's units filled from the checkpoint. Collective: every rank must call this."""
     plugin = accelerator.state.fsdp_plugin
     plugin.param_init_fn = _unit_filler(model, source, accelerator.device)
     plugin.sync_module_states = False
@@ -40,11 +34,7 @@ def prepare(
 def _unit_filler(
     model: torch.nn.Module, source: CheckpointSource, device: torch.device
 ) -> Callable[[torch.nn.Module], torch.nn.Module]:
-    """Return FSDP1's `param_init_fn`, which fills one module's own meta parameters with rank 0's values.
-
-    Collective: FSDP1 calls it module by module, in the same order on every rank. It does not use `to_empty`, which would
-    also erase real buffers (rotary frequencies).
-    """
+    """Return FSDP1's `param_init_fn`, which fills one module's own meta parameters and leaves real buffers alone. Collective."""
     with distributed.sync_errors():
         resize.apply_resize(model, source)
         if any(dora.is_magnitude(name) for name, _ in model.named_parameters()):
@@ -66,7 +56,11 @@ def _unit_filler(
             real = shared.get(id(parameter))
             if real is None:
                 name = f"{full_names[id(module)]}.{leaf}".lstrip(".")
-                real = _full_parameter(name, module, parameter, source, device)
+                if parameter_names.in_base_model(name) in source.quantized:
+                    real = _packed_weight(source, parameter_names.in_base_model(name), module, device)
+                else:
+                    real = torch.nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                    broadcast_full(full_target(name, real, source), source.index, device)
                 bar.update(sizes[id(parameter)])
                 if bar.n == bar.total:
                     bar.close()  # FSDP1 does not signal the last call
@@ -76,18 +70,6 @@ def _unit_filler(
         return module
 
     return fill
-
-
-def _full_parameter(
-    name: str, module: torch.nn.Module, parameter: torch.nn.Parameter, source: CheckpointSource, device: torch.device
-) -> torch.nn.Parameter:
-    """Return a real parameter with rank 0's values for a meta one. Collective: every rank must call this."""
-    base_name = parameter_names.in_base_model(name)
-    if base_name in source.quantized:
-        return _packed_weight(source, base_name, module, device)
-    real = torch.nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-    broadcast_full(full_target(name, real, source), source.index, device)
-    return real
 
 
 def _packed_weight(source: CheckpointSource, name: str, layer: Any, device: torch.device) -> torch.nn.Parameter:

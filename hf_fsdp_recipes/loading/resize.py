@@ -69,18 +69,14 @@ def _resized_ranges(
     if math.prod(shape) < stored.num_elements:
         return [TensorRange(stored.tensor, stored.shape, 0, math.prod(shape))]
     num_added = shape[0] - stored.num_elements // width
-    key = f"<resized>{name}"
     origin = source.stored[stored.tensor]
     added_shape = (num_added, *shape[1:])
-    added = StoredTensor(key, origin.file, origin.dtype, added_shape, 0, num_added * width * origin.dtype.itemsize)
-    source.stored[key] = added
-    if source.index is not None:
-        if source.new_rows == "mean":
-            values = _mean_row(source.index, origin).expand(num_added, -1).reshape(added_shape)
-        else:
-            values = torch.empty(added_shape).normal_(0.0, 0.02)
-        source.index.add_in_memory(added, values.to(origin.dtype))
-    return [stored, TensorRange(key, added_shape, 0, num_added * width)]
+    values = None
+    if source.index is not None and source.new_rows == "mean":
+        values = _mean_row(source.index, origin).expand(num_added, -1).reshape(added_shape)
+    elif source.index is not None:
+        values = torch.empty(added_shape).normal_(0.0, 0.02)
+    return [stored, source.add_tensor(f"<resized>{name}", origin.dtype, added_shape, values)]
 
 
 def _mean_row(index: SafetensorsIndex, stored: StoredTensor) -> torch.Tensor:

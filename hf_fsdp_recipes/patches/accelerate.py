@@ -32,33 +32,29 @@ def find_meta_model_loader(model: torch.nn.Module) -> Any:
     upstream="to file: `accelerate launch --use_cpu` with an FSDP config trains as plain data parallel, without a warning",
 )
 def _turn_cpu_ranks_into_fsdp(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    was_initialized = self._shared_state.get("_mixed_precision") is not None
-    original(self, *args, **kwargs)
-    if not was_initialized and kwargs.get("fsdp_plugin") is not None:
-        _set_fsdp(self, kwargs["fsdp_plugin"])
-
-
-def _set_fsdp(state: Any, plugin: Any) -> None:
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
     from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
-    if state.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.NO):
+    was_initialized, plugin = self._shared_state.get("_mixed_precision") is not None, kwargs.get("fsdp_plugin")
+    original(self, *args, **kwargs)
+    is_on_cpu = self.distributed_type in (DistributedType.MULTI_CPU, DistributedType.NO)
+    if was_initialized or plugin is None or not is_on_cpu:
         return
     if not torch.distributed.is_initialized():
         # Accelerate creates no process group for a single CPU rank, but FSDP needs one.
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    if state._mixed_precision != "no":
-        plugin.set_mixed_precision(state._mixed_precision)
+    if self._mixed_precision != "no":
+        plugin.set_mixed_precision(self._mixed_precision)
     # Pinning needs an accelerator. FSDP1 always pins offloaded parameters, so turn its offload off: on CPU ranks the
     # parameters are on the CPU anyway.
     if isinstance(plugin.cpu_offload, CPUOffload):
         plugin.cpu_offload = CPUOffload(offload_params=False)
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
-    state.distributed_type = DistributedType.FSDP
-    state.fsdp_plugin = plugin
+    self.distributed_type = DistributedType.FSDP
+    self.fsdp_plugin = plugin
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 

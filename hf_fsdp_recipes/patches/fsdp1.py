@@ -107,7 +107,14 @@ def _set_state_with_adapters(
     original: Any, model: Any, state_dict: Any, adapter_only: bool = False, sd_options: Any = None
 ) -> Any:
     if adapter_only and sd_options is None and _is_fsdp1_peft(model):
-        return _load_quietly(model, state_dict)
+        # FSDP1 warns about every base weight that is not in an adapter-only state dict.
+        logger = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            return model.load_state_dict(state_dict, strict=False)
+        finally:
+            logger.setLevel(level)
     return original(model, state_dict, adapter_only=adapter_only, sd_options=sd_options)
 
 
@@ -154,14 +161,3 @@ def _is_fsdp1_peft(model: Any) -> bool:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     return isinstance(model, FSDP) and isinstance(model.module, PeftModel)
-
-
-def _load_quietly(model: Any, state_dict: Any) -> Any:
-    # FSDP1 warns about every base weight that is not in an adapter-only state dict.
-    logger = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        return model.load_state_dict(state_dict, strict=False)
-    finally:
-        logger.setLevel(level)

@@ -73,11 +73,7 @@ class Patch:
         return versions_of(self.package, *self.depends_on)
 
     def find(self) -> tuple[Any, str, Callable[..., Any]]:
-        """Return the owner of the function, its name and the function itself.
-
-        Raises:
-            PatchError: it does not exist or has other parameters.
-        """
+        """Return the function's owner and name, and the function; raise a PatchError if it is gone or has other parameters."""
         path, _, name = self.target.rpartition(".")
         expected = self.signature.partition("(")[2].rstrip(")").split(", ")
         owner = found = None
@@ -109,11 +105,7 @@ def all_patches() -> list[Patch]:
 
 
 def apply(feature: Feature) -> None:
-    """Apply all patches of a feature, or none. Idempotent; not a collective.
-
-    Raises:
-        PatchError: upstream has changed one of the functions.
-    """
+    """Apply all patches of a feature, or raise a PatchError and apply none. Idempotent; not a collective."""
     pending = [patch for patch in all_patches() if patch.feature == feature and patch.target not in _applied]
     found = [(patch, *patch.find()) for patch in pending]
     for patch, owner, name, original in found:

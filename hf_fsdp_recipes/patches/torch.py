@@ -3,12 +3,10 @@
 `wait_for_gloo_at_exit` prevents an abort when a rank exits right after a collective. A gloo worker (`pt_gloo_runloop`) first
 wakes the thread that waits for the collective and then releases the collective's tensors, for which it needs the GIL. If the
 interpreter starts to shut down in between, CPython up to 3.13 ends the worker with `pthread_exit`, which unwinds through a C++
-destructor: "terminate called without an active exception", SIGABRT.
+destructor: SIGABRT. `destroy_process_group` does not help, because FSDP2 keeps other references, so no worker is joined.
 
-`destroy_process_group` does not help: it only drops references, and FSDP2 keeps others, so no worker is joined.
-
-Source: torch 2.13 `torch/csrc/distributed/c10d/ProcessGroupGloo.cpp`, `runLoop`; `torch/csrc/PyInterpreter.cpp`, `decref`;
-https://github.com/pytorch/pytorch/issues/190489. CPython 3.11 `Python/ceval_gil.h`, `take_gil`.
+Source: torch 2.13 `ProcessGroupGloo.cpp`, `runLoop`; https://github.com/pytorch/pytorch/issues/190489; CPython 3.11
+`Python/ceval_gil.h`, `take_gil`.
 """
 
 import atexit
@@ -70,9 +68,6 @@ def set_local_tensor(dtensor: Any, local: torch.Tensor) -> Any:
     """Replace a DTensor's local tensor with one of the same shape and dtype, and return the DTensor.
 
     Unlike with `DTensor.from_local`, the local tensor and the mesh may be on different devices.
-
-    Raises:
-        PatchError: the installed torch stores the local tensor elsewhere.
     """
     if not isinstance(getattr(dtensor, "_local_tensor", None), torch.Tensor):
         raise PatchError(

@@ -1,11 +1,9 @@
 """Sets and checks the dtypes of parameters, gradient reduction and outputs before sharding.
 
 Under FSDP2, trainable parameters stay in float32 and are cast to the mixed-precision dtype when they are gathered. FSDP1
-flattens each unit into one tensor of one dtype, so there adapters take the dtype of the base weights. Frozen parameters
-are never cast.
+flattens each unit into one tensor of one dtype, so there adapters take the dtype of the base weights.
 
-Source: trl 1.16 `sft_trainer.py` (casts adapters of 4-bit models to bfloat16); torch 2.13 `_flat_param.py` (one dtype
-per unit); accelerate 1.15 `fsdp_utils.py` (upcasts trainable parameters, except with 4-bit weights).
+Source: trl 1.16 `sft_trainer.py`; torch 2.13 `_flat_param.py`; accelerate 1.15 `fsdp_utils.py`.
 """
 
 from collections import Counter
@@ -88,17 +86,13 @@ def describe_dtypes(model: torch.nn.Module) -> str:
 
 
 class MasterWeightsCallback(TrainerCallback):
-    """Checks at the start of mixed-precision training that trainable parameters have fp32 master weights.
-
-    Args:
-        adapter_dtype: as in `cast_trainable`; the check is skipped unless it is auto.
-    """
+    """Checks at the start of mixed-precision training that trainable parameters have fp32 master weights."""
 
     def __init__(self, adapter_dtype: str = "auto") -> None:
         self.adapter_dtype = adapter_dtype
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Raise a TemplateError if trainable parameters of the sharded model are not stored in float32."""
+        """Raise a TemplateError if trainable parameters are not stored in float32, unless the recipe chose their dtype."""
         if mixed_precision_dtype() is None or self.adapter_dtype != "auto" or _is_fsdp1_4bit(model):
             return
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -120,8 +120,7 @@ def _new_model(arguments: Arguments, implementation: str | None) -> "PreTrainedM
 def _choose_checkpointing(arguments: Arguments) -> None:
     """Use reentrant activation checkpointing for 4-bit weights under FSDP1.
 
-    Otherwise the metadata check of non-reentrant checkpointing fails (torch 2.13), because the recomputed forward sees a
-    4-bit weight as another view of its unit.
+    Otherwise torch's check of recomputed metadata fails, because the weight is then another view of its unit (torch 2.13).
     """
     training = arguments.training
     # transformers 5.23 renamed gradient checkpointing.

@@ -45,13 +45,13 @@ class _RecipeLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
-        for key in (key for key, _ in node.value if isinstance(key.value, str)):
+        for key, _ in node.value:
             line = key.start_mark.line + 1
-            if key.value in lines:
+            if isinstance(key, yaml.ScalarNode) and key.value in lines:
                 raise RecipeError(
                     f"{self.name} sets {key.value} in line {lines[key.value]} and again in line {line}. Remove one."
                 )
-            lines[key.value] = line
+            lines[str(key.value)] = line
         return super().construct_mapping(node, deep)
 
 
