@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 
 _WHERE_FSDP_PLACES = "Remove it; FSDP places the weights, and the template's fsdp_offload_params keeps them on the CPU."
+# Arguments of `from_pretrained` that have no effect, or a different one, under FSDP.
 REFUSED_ARGUMENTS = {
     **dict.fromkeys(("device_map", "max_memory", "offload_folder", "offload_state_dict"), _WHERE_FSDP_PLACES),
     "low_cpu_mem_usage": "Remove it; load_model never holds more than a rank's shard.",
@@ -89,7 +90,13 @@ def load_model(
     _prepare_process()
     if not is_fsdp_requested():
         return _load_without_fsdp(str(name_or_path), ignore_mismatched, from_pretrained_kwargs)
-    _check_arguments(from_pretrained_kwargs)
+    faults = [
+        f"{name}={from_pretrained_kwargs[name]!r} does not apply under FSDP. {cure}"
+        for name, cure in REFUSED_ARGUMENTS.items()
+        if from_pretrained_kwargs.get(name) not in (None, False)
+    ]
+    if faults:
+        raise LoadError(" ".join(faults))
     with stages.record("build on meta"):
         return _load_on_meta(str(name_or_path), source, verify, ignore_mismatched, from_pretrained_kwargs)
 
@@ -140,17 +147,6 @@ def _prepare_process() -> None:
     if is_fsdp_requested():
         registry.apply("size wrap")
         registry.apply("loading")
-
-
-def _check_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuse arguments of `from_pretrained` that have no effect, or a different one, under FSDP."""
-    faults = [
-        f"{name}={kwargs[name]!r} does not apply under FSDP. {cure}"
-        for name, cure in REFUSED_ARGUMENTS.items()
-        if kwargs.get(name) not in (None, False)
-    ]
-    if faults:
-        raise LoadError(" ".join(faults))
 
 
 def _load_without_fsdp(name_or_path: str, ignore_mismatched: bool, kwargs: dict[str, Any]) -> "PreTrainedModel":

@@ -24,17 +24,11 @@ NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Token counts of a set of sequences that determine their FLOPs.
+    """Token counts of a set of sequences that determine their FLOPs."""
 
-    Attributes:
-        tokens: sum of the sequence lengths, without padding.
-        pairs: sum of length * length.
-        window_pairs: sum of length * min(length, window); equals `pairs` without a window.
-    """
-
-    tokens: int
-    pairs: int
-    window_pairs: int
+    tokens: int  # sum of the sequence lengths, without padding
+    pairs: int  # sum of length * length
+    window_pairs: int  # sum of length * min(length, window); equals `pairs` without a window
 
     @classmethod
     def of(cls, lengths: Iterable[int], window: int | None = None) -> "TokenCounts":
@@ -46,23 +40,14 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Sizes of a model that determine its FLOPs.
+    """Sizes of a model that determine its FLOPs."""
 
-    Attributes:
-        matmul_parameters: parameters in the matrix products of one token.
-        trainable_parameters: the trained ones of those.
-        head_parameters: the ones in the language model head, which activation checkpointing does not recompute.
-        attention_width: heads * (query dim + value dim), summed over the layers with full attention.
-        window_width: the same, summed over the layers with sliding-window attention.
-        window: window length in tokens, or None.
-    """
-
-    matmul_parameters: int
-    trainable_parameters: int
-    head_parameters: int
-    attention_width: int
-    window_width: int
-    window: int | None
+    matmul_parameters: int  # in the matrix products of one token
+    trainable_parameters: int  # the trained ones of those
+    head_parameters: int  # the ones in the language model head, which activation checkpointing does not recompute
+    attention_width: int  # heads * (query dim + value dim), summed over the layers with full attention
+    window_width: int  # the same, summed over the layers with sliding-window attention
+    window: int | None  # window length in tokens
 
     def forward(self, counts: TokenCounts) -> int:
         """Return the FLOPs of a forward pass."""

@@ -32,23 +32,14 @@ TESTED_VERSIONS = {
 
 @dataclass
 class Patch:
-    """Declares the decorated function as the replacement of an upstream function: `replacement(original, *args, **kwargs)`.
+    """Declares the decorated function as the replacement of an upstream function: `replacement(original, *args, **kwargs)`."""
 
-    Attributes:
-        signature: dotted path of the function and the first parameters that it must have, `package.Class.method(self, x)`.
-        feature: the feature that needs the patch; the argument of `apply`.
-        changes: difference from upstream.
-        reason: why upstream's behavior is not sufficient.
-        upstream: an issue or pull request, or the title of one to file.
-        depends_on: other packages whose versions matter.
-    """
-
-    signature: str
-    feature: Feature
-    changes: str
-    reason: str
-    upstream: str
-    depends_on: tuple[str, ...] = ()
+    signature: str  # dotted path of the function and the first parameters it must have: `package.Class.method(self, x)`
+    feature: Feature  # that needs the patch; the argument of `apply`
+    changes: str  # difference from upstream
+    reason: str  # why upstream's behavior is not sufficient
+    upstream: str  # an issue or pull request, or the title of one to file
+    depends_on: tuple[str, ...] = ()  # other packages whose versions matter
     replacement: Callable[..., Any] = field(init=False)
 
     def __call__(self, replacement: Callable[..., Any]) -> Callable[..., Any]:
