@@ -60,7 +60,9 @@ VARIANTS = {
     ),
 }
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
-MAIN_PROCESS_IP = "pass --main_process_ip"  # no valid host name, so a launch without the flag fails instead of waiting
+MAIN_PROCESS_IP = (
+    "pass --main_process_ip"  # not a valid host name, so a launch without the flag fails instead of waiting
+)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class MetaModelLoader:
     def _finish(self) -> None:
         stages.show()
         for attribute in (LOADER_ATTRIBUTE, "resize_token_embeddings"):
-            del self._model.__dict__[attribute]
+            self._model.__dict__.pop(attribute, None)
 
 
 def broadcast_real_parameters(model: torch.nn.Module, device: torch.device) -> None:

@@ -45,7 +45,7 @@ def complete_ranges(
 
 
 def check_complete(name_or_path: str, lacking: list[str], has_any: bool, ignore_mismatched: bool) -> None:
-    """Raise a LoadError if a checkpoint lacks all of the model, or parts of it without `ignore_mismatched`, which only warns.
+    """Raise a LoadError if a checkpoint lacks the model or parts of it; with `ignore_mismatched`, only warn about parts.
 
     Every rank calls this; not a collective.
     """

@@ -103,9 +103,9 @@ def read_direct(targets: Sequence[ShardTarget], index: SafetensorsIndex, shard_r
 
 
 def count_readers(num_reading_ranks: int | None = None) -> int:
-    """Return how many threads read: up to 4, which storage needs, within this rank's share of the cores of a node.
+    """Return the number of reading threads: up to 4, which storage needs, but not more than this rank's share of the cores.
 
-    The ranks that read at the same time share them; by default all ranks of this node.
+    The ranks of this node that read at the same time share the cores; by default all ranks do.
     """
     num_ranks = num_reading_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(MAX_READERS, max(1, num_cores() // num_ranks))

@@ -187,7 +187,7 @@ def open_index(directory: Path) -> SafetensorsIndex:
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """Read the header of a safetensors file; raise a LoadError if the file does not match it or is no safetensors file."""
+    """Read the header of a safetensors file; raise a LoadError if the file is damaged or in another format."""
     from huggingface_hub import parse_local_safetensors_file_metadata
     from huggingface_hub.errors import SafetensorsParsingError
 

@@ -39,7 +39,7 @@ def pack(counts: torch.Tensor, memory_bytes: Sequence[int], seconds: Mapping[str
 
 
 def summarize(rows: Sequence[Sequence[int]], num_steps: int, inputs: MfuInputs) -> dict[str, Any]:
-    """Return the metrics of all ranks, as `pack` returned them, over `num_steps` steps as an entry of metrics.jsonl.
+    """Combine what `pack` returned on each rank over `num_steps` optimizer steps into an entry of metrics.jsonl.
 
     Returns:
         Memory as lists with one value per rank, `seconds` per phase as the mean over ranks, `tokens` of all ranks, and

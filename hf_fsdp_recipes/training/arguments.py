@@ -207,7 +207,7 @@ def _suggest_name(message: str, parser: "TrlParser") -> str:
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """Raise an error that names a value, if it would fail later or be silently ignored. Not a collective."""
+    """Raise an error for arguments that would fail later or be silently ignored. Not a collective."""
     check_numbers(vars(arguments.training) | vars(arguments.model) | vars(arguments.recipe))
     if not arguments.training.output_dir:
         raise RecipeError("output_dir is empty. Set it to the directory of the run.")

@@ -108,7 +108,7 @@ def print_counts(counts: Mapping[str, RowCounts], max_length: int | None) -> Non
 
 
 def check_row(row: Mapping[str, Any], text_column: str, needs_answer: bool) -> RowStatus:
-    """Return KEPT, or why a row of a format of `to_sft_format` is dropped before tokenization.
+    """Return KEPT, or why a row in one of the formats of `to_sft_format` is dropped before tokenization.
 
     With `needs_answer`, conversations without an assistant message are dropped.
     """
