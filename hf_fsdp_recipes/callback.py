@@ -106,7 +106,13 @@ class ShardedCheckpointCallback(TrainerCallback):
         distributed.set_timeout(args.ddp_timeout)  # load_model may have started the process group before
         if vars(control).setdefault("sharded_checkpoint_callback", self) is not self:
             raise CheckpointError("the trainer has two ShardedCheckpointCallbacks. Pass one.")
-        self._check_export(str(AcceleratorState().distributed_type.value), kwargs["model"])
+        if self._export_dir is not None:
+            kind = AcceleratorState().distributed_type.value
+            if kind in ("DEEPSPEED", "MEGATRON_LM"):
+                raise CheckpointError(
+                    f"export_dir is set, but a model cannot be exported under {kind}. Use FSDP or DDP, or unset it."
+                )
+            check_export(kwargs["model"], self._export_dir)
         self._plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
         if self._plugin is None:
             return
@@ -275,16 +281,6 @@ class ShardedCheckpointCallback(TrainerCallback):
             distributed.print_main(f"exported: {directory}")
 
     # Shared by the event handlers.
-
-    def _check_export(self, distributed_type: str, model: Any) -> None:
-        """Check that the export at the end can be written. Collective."""
-        if self._export_dir is None:
-            return
-        if distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
-            raise CheckpointError(
-                f"export_dir is set, but a model cannot be exported under {distributed_type}. Use FSDP or DDP, or unset it."
-            )
-        check_export(model, self._export_dir)
 
     def _schedule(self, state: TrainerState) -> None:
         if state.global_step != self._last_saved_step:
