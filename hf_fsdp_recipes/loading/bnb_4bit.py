@@ -183,15 +183,17 @@ def scatter(
     if index is not None and distributed.rank() in readers:
         own = _quantize_each(work[list(readers).index(distributed.rank()) :: len(readers)], index, device)
     quantized: Future[tuple[torch.Tensor, QuantState]] = Future()
+
+    def describe() -> Shapes:
+        return scale_shapes(quantized.result()[1])
+
     for number, (target, _, layer) in enumerate(progress.each(work, "load 4-bit weights", sizes=sizes)):
         turn = number % len(readers)
         if turn == 0:  # all readers quantize at the same time
             quantized = _next_quantized(own)
         is_reader = distributed.rank() == readers[turn]
         # Every rank gets the shapes of the scales, or the reader's error.
-        shapes = distributed.run_on_main(
-            lambda current=quantized: scale_shapes(current.result()[1]), source=readers[turn]
-        )
+        shapes = distributed.run_on_main(describe, source=readers[turn])
         packed, state = quantized.result() if is_reader else (None, None)
         if packed is not None and checksums is not None:
             for shard_rank, (first, count) in enumerate(target.shard_ranges):
