@@ -71,10 +71,10 @@ def measure(num_parameters: float, scratch: Path) -> dict[str, tuple[float, int]
     from hf_fsdp_recipes import distributed, export_model
     from hf_fsdp_recipes.checkpointing.state import capture
     from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer
-    from hf_fsdp_recipes.loading.checkpoint_source import find_source
     from hf_fsdp_recipes.loading.load_model import _load_on_meta
     from hf_fsdp_recipes.loading.materialize import fill_sharded
     from hf_fsdp_recipes.patches import registry
+    from hf_fsdp_recipes.patches.accelerate import LOADER_ATTRIBUTE
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -98,7 +98,7 @@ def measure(num_parameters: float, scratch: Path) -> dict[str, tuple[float, int]
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        fill_sharded(model, find_source(model)[1], torch.device("cpu"), False)
+        fill_sharded(model, getattr(model, LOADER_ATTRIBUTE).source, torch.device("cpu"), False)
         return model
 
     timed("gather_objects", lambda _: distributed.gather_objects(None), 20)
