@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.ranks.harness import FSDP2, fsdp_environment, read_losses, run_ranks
+from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
 
 TIMEOUT_SECONDS = 5
 
@@ -68,5 +68,4 @@ def test_slow_work_on_one_rank_outlasts_the_timeout_of_collectives(tiny_model, t
 
     assert run() == [["__call__", "resolve_directory"], ["checksum", "close", "write_data"]]
     assert run(max_steps=3)[1] == ["checksum", "close", "write_data"]
-    assert len(read_losses(tmp_path / "run")) == 3
-    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
+    assert (tmp_path / "run" / "checkpoint-3" / "manifest.json").is_file()
