@@ -31,7 +31,6 @@ def saved(state, tmp_path_factory):
 
     incomplete = layout.start(tmp_path_factory.mktemp("run"), 4)
     directory = incomplete / MODEL_DIRECTORY
-    directory.mkdir()
     writer = DirectWriter(directory)
     dcp.save(dict(state), storage_writer=writer, no_dist=True)
     (incomplete / "config.json").write_text("{}")
