@@ -24,12 +24,9 @@ Border = tuple[str, int, bytes]  # (file, first byte, content)
 
 
 def write_on_main(borders: list[Border], write: Callable[[str, int, bytes], None]) -> Exception | None:
-    """Send this rank's borders to rank 0, which writes those of all ranks with `write`.
+    """Send this rank's borders to rank 0, which writes those of all ranks; return rank 0's error, to be raised on every rank.
 
-    Collective: every rank must call this.
-
-    Returns:
-        Rank 0's error, to be raised on every rank.
+    Collective: every rank must call this. Rank 0 calls `write` with each border.
     """
     batches = [borders[at : at + MAX_BORDERS] for at in range(0, len(borders), MAX_BORDERS)]
     sent = [] if distributed.is_main() else batches
@@ -67,7 +64,5 @@ def check_borders(directory: Path, borders: list[Border]) -> None:
         with (directory / file).open("rb", buffering=0) as stream:
             for _, offset, content in group:
                 if os.pread(stream.fileno(), len(content), offset) != content:
-                    raise ExportError(
-                        f"{directory / file} differs at byte {offset:,} from what rank {distributed.rank()} sent to rank 0. Export "
-                        f"again; if that fails too, export from one node."
-                    )
+                    found = f"{directory / file} differs at byte {offset:,} from what rank {distributed.rank()} sent to rank 0."
+                    raise ExportError(f"{found} Export again; if that fails too, export from one node.")
