@@ -49,10 +49,8 @@ def is_main() -> bool:
 
 def node_id() -> str:
     """Return a text that is the same on the ranks of one node, and differs between nodes."""
-    boot_id = ""
-    with contextlib.suppress(OSError):  # Linux only
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {boot_id}"
+    boot_id = Path("/proc/sys/kernel/random/boot_id")  # Linux only
+    return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.is_file() else ''}"
 
 
 # By use: the default group, and the group that was made for it.

@@ -8,11 +8,9 @@ Source: Linux `fs/nfs/write.c`, `nfs_update_folio`; nfs(5), "Close-to-open cache
 
 import itertools
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed
@@ -24,23 +22,18 @@ Border = tuple[str, int, bytes]  # (file, first byte, content)
 
 
 def write_on_main(borders: list[Border], write: Callable[[str, int, bytes], None]) -> Exception | None:
-    """Send this rank's borders to rank 0, which writes those of all ranks with `write`.
+    """Send this rank's borders to rank 0, which writes those of all ranks; return rank 0's error, to be raised on every rank.
 
-    Collective: every rank must call this.
-
-    Returns:
-        Rank 0's error, to be raised on every rank.
+    Collective: every rank must call this. Rank 0 calls `write` with each border.
     """
     batches = [borders[at : at + MAX_BORDERS] for at in range(0, len(borders), MAX_BORDERS)]
-    sent = [] if distributed.is_main() else batches
-    messages = [torch.frombuffer(bytearray(pickle.dumps(batch)), dtype=torch.uint8) for batch in sent]
-    sizes = distributed.gather_objects([message.numel() for message in messages])
-    for message in messages:
-        dist.send(message, dst=0, group=distributed.host_group())
+    num_messages = distributed.gather_objects(len(batches))
     if not distributed.is_main():
+        for batch in batches:
+            dist.send_object_list([batch], dst=0, group=distributed.host_group())
         return None
     error: Exception | None = None  # kept until all messages are received
-    for batch in itertools.chain(batches, _receive(sizes)):
+    for batch in itertools.chain(batches, _receive(num_messages)):
         try:
             for border in batch if error is None else []:
                 write(*border)
@@ -49,12 +42,12 @@ def write_on_main(borders: list[Border], write: Callable[[str, int, bytes], None
     return error
 
 
-def _receive(sizes: list[list[int]]) -> Iterator[list[Border]]:
-    for sender, sent in enumerate(sizes):
-        for num_bytes in sent:
-            message = torch.empty(num_bytes, dtype=torch.uint8)
-            dist.recv(message, src=sender, group=distributed.host_group())
-            yield pickle.loads(message.numpy())
+def _receive(num_messages: list[int]) -> Iterator[list[Border]]:
+    for sender in range(1, len(num_messages)):
+        for _ in range(num_messages[sender]):
+            received: list[list[Border]] = [[]]
+            dist.recv_object_list(received, src=sender, group=distributed.host_group())
+            yield received[0]
 
 
 def check_borders(directory: Path, borders: list[Border]) -> None:
@@ -67,7 +60,5 @@ def check_borders(directory: Path, borders: list[Border]) -> None:
         with (directory / file).open("rb", buffering=0) as stream:
             for _, offset, content in group:
                 if os.pread(stream.fileno(), len(content), offset) != content:
-                    raise ExportError(
-                        f"{directory / file} differs at byte {offset:,} from what rank {distributed.rank()} sent to rank 0. Export "
-                        f"again; if that fails too, export from one node."
-                    )
+                    found = f"{directory / file} differs at byte {offset:,} from what rank {distributed.rank()} sent to rank 0."
+                    raise ExportError(f"{found} Export again; if that fails too, export from one node.")

@@ -134,11 +134,11 @@ class FileWriter:
 
     Attributes:
         checksums: of everything written so far.
-        borders: with `keeps_borders`, what does not fill a page and is not written yet.
+        borders: with `keeps_borders`, what does not fill a page; it is left to rank 0.
     """
 
     def __init__(self, plan: FilePlan, directory: Path, keeps_borders: bool = False) -> None:
-        self._keeps_borders = keeps_borders
+        self.keeps_borders = keeps_borders
         self.borders: list[Border] = []
         self._plan = plan
         self._directory = directory
@@ -152,7 +152,7 @@ class FileWriter:
         offset = tensor.start + first * tensor.dtype.itemsize
         content = memoryview(values.view(torch.uint8).numpy())
         self.checksums.setdefault(tensor.file, []).append((offset, len(content), xxhash.xxh3_64_hexdigest(content)))
-        if self._keeps_borders:
+        if self.keeps_borders:
             head, content, tail = split_at_blocks(content, offset)
             ends = (offset, head), (offset + len(head) + len(content), tail)
             self.borders += [(tensor.file, start, bytes(part)) for start, part in ends if part]

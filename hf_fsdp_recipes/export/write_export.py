@@ -96,7 +96,7 @@ def write_export(
         with ThreadPoolExecutor(max_workers=1) as executor:  # writes the small files in the background
             assets = executor.submit(_write_assets, export, files, temporary) if distributed.is_main() else None
             writer = FileWriter(files, temporary, keeps_borders=has_several_caches)
-            non_finite = _write_weights(export.shards, writer, temporary, method, has_several_caches)
+            non_finite = _write_weights(export.shards, writer, temporary, method)
             checksums = distributed.gather_objects(writer.checksums)
             # All ranks have closed the files: now, and not before, they are read.
             with distributed.sync_errors(distributed.patient_group()), _failed_write(final):
@@ -134,7 +134,7 @@ def _choose_method(directory: Path, method: Method) -> tuple[Literal["direct", "
     if method == "gather" or distributed.world_size() == 1:
         return "gather", False
 
-    # A random name, because NFS clients remember for seconds that a name did not exist.
+    # The name is random, because NFS clients remember for seconds that a name did not exist.
     probe = directory / f".probe-{distributed.broadcast_object(uuid.uuid4().hex)}"
     distributed.run_on_main(_failed_write(directory)(probe.touch))
     seen = None
@@ -166,9 +166,7 @@ def _in_saved_order(export: ExportPlan) -> list[tuple[str, tuple[int, ...], torc
     return [entries.pop(name) for name in order] + list(entries.values())
 
 
-def _write_weights(
-    shards: list[ShardExport], writer: FileWriter, directory: Path, method: str, has_several_caches: bool
-) -> dict[str, int]:
+def _write_weights(shards: list[ShardExport], writer: FileWriter, directory: Path, method: str) -> dict[str, int]:
     """Write all shards and close the files; return the number of non-finite values by tensor. Collective."""
     non_finite: dict[str, int] = {}
     if method == "gather" and distributed.world_size() > 1:
@@ -176,9 +174,9 @@ def _write_weights(
         return non_finite
     with distributed.sync_errors(distributed.patient_group()), _failed_write(directory):
         _write_own(shards, writer, non_finite)
-        if not has_several_caches:
+        if not writer.keeps_borders:
             writer.close()
-    if has_several_caches:
+    if writer.keeps_borders:
         error = borders.write_on_main(writer.borders, writer.write_bytes)
         with distributed.sync_errors(distributed.patient_group()), _failed_write(directory):
             if error is not None:

@@ -260,9 +260,10 @@ def replay(operations: Sequence[Sequence[Operation]], nodes: Sequence[int], seed
     """
     chance, server = random.Random(seed), Server()
     clients = {node: Client(server, chance) for node in sorted(set(nodes))}
-    for phase in zip(*map(phases, operations), strict=True):
-        if all(operation.kind in ("open", "read") for own in phase for operation in own):
-            continue  # what is only read does not change the files
+    split = list(zip(*map(phases, operations), strict=True))
+    while all(operation.kind in ("open", "read") for own in split[-1] for operation in own):
+        split.pop()  # at the end, reading changes no file
+    for phase in split:
         queues = [(clients[node], list(reversed(own))) for node, own in zip(nodes, phase, strict=True) if own]
         while queues:
             client, queue = chance.choice(queues)
