@@ -70,15 +70,17 @@ def host_group() -> dist.ProcessGroup | None:
     return _group("short", _default_timeout(default))
 
 
-def patient_group() -> dist.ProcessGroup | None:
+def patient_group(thread: str = "main") -> dist.ProcessGroup | None:
     """Return a group between hosts without a timeout, to wait for work that takes one rank longer than `ddp_timeout`.
 
-    Writing a checkpoint, say, or downloading a model. A rank that dies still ends the wait. Never use the group from two
-    threads at the same time.
+    Writing a checkpoint, say, or downloading a model. A rank that dies still ends the wait.
 
     Collective on the first call: every rank must call this.
+
+    Args:
+        thread: each thread that communicates needs a group of its own, with the same name on every rank.
     """
-    return _group("patient", UNLIMITED) if is_distributed() else None
+    return _group(f"patient {thread}", UNLIMITED) if is_distributed() else None
 
 
 def _group(use: str, timeout: timedelta | None) -> dist.ProcessGroup:

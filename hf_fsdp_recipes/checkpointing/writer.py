@@ -94,7 +94,7 @@ class Writer:
             CheckpointError: on every rank, if the previous save failed or this one cannot start.
         """
         self.wait()
-        self._group = distributed.patient_group()
+        self._group = distributed.patient_group("checkpoint-writer")
         with distributed.sync_errors():
             if distributed.is_main():
                 layout.start(self.output_dir, snapshot.step)
