@@ -16,7 +16,7 @@ from transformers.trainer_utils import SaveStrategy
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import divergence, layout, resume, small_files
 from hf_fsdp_recipes.checkpointing.lock import lock_directory
-from hf_fsdp_recipes.checkpointing.mirror import Mirror, check_mirror, claim_mirror
+from hf_fsdp_recipes.checkpointing.mirror import Mirror
 from hf_fsdp_recipes.checkpointing.preemption import SignalWatch
 from hf_fsdp_recipes.checkpointing.run_identity import EXPORT, PreviousRun, claim_directory, read_run
 from hf_fsdp_recipes.checkpointing.state import capture, check_arguments, random_state
@@ -88,8 +88,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._rank_files = rank_files or dict
         self._previous_run = previous_run
         self._run: str | None = None  # id, on rank 0
-        self._mirror_url = checkpoint_mirror
-        self._mirror: Mirror | None = None
+        self.mirror = Mirror(checkpoint_mirror)
         self._signals = SignalWatch(check_signals_every_steps) if signals else None
         self._strategy: Any = SaveStrategy.NO
         self._writer: Writer | None = None
@@ -116,8 +115,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             raise CheckpointError("the trainer has two ShardedCheckpointCallbacks. Pass one.")
         self._check_export(str(AcceleratorState().distributed_type.value), kwargs["model"])
         self._plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
-        if self._mirror_url is not None:
-            check_mirror(self._mirror_url, args.output_dir, is_fsdp=self._plugin is not None)
+        self.mirror.check(args.output_dir, is_fsdp=self._plugin is not None)
         if self._plugin is None:
             return
         with distributed.sync_errors():
@@ -138,8 +136,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             if distributed.is_main():
                 claim_directory(args.output_dir, state, self._previous_run, self._run)
                 self._run = read_run(state)
-                if self._mirror_url is not None:
-                    claim_mirror(self._mirror_url, self._run, state.global_step)
+                self.mirror.claim(self._run, state.global_step)
         self._is_finished = 0 < state.max_steps <= state.global_step
         if self._is_finished:
             distributed.print_main(f"finished: step {state.global_step} is the last one, so there is nothing to do")
@@ -150,13 +147,9 @@ class ShardedCheckpointCallback(TrainerCallback):
             # With "best", Trainer saves inside evaluation, where a callback cannot intercept it. With "steps" it still tracks
             # the best step, but only sets a flag that a callback can clear.
             args.save_strategy = SaveStrategy.STEPS
-        if self._mirror_url is not None:
-            keep = args.save_total_limit
-            self._mirror = Mirror(self._mirror_url, self._run, keep, lambda: state.best_model_checkpoint)
-            resumed = layout.directory_for(args.output_dir, state.global_step)
-            if distributed.run_on_main(lambda: layout.validate(resumed) is None):
-                self._mirror.add(resumed)  # if it was not uploaded before the run ended
-        self._writer = Writer(args.output_dir, self._asynchronous, self._mirror.add if self._mirror else None)
+        limit = args.save_total_limit
+        self.mirror.start(args.output_dir, state.global_step, limit, lambda: state.best_model_checkpoint)
+        self._writer = Writer(args.output_dir, self._asynchronous, self.mirror.add)
         if self._signals is not None:
             self._signals.start()
         if distributed.is_main():
@@ -260,13 +253,13 @@ class ShardedCheckpointCallback(TrainerCallback):
             self._signals.stop()
             if self._signals.is_stopping:
                 distributed.raise_together(self._failure)
-                self._wait_for_uploads()
+                self.mirror.wait()
                 self._signals.exit_if_signaled(completed)
         self._export(kwargs)
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-        failed_upload = self._wait_for_uploads()
+        failed_upload = self.mirror.wait()
         failure = self._failure or failed_upload
         distributed.raise_together(None if failure is None else SaveError(str(failure)))
 
@@ -277,23 +270,17 @@ class ShardedCheckpointCallback(TrainerCallback):
         if not self.has_exported(export):
             export = export_model(kwargs["model"], export, tokenizer=tokenizer, use_free_name=True)
             self.push_export(export)
-        if self._mirror is not None:
-            self._mirror.add(export, MARKER)
+        self.mirror.add(export, MARKER)
 
     def upload_exports(self, *exports: Path) -> None:
         """Upload exports to the mirror, if there is one, and wait for it. Collective.
 
         Raises:
-            SaveError: the last checkpoint or export was not uploaded.
+            SaveError: the last checkpoint or an export was not uploaded.
         """
-        if self._mirror is not None:
-            for export in exports:
-                self._mirror.add(export, MARKER)
-            distributed.raise_together(self._mirror.wait())
-
-    def _wait_for_uploads(self) -> SaveError | None:
-        """Wait until the last checkpoint and the export are in the mirror; return why one is not. Collective."""
-        return None if self._mirror is None else self._mirror.wait()
+        for export in exports:
+            self.mirror.add(export, MARKER)
+        distributed.raise_together(self.mirror.wait())
 
     def has_exported(self, export: Path) -> bool:
         """Return whether the run had already finished when it was resumed, and its export exists. Collective."""
@@ -360,7 +347,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     def _record_failure(self, error: Exception) -> None:
         # Training continues: the earlier checkpoint is intact and the next save may succeed.
         if isinstance(error, DivergenceError):
-            self._wait_for_uploads()
+            self.mirror.wait()
             raise error
         if distributed.is_main() and str(error) != str(self._failure):
             logger.warning("%s Training continues.", error)
@@ -390,5 +377,5 @@ class ShardedCheckpointCallback(TrainerCallback):
             protected = [state.best_model_checkpoint] if state.best_model_checkpoint else []
             if self._pusher is not None and self._pusher.source is not None:
                 protected.append(str(self._pusher.source))
-            protected += self._mirror.sources if self._mirror is not None else []
+            protected += self.mirror.sources
             layout.remove_old(args.output_dir, args.save_total_limit, protected, read_run(state))

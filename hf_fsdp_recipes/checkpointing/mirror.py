@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.checkpointing.run_identity import EXPORTS
-from hf_fsdp_recipes.errors import CheckpointError, RecipeError, SaveError, summarize
+from hf_fsdp_recipes.errors import CheckpointError, SaveError, summarize
 
 Value = TypeVar("Value")
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ UNFINISHED = "upload.json"  # in a checkpoint whose upload has not finished; hol
 
 
 class Storage:
-    """The directory at a URL. Errors name the URL; failed operations are retried."""
+    """The directory at a URL. Failed operations are retried."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -53,7 +53,7 @@ class Storage:
                 if isinstance(error, FileNotFoundError) and method in ("cat_file", "ls"):
                     return None
                 if number + 1 == tries:
-                    raise CheckpointError(f"{self.url}: {summarize(error, 'sentence')}") from error
+                    raise CheckpointError(summarize(error, "sentence")) from error
                 time.sleep(RETRY_SECONDS[number])
 
     def read_json(self, name: str) -> dict[str, Any]:
@@ -64,13 +64,17 @@ class Storage:
             return {}
         return content if isinstance(content, dict) else {}
 
+    def rename_manifest(self, checkpoint: layout.Checkpoint, name: str) -> None:
+        """Make a checkpoint incomplete without deleting its files."""
+        directory = f"{self.root}/{checkpoint.path}"
+        self.attempt("mv", f"{directory}/{layout.MANIFEST}", f"{directory}/{name}")
+
     def remove(self, checkpoint: layout.Checkpoint) -> None:
         """Delete a checkpoint. It is incomplete first, so that an interruption leaves nothing to resume from."""
-        directory = f"{self.root}/{checkpoint.path}"
         if checkpoint.is_complete:
-            self.attempt("mv", f"{directory}/{layout.MANIFEST}", f"{directory}/{UNFINISHED}")
-            self.fs.invalidate_cache()
-        self.attempt("rm", directory, True)
+            self.rename_manifest(checkpoint, UNFINISHED)
+        self.fs.invalidate_cache()
+        self.attempt("rm", f"{self.root}/{checkpoint.path}", True)
 
     def list_checkpoints(self) -> list[layout.Checkpoint]:
         """Return all checkpoints by step; their paths are names."""
@@ -86,81 +90,102 @@ class Storage:
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def check_mirror(url: str, output_dir: str | os.PathLike[str], is_fsdp: bool = True) -> None:
-    """Check that every rank can write to a mirror. Collective: every rank must call this.
-
-    Raises:
-        CheckpointError: it cannot be opened or written, or is the output directory, or this is not an FSDP run.
-    """
-    if not is_fsdp:
-        raise CheckpointError(
-            "checkpoint_mirror is set, but only FSDP checkpoints are mirrored. Launch with an FSDP template, or unset it."
-        )
-    with distributed.sync_errors(distributed.patient_group()):
-        storage = Storage(url)
-        if storage.is_local and Path(storage.root).resolve() == Path(output_dir).resolve():
-            raise CheckpointError(f"checkpoint_mirror is output_dir, {output_dir}. Choose another place for it.")
-        probe = f"{storage.root}/.write-test-{distributed.rank()}"
-        try:
-            storage.attempt("pipe_file", probe, b"test", tries=1)
-            storage.attempt("rm_file", probe, tries=1)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"checkpoint_mirror cannot be written: {error}. Check the address, the credentials and their permissions."
-            ) from error
-
-
-def claim_mirror(url: str, run: str | None, step: int) -> None:
-    """Refuse a mirror with another run's checkpoints; rename the manifests of steps that the run will repeat. Rank 0 only.
-
-    Raises:
-        CheckpointError: the mirror holds another run's checkpoint or export.
-    """
-    storage = Storage(url)
-    complete = [checkpoint for checkpoint in storage.list_checkpoints() if checkpoint.is_complete]
-    others = [checkpoint.path.name for checkpoint in complete if checkpoint.run != run]
-    if step == 0 and not complete:
-        others = [name for name in EXPORTS if storage.attempt("exists", f"{storage.root}/{name}")]
-    if others:
-        raise CheckpointError(
-            f"{url} holds {others[0]} of another run. Resume that run with resume_from_checkpoint={url}/auto, or choose "
-            f"another checkpoint_mirror."
-        )
-    for checkpoint in complete:
-        if checkpoint.step > step:
-            manifest = f"{storage.root}/{checkpoint.path}/{layout.MANIFEST}"
-            storage.attempt("mv", manifest, f"{manifest}.set-aside")
-            logger.warning("%s/%s is set aside: %s got the suffix .set-aside", url, checkpoint.path, layout.MANIFEST)
-
-
 class Mirror:
     """Uploads what `add` names, one directory at a time, from a thread of each rank.
 
-    Every rank has one and adds the same directories in the same order. If uploads are slower than saves, only the newest
-    checkpoint is uploaded.
-
-    Args:
-        url: where to upload to.
-        run: the run's id, used on rank 0. Only this run's checkpoints are deleted.
-        keep: number of complete checkpoints to keep, or None for all.
-        best: returns the path of a checkpoint to keep in any case.
+    Every rank has one and calls its methods in the same order. If uploads are slower than saves, only the newest checkpoint is
+    uploaded. Without a URL it does nothing.
     """
 
-    def __init__(self, url: str, run: str | None, keep: int | None, best: Callable[[], str | None]) -> None:
-        self._storage, self._run, self._keep, self._best = Storage(url), run, keep, best
-        self._group = (
-            dist.new_group(backend="gloo", timeout=distributed.UNLIMITED) if distributed.is_distributed() else None
-        )
+    def __init__(self, url: str | None) -> None:
+        self._url = url
+        self._storage: Storage
+        self._run: str | None = None
+        self._keep: int | None = None
+        self._best: Callable[[], str | None]
+        self._group: dist.ProcessGroup | None = None
         self._changed = threading.Condition()
-        self._added: list[tuple[Path, str]] = []  # directories with the name of their manifests
-        self._num_done = 0
-        self._current = 0  # number of directories that had been added when the current upload was chosen
-        self._failures: dict[str, CheckpointError | None] = {}  # of the last upload of each kind
+        self._added: list[tuple[Path, str]] = []  # directories with the names of their manifests
+        self._num_done = self._current = 0  # of those added: done, or skipped; up to the one that is uploaded now
+        self._failures: dict[str, str | None] = {}  # of the last checkpoint and export, by the name of their manifests
         self._has_skipped = False
+
+    def check(self, output_dir: str | os.PathLike[str], is_fsdp: bool = True) -> None:
+        """Check that every rank can write to the mirror. Collective: every rank must call this.
+
+        Raises:
+            CheckpointError: it cannot be opened or written, or is the output directory, or this is not an FSDP run.
+        """
+        if self._url is None:
+            return
+        if not is_fsdp:
+            raise CheckpointError(
+                "checkpoint_mirror needs FSDP, because Trainer's own checkpoints are not uploaded. Launch with an FSDP "
+                "template, or unset it."
+            )
+        with distributed.sync_errors(distributed.patient_group()):
+            self._storage = Storage(self._url)
+            if self._storage.is_local and Path(self._storage.root).resolve() == Path(output_dir).resolve():
+                raise CheckpointError(f"checkpoint_mirror and output_dir are both {output_dir}. Change one of them.")
+            probe = f"{self._storage.root}/.write-test-{distributed.rank()}"
+            try:
+                self._storage.attempt("pipe_file", probe, b"test", tries=1)
+                self._storage.attempt("rm_file", probe, tries=1)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"checkpoint_mirror {self._url} cannot be written: {error}. Check the address and the credentials."
+                ) from error
+
+    def claim(self, run: str | None, step: int) -> None:
+        """Refuse a mirror that another run uses, and set checkpoints aside whose steps will be repeated. Rank 0 only.
+
+        Args:
+            run: the run's id. Only its checkpoints are deleted later.
+            step: the step that the run starts at.
+
+        Raises:
+            CheckpointError: the mirror holds another run's checkpoint or export.
+        """
+        if self._url is None:
+            return
+        self._run, storage = run, self._storage
+        complete = [checkpoint for checkpoint in storage.list_checkpoints() if checkpoint.is_complete]
+        others = [checkpoint.path.name for checkpoint in complete if checkpoint.run != run]
+        if step == 0 and not complete:
+            others = [name for name in EXPORTS if storage.attempt("exists", f"{storage.root}/{name}")]
+        if others:
+            raise CheckpointError(
+                f"{self._url} holds {others[0]} of another run. Resume that run with resume_from_checkpoint={self._url}/auto, "
+                f"or choose another checkpoint_mirror."
+            )
+        for checkpoint in complete:
+            if checkpoint.step > step:
+                storage.rename_manifest(checkpoint, f"{layout.MANIFEST}.set-aside")
+                logger.warning("%s/%s is set aside, because its step is repeated", self._url, checkpoint.path)
+
+    def start(self, output_dir: str, step: int, keep: int | None, best: Callable[[], str | None]) -> None:
+        """Start the thread, and upload the checkpoint that the run resumes from if it is not in the mirror. Collective.
+
+        Args:
+            output_dir: the run's output directory.
+            step: the step that the run starts at.
+            keep: number of complete checkpoints to keep, or None for all.
+            best: returns the path of a checkpoint to keep in any case.
+        """
+        if self._url is None:
+            return
+        self._keep, self._best = keep, best
+        if distributed.is_distributed():
+            self._group = dist.new_group(backend="gloo", timeout=distributed.UNLIMITED)
         threading.Thread(target=self._upload_added, name="checkpoint-mirror", daemon=True).start()
+        resumed = layout.directory_for(output_dir, step)
+        if distributed.run_on_main(lambda: layout.validate(resumed) is None):
+            self.add(resumed)
 
     def add(self, directory: Path, manifest: str = layout.MANIFEST) -> None:
         """Start uploading a complete checkpoint or export. Not a collective; an export waits for earlier uploads."""
+        if self._url is None:
+            return
         with self._changed:
             if manifest != layout.MANIFEST:
                 self._changed.wait_for(self._is_idle)
@@ -169,10 +194,12 @@ class Mirror:
 
     def wait(self) -> SaveError | None:
         """Wait for the last upload; return why the last checkpoint or export was not uploaded. Collective."""
+        if self._url is None:
+            return None
         with self._changed:
             self._changed.wait_for(self._is_idle)
-        failures = distributed.gather_objects([str(error) for error in self._failures.values() if error])
-        return next((SaveError(texts[0]) for texts in failures if texts), None)
+        failures = distributed.gather_objects(next(filter(None, self._failures.values()), None))
+        return next((SaveError(failure) for failure in failures if failure), None)
 
     @property
     def sources(self) -> list[str]:
@@ -189,43 +216,36 @@ class Mirror:
             with self._changed:
                 self._changed.wait_for(lambda: not self._is_idle())
                 self._current = len(self._added)
-                if self._current > self._num_done + 1:
-                    self._report_skipped()
-            manifest = self._added[self._current - 1][1]
+            directory, manifest = self._added[-1]
             try:
-                # Rank 0 chooses. Another rank may have added fewer so far.
+                # Rank 0 chooses the newest. The others may have added fewer or more so far.
                 number = distributed.broadcast_object(self._current, self._group)
                 with self._changed:
-                    self._changed.wait_for(lambda: len(self._added) >= number)
+                    self._changed.wait_for(functools.partial(self._has_added, number))
                     self._current = number
                 directory, manifest = self._added[number - 1]
-                self._failures[manifest] = self._upload_guarded(directory, manifest)
-            except Exception as error:  # a rank has exited
-                self._failures[manifest] = CheckpointError(
-                    f"the upload to {self._storage.url} stopped: {summarize(error)}."
+                self._report_skipped()
+                self._upload(directory, manifest)
+                self._failures[manifest] = None
+            except Exception as error:  # of the upload: the same on every rank; or another rank has exited
+                self._failures[manifest] = (
+                    f"{directory} was not uploaded to {self._url}: {summarize(error)}. It is complete on this machine. Check the "
+                    f"network and the credentials; resuming the run from it uploads it."
                 )
+                distributed.warn_main(str(self._failures[manifest]))
             with self._changed:
                 self._num_done = self._current
                 self._changed.notify_all()
 
-    def _report_skipped(self) -> None:
-        if distributed.is_main() and not self._has_skipped:
-            self._has_skipped = True
-            logger.warning(
-                "uploads to %s are slower than saves, so only the newest checkpoint is uploaded", self._storage.url
-            )
+    def _has_added(self, number: int) -> bool:
+        return len(self._added) >= number
 
-    def _upload_guarded(self, directory: Path, manifest: str) -> CheckpointError | None:
-        try:
-            self._upload(directory, manifest)
-        except RecipeError as error:  # the same on every rank
-            failure = CheckpointError(
-                f"{directory} was not uploaded: {error}. It is complete on this machine. Check the network and the "
-                f"credentials; resuming the run from it uploads it."
+    def _report_skipped(self) -> None:
+        if self._current > self._num_done + 1 and not self._has_skipped:
+            self._has_skipped = True
+            distributed.warn_main(
+                f"uploads to {self._url} are slower than saves, so only the newest checkpoint is uploaded"
             )
-            distributed.warn_main(str(failure))
-            return failure
-        return None
 
     def _upload(self, directory: Path, manifest: str) -> None:
         files = distributed.run_on_main(functools.partial(self._start, directory, manifest), self._group)
@@ -324,7 +344,7 @@ def _download(url: str, manifest: dict[str, Any], output_dir: Path) -> Path:
     step, files = int(manifest["step"]), manifest["files"]
     final = layout.directory_for(output_dir, step)
     output_dir.mkdir(parents=True, exist_ok=True)
-    os.listdir(output_dir)  # so that NFS looks for what another node has written
+    list(output_dir.iterdir())  # so that NFS looks for what another node has written
     if layout.read_manifest(final) == manifest and layout.validate(final, verify=distributed.is_main()) is None:
         return final
     if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in files):

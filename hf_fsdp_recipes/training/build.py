@@ -12,7 +12,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.callback import ShardedCheckpointCallback
 from hf_fsdp_recipes.checkpointing.layout import STATE_FILE, quarantine_incomplete
 from hf_fsdp_recipes.checkpointing.lock import lock_directory
-from hf_fsdp_recipes.checkpointing.mirror import check_mirror, claim_mirror, fetch_checkpoint
+from hf_fsdp_recipes.checkpointing.mirror import Mirror, fetch_checkpoint
 from hf_fsdp_recipes.checkpointing.resume import keep_global_batch
 from hf_fsdp_recipes.checkpointing.run_identity import EXPORT, EXPORTS, MERGED_EXPORT, claim_directory, read_run
 from hf_fsdp_recipes.checkpointing.verification import check_named, latest_checkpoint
@@ -168,33 +168,33 @@ def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[SF
 def find_resume(arguments: Arguments) -> str | None:
     """Return the checkpoint to resume from, or None to start at step 0, and lock the output directory until the process exits.
 
-    `resume_from_checkpoint` is a path, a URL to download from, or `auto` for the newest complete checkpoint, if any, in the output
-    directory or the mirror. Keeps the global batch size if the number of ranks has changed. Collective: every rank must call this; each verifies its part of the checkpoint.
+    `resume_from_checkpoint` is a path, a URL to download from, or `auto` for the newest complete checkpoint, if any, in
+    `output_dir` or the mirror. Keeps the global batch size if the number of ranks has changed. Collective: every rank must
+    call this; each verifies its part of the checkpoint.
 
     Raises:
         CheckpointError: the path is not a complete checkpoint, or the output directory cannot be written, is in use or holds
             another run's files.
     """
-    output_dir, mirror = arguments.training.output_dir, arguments.recipe.checkpoint_mirror
+    output_dir, url = arguments.training.output_dir, arguments.recipe.checkpoint_mirror
+    mirror = Mirror(url)
     requested = arguments.training.resume_from_checkpoint
     is_requested = requested not in (None, False, "", "no")
     with distributed.sync_errors(distributed.patient_group()):
         if distributed.is_main():
             lock_directory(output_dir)
-    if mirror is not None:
-        check_mirror(mirror, output_dir)
-    checkpoint = _find_checkpoint(str(requested), output_dir, mirror) if is_requested else None
+    mirror.check(output_dir)
+    checkpoint = _find_checkpoint(str(requested), output_dir, url) if is_requested else None
 
     def claim() -> None:
         state = _read_state(checkpoint)
+        mirror.claim(read_run(state), state.global_step)
         claim_directory(output_dir, state, arguments.recipe.previous_run)
-        if mirror is not None:
-            claim_mirror(mirror, read_run(state), state.global_step)
 
     distributed.run_on_main(claim, distributed.patient_group())
     if checkpoint is None:
         if is_requested:
-            places = [output_dir, mirror] if _is_auto(str(requested)) else [str(requested)]
+            places = [output_dir, url] if _is_auto(str(requested)) else [str(requested)]
             where = " and ".join(filter(None, places))
             distributed.print_main(f"resume: no complete checkpoint in {where}; starting from step 0")
         return None
