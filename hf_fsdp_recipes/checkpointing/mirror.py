@@ -44,17 +44,17 @@ class Storage:
                 f"{url} cannot be opened: {summarize(error)}. For s3, run pip install 'hf-fsdp-recipes[mirror]'."
             ) from error
 
-    def attempt(self, method: str, *arguments: Any, tries: int = 1 + len(RETRY_SECONDS)) -> Any:
+    def attempt(self, method: str, *arguments: Any, retry: bool = True) -> Any:
         """Call a method of the file system; return None if what it reads does not exist."""
-        for number in range(tries):
+        for delay_seconds in [*(RETRY_SECONDS if retry else ()), None]:
             try:
                 return getattr(self.fs, method)(*arguments)
             except Exception as error:  # each file system raises its own
                 if isinstance(error, FileNotFoundError) and method in ("cat_file", "ls"):
                     return None
-                if number + 1 == tries:
+                if delay_seconds is None:
                     raise CheckpointError(summarize(error, "sentence")) from error
-                time.sleep(RETRY_SECONDS[number])
+                time.sleep(delay_seconds)
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Return a file's content, or nothing if it does not exist or was not fully written."""
@@ -129,8 +129,8 @@ class Mirror:
                 raise CheckpointError(f"checkpoint_mirror and output_dir are both {output_dir}. Change one of them.")
             probe = f"{self._storage.root}/.write-test-{distributed.rank()}"
             try:
-                self._storage.attempt("pipe_file", probe, b"test", tries=1)
-                self._storage.attempt("rm_file", probe, tries=1)
+                self._storage.attempt("pipe_file", probe, b"test", retry=False)
+                self._storage.attempt("rm_file", probe, retry=False)
             except CheckpointError as error:
                 raise CheckpointError(
                     f"checkpoint_mirror {self._url} cannot be written: {error}. Check the address and the credentials."
@@ -138,10 +138,6 @@ class Mirror:
 
     def claim(self, run: str | None, step: int) -> None:
         """Refuse a mirror that another run uses, and set checkpoints aside whose steps will be repeated. Rank 0 only.
-
-        Args:
-            run: the run's id. Only its checkpoints are deleted later.
-            step: the step that the run starts at.
 
         Raises:
             CheckpointError: the mirror holds another run's checkpoint or export.
@@ -166,15 +162,11 @@ class Mirror:
     def start(self, output_dir: str, step: int, keep: int | None, best: Callable[[], str | None]) -> None:
         """Start the thread, and upload the checkpoint that the run resumes from if it is not in the mirror. Collective.
 
-        Args:
-            output_dir: the run's output directory.
-            step: the step that the run starts at.
-            keep: number of complete checkpoints to keep, or None for all.
-            best: returns the path of a checkpoint to keep in any case.
+        `keep` is the number of complete checkpoints to keep, or None for all; `best` returns the path of one to keep anyway.
         """
-        if self._url is None:
-            return
         self._keep, self._best = keep, best
+        if self._url is None or self._added:  # or a second call of train()
+            return
         if distributed.is_distributed():
             self._group = dist.new_group(backend="gloo", timeout=distributed.UNLIMITED)
         threading.Thread(target=self._upload_added, name="checkpoint-mirror", daemon=True).start()
@@ -221,7 +213,8 @@ class Mirror:
                 # Rank 0 chooses the newest. The others may have added fewer or more so far.
                 number = distributed.broadcast_object(self._current, self._group)
                 with self._changed:
-                    self._changed.wait_for(functools.partial(self._has_added, number))
+                    while len(self._added) < number:
+                        self._changed.wait()
                     self._current = number
                 directory, manifest = self._added[number - 1]
                 self._report_skipped()
@@ -237,15 +230,10 @@ class Mirror:
                 self._num_done = self._current
                 self._changed.notify_all()
 
-    def _has_added(self, number: int) -> bool:
-        return len(self._added) >= number
-
     def _report_skipped(self) -> None:
         if self._current > self._num_done + 1 and not self._has_skipped:
             self._has_skipped = True
-            distributed.warn_main(
-                f"uploads to {self._url} are slower than saves, so only the newest checkpoint is uploaded"
-            )
+            distributed.warn_main(f"uploads to {self._url} are slower than saves; older checkpoints are skipped")
 
     def _upload(self, directory: Path, manifest: str) -> None:
         files = distributed.run_on_main(functools.partial(self._start, directory, manifest), self._group)
@@ -253,9 +241,8 @@ class Mirror:
         with contextlib.suppress(OSError):
             own = layout.checksum(directory / manifest)
         found = distributed.gather_objects(own, self._group)
-        uploaders = [
-            rank for rank, value in enumerate(found) if value == found[0]
-        ]  # others do not see rank 0's directory
+        # The others do not see rank 0's directory.
+        uploaders = [rank for rank, value in enumerate(found) if value == found[0]]
         with distributed.sync_errors(self._group):
             if distributed.rank() in uploaders:
                 for name in files[uploaders.index(distributed.rank()) :: len(uploaders)]:
@@ -286,11 +273,11 @@ class Mirror:
         print(f"mirrored: {directory.name} to {self._storage.url}", flush=True)
         try:
             self._storage.attempt("rm_file", f"{self._storage.root}/{directory.name}/{UNFINISHED}")
-            own = [checkpoint for checkpoint in self._storage.list_checkpoints() if checkpoint.run == self._run]
-            newest = max((checkpoint.step for checkpoint in own if checkpoint.is_complete), default=0)
+            own = [one for one in self._storage.list_checkpoints() if one.run == self._run]
+            newest = max((one.step for one in own if one.is_complete), default=0)
             best = [Path(path).name for path in [self._best()] if path]
             old = layout.find_old(own, self._keep, best) if self._keep else []
-            old += [checkpoint for checkpoint in own if not checkpoint.is_complete and checkpoint.step < newest]
+            old += [one for one in own if not one.is_complete and one.step < newest and one.run]
             for checkpoint in old:
                 self._storage.remove(checkpoint)
         except CheckpointError as error:

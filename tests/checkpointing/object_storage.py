@@ -4,6 +4,7 @@ import contextlib
 import json
 
 import boto3
+import requests
 from moto.server import ThreadedMotoServer
 
 BUCKET = "training"
@@ -30,6 +31,9 @@ class ObjectStorage:
             aws_secret_access_key="test",
             region_name="us-east-1",
         )
+        requests.post(
+            f"http://{host}:{port}/moto-api/reset", timeout=30
+        )  # its buckets outlive a server of this process
         self.client.create_bucket(Bucket=BUCKET)
 
     def keys(self, prefix=""):
