@@ -104,6 +104,7 @@ class Mirror:
         self._keep: int | None = None
         self._best: Callable[[], str | None]
         self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._added: list[tuple[Path, str]] = []  # directories with the names of their manifests
         self._num_done = self._current = 0  # of those added: done, or skipped; up to the one that is uploaded now
@@ -165,11 +166,12 @@ class Mirror:
         `keep` is the number of complete checkpoints to keep, or None for all; `best` returns the path of one to keep anyway.
         """
         self._keep, self._best = keep, best
-        if self._url is None or self._added:  # or a second call of train()
+        if self._url is None or self._thread is not None:  # train() may be called again
             return
         if distributed.is_distributed():
             self._group = dist.new_group(backend="gloo", timeout=distributed.UNLIMITED)
-        threading.Thread(target=self._upload_added, name="checkpoint-mirror", daemon=True).start()
+        self._thread = threading.Thread(target=self._upload_added, name="checkpoint-mirror", daemon=True)
+        self._thread.start()
         resumed = layout.directory_for(output_dir, step)
         if distributed.run_on_main(lambda: layout.validate(resumed) is None):
             self.add(resumed)
@@ -339,10 +341,10 @@ def _download(url: str, manifest: dict[str, Any], output_dir: Path) -> Path:
     print(f"download: {url} to {final}", flush=True)
     storage, incomplete = Storage(url), layout.start(output_dir, step)
     storage.attempt("get", [f"{storage.root}/{name}" for name in files], [str(incomplete / name) for name in files])
-    found = layout.manifest_entries(incomplete, files)
-    changed = [name for name in files if found[name] != files[name]]
-    if changed:
-        raise CheckpointError(f"{url}/{changed[0]} has changed: its size or checksum differs. Use another checkpoint.")
+    (incomplete / layout.MANIFEST).write_text(json.dumps(manifest))
+    fault = layout.validate(incomplete, verify=True)
+    if fault is not None:
+        raise CheckpointError(f"{url} cannot be resumed from: {fault}. Use another checkpoint.")
     facts = {name: value for name, value in manifest.items() if name not in ("format", "files")}
     layout.commit(incomplete, final, files, facts)
     return final
