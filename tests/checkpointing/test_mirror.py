@@ -80,7 +80,7 @@ def test_damaged_copy_on_disk_is_replaced_and_damaged_copy_in_the_mirror_refused
     (checkpoint / "scheduler.pt").write_bytes(b"x" * len(before["scheduler.pt"]))
     assert files_of(fetch_checkpoint(url, output)) == before
     storage.client.put_object(Bucket=BUCKET, Key="run/checkpoint-2/scheduler.pt", Body=b"x")
-    with pytest.raises(CheckpointError, match="checkpoint-2 cannot be resumed from: scheduler.pt has"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 cannot be resumed from: scheduler\.pt has"):
         fetch_checkpoint(url, tmp_path / "other")
     assert not list((tmp_path / "other").glob("checkpoint-*"))
 
