@@ -100,6 +100,7 @@ def test_killed_while_uploading_resumes_from_the_mirror_on_an_empty_disk(tiny_mo
     assert {key.partition("/")[0] for key in storage.keys("run/")} == {"checkpoint-6", "export"}
 
 
+@pytest.mark.slow
 def test_server_that_stops_causes_warnings_and_a_failed_run_after_the_export(tiny_model, text_file, tmp_path, storage):
     settings = {"model_name_or_path": tiny_model("llama"), "dataset_name": text_file}
     config = recipe(tmp_path, checkpoint_mirror=f"s3://{BUCKET}/run", **settings)
