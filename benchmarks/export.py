@@ -24,6 +24,7 @@ WAYS = {
     "DCP HuggingFaceStorageWriter with consolidation": "dcp",
     "transformers' distributed save, then consolidate": "native",
     "export_model, direct": "direct",
+    "export_model, direct, as on 2 nodes": "nodes",
     "export_model, gather": "gather",
 }
 
@@ -70,6 +71,7 @@ def measure(num_parameters: float, scratch: Path, repeats: int) -> dict:
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
+    from hf_fsdp_recipes import distributed
     from hf_fsdp_recipes.export import from_model
     from hf_fsdp_recipes.metrics.memory import HostPeak
 
@@ -102,7 +104,9 @@ def measure(num_parameters: float, scratch: Path, repeats: int) -> dict:
                 elif kind == "native":
                     save_then_consolidate(model, target)
                 else:
-                    from_model.export_model(model, target, method=kind)
+                    node = f"node {dist.get_rank()}" if kind == "nodes" else "node"
+                    distributed.node_id = lambda node=node: node
+                    from_model.export_model(model, target, method="direct" if kind == "nodes" else kind)
                 dist.barrier()
             times[kind].append(memory.seconds)
             extra[kind].append(memory.peak_bytes - memory.before_bytes)

@@ -29,7 +29,6 @@ from benchmarks.traced import WARMUP_STEPS
 from hf_fsdp_recipes.tools.planner import command as planner
 from hf_fsdp_recipes.tools.selftest import measurements as selftest
 from hf_fsdp_recipes.tools.selftest.measurements import Figures, Result, Site, find_model, measure, run_on_ranks
-from hf_fsdp_recipes.tools.selftest.report import write_report
 from hf_fsdp_recipes.tools.subprocess_runner import start
 
 RANKS_SCRIPT = ROOT / "benchmarks" / "gpu_day_ranks.py"
@@ -265,7 +264,7 @@ def report(out: Path, results: dict[str, Result]) -> None:
     """Write OUT/report.md."""
     site = selftest.find_site(out, selftest.SFT_SCRIPT, 0.0)
     ordered = [results[name] for name in MEASUREMENTS if name in results]
-    write_report(out / "report.md", "One accelerator", site.device, 1, ordered)
+    selftest.write_report(out / "report.md", "One accelerator", site.device, 1, ordered)
 
 
 def result_file(out: Path, name: str) -> Path:

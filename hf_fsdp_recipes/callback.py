@@ -15,7 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import divergence, layout, resume, small_files
-from hf_fsdp_recipes.checkpointing.lock import lock_directory
+from hf_fsdp_recipes.checkpointing.lock import DirectoryLock, lock_directory
 from hf_fsdp_recipes.checkpointing.mirror import Mirror
 from hf_fsdp_recipes.checkpointing.preemption import SignalWatch
 from hf_fsdp_recipes.checkpointing.run_identity import EXPORT, PreviousRun, claim_directory, read_run
@@ -33,7 +33,6 @@ from hf_fsdp_recipes.patches import cpu_ranks, registry
 from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
 if TYPE_CHECKING:
-    from filelock import BaseFileLock
     from transformers import Trainer
 
 logger = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._signals = SignalWatch(check_signals_every_steps) if signals else None
         self._strategy: Any = SaveStrategy.NO
         self._writer: Writer | None = None
-        self._lock: BaseFileLock | None = None
+        self._lock: DirectoryLock | None = None
         self._plugin: Any = None
         self._failure: Exception | None = None  # of the last finished save
         self._pending_step: int | None = None
@@ -113,7 +112,13 @@ class ShardedCheckpointCallback(TrainerCallback):
         distributed.set_timeout(args.ddp_timeout)  # load_model may have started the process group before
         if vars(control).setdefault("sharded_checkpoint_callback", self) is not self:
             raise CheckpointError("the trainer has two ShardedCheckpointCallbacks. Pass one.")
-        self._check_export(str(AcceleratorState().distributed_type.value), kwargs["model"])
+        if self._export_dir is not None:
+            kind = AcceleratorState().distributed_type.value
+            if kind in ("DEEPSPEED", "MEGATRON_LM"):
+                raise CheckpointError(
+                    f"export_dir is set, but a model cannot be exported under {kind}. Use FSDP or DDP, or unset it."
+                )
+            check_export(kwargs["model"], self._export_dir)
         self._plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
         self.mirror.check(args.output_dir, is_fsdp=self._plugin is not None)
         if self._plugin is None:
@@ -303,16 +308,6 @@ class ShardedCheckpointCallback(TrainerCallback):
             distributed.print_main(f"exported: {directory}")
 
     # Shared by the event handlers.
-
-    def _check_export(self, distributed_type: str, model: Any) -> None:
-        """Check that the export at the end can be written. Collective."""
-        if self._export_dir is None:
-            return
-        if distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
-            raise CheckpointError(
-                f"export_dir is set, but a model cannot be exported under {distributed_type}. Use FSDP or DDP, or unset it."
-            )
-        check_export(model, self._export_dir)
 
     def _schedule(self, state: TrainerState) -> None:
         if state.global_step != self._last_saved_step:

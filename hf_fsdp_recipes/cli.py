@@ -1,4 +1,4 @@
-"""The `hf-fsdp` command. Each package registers its own subcommands; none imports torch until it runs."""
+"""The `hf-fsdp` command. Its subcommands are in the packages; none imports torch until it runs."""
 
 import sys
 from pathlib import Path
@@ -17,13 +17,16 @@ from hf_fsdp_recipes.tools.rehearsal import command as rehearsal_command
 from hf_fsdp_recipes.tools.selftest import command as selftest_command
 from hf_fsdp_recipes.tools.sweep import command as sweep_command
 
+# Any field of the recipe can follow as --field value.
+WITH_RECIPE_FIELDS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
 app = typer.Typer(help="FSDP recipes for Accelerate, Trainer and TRL.", no_args_is_help=True, add_completion=False)
 config_command.register(app)
-plan_command.register(app)
-preflight_command.register(app)
-rehearsal_command.register(app)
-selftest_command.register(app)
-sweep_command.register(app)
+app.command("plan")(plan_command.plan)
+app.command("preflight")(preflight_command.preflight)
+app.command("rehearse", context_settings=WITH_RECIPE_FIELDS)(rehearsal_command.rehearse)
+app.command("selftest")(selftest_command.selftest)
+app.command("sweep", context_settings=WITH_RECIPE_FIELDS)(sweep_command.sweep)
 checkpoints_command.register(app)
 export_command.register(app)
 report_command.register(app)
@@ -38,7 +41,7 @@ def main() -> None:
         sys.exit(1)
 
 
-@app.command("prepare-data", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command("prepare-data", context_settings=WITH_RECIPE_FIELDS)
 def prepare_data(
     context: typer.Context,
     output: Annotated[Path, typer.Option(help="Directory to write; pass it to a recipe as dataset_name.")],

@@ -6,11 +6,13 @@ Thin functions over `torch.distributed` that also work in a single process, with
 import contextlib
 import logging
 import os
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -45,9 +47,16 @@ def is_main() -> bool:
     return rank() == 0
 
 
-_groups: dict[
-    str, tuple[dist.ProcessGroup, dist.ProcessGroup]
-] = {}  # by use: the default group, and the one made for it
+def node_id() -> str:
+    """Return a text that is the same on the ranks of one node, and differs between nodes."""
+    boot_id = ""
+    with contextlib.suppress(OSError):  # Linux only
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot_id}"
+
+
+# By use: the default group, and the group that was made for it.
+_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def host_group() -> dist.ProcessGroup | None:

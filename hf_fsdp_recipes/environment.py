@@ -1,6 +1,8 @@
-"""Reads what a rank runs with: the environment variables that `accelerate launch` sets, and its cores."""
+"""Reads what a rank runs with: the environment variables that `accelerate launch` sets, its cores and packages."""
 
+import functools
 import os
+from importlib.metadata import PackageNotFoundError, version
 
 
 def is_true(value: object) -> bool:
@@ -32,3 +34,12 @@ def mixed_precision() -> str | None:
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def package_version(name: str) -> str | None:
+    """Return the version of an installed package, or None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

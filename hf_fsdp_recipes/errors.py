@@ -3,6 +3,7 @@
 `distributed.exit_with_message` turns them into one line on stderr and an exit status.
 """
 
+import re
 from typing import Literal
 
 
@@ -70,5 +71,10 @@ def summarize(error: BaseException, first: Literal["line", "sentence"] | None = 
         text = text.partition("\n")[0]
     text = " ".join(text.split())
     if first == "sentence":
-        text = text.partition(". ")[0]
+        text = first_sentence(text)
     return text[:300].rstrip(".!: ") or type(error).__name__
+
+
+def first_sentence(text: str) -> str:
+    """Return a text up to the end of its first sentence; "i.e." and "e.g." do not end it."""
+    return re.split(r"(?<!i\.e)(?<!e\.g)\. ", text, maxsplit=1)[0]

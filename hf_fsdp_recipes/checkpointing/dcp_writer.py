@@ -1,6 +1,7 @@
-"""A torch DCP file writer that bypasses the page cache and computes checksums while it writes.
+"""A torch DCP file writer that bypasses the page cache and computes checksums while it writes, and its planner.
 
-Source: torch 2.13 `distributed/checkpoint/filesystem.py`: FileSystemWriter writes through its own `fs`.
+Source: torch 2.13 `distributed/checkpoint/filesystem.py`: FileSystemWriter writes through its own `fs`; `default_planner.py`:
+`enable_plan_caching` keeps plans by the name of the planner's class.
 """
 
 import contextlib
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from hf_fsdp_recipes.checkpointing.direct_io import ChecksummedStream
@@ -31,6 +32,18 @@ class DirectWriter(FileSystemWriter):
         super().__init__(directory, sync_files=False, per_thread_copy_ahead=0)
         self.manifest_entries: dict[str, dict[str, Any]] = {}
         self.fs = _DirectFileSystem(notify, self.manifest_entries)
+
+
+class CachedPlanner(DefaultSavePlanner):
+    """Plans a save as the last one of the same part, so that rank 0 plans for all ranks only once.
+
+    Args:
+        part: what is saved; each part has its own plan.
+    """
+
+    def __init__(self, part: str) -> None:
+        super().__init__(enable_plan_caching=True)
+        self._cached_plans_key = f"{type(self).__name__} {part}"
 
 
 class _DirectFileSystem(FileSystem):

@@ -20,7 +20,7 @@ import xxhash
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-BLOCK_BYTES = 4096  # offset, length and memory address of a direct write must be multiples of this
+BLOCK_BYTES = max(4096, mmap.PAGESIZE)  # offset, length and memory address of a direct write must be multiples of this
 BUFFER_BYTES = 2 * 1024 * 1024
 CHECKSUM_BLOCK_BYTES = 8 * 1024 * 1024  # multiple of BUFFER_BYTES; part of the manifest's format
 MIN_DIRECT_BYTES = 256 * 1024  # smaller writes are faster through the cache
@@ -42,17 +42,17 @@ class DirectFile:
             OSError: the disk is full or fails.
         """
         view = memoryview(data).cast("B")
-        first_block = -(-offset // BLOCK_BYTES) * BLOCK_BYTES
-        last_block = (offset + len(view)) // BLOCK_BYTES * BLOCK_BYTES
-        if last_block - first_block < MIN_DIRECT_BYTES:
+        head, blocks, tail = split_at_blocks(view, offset)
+        if len(blocks) < MIN_DIRECT_BYTES:
             self._write_later(view, offset)
             return
-        self._write_later(view[: first_block - offset], offset)
-        for start in range(first_block, last_block, len(buffer)):
-            count = min(len(buffer), last_block - start)
-            buffer[:count] = view[start - offset : start - offset + count]
-            self.write_blocks(buffer, count, start)
-        self._write_later(view[last_block - offset :], last_block)
+        self._write_later(head, offset)
+        first_block = offset + len(head)
+        for start in range(0, len(blocks), len(buffer)):
+            count = min(len(buffer), len(blocks) - start)
+            buffer[:count] = blocks[start : start + count]
+            self.write_blocks(buffer, count, first_block + start)
+        self._write_later(tail, first_block + len(blocks))
 
     def _write_later(self, view: memoryview, offset: int) -> None:
         """Batch small cached writes, because each one waits for other ranks' blocks."""
@@ -162,6 +162,13 @@ class ChecksummedStream(io.RawIOBase):
         finally:
             super().close()
             self._file.close()
+
+
+def split_at_blocks(view: memoryview, offset: int) -> tuple[memoryview, memoryview, memoryview]:
+    """Split the bytes for `offset` of a file into its full blocks, what comes before them, and what comes after."""
+    first = min(-offset % BLOCK_BYTES, len(view))
+    last = max(first, len(view) - (offset + len(view)) % BLOCK_BYTES)
+    return view[:first], view[first:last], view[last:]
 
 
 def new_buffer() -> mmap.mmap:

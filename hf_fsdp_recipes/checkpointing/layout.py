@@ -117,7 +117,8 @@ def start(output_dir: str | os.PathLike[str], step: int) -> Path:
         for old in Path(output_dir).glob(".checkpoint-*.incomplete") if Path(output_dir).is_dir() else ():
             if _INCOMPLETE.fullmatch(old.name):
                 shutil.rmtree(old)
-        incomplete.mkdir(parents=True)
+        for part in PARTS.values():
+            (incomplete / part).mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(
             f"{incomplete} cannot be created: {error.strerror}. Check path, permissions and free space."

@@ -9,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from hf_fsdp_recipes.checkpointing.dcp_metadata import (
 )
 from hf_fsdp_recipes.checkpointing.layout import PARTS
 from hf_fsdp_recipes.checkpointing.state import capture
+from hf_fsdp_recipes.environment import package_version
 from hf_fsdp_recipes.errors import CheckpointError, summarize
 from hf_fsdp_recipes.parameter_names import is_adapter, without_adapter_name
 from hf_fsdp_recipes.patches.transformers import register_resume_check
@@ -79,7 +79,7 @@ def train_params(args: "TrainingArguments", model: torch.nn.Module | None = None
         "template": template,
         "world_size": distributed.world_size(),
         "global_batch_size": global_batch_size(args),
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": {name: found for name in PACKAGES if (found := package_version(name))},
     }
 
 
@@ -99,14 +99,6 @@ def _as_plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, set) else str(getattr(value, "value", value))
 
 
-@functools.cache
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def read_train_params(checkpoint: Path) -> dict[str, Any] | None:
     """Return a checkpoint's `train_params.yaml`, or None if a stock Trainer wrote the checkpoint.
 
@@ -124,6 +116,20 @@ def read_train_params(checkpoint: Path) -> dict[str, Any] | None:
     return params
 
 
+def _read_batch_facts(checkpoint: Path) -> dict[str, Any] | None:
+    """Return a checkpoint's `train_params.yaml` if it tells the batch size; another program's may not."""
+    params = read_train_params(checkpoint)
+    if params is None or "global_batch_size" not in params:
+        return None
+    required: dict[str, type] = {"arguments": dict, "global_batch_size": int, "world_size": int}
+    for name, kind in required.items():
+        if not isinstance(params.get(name), kind):
+            raise CheckpointError(
+                f"{checkpoint}/{PARAMS_FILE} is damaged: {name} is {params.get(name)!r:.80}. Use another checkpoint."
+            )
+    return params
+
+
 def keep_global_batch(args: "TrainingArguments", checkpoint: Path) -> None:
     """Set gradient accumulation so that the resumed run keeps its global batch size.
 
@@ -134,7 +140,7 @@ def keep_global_batch(args: "TrainingArguments", checkpoint: Path) -> None:
             resharded, or a file cannot be read.
     """
     check_small_files(checkpoint)
-    params = read_train_params(checkpoint)
+    params = _read_batch_facts(checkpoint)
     if params is None:
         return
     _check_optimizer(params, checkpoint)
@@ -177,7 +183,7 @@ def check_data_position(args: "TrainingArguments", state: "TrainerState") -> Non
         CheckpointError: it does not, so rows would be skipped or repeated.
     """
     checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-    params = read_train_params(checkpoint) if checkpoint.is_dir() else None
+    params = _read_batch_facts(checkpoint) if checkpoint.is_dir() else None
     if params is None:
         return
     _check_optimizer(params, checkpoint)

@@ -22,13 +22,14 @@ import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import layout
-from hf_fsdp_recipes.checkpointing.dcp_writer import DirectWriter
+from hf_fsdp_recipes.checkpointing.dcp_writer import CachedPlanner, DirectWriter
 from hf_fsdp_recipes.checkpointing.divergence import check_weights
 from hf_fsdp_recipes.checkpointing.fsync import sync_path
 from hf_fsdp_recipes.checkpointing.layout import METADATA_FILE, PARTS
+from hf_fsdp_recipes.checkpointing.lock import check_lock
 from hf_fsdp_recipes.checkpointing.staging import CopyStream, HostStaging
 from hf_fsdp_recipes.checkpointing.state import local_tensors
-from hf_fsdp_recipes.errors import CheckpointError, DivergenceError
+from hf_fsdp_recipes.errors import CheckpointError, DivergenceError, RecipeError
 from hf_fsdp_recipes.metrics import progress
 
 logger = logging.getLogger(__name__)
@@ -146,11 +147,16 @@ class Writer:
 
         Raises:
             CheckpointError: on every rank, once, if the save failed.
+            RecipeError: on every rank, if another run has taken over the directory.
         """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None
+        try:
+            check_lock(self.output_dir)  # held by rank 0
+        except RecipeError as error:
+            failure = error
         distributed.raise_together(failure)
         return self._completed
 
@@ -233,10 +239,7 @@ class Writer:
 
     def _write(self, snapshot: Snapshot, state_of: Callable[[str], State]) -> None:
         directory = layout.incomplete_directory_for(self.output_dir, snapshot.step)
-        with distributed.sync_errors(self._group):
-            for name, write in snapshot.small_files.items():
-                write(directory / name)
-                sync_path(directory / name)
+        names = list(snapshot.small_files)
         entries: dict[str, Any] = {}
         for part, folder in PARTS.items():
             with distributed.sync_errors(self._group):
@@ -244,8 +247,14 @@ class Writer:
                 if part == "model":
                     check_weights(local_tensors(state), snapshot.step, self.output_dir)
             entries |= self._write_state(state, part, directory / folder)
+            if distributed.is_main():
+                names.append(f"{folder}/{METADATA_FILE}")
         with distributed.sync_errors(self._group):
-            entries |= layout.manifest_entries(directory, list(snapshot.small_files))
+            for name, write in snapshot.small_files.items():
+                write(directory / name)
+            for name in names:
+                sync_path(directory / name)
+            entries |= layout.manifest_entries(directory, names)
         gathered = distributed.gather_objects(entries, self._group)
         final = layout.directory_for(self.output_dir, snapshot.step)
         with distributed.sync_errors(self._group):
@@ -257,22 +266,20 @@ class Writer:
             self._on_complete(final)
 
     def _write_state(self, state: State, part: str, directory: Path) -> dict[str, Any]:
-        """Write one part; return the manifest's entries of this rank's files."""
+        """Write one part; return the manifest's entries of this rank's `.distcp` files."""
         import torch.distributed.checkpoint as dcp
 
-        with distributed.sync_errors(self._group):
-            if distributed.is_main():
-                directory.mkdir()
         num_bytes = sum(tensor.nbytes for _, tensor in local_tensors(state))
         with progress.bar(num_bytes, f"save {part}", leave=False) as bar:
             writer = DirectWriter(directory, bar.update)
-            dcp.save({part: dict(state)}, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
-        entries = {f"{directory.name}/{name}": entry for name, entry in writer.manifest_entries.items()}
-        with distributed.sync_errors(self._group):
-            if distributed.is_main():
-                sync_path(directory / METADATA_FILE)
-                entries |= layout.manifest_entries(directory.parent, [f"{directory.name}/{METADATA_FILE}"])
-        return entries
+            dcp.save(
+                {part: dict(state)},
+                storage_writer=writer,
+                planner=CachedPlanner(part),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        return {f"{directory.name}/{name}": entry for name, entry in writer.manifest_entries.items()}
 
 
 def _cause(error: BaseException) -> str:

@@ -8,6 +8,7 @@ import typer
 
 from hf_fsdp_recipes.configs import templates, validate
 from hf_fsdp_recipes.errors import TemplateError
+from hf_fsdp_recipes.units import count
 
 config_app = typer.Typer(help="List, render and check Accelerate FSDP configs.", no_args_is_help=True)
 STRATEGY_HELP = f"One of {', '.join(templates.STRATEGIES)}."
@@ -86,9 +87,8 @@ def render(
 def render_all() -> None:
     """Rewrite the shipped files of a checkout."""
     for template in templates.shipped_templates():
-        (templates.template_directory() / f"{template.name}.yaml").write_text(
-            templates.render(template), encoding="utf-8"
-        )
+        file = templates.template_directory() / f"{template.name}.yaml"
+        file.write_text(templates.render(template), encoding="utf-8")
 
 
 @config_app.command("check")
@@ -99,7 +99,8 @@ def check(
     ] = None,
 ) -> None:
     """Report all faults of a config at once; exit status 1 if there are any."""
-    faults = validate.find_faults(validate.read_config(file), validate.module_classes(model) if model else None)
+    classes = {type(module).__name__ for module in validate.build_on_meta(model).modules()} if model else None
+    faults = validate.find_faults(validate.read_config(file), classes)
     if faults:
-        raise TemplateError(f"{file} has {len(faults)} fault{'s' * (len(faults) > 1)}:\n  - " + "\n  - ".join(faults))
+        raise TemplateError(f"{file} has {count(len(faults), 'fault')}:\n  - " + "\n  - ".join(faults))
     print(f"{file}: no faults found")

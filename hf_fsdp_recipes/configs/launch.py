@@ -15,15 +15,9 @@ if TYPE_CHECKING:
 
 
 def check_launch(training: "TrainingArguments | None" = None) -> None:
-    """Refuse unsupported parallelism or precision, and a Trainer that sees fewer ranks than were launched.
+    """Raise a TemplateError that lists unsupported parallelism or precision, and ranks that Trainer does not see.
 
-    Not a collective, but every rank reaches the same result.
-
-    Args:
-        training: the run's arguments; None to check the launcher's settings only.
-
-    Raises:
-        TemplateError: lists all faults.
+    Without a run's arguments only the launcher's settings are checked. Not a collective, but every rank reaches the same result.
     """
     config = getattr(training, "parallelism_config", None)
     faults = list(find_unsupported(parallel_sizes() if config is None else vars(config), mixed_precision()))
@@ -45,11 +39,7 @@ def check_launch(training: "TrainingArguments | None" = None) -> None:
 
 
 def check_wrap_classes(model_classes: Iterable[str]) -> None:
-    """Check that the model has the classes that the launcher's config wraps. Not a collective.
-
-    Raises:
-        TemplateError: it lacks one; names the ones that it has.
-    """
+    """Raise a TemplateError if the model lacks a class that the launcher's config wraps. Not a collective."""
     names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
     faults = list(find_unknown_layers(names, set(model_classes)))
     if faults:

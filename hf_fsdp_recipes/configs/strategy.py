@@ -14,29 +14,17 @@ FSDP1_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "
 
 @dataclass(frozen=True)
 class Strategy:
-    """The parts of an Accelerate FSDP config that determine memory and communication.
+    """The parts of an Accelerate FSDP config that determine memory and communication."""
 
-    Attributes:
-        name: template or file name.
-        version: FSDP version, 1 or 2.
-        sharding: full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or no_shard.
-        is_offloaded: keep parameters, gradients and optimizer state in host memory.
-        min_num_params: size-based wrapping: parameters that an FSDP unit must exceed; None to wrap by layer class.
-        wrap_class: layer classes to wrap, comma-separated; None for those that the model declares.
-        precision: `mixed_precision`, as Accelerate spells it.
-        on_cpu: `use_cpu`.
-        num_processes, num_machines: ranks on all nodes, and nodes.
-    """
-
-    name: str = "fsdp2_full_shard"
-    version: int = 2
-    sharding: str = "full_shard"
-    is_offloaded: bool = False
-    min_num_params: int | None = None
-    wrap_class: str | None = None
-    precision: str = "bf16"
+    name: str = "fsdp2_full_shard"  # of the template or file
+    version: int = 2  # of FSDP
+    sharding: str = "full_shard"  # or shard_grad_op, hybrid_shard, hybrid_shard_zero2, no_shard
+    is_offloaded: bool = False  # keeps parameters, gradients and optimizer state in host memory
+    min_num_params: int | None = None  # that an FSDP unit must exceed; None to wrap by layer class
+    wrap_class: str | None = None  # layer classes to wrap, comma-separated; None for those that the model declares
+    precision: str = "bf16"  # `mixed_precision`, as Accelerate spells it
     on_cpu: bool = False
-    num_processes: int = 8
+    num_processes: int = 8  # ranks on all nodes
     num_machines: int = 1
 
     @property
@@ -51,20 +39,12 @@ class Strategy:
 
 
 def find_strategy(name_or_file: str) -> Strategy:
-    """Return the strategy of a template name or of the path of an Accelerate config.
-
-    Raises:
-        TemplateError: it is neither a template nor a readable FSDP config.
-    """
+    """Return the strategy of a template name or of the path of an Accelerate config; raise a TemplateError if it is neither."""
     return read_strategy(read_config(name_or_file), Path(name_or_file).stem)
 
 
 def read_strategy(config: dict[str, Any], name: str) -> Strategy:
-    """Return the strategy of a parsed Accelerate config.
-
-    Raises:
-        TemplateError: the config does not turn on FSDP.
-    """
+    """Return the strategy of a parsed Accelerate config; raise a TemplateError if it does not turn on FSDP."""
     fsdp = _fsdp_keys(config)
     if config.get("distributed_type") != "FSDP" or not fsdp:
         raise TemplateError(

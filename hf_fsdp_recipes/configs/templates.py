@@ -61,33 +61,23 @@ VARIANTS = {
 }
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
 MAIN_PROCESS_IP = (
-    "pass --main_process_ip"  # not a valid host name, so that a launch without the flag fails instead of waiting
+    "pass --main_process_ip"  # not a valid host name, so a launch without the flag fails instead of waiting
 )
 
 
 @dataclass(frozen=True)
 class Template:
-    """One Accelerate FSDP config.
+    """One Accelerate FSDP config."""
 
-    Attributes:
-        version: FSDP version, 1 or 2; no_shard needs 1.
-        strategy: how the model is sharded.
-        is_offloaded: keep parameters and optimizer state in host memory.
-        min_num_params: parameters that an FSDP unit must exceed with size-based wrapping; None to wrap by layer.
-        wrap_class: comma-separated layer classes to wrap; None for the class that the model declares.
-        on_cpu, on_gaudi: device of the ranks, if not a GPU.
-        num_machines, num_processes: number of nodes, and total number of ranks on all nodes.
-    """
-
-    version: int = 2
+    version: int = 2  # of FSDP; no_shard needs 1
     strategy: Strategy = "full_shard"
-    is_offloaded: bool = False
-    min_num_params: int | None = None
-    wrap_class: str | None = None
+    is_offloaded: bool = False  # keeps parameters and optimizer state in host memory
+    min_num_params: int | None = None  # that an FSDP unit must exceed with size-based wrapping; None to wrap by layer
+    wrap_class: str | None = None  # comma-separated layer classes to wrap; None for the class that the model declares
     on_cpu: bool = False
     on_gaudi: bool = False
-    num_machines: int = 1
-    num_processes: int = 8
+    num_machines: int = 1  # nodes
+    num_processes: int = 8  # ranks on all nodes
 
     @property
     def name(self) -> str:
@@ -115,11 +105,6 @@ class Template:
     def is_hybrid(self) -> bool:
         """Whether the model is sharded within nodes and replicated across them."""
         return self.strategy.startswith("hybrid")
-
-    @property
-    def is_shipped(self) -> bool:
-        """Whether this config, unchanged, is a file of accelerate_configs/."""
-        return self in shipped_templates()
 
 
 SHIPPED = (
@@ -153,11 +138,7 @@ def shipped_templates() -> list[Template]:
 
 
 def find_template(name: str) -> Template:
-    """Return a template by name, shipped or not, for example fsdp1_full_shard_offload.
-
-    Raises:
-        TemplateError: there is no template of that name.
-    """
+    """Return a template by name, shipped or not, such as fsdp1_full_shard_offload; raise a TemplateError if there is none."""
     for template in all_templates():
         if template.name == name.removesuffix(".yaml"):
             return template
@@ -203,7 +184,7 @@ def _check(template: Template) -> None:
 
 
 def _header(template: Template) -> Iterator[str]:
-    launch = f"accelerate launch --config_file {'accelerate_configs/' * template.is_shipped}{template.name}.yaml"
+    launch = f"accelerate launch --config_file {'accelerate_configs/' * (template in shipped_templates())}{template.name}.yaml"
     recipe = "recipes/sft.py --config recipes/X.yaml"
     if template.num_machines > 1:
         yield "On every node, with its own MACHINE_RANK (recipes/launch.slurm does this):"
@@ -260,20 +241,14 @@ def _fsdp_entries(template: Template) -> Iterator[tuple[str, object, str]]:
         yield "auto_wrap_policy", "SIZE_BASED_WRAP", "FSDP units by parameter count"
         yield "min_num_params", template.min_num_params, "parameters that a unit must exceed"
     else:
-        yield (
-            "auto_wrap_policy",
-            "TRANSFORMER_BASED_WRAP",
-            "one FSDP unit per decoder layer, the class the model declares",
-        )
+        comment = "one FSDP unit per decoder layer, the class the model declares"
+        yield "auto_wrap_policy", "TRANSFORMER_BASED_WRAP", comment
         if template.wrap_class:
             yield "transformer_layer_cls_to_wrap", template.wrap_class, "overrides the class the model declares"
     if template.is_offloaded:
         yield "offload_params", "true", "parameters and the optimizer step on the CPU"
-    yield (
-        "state_dict_type",
-        "SHARDED_STATE_DICT",
-        "each rank saves its shard; FULL_STATE_DICT gathers everything on rank 0",
-    )
+    comment = "each rank saves its shard; FULL_STATE_DICT gathers everything on rank 0"
+    yield "state_dict_type", "SHARDED_STATE_DICT", comment
     yield "cpu_ram_efficient_loading", "false", "load_model takes care of it; transformers >= 5 ignores this key"
     if template.version == 1:
         yield "sync_module_states", "false", "load_model distributes the weights itself, also on CPU"

@@ -55,18 +55,15 @@ def read_config(source: str | Path) -> Section:
 
 
 def find_faults(config: Section, model_classes: Collection[str] | None = None) -> list[str]:
-    """Return all faults of a config, each with the value and what to change.
+    """Return all faults of a parsed config, each with the value and what to change.
 
-    Args:
-        config: the parsed YAML.
-        model_classes: names of the model's module classes, to check the wrap classes against.
+    With the names of a model's module classes, the wrap classes are checked too.
     """
     fsdp = _with_prefix(config.get("fsdp_config"), "fsdp_")
     parallel = _with_prefix(config.get("parallelism_config"), "parallelism_config_")
     return [
         *_check_keys(config, fsdp, parallel),
         *_check_launch(config),
-        *_check_counts(config),
         *find_unsupported(
             {key.removeprefix("parallelism_config_"): value for key, value in parallel.items()},
             config.get("mixed_precision"),
@@ -80,12 +77,7 @@ def find_faults(config: Section, model_classes: Collection[str] | None = None) -
 
 
 def find_unsupported(sizes: Mapping[str, Any], precision: str | None) -> Iterator[str]:
-    """Yield an error for each kind of parallelism or precision that this package does not support.
-
-    Args:
-        sizes: sizes of Accelerate's parallelism_config, such as {"tp_size": 2}.
-        precision: mixed precision, such as bf16.
-    """
+    """Yield an error for each unsupported kind of parallelism, by sizes such as {"tp_size": 2}, and for the precision."""
     for key, kind in UNSUPPORTED_PARALLELISM.items():
         if str(sizes.get(key) or 1) != "1":
             yield (
@@ -96,21 +88,8 @@ def find_unsupported(sizes: Mapping[str, Any], precision: str | None) -> Iterato
         yield "mixed_precision is fp8, which has never been tested with this package. Set it to bf16."
 
 
-def module_classes(model: str) -> set[str]:
-    """Return the names of a model's module classes, from its config alone.
-
-    Raises:
-        TemplateError: the config cannot be read, or no model can be built from it.
-    """
-    return {type(module).__name__ for module in build_on_meta(model).modules()}
-
-
 def build_on_meta(model: str, trust_remote_code: bool = False) -> "PreTrainedModel":
-    """Build a model on the meta device from its config, a directory or Hub id, without allocating its parameters.
-
-    Raises:
-        TemplateError: the config cannot be read, or no model can be built from it.
-    """
+    """Build a model on meta from its config, a directory or Hub id; raise a TemplateError if that is not possible."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -153,9 +132,6 @@ def _check_launch(config: Section) -> Iterator[str]:
     precision = str(config.get("mixed_precision", "no"))
     if precision not in (*PrecisionType.list(), "False"):  # YAML reads an unquoted no as False
         yield f"mixed_precision is {precision}. Set it to one of 'no', fp16, bf16."
-
-
-def _check_counts(config: Section) -> Iterator[str]:
     nodes, ranks = config.get("num_machines", 1), config.get("num_processes")
     for key, count in (("num_machines", nodes), ("num_processes", ranks)):
         if isinstance(count, int) and count < 1:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import xxhash
 
-from hf_fsdp_recipes.checkpointing.direct_io import DirectFile, new_buffer
+from hf_fsdp_recipes.checkpointing.direct_io import DirectFile, new_buffer, split_at_blocks
+from hf_fsdp_recipes.export.borders import Border
 from hf_fsdp_recipes.export.export_directory import Checksums, check_free_space
 from hf_fsdp_recipes.loading.safetensors_index import DTYPES
 
@@ -112,14 +113,15 @@ def plan_files(
 def create_files(plan: FilePlan, directory: Path) -> None:
     """Create all files with their headers and full sizes, if there is enough space. One rank calls this.
 
-    The files are sparse, because writing to blocks reserved by `fallocate` took ten times as long on a new ext4 disk.
+    They are closed before other ranks open them, so that other nodes see their headers and sizes. The files are sparse, because
+    writing to blocks reserved by `fallocate` took ten times as long on a new ext4 disk.
 
     Raises:
         ExportError: there is not enough free space; nothing was written.
     """
     check_free_space(directory, sum(plan.num_bytes.values()))
     for file, header in plan.headers.items():
-        descriptor = os.open(directory / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        descriptor = os.open(directory / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             os.ftruncate(descriptor, plan.num_bytes[file])
             os.pwrite(descriptor, header, 0)
@@ -132,9 +134,12 @@ class FileWriter:
 
     Attributes:
         checksums: of everything written so far.
+        borders: with `keeps_borders`, what does not fill a page and is not written yet.
     """
 
-    def __init__(self, plan: FilePlan, directory: Path) -> None:
+    def __init__(self, plan: FilePlan, directory: Path, keeps_borders: bool = False) -> None:
+        self._keeps_borders = keeps_borders
+        self.borders: list[Border] = []
         self._plan = plan
         self._directory = directory
         self._files: dict[str, DirectFile] = {}
@@ -144,12 +149,22 @@ class FileWriter:
     def write(self, name: str, first: int, values: torch.Tensor) -> None:
         """Write elements (1-D, contiguous, CPU, in the planned dtype) of a tensor, starting at element `first`."""
         tensor = self._plan.tensors[name]
-        if tensor.file not in self._files:
-            self._files[tensor.file] = DirectFile(self._directory / tensor.file)
         offset = tensor.start + first * tensor.dtype.itemsize
-        content = values.view(torch.uint8).numpy()
+        content = memoryview(values.view(torch.uint8).numpy())
         self.checksums.setdefault(tensor.file, []).append((offset, len(content), xxhash.xxh3_64_hexdigest(content)))
-        self._files[tensor.file].write(content, offset, self._buffer)
+        if self._keeps_borders:
+            head, content, tail = split_at_blocks(content, offset)
+            ends = (offset, head), (offset + len(head) + len(content), tail)
+            self.borders += [(tensor.file, start, bytes(part)) for start, part in ends if part]
+            offset += len(head)
+        if content:
+            self.write_bytes(tensor.file, offset, content)
+
+    def write_bytes(self, file: str, offset: int, content: bytes | memoryview) -> None:
+        """Write bytes at an offset of a file."""
+        if file not in self._files:
+            self._files[file] = DirectFile(self._directory / file)
+        self._files[file].write(content, offset, self._buffer)
 
     def close(self) -> None:
         """Make all writes durable."""

@@ -22,8 +22,8 @@ def has_weights(directory: Path) -> bool:
         return False
 
 
-def check_headers(directory: Path, plan: FilePlan, is_adapter: bool) -> None:
-    """Check the files' headers against the plan, and against the model of their config. Rank 0 only.
+def check_headers(directory: Path, plan: FilePlan) -> None:
+    """Check the files' headers against the plan. Rank 0 only, after all ranks have closed the files.
 
     Raises:
         ExportError: a tensor is missing, unexpected, or has the wrong shape or dtype.
@@ -33,11 +33,11 @@ def check_headers(directory: Path, plan: FilePlan, is_adapter: bool) -> None:
     except LoadError as error:
         raise ExportError(str(error)) from error
     for name, planned in plan.tensors.items():
-        tensor = found.get(name)
+        tensor = found.pop(name, None)
         if tensor is None or (tensor.shape, tensor.dtype) != (planned.shape, planned.dtype):
             raise ExportError(f"{directory}: tensor {name!r} is missing or not {planned.shape} {planned.dtype}")
-    if not is_adapter:
-        _check_against_config(directory, {name: tensor.shape for name, tensor in found.items()})
+    if found:
+        raise ExportError(f"{directory}: tensor {min(found)!r} was not to be written")
 
 
 def check_adapter_rows(directory: Path, plan: FilePlan) -> None:
@@ -57,7 +57,12 @@ def check_adapter_rows(directory: Path, plan: FilePlan) -> None:
                     raise ExportError(f"{directory}: {name} has rows of zeros, so a rank's shard is missing")
 
 
-def _check_against_config(directory: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+def check_config(directory: Path, plan: FilePlan) -> None:
+    """Check the planned tensors against the model of the export's config. Rank 0 only.
+
+    Raises:
+        ExportError: the model has other tensors, or other shapes.
+    """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -68,6 +73,7 @@ def _check_against_config(directory: Path, shapes: dict[str, tuple[int, ...]]) -
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: tensor.shape for name, tensor in plan.tensors.items()}
     ranges, unexpected = WeightMapping(model).to_parameters(shapes, state)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     missing = sorted(set(state) - set(ranges) - tied)

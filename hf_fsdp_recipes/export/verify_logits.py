@@ -50,7 +50,9 @@ def check_logits(model: torch.nn.Module, export: Path, tokenizer: "PreTrainedTok
     config = next((module.config for module in model.modules() if hasattr(module, "config")), None)
     quantization = getattr(config, "quantization_config", None)
     kwargs = _quantization_kwargs(quantization) | {"trust_remote_code": find_custom_class(model) is not None}
-    return distributed.run_on_main(lambda: _compare(expected, export, inputs["input_ids"].cpu(), kwargs))
+    return distributed.run_on_main(
+        lambda: _compare(expected, export, inputs["input_ids"].cpu(), kwargs), distributed.patient_group()
+    )
 
 
 def _quantization_kwargs(config: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Writes an export to a temporary directory and renames it when it is complete."""
 
 import contextlib
-import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +14,7 @@ import torch.distributed as dist
 from hf_fsdp_recipes import distributed, parameter_names
 from hf_fsdp_recipes.device_copies import Download
 from hf_fsdp_recipes.errors import ExportError, summarize
-from hf_fsdp_recipes.export import export_directory, verify_files
-from hf_fsdp_recipes.export.export_directory import Checksums
+from hf_fsdp_recipes.export import borders, export_directory, verify_files
 from hf_fsdp_recipes.export.export_plan import ExportPlan, ShardExport
 from hf_fsdp_recipes.export.tensor_files import FilePlan, FileWriter, create_files, plan_files
 from hf_fsdp_recipes.loading.verify import is_finite
@@ -84,7 +83,7 @@ def write_export(
         if distributed.is_main():
             export_directory.start(final)
     try:
-        method = _choose_method(temporary) if method == "auto" else method
+        method, has_several_caches = _choose_method(temporary, method)
         with distributed.sync_errors():
             export = describe()
             files = plan_files(
@@ -96,11 +95,15 @@ def write_export(
         prepare()
         with ThreadPoolExecutor(max_workers=1) as executor:  # writes the small files in the background
             assets = executor.submit(_write_assets, export, files, temporary) if distributed.is_main() else None
-            non_finite, own_checksums = _write_weights(export.shards, files, temporary, method)
-            checksums = distributed.gather_objects(own_checksums)
-            with distributed.sync_errors(), _failed_write(final):
+            writer = FileWriter(files, temporary, keeps_borders=has_several_caches)
+            non_finite = _write_weights(export.shards, writer, temporary, method, has_several_caches)
+            checksums = distributed.gather_objects(writer.checksums)
+            # All ranks have closed the files: now, and not before, they are read.
+            with distributed.sync_errors(distributed.patient_group()), _failed_write(final):
+                borders.check_borders(temporary, writer.borders)
                 if assets is not None:
                     assets.result()
+                    verify_files.check_headers(temporary, files)
                     if export.is_adapter:
                         verify_files.check_adapter_rows(temporary, files)
                     export_directory.write_marker(temporary, [files.header_checksums(), *checksums])
@@ -126,21 +129,27 @@ def _failed_write(directory: Path) -> Iterator[None]:
         raise ExportError(f"{directory} could not be written: {cause}. Checkpoints are intact.") from error
 
 
-def _choose_method(directory: Path) -> Literal["direct", "gather"]:
-    """Probe whether all ranks see a file that rank 0 writes. Collective: every rank must call this."""
-    probe = directory / ".probe"
-    token = distributed.broadcast_object(os.urandom(16).hex() if distributed.is_main() else "")
-    with distributed.sync_errors(), _failed_write(directory):
-        if distributed.is_main():
-            probe.write_text(token)
-    try:
-        is_seen = probe.read_text() == token
-    except OSError:
-        is_seen = False
-    is_shared = all(distributed.gather_objects(is_seen))
-    if distributed.is_main():
-        probe.unlink()
-    return "direct" if is_shared else "gather"
+def _choose_method(directory: Path, method: Method) -> tuple[Literal["direct", "gather"], bool]:
+    """Probe whether all ranks see a file that rank 0 creates, and whether through several page caches. Collective."""
+    if method == "gather" or distributed.world_size() == 1:
+        return "gather", False
+
+    # A random name, because NFS clients remember for seconds that a name did not exist.
+    probe = directory / f".probe-{distributed.broadcast_object(uuid.uuid4().hex)}"
+    distributed.run_on_main(_failed_write(directory)(probe.touch))
+    seen = None
+    with contextlib.suppress(OSError):  # or an NFS client may look in the earlier directory of the same name
+        list(directory.parent.iterdir())
+    with contextlib.suppress(OSError):
+        seen = distributed.node_id(), probe.stat().st_dev  # two mounts on one node have two caches
+    caches = set(distributed.gather_objects(seen))
+    distributed.run_on_main(_failed_write(directory)(probe.unlink))
+    if None not in caches:
+        return "direct", len(caches) > 1
+    if method == "direct":
+        problem = f"method is 'direct', but some ranks do not see rank 0's {directory.parent}."
+        distributed.raise_together(ExportError(f"{problem} Use 'auto', or a shared directory."))
+    return "gather", False
 
 
 def _in_saved_order(export: ExportPlan) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -158,17 +167,24 @@ def _in_saved_order(export: ExportPlan) -> list[tuple[str, tuple[int, ...], torc
 
 
 def _write_weights(
-    shards: list[ShardExport], files: FilePlan, directory: Path, method: str
-) -> tuple[dict[str, int], Checksums]:
-    """Write all shards; return the number of non-finite values by tensor, and this rank's checksums. Collective."""
+    shards: list[ShardExport], writer: FileWriter, directory: Path, method: str, has_several_caches: bool
+) -> dict[str, int]:
+    """Write all shards and close the files; return the number of non-finite values by tensor. Collective."""
     non_finite: dict[str, int] = {}
-    writer = FileWriter(files, directory)
     if method == "gather" and distributed.world_size() > 1:
         _write_gathered(shards, writer, directory, non_finite)
-        return non_finite, writer.checksums
-    with distributed.sync_errors(), _failed_write(directory):
+        return non_finite
+    with distributed.sync_errors(distributed.patient_group()), _failed_write(directory):
         _write_own(shards, writer, non_finite)
-    return non_finite, writer.checksums
+        if not has_several_caches:
+            writer.close()
+    if has_several_caches:
+        error = borders.write_on_main(writer.borders, writer.write_bytes)
+        with distributed.sync_errors(distributed.patient_group()), _failed_write(directory):
+            if error is not None:
+                raise error
+            writer.close()
+    return non_finite
 
 
 def _write_own(shards: list[ShardExport], writer: FileWriter, non_finite: dict[str, int]) -> None:
@@ -177,7 +193,6 @@ def _write_own(shards: list[ShardExport], writer: FileWriter, non_finite: dict[s
         for name, first, values in _read_ahead(_all_chunks(shards, non_finite)):
             writer.write(name, first, values)
             bar.update(values.nbytes)
-    writer.close()
 
 
 def _read_ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
@@ -237,7 +252,7 @@ def _write_gathered(shards: list[ShardExport], writer: FileWriter, directory: Pa
                     except OSError as caught:
                         error = caught
     bar.close()
-    with distributed.sync_errors(), _failed_write(directory):
+    with distributed.sync_errors(distributed.patient_group()), _failed_write(directory):
         if error is not None:
             raise error
         writer.close()
@@ -263,9 +278,10 @@ def _send_to_main(chunk: Chunk | None, sender: int) -> Chunk | None:
 
 
 def _write_assets(export: ExportPlan, files: FilePlan, directory: Path) -> None:
-    """Write the small files, and check the weights' names and shapes against them. Rank 0 only."""
+    """Write the small files, and check the planned names and shapes against the config. Rank 0 only."""
     index = files.index()
     if index is not None:
         (directory / f"{export.pattern.format(suffix='')}.index.json").write_text(index)
     export.write_assets(directory, files)
-    verify_files.check_headers(directory, files, export.is_adapter)
+    if not export.is_adapter:
+        verify_files.check_config(directory, files)

@@ -7,10 +7,9 @@ Source: bitsandbytes 0.50 `functional.py` (`quantize_4bit`, `QuantState`), `nn/m
 from the module if FSDP has replaced its parameter); transformers 5.23 `quantizers/`.
 """
 
-import contextlib
 import copy
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_recipes import distributed, parameter_names
+from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError, summarize
 from hf_fsdp_recipes.loading.read_ranges import as_bytes, byte_ranges, read_elements
 from hf_fsdp_recipes.loading.safetensors_index import Prefetcher, SafetensorsIndex
@@ -40,23 +39,14 @@ CPU_CHUNK_ELEMENTS = 512 * 1024  # a multiple of the block size 64; fits in a co
 
 @dataclass(frozen=True)
 class Quant4bitSpec:
-    """How one weight is quantized.
+    """How one weight is quantized."""
 
-    Attributes:
-        shape: shape of the weight in the checkpoint.
-        dtype: the model's dtype, to which the weight is cast first.
-        is_transposed: whether the layer stores the transpose (GPT-2's Conv1D).
-        quant_type: nf4 or fp4.
-        has_nested_scales: whether the scales are quantized too (`use_bnb_nested_quant`).
-        storage: dtype of the packed weight, as FSDP shards and gathers it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_transposed: bool
-    quant_type: str
-    has_nested_scales: bool
-    storage: torch.dtype
+    shape: tuple[int, ...]  # in the checkpoint
+    dtype: torch.dtype  # the model's, to which the weight is cast first
+    is_transposed: bool  # the layer stores the transpose (GPT-2's Conv1D)
+    quant_type: str  # nf4 or fp4
+    has_nested_scales: bool  # the scales are quantized too (`use_bnb_nested_quant`)
+    storage: torch.dtype  # of the packed weight, as FSDP shards and gathers it
 
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, "QuantState"]:
         """Return the packed weight, (n, 1) in `storage`, and its quant state."""
@@ -91,15 +81,18 @@ class Quant4bitSpec:
         return torch.cat([packed for packed, _ in chunks]), state
 
 
-def prepare_config(config: "BitsAndBytesConfig", dtype: torch.dtype) -> "BitsAndBytesConfig":
-    """Return the quantization config with a storage dtype that FSDP can shard. Not a collective.
+def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtype: torch.dtype) -> "HfQuantizer":
+    """Replace a meta model's linear layers with 4-bit ones of unpacked shape, and return the quantizer. Not a collective.
 
-    FSDP casts gathered parameters to the mixed-precision dtype, so only storage in that dtype keeps packed bytes intact.
-    Accelerate does not shard weights in integer storage, bitsandbytes' default.
+    The packed bytes are stored in the mixed-precision dtype, because FSDP casts gathered parameters to it. Accelerate does not
+    shard weights in integer storage, bitsandbytes' default.
 
     Raises:
-        LoadError: this kind of quantization cannot be sharded.
+        LoadError: this kind of quantization cannot be sharded, or bitsandbytes is missing or does not work on this machine.
     """
+    from transformers.modeling_utils import local_torch_dtype
+    from transformers.quantizers.auto import AutoHfQuantizer
+
     if not getattr(config, "load_in_4bit", False):
         kind = "8-bit" if getattr(config, "load_in_8bit", False) else type(config).__name__
         raise LoadError(f"{kind} weights cannot be sharded. Use 4-bit bitsandbytes weights (load_in_4bit).")
@@ -108,31 +101,10 @@ def prepare_config(config: "BitsAndBytesConfig", dtype: torch.dtype) -> "BitsAnd
         distributed.print_main(f"load: 4-bit weights are stored as {storage}, which FSDP shards without casting")
     config = copy.deepcopy(config)
     config.bnb_4bit_quant_storage = storage
-    return config
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtype: torch.dtype) -> "HfQuantizer":
-    """Replace a meta model's linear layers with 4-bit ones of unpacked shape, and return the quantizer. Not a collective.
-
-    Raises:
-        LoadError: bitsandbytes is missing or does not work on this machine.
-    """
-    from transformers.quantizers.auto import AutoHfQuantizer
-
     try:
         quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
         quantizer.validate_environment(device_map=None)
-        with _default_dtype(dtype):  # the new layers' biases get the default dtype
+        with local_torch_dtype(dtype):  # the new layers' biases get the default dtype
             quantizer.preprocess_model(model=model, device_map={"": "cpu"}, checkpoint_files=None)
     except (ImportError, RuntimeError) as error:
         raise LoadError(
@@ -174,11 +146,7 @@ def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torc
 def read_and_quantize(
     index: SafetensorsIndex, ranges: Sequence[TensorRange], spec: Quant4bitSpec, device: torch.device
 ) -> tuple[torch.Tensor, "QuantState"]:
-    """Read one full weight and quantize it. Called on the reading rank.
-
-    Raises:
-        LoadError: the weight contains NaN or infinity.
-    """
+    """Read one full weight and quantize it; raise a LoadError if it contains NaN or infinity. Called on the reading rank."""
     stored_dtype = index.tensors[ranges[0].tensor].dtype
     values = torch.empty(torch.Size(spec.shape).numel(), dtype=stored_dtype)
     read_elements(index, ranges, 0, values)
@@ -207,9 +175,7 @@ def scatter(
     Args:
         work: for each 4-bit weight, its packed target, how to quantize it, and its layer.
         index: the checkpoint on global rank 0 or, without `checksums`, on every rank.
-        group: how the packed weights are sharded and replicated.
         checksums: rank 0 adds a checksum of what it sends; None if the first replica's ranks take turns reading.
-        device: where to quantize.
     """
     readers = group.ranks if checksums is None else group.ranks[:1]
     sizes = [sum(count for _, count in target.shard_ranges) * target.dtype.itemsize for target, _, _ in work]
@@ -217,18 +183,21 @@ def scatter(
     if index is not None and distributed.rank() in readers:
         own = _quantize_each(work[list(readers).index(distributed.rank()) :: len(readers)], index, device)
     quantized: Future[tuple[torch.Tensor, QuantState]] = Future()
+
+    def describe() -> Shapes:
+        return scale_shapes(quantized.result()[1])
+
     for number, (target, _, layer) in enumerate(progress.each(work, "load 4-bit weights", sizes=sizes)):
         turn = number % len(readers)
         if turn == 0:  # all readers quantize at the same time
             quantized = _next_quantized(own)
         is_reader = distributed.rank() == readers[turn]
         # Every rank gets the shapes of the scales, or the reader's error.
-        shapes = distributed.run_on_main(
-            lambda current=quantized: scale_shapes(current.result()[1]), source=readers[turn]
-        )
+        shapes = distributed.run_on_main(describe, source=readers[turn])
         packed, state = quantized.result() if is_reader else (None, None)
         if packed is not None and checksums is not None:
-            _add_checksums(checksums, target, packed)
+            for shard_rank, (first, count) in enumerate(target.shard_ranges):
+                checksums.add(target.name, shard_rank, 0, packed.view(-1)[first : first + count].cpu())
         _send_shards(target, packed, group, turn)
         layer.quant_state = broadcast_state(state, shapes, readers[turn], device)
 
@@ -267,31 +236,19 @@ def _send_shards(target: ShardTarget, packed: torch.Tensor | None, group: ShardG
             flat = packed.view(-1)
             shards = [_pad(flat[first : first + count], longest) for first, count in target.shard_ranges]
         received = torch.empty(longest, dtype=local.dtype, device=local.device)
-        _scatter_bytes(received, shards, group.ranks[reader], group.group)
+        if dist.is_initialized():
+            outgoing = None if shards is None else [as_bytes(shard.to(local.device)) for shard in shards]
+            dist.scatter(as_bytes(received), outgoing, src=group.ranks[reader], group=group.group)
+        elif shards is not None:
+            received = shards[0]
         local.copy_(received[: local.numel()])
     if group.replicate_group is not None and local.numel():
         dist.broadcast(as_bytes(local), group_src=0, group=group.replicate_group)
 
 
-def _scatter_bytes(
-    received: torch.Tensor, shards: list[torch.Tensor] | None, source: int, group: dist.ProcessGroup | None
-) -> None:
-    if not dist.is_initialized():
-        assert shards is not None
-        received.copy_(shards[0])
-        return
-    outgoing = None if shards is None else [as_bytes(shard.to(received.device)) for shard in shards]
-    dist.scatter(as_bytes(received), outgoing, src=source, group=group)
-
-
 def _pad(values: torch.Tensor, length: int) -> torch.Tensor:
     padding = length - values.numel()
     return torch.nn.functional.pad(values, (0, padding)) if padding else values.contiguous()
-
-
-def _add_checksums(checksums: Checksums, target: ShardTarget, packed: torch.Tensor) -> None:
-    for shard_rank, (first, count) in enumerate(target.shard_ranges):
-        checksums.add(target.name, shard_rank, 0, packed.view(-1)[first : first + count].cpu())
 
 
 def broadcast_state(state: "QuantState | None", shapes: Shapes, source: int, device: torch.device) -> "QuantState":
@@ -311,11 +268,7 @@ def broadcast_state(state: "QuantState | None", shapes: Shapes, source: int, dev
 
 
 def check_states(layers: Sequence["Linear4bit"]) -> None:
-    """Check on a sample that the scales are equal on all ranks. Collective: every rank must call this.
-
-    Raises:
-        LoadError: on every rank, if they differ.
-    """
+    """Raise a LoadError on every rank if a sample of the scales differs. Collective: every rank must call this."""
     crc = 0
     for layer in layers:
         crc = zlib.crc32(as_bytes(layer.quant_state.absmax[:SAMPLE_ELEMENTS].cpu().contiguous()).numpy(), crc)
@@ -323,13 +276,3 @@ def check_states(layers: Sequence["Linear4bit"]) -> None:
     different = [rank for rank, theirs in enumerate(gathered) if theirs != gathered[0]]
     if different:
         raise LoadError(f"the scales of 4-bit weights on ranks {different} differ from rank 0's. Check the network.")
-
-
-def layer_finder(model: torch.nn.Module) -> "Callable[[str], Linear4bit]":
-    """Return a function that finds the module of a base-model parameter by name, inside any wrappers."""
-    owners: dict[str, Any] = {
-        parameter_names.in_base_model(f"{module_name}.weight".lstrip(".")): module
-        for module_name, module in model.named_modules()
-        if "weight" in module._parameters
-    }
-    return owners.__getitem__

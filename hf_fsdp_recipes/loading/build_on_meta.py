@@ -16,11 +16,7 @@ HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", 
 
 
 def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
-    """Return the local directory of a model; a Hub id is downloaded.
-
-    Args:
-        name_or_path: a directory or a Hub id.
-        kwargs: `from_pretrained` arguments; `subfolder`, `revision` and `token` are used.
+    """Return the local directory of a model; a Hub id is downloaded. `kwargs` are `from_pretrained`'s.
 
     Raises:
         LoadError: the name is neither a directory nor a Hub id, or the download fails.
@@ -46,11 +42,7 @@ def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
 
 
 def read_config(name: str, overrides: str | None = None) -> "PreTrainedConfig":
-    """Read a config from a file, a directory or the Hub, and override fields.
-
-    Args:
-        name: a config.json, a directory with one, or a Hub id.
-        overrides: fields to change, such as `hidden_size=768,num_hidden_layers=12`.
+    """Read a config from a file, a directory or the Hub, and override fields: `hidden_size=768,num_hidden_layers=12`.
 
     Raises:
         LoadError: the config does not exist, or an override is invalid.
@@ -73,11 +65,7 @@ def read_config(name: str, overrides: str | None = None) -> "PreTrainedConfig":
 
 
 def check_has_layers(config: "PreTrainedConfig") -> None:
-    """Refuse a model without layers.
-
-    Raises:
-        LoadError: the number of layers is below 1.
-    """
+    """Raise a LoadError for a model without layers."""
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(num_layers, int) and num_layers < 1:
         raise LoadError(f"num_hidden_layers is {num_layers}, so there is nothing to train. Set it to at least 1.")
@@ -120,17 +108,12 @@ def build_on_meta(config: "PreTrainedConfig", dtype: torch.dtype, trust_remote_c
         raise LoadError(
             f"a {config.model_type!r} model cannot be built: {summarize(error)}. Check its config.json and the arguments."
         ) from error
-    _initialize_buffers(model)
+    for module in model.modules():  # run the model's own init, on modules with buffers only
+        module._is_hf_initialized = next(module.buffers(recurse=False), None) is None
+    model.initialize_weights()
     model.tie_weights()  # init_empty_weights unties parameters
     for pattern, kept_dtype in model._get_dtype_plan(dtype).items():
         for name, parameter in model.named_parameters():
             if pattern in name:
                 parameter.data = parameter.data.to(kept_dtype)
     return model.eval()
-
-
-def _initialize_buffers(model: "PreTrainedModel") -> None:
-    """Run the model's own init, on modules with buffers only."""
-    for module in model.modules():
-        module._is_hf_initialized = next(module.buffers(recurse=False), None) is None
-    model.initialize_weights()

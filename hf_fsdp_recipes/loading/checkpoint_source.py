@@ -1,7 +1,9 @@
 """Records on a meta model which bytes of which files fill each parameter and buffer."""
 
+import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -14,61 +16,37 @@ from hf_fsdp_recipes.loading.safetensors_index import DeferredErrorIndex, Safete
 from hf_fsdp_recipes.loading.shard_layout import ShardTarget
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 
-SOURCE_ATTRIBUTE = "_checkpoint_source"
+IN_MEMORY = Path("<initialized>")
 Source = Literal["rank0", "direct", "auto"]
 Verify = Literal["sample", "full"]
 
 
 @dataclass
 class CheckpointSource:
-    """The checkpoint of a model whose parameters are still on meta.
+    """The checkpoint of a model whose parameters are still on meta."""
 
-    Attributes:
-        name_or_path: the model's name, for messages.
-        index: the files; only on ranks that read (rank 0, or every rank with `direct`).
-        stored: the checkpoint's tensors by name, on every rank.
-        ranges: for each entry of the model's state dict, the stored ranges that fill it.
-        is_direct: whether every rank reads its own shards.
-        verify: whether checksums cover a sample of every shard or all of it.
-        new_rows: how to fill rows added to embeddings; None if none were added.
-        quantized: how each 4-bit weight is quantized.
-    """
+    name_or_path: str  # for messages
+    index: SafetensorsIndex | None  # the files; only on ranks that read (rank 0, or every rank with `direct`)
+    stored: dict[str, StoredTensor]  # the checkpoint's tensors by name, on every rank
+    ranges: dict[str, list[TensorRange]]  # for each entry of the model's state dict, the stored ranges that fill it
+    is_direct: bool = False  # every rank reads its own shards
+    verify: Verify = "sample"  # checksums cover a sample of every shard or all of it
+    new_rows: Literal["mean", "random"] | None = None  # how to fill rows added to embeddings; None if none were added
+    quantized: dict[str, Quant4bitSpec] = field(default_factory=dict)  # how each 4-bit weight is quantized
 
-    name_or_path: str
-    index: SafetensorsIndex | None
-    stored: dict[str, StoredTensor]
-    ranges: dict[str, list[TensorRange]]
-    is_direct: bool = False
-    verify: Verify = "sample"
-    new_rows: Literal["mean", "random"] | None = None
-    quantized: dict[str, Quant4bitSpec] = field(default_factory=dict)
-
-
-def attach_source(model: torch.nn.Module, source: CheckpointSource) -> None:
-    """Attach the source to a model on meta."""
-    setattr(model, SOURCE_ATTRIBUTE, source)
-
-
-def find_source(model: torch.nn.Module) -> tuple[Any, CheckpointSource] | None:
-    """Return the module that has a source attached, inside any wrappers, and the source."""
-    for module in model.modules():
-        source = module.__dict__.get(SOURCE_ATTRIBUTE)
-        if source is not None:
-            return module, source
-    return None
-
-
-def detach_source(marked: torch.nn.Module) -> None:
-    """Detach the source from a model that is filled."""
-    del marked.__dict__[SOURCE_ATTRIBUTE]
+    def add_tensor(
+        self, key: str, dtype: torch.dtype, shape: tuple[int, ...], values: torch.Tensor | None
+    ) -> TensorRange:
+        """Add a tensor that is not in the files. Ranks that read pass its values."""
+        num_elements = math.prod(shape)
+        self.stored[key] = StoredTensor(key, IN_MEMORY, dtype, shape, 0, num_elements * dtype.itemsize)
+        if self.index is not None and values is not None:
+            self.index.add_in_memory(self.stored[key], values.to(dtype))
+        return TensorRange(key, shape, 0, num_elements)
 
 
 def check_sources(model: torch.nn.Module, source: CheckpointSource) -> None:
-    """Check that every meta parameter has a source. Any rank may call this.
-
-    Raises:
-        LoadError: a parameter has none.
-    """
+    """Raise a LoadError if a meta parameter has no source. Any rank may call this."""
     unfilled = []
     for name, parameter in model.named_parameters():
         is_filled = parameter_names.in_base_model(name) in source.ranges and (

@@ -22,6 +22,7 @@ from hf_fsdp_recipes.loading.read_ranges import (
     byte_ranges,
     count_readers,
     fill_shard,
+    read_bytes,
     read_elements,
 )
 from hf_fsdp_recipes.loading.safetensors_index import Prefetcher, SafetensorsIndex
@@ -30,7 +31,8 @@ from hf_fsdp_recipes.loading.shared_memory import share_memory
 from hf_fsdp_recipes.loading.verify import Checksums
 from hf_fsdp_recipes.metrics import progress
 
-BUCKET_BYTES = 16 * 1024 * 1024  # over all ranks of the shard group
+BUCKET_BYTES = 16 * 1024 * 1024  # for up to MAX_PARTS ranks
+MAX_PARTS = 64  # for more ranks buckets grow instead: smaller reads and messages would cost more than they carry
 NUM_SLOTS = 4
 
 
@@ -56,15 +58,10 @@ _Bucket = Sequence[_Entry]
 
 @dataclass(frozen=True)
 class _Ring:
-    """The slots that rank 0 reads buckets into.
+    """The slots that rank 0 reads buckets into."""
 
-    Attributes:
-        memory: (slot, shard rank, byte) uint8; None if this rank gets messages.
-        sharing: the ranks that see rank 0's memory.
-    """
-
-    memory: torch.Tensor | None
-    sharing: set[int]
+    memory: torch.Tensor | None  # (slot, shard rank, byte) uint8; None if this rank gets messages
+    sharing: set[int]  # the ranks that see rank 0's memory
 
     def slot(self, number: int) -> torch.Tensor:
         """Return the slot of a bucket."""
@@ -102,11 +99,11 @@ def scatter(
 
 def _shard_bytes(num_shards: int) -> int:
     """Return the most bytes of one bucket for one shard, a multiple of every dtype's size."""
-    return max(BUCKET_BYTES // num_shards // 64, 1) * 64
+    return max(BUCKET_BYTES // min(num_shards, MAX_PARTS) // 64, 1) * 64
 
 
 def _buckets(targets: Sequence[ShardTarget], num_shards: int) -> Iterator[_Bucket]:
-    """Split the targets into buckets of at most BUCKET_BYTES over all shards; the same on every rank."""
+    """Split the targets into buckets of at most BUCKET_BYTES for up to MAX_PARTS shards; the same on every rank."""
     bucket: list[_Entry] = []
     free = budget = _shard_bytes(num_shards)
     for target in targets:
@@ -170,11 +167,7 @@ def _num_bytes(bucket: _Bucket, shard_rank: int) -> int:
 
 
 def _offer(buffers: Mapping[int, torch.Tensor], bucket: _Bucket, group: ShardGroup, ring: _Ring) -> list[dist.Work]:
-    """Tell the ranks that share the ring that a bucket is there, and send it to the others.
-
-    Returns:
-        What to wait for before the slot is used again.
-    """
+    """Send a bucket to other ranks, or tell them that it is in the ring; return what to wait for before reusing its slot."""
     device = bucket[0].target.local.device
     remote = {group.ranks[r]: b.to(device) for r, b in buffers.items() if group.ranks[r] not in ring.sharing}
     requests = _exchange(dist.isend, remote, group)
@@ -194,11 +187,7 @@ def _signal(operation: Callable[..., dist.Work | None], peer: int) -> dist.Work:
 
 def _read_bucket(bucket: _Bucket, buffer: torch.Tensor, index: SafetensorsIndex, shard_rank: int) -> None:
     for entry, part in _parts(bucket, buffer, shard_rank):
-        first, count = entry.range(shard_rank)
-        offset = 0
-        for tensor, start, num_bytes in byte_ranges(index, entry.target.ranges, first, count):
-            index.read_into(part[offset : offset + num_bytes], tensor, start)
-            offset += num_bytes
+        read_bytes(index, entry.target.ranges, *entry.range(shard_rank), part)
 
 
 def _add_checksums(checksums: Checksums, bucket: _Bucket, shard_rank: int, index: SafetensorsIndex) -> None:
@@ -283,9 +272,9 @@ def _receive(bucket: _Bucket, buffer: torch.Tensor, requests: Sequence[dist.Work
     _unpack(buffer, bucket, group.shard_rank)
 
 
-def _send_to_replicas(buffer: torch.Tensor | None, group: ShardGroup) -> None:
+def _send_to_replicas(buffer: torch.Tensor, group: ShardGroup) -> None:
     """Broadcast one shard's bytes from the first replica. Collective over `group.replicate_group`."""
-    if group.replicate_group is not None and buffer is not None and buffer.numel():
+    if group.replicate_group is not None and buffer.numel():
         dist.broadcast(buffer, group_src=0, group=group.replicate_group)
 
 

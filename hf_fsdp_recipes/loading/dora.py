@@ -15,29 +15,18 @@ def is_magnitude(name: str) -> bool:
     return ".lora_magnitude_vector." in name
 
 
+@torch.no_grad()
 def fill_magnitudes(model: torch.nn.Module) -> None:
-    """Compute the magnitudes of an FSDP2 model whose base weights are loaded.
+    """Compute the magnitudes of an FSDP2 model whose base weights are loaded: the row norms of W + scaling * B @ A.
 
     Collective: every rank must call this.
     """
-    for module in model.modules():
-        for adapter in getattr(module, "lora_magnitude_vector", None) or ():
-            magnitude = module.lora_magnitude_vector[adapter].weight.detach()
-            _local(magnitude).copy_(row_norms(module, adapter))
-
-
-@torch.no_grad()
-def row_norms(layer: Any, adapter: str) -> torch.Tensor:
-    """Return the norms of this rank's rows of W + scaling * B @ A, shape (rows,). Collective.
-
-    Args:
-        layer: PEFT's LoRA layer, with weights that are sharded by rows or full.
-        adapter: the adapter's name.
-    """
-    weight = _local(layer.get_base_layer().weight)
-    a, b = layer.lora_A[adapter].weight, _local(layer.lora_B[adapter].weight)
-    full_a = a.full_tensor() if hasattr(a, "full_tensor") else a
-    return torch.linalg.norm(weight + layer.scaling[adapter] * (b @ full_a), dim=1)
+    for layer in model.modules():
+        for adapter in getattr(layer, "lora_magnitude_vector", None) or ():
+            weight, a, b = layer.get_base_layer().weight, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+            full_a = a.full_tensor() if hasattr(a, "full_tensor") else a
+            adapted = _local(weight) + layer.scaling[adapter] * (_local(b) @ full_a)
+            _local(layer.lora_magnitude_vector[adapter].weight).copy_(torch.linalg.norm(adapted, dim=1))
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Materializes FSDP1's units one at a time, because FSDP1 flattens a unit's full parameters before sharding."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,7 @@ import torch.distributed as dist
 from hf_fsdp_recipes import distributed, parameter_names
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading import bnb_4bit, dora, resize, verify
-from hf_fsdp_recipes.loading.checkpoint_source import (
-    CheckpointSource,
-    check_sources,
-    full_target,
-    raise_read_errors,
-)
+from hf_fsdp_recipes.loading.checkpoint_source import CheckpointSource, check_sources, full_target, raise_read_errors
 from hf_fsdp_recipes.loading.distribute import broadcast_full
 from hf_fsdp_recipes.loading.read_ranges import PROGRESS_TITLE, as_bytes
 from hf_fsdp_recipes.metrics import progress
@@ -23,13 +19,7 @@ from hf_fsdp_recipes.metrics import progress
 def prepare(
     accelerator: Any, model: torch.nn.Module, source: CheckpointSource, prepare_model: Callable[[], torch.nn.Module]
 ) -> torch.nn.Module:
-    """Run Accelerate's `prepare_model` with FSDP1's units filled from the checkpoint.
-
-    Collective: every rank must call this.
-
-    Raises:
-        LoadError: on every rank, if a parameter has no source or the model uses DoRA.
-    """
+    """Run Accelerate's `prepare_model` with FSDP1's units filled from the checkpoint. Collective: every rank must call this."""
     plugin = accelerator.state.fsdp_plugin
     plugin.param_init_fn = _unit_filler(model, source, accelerator.device)
     plugin.sync_module_states = False
@@ -44,19 +34,17 @@ def prepare(
 def _unit_filler(
     model: torch.nn.Module, source: CheckpointSource, device: torch.device
 ) -> Callable[[torch.nn.Module], torch.nn.Module]:
-    """Return FSDP1's `param_init_fn`, which fills one module's own meta parameters with rank 0's values.
-
-    Collective: FSDP1 calls it module by module, in the same order on every rank. It does not use `to_empty`, which would
-    also erase real buffers (rotary frequencies).
-    """
+    """Return FSDP1's `param_init_fn`, which fills one module's own meta parameters and leaves real buffers alone. Collective."""
     with distributed.sync_errors():
         resize.apply_resize(model, source)
-        _check_no_dora(model)
+        if any(dora.is_magnitude(name) for name, _ in model.named_parameters()):
+            raise LoadError(
+                "use_dora is not supported under FSDP1: DoRA needs the shape of lora_A, which FSDP1 flattens. Use an fsdp2 "
+                "template or plain LoRA."
+            )
         check_sources(model, source)
     full_names = {id(module): name for name, module in model.named_modules()}
-    num_uses: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        num_uses[id(parameter)] = num_uses.get(id(parameter), 0) + 1
+    num_uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     shared: dict[int, torch.nn.Parameter] = {}
     sizes = {id(parameter): parameter.nbytes for parameter in model.parameters() if parameter.is_meta}
     bar = progress.bar(sum(sizes.values()), PROGRESS_TITLE)
@@ -68,7 +56,11 @@ def _unit_filler(
             real = shared.get(id(parameter))
             if real is None:
                 name = f"{full_names[id(module)]}.{leaf}".lstrip(".")
-                real = _full_parameter(name, module, parameter, source, device)
+                if parameter_names.in_base_model(name) in source.quantized:
+                    real = _packed_weight(source, parameter_names.in_base_model(name), module, device)
+                else:
+                    real = torch.nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                    broadcast_full(full_target(name, real, source), source.index, device)
                 bar.update(sizes[id(parameter)])
                 if bar.n == bar.total:
                     bar.close()  # FSDP1 does not signal the last call
@@ -78,22 +70,6 @@ def _unit_filler(
         return module
 
     return fill
-
-
-def _full_parameter(
-    name: str,
-    module: torch.nn.Module,
-    parameter: torch.nn.Parameter,
-    source: CheckpointSource,
-    device: torch.device,
-) -> torch.nn.Parameter:
-    """Return a real parameter with rank 0's values for a meta one. Collective: every rank must call this."""
-    base_name = parameter_names.in_base_model(name)
-    if base_name in source.quantized:
-        return _packed_weight(source, base_name, module, device)
-    real = torch.nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-    broadcast_full(full_target(name, real, source), source.index, device)
-    return real
 
 
 def _packed_weight(source: CheckpointSource, name: str, layer: Any, device: torch.device) -> torch.nn.Parameter:
@@ -113,21 +89,11 @@ def _packed_weight(source: CheckpointSource, name: str, layer: Any, device: torc
     return torch.nn.Parameter(packed.view(-1, 1), requires_grad=False)
 
 
-def _check_no_dora(model: torch.nn.Module) -> None:
-    if any(dora.is_magnitude(name) for name, _ in model.named_parameters()):
-        raise LoadError(
-            "use_dora is not supported under FSDP1: DoRA needs the shape of lora_A, which FSDP1 flattens. Use an fsdp2 template "
-            "or plain LoRA."
-        )
-
-
 def _refresh_parameter_views(model: torch.nn.Module) -> None:
-    """Update FSDP1's parameter views after Accelerate has cast the flat parameters to float32.
+    """Update FSDP1's parameter views after Accelerate has cast the flat parameters to float32 (torch 2.13 `_flat_param.py`).
 
     Otherwise they keep the old dtype until the first reshard, in the middle of the first forward. PEFT casts a layer's input
     to its weights' dtype, so recomputation would see a different dtype from the forward.
-
-    Source: torch 2.13 `_flat_param.py`, `FlatParamHandle._use_sharded_views`.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 

@@ -12,7 +12,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.configs.launch import check_launch
 from hf_fsdp_recipes.environment import is_fsdp_requested, is_true
 from hf_fsdp_recipes.errors import LoadError, summarize
-from hf_fsdp_recipes.loading import bnb_4bit, missing, resize
+from hf_fsdp_recipes.loading import bnb_4bit, missing
 from hf_fsdp_recipes.loading.build_on_meta import (
     build_on_meta,
     check_has_layers,
@@ -20,7 +20,7 @@ from hf_fsdp_recipes.loading.build_on_meta import (
     resolve_directory,
     resolve_dtype,
 )
-from hf_fsdp_recipes.loading.checkpoint_source import CheckpointSource, Source, Verify, attach_source
+from hf_fsdp_recipes.loading.checkpoint_source import CheckpointSource, Source, Verify
 from hf_fsdp_recipes.loading.materialize import MetaModelLoader
 from hf_fsdp_recipes.loading.safetensors_index import (
     DeferredErrorIndex,
@@ -32,14 +32,14 @@ from hf_fsdp_recipes.loading.safetensors_index import (
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange, WeightMapping
 from hf_fsdp_recipes.metrics import stages
 from hf_fsdp_recipes.patches import cpu_ranks, registry
-from hf_fsdp_recipes.patches.accelerate import register_meta_model_handler
 from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 _WHERE_FSDP_PLACES = "Remove it; FSDP places the weights, and the template's fsdp_offload_params keeps them on the CPU."
+# Arguments of `from_pretrained` that have no effect, or a different one, under FSDP.
 REFUSED_ARGUMENTS = {
     **dict.fromkeys(("device_map", "max_memory", "offload_folder", "offload_state_dict"), _WHERE_FSDP_PLACES),
     "low_cpu_mem_usage": "Remove it; load_model never holds more than a rank's shard.",
@@ -90,7 +90,13 @@ def load_model(
     _prepare_process()
     if not is_fsdp_requested():
         return _load_without_fsdp(str(name_or_path), ignore_mismatched, from_pretrained_kwargs)
-    _check_arguments(from_pretrained_kwargs)
+    faults = [
+        f"{name}={from_pretrained_kwargs[name]!r} does not apply under FSDP. {cure}"
+        for name, cure in REFUSED_ARGUMENTS.items()
+        if from_pretrained_kwargs.get(name) not in (None, False)
+    ]
+    if faults:
+        raise LoadError(" ".join(faults))
     with stages.record("build on meta"):
         return _load_on_meta(str(name_or_path), source, verify, ignore_mismatched, from_pretrained_kwargs)
 
@@ -125,8 +131,7 @@ def initialize_model(
         model = build_on_meta(config, resolve_dtype(dtype, config, {}))
         found = CheckpointSource("the new model", DeferredErrorIndex(()) if distributed.is_main() else None, {}, {})
         missing.complete_ranges(model, found, is_new=True)
-    attach_source(model, found)
-    resize.track_resize(model, found)
+    MetaModelLoader(model, found).attach()
     return model
 
 
@@ -142,18 +147,6 @@ def _prepare_process() -> None:
     if is_fsdp_requested():
         registry.apply("size wrap")
         registry.apply("loading")
-        register_meta_model_handler(MetaModelLoader())
-
-
-def _check_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuse arguments of `from_pretrained` that have no effect, or a different one, under FSDP."""
-    faults = [
-        f"{name}={kwargs[name]!r} does not apply under FSDP. {cure}"
-        for name, cure in REFUSED_ARGUMENTS.items()
-        if kwargs.get(name) not in (None, False)
-    ]
-    if faults:
-        raise LoadError(" ".join(faults))
 
 
 def _load_without_fsdp(name_or_path: str, ignore_mismatched: bool, kwargs: dict[str, Any]) -> "PreTrainedModel":
@@ -175,6 +168,8 @@ def _load_without_fsdp(name_or_path: str, ignore_mismatched: bool, kwargs: dict[
 def _load_on_meta(
     name_or_path: str, source: Source, verify: Verify, ignore_mismatched: bool, kwargs: dict[str, Any]
 ) -> "PreTrainedModel":
+    from transformers import GenerationConfig
+
     kwargs = {"trust_remote_code": False} | kwargs
     dtype = kwargs.pop("dtype", "auto")
     quantization = kwargs.pop("quantization_config", None)
@@ -182,7 +177,12 @@ def _load_on_meta(
 
     def describe() -> tuple[Any, Any, dict[str, StoredTensor]]:
         nonlocal index
-        config, generation_config, index = _describe(name_or_path, kwargs)
+        directory = resolve_directory(name_or_path, kwargs)
+        config = _read_config(name_or_path, directory, kwargs)
+        generation_config = None
+        if (directory / "generation_config.json").is_file():
+            generation_config = GenerationConfig.from_pretrained(directory)
+        index = open_index(directory)
         # Custom code exists only on ranks that have imported it, so objects of its classes cannot be broadcast.
         is_custom = kwargs["trust_remote_code"] and hasattr(config, "auto_map")
         return None if is_custom else config, generation_config, index.tensors
@@ -198,7 +198,6 @@ def _load_on_meta(
         model = build_on_meta(config, dtype, kwargs["trust_remote_code"])
         quantizer = None
         if quantization is not None:
-            quantization = bnb_4bit.prepare_config(quantization, dtype)
             quantizer = bnb_4bit.replace_linears(model, quantization, dtype)
         if generation_config is not None:
             model.generation_config = generation_config
@@ -211,23 +210,8 @@ def _load_on_meta(
         missing.complete_ranges(model, found, ignore_mismatched=ignore_mismatched)
         if quantizer is not None:
             found.quantized = bnb_4bit.pack_weights(model, quantizer, dtype)
-    attach_source(model, found)
-    resize.track_resize(model, found)
+    MetaModelLoader(model, found).attach()
     return model
-
-
-def _describe(
-    name_or_path: str, kwargs: dict[str, Any]
-) -> tuple["PreTrainedConfig", "GenerationConfig | None", SafetensorsIndex]:
-    """Read config, generation config and weight headers. Rank 0 only."""
-    from transformers import GenerationConfig
-
-    directory = resolve_directory(name_or_path, kwargs)
-    config = _read_config(name_or_path, directory, kwargs)
-    generation_config = None
-    if (directory / "generation_config.json").is_file():
-        generation_config = GenerationConfig.from_pretrained(directory)
-    return config, generation_config, open_index(directory)
 
 
 def _read_custom_config(name_or_path: str, kwargs: dict[str, Any]) -> "PreTrainedConfig":

@@ -1,10 +1,10 @@
 """Fills a model that was built on meta when Accelerate shards it, and verifies the result.
 
-Registered with `patches/accelerate.py`. This module handles FSDP2; `fsdp1.py` materializes FSDP1's units.
+This module handles FSDP2; `fsdp1.py` materializes FSDP1's units.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,7 @@ from hf_fsdp_recipes.loading import bnb_4bit, dora, fsdp1, resize, verify
 from hf_fsdp_recipes.loading.checkpoint_source import (
     CheckpointSource,
     check_sources,
-    detach_source,
     fill_buffers,
-    find_source,
     full_target,
     raise_read_errors,
 )
@@ -25,14 +23,28 @@ from hf_fsdp_recipes.loading.distribute import broadcast_full, scatter
 from hf_fsdp_recipes.loading.read_ranges import read_direct
 from hf_fsdp_recipes.loading.shard_layout import ShardGroup, ShardTarget, find_shard_group, row_range
 from hf_fsdp_recipes.metrics import stages
+from hf_fsdp_recipes.patches.accelerate import LOADER_ATTRIBUTE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class MetaModelLoader:
-    """Fills models from `load_model` while Accelerate prepares them; a `patches.accelerate.MetaModelHandler`."""
+    """Fills a model on meta while Accelerate prepares it; `patches/accelerate.py` finds it on the model.
 
-    def handles(self, model: torch.nn.Module) -> bool:
-        """Return whether `load_model` built the model and it is not filled yet."""
-        return find_source(model) is not None
+    Args:
+        model: from `build_on_meta`.
+        source: its checkpoint.
+    """
+
+    def __init__(self, model: "PreTrainedModel", source: CheckpointSource) -> None:
+        self.source = source
+        self._model = model
+
+    def attach(self) -> None:
+        """Attach the loader to its model until the model is filled, and track calls of `resize_token_embeddings`."""
+        setattr(self._model, LOADER_ATTRIBUTE, self)
+        resize.track_resize(self._model, self.source)
 
     def shard_fsdp2(
         self, accelerator: Any, model: torch.nn.Module, shard: Callable[[Any, torch.nn.Module], torch.nn.Module]
@@ -40,9 +52,6 @@ class MetaModelLoader:
         """Shard the model with Accelerate's own step, then fill the shards. Collective: every rank must call this."""
         from torch.distributed.fsdp import CPUOffloadPolicy
 
-        found = find_source(model)
-        assert found is not None
-        marked, source = found
         plugin = accelerator.state.fsdp_plugin
         broadcast_real_parameters(model, accelerator.device)
         was_efficient, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
@@ -51,29 +60,26 @@ class MetaModelLoader:
         finally:
             plugin.cpu_ram_efficient_loading = was_efficient
         with stages.record("read into shards"):
-            fill_sharded(model, source, accelerator.device, isinstance(plugin.cpu_offload, CPUOffloadPolicy))
-        self._finish(marked)
+            fill_sharded(model, self.source, accelerator.device, isinstance(plugin.cpu_offload, CPUOffloadPolicy))
+        self._finish()
         return model
 
     def prepare_fsdp1(
         self, accelerator: Any, model: torch.nn.Module, prepare: Callable[[], torch.nn.Module]
     ) -> torch.nn.Module:
         """Run Accelerate's own `prepare_model` with units materialized one by one. Collective: every rank must call this."""
-        found = find_source(model)
-        assert found is not None
-        marked, source = found
         broadcast_real_parameters(model, accelerator.device)
-        fill_buffers(model, source, accelerator.device)
+        fill_buffers(model, self.source, accelerator.device)
         with stages.record("read into shards"):
-            model = fsdp1.prepare(accelerator, model, source, prepare)
-        self._finish(marked)
+            model = fsdp1.prepare(accelerator, model, self.source, prepare)
+        self._finish()
         verify.check_buffers(model)
         return model
 
-    def _finish(self, marked: torch.nn.Module) -> None:
+    def _finish(self) -> None:
         stages.show()
-        detach_source(marked)
-        resize.untrack_resize(marked)
+        for attribute in (LOADER_ATTRIBUTE, "resize_token_embeddings"):
+            self._model.__dict__.pop(attribute, None)
 
 
 def broadcast_real_parameters(model: torch.nn.Module, device: torch.device) -> None:
@@ -107,7 +113,7 @@ def fill_sharded(model: torch.nn.Module, source: CheckpointSource, device: torch
         sharded, replicated, packed, group = _allocate(model, source, torch.device("cpu") if is_offloaded else device)
     checksums = None if source.is_direct else verify.Checksums(covers_all=source.verify == "full")
     if group is not None and checksums is None:
-        with distributed.sync_errors():
+        with distributed.sync_errors(distributed.patient_group()):
             assert source.index is not None
             read_direct(sharded, source.index, group.shard_rank)
     elif group is not None and checksums is not None:
@@ -135,12 +141,15 @@ def _allocate(
     replicated: list[ShardTarget] = []
     packed: list[bnb_4bit.Packed] = []
     group: ShardGroup | None = None
-    find_layer = bnb_4bit.layer_finder(model)
-    for name, parameter, owners in _unique_parameters(model):
+    owners: dict[int, list[tuple[Any, str]]] = {}  # by id of the parameter
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            owners.setdefault(id(parameter), []).append((module, leaf))
+    for name, parameter in list(model.named_parameters()):
         if not parameter.is_meta:
             continue
         real = torch.nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-        for module, leaf in owners:
+        for module, leaf in owners[id(parameter)]:
             module._parameters[leaf] = real
         if dora.is_magnitude(name):
             continue
@@ -150,8 +159,8 @@ def _allocate(
         group = group or find_shard_group(parameter.device_mesh, parameter.placements)
         target = _shard_target(name, real, source, group)
         if target.is_packed:
-            base_name = parameter_names.in_base_model(name)
-            packed.append((target, source.quantized[base_name], find_layer(base_name)))
+            layer, _ = owners[id(parameter)][0]
+            packed.append((target, source.quantized[parameter_names.in_base_model(name)], layer))
         else:
             sharded.append(target)
 
@@ -176,16 +185,3 @@ def _shard_target(name: str, parameter: Any, source: CheckpointSource, group: Sh
     if expected != local.numel():
         raise LoadError(f"{name}: this rank holds {local.numel()} elements; sharding by rows gives it {expected}")
     return ShardTarget(name, ranges, stored_dtype, parameter.dtype, shard_ranges, local, is_packed)
-
-
-def _unique_parameters(
-    model: torch.nn.Module,
-) -> Iterator[tuple[str, torch.nn.Parameter, list[tuple[torch.nn.Module, str]]]]:
-    """Yield each parameter once, with all modules that hold it."""
-    found: dict[int, tuple[str, torch.nn.Parameter, list[tuple[torch.nn.Module, str]]]] = {}
-    for module_name, module in model.named_modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                name = f"{module_name}.{leaf}".lstrip(".")
-                found.setdefault(id(parameter), (name, parameter, []))[2].append((module, leaf))
-    yield from found.values()

@@ -5,7 +5,6 @@ Runs before any weight is read. New values stay on rank 0 until they are distrib
 
 import copy
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,12 +13,9 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.checkpoint_source import CheckpointSource
 from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, StoredTensor
-from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-IN_MEMORY = Path("<initialized>")
 
 
 def complete_ranges(
@@ -49,16 +45,9 @@ def complete_ranges(
 
 
 def check_complete(name_or_path: str, lacking: list[str], has_any: bool, ignore_mismatched: bool) -> None:
-    """Refuse a checkpoint that lacks parts of the model. Every rank calls this; not a collective.
+    """Raise a LoadError if a checkpoint lacks the model or parts of it; with `ignore_mismatched`, only warn about parts.
 
-    Args:
-        name_or_path: the checkpoint.
-        lacking: the model's parameters and buffers that the checkpoint lacks.
-        has_any: whether the checkpoint has any of them.
-        ignore_mismatched: only warn, because the caller initializes what is lacking; `has_any=False` is still refused.
-
-    Raises:
-        LoadError: with the number of names and the first three.
+    Every rank calls this; not a collective.
     """
     if not has_any:
         raise LoadError(f"no tensor of {name_or_path} belongs to the model of its config. Check the config.json.")
@@ -133,14 +122,6 @@ def _initialize(model: "PreTrainedModel", source: CheckpointSource, names: list[
             with torch.no_grad():
                 model._init_weights(real)
         for leaf in leaves:
-            value = None if real is None else getattr(real, leaf)
-            _add_tensor(source, f"{module_name}.{leaf}", getattr(module, leaf), value)
-
-
-def _add_tensor(source: CheckpointSource, name: str, meta: torch.Tensor, value: torch.Tensor | None) -> None:
-    key = f"<initialized>{name}"
-    source.ranges[name] = [TensorRange(key, tuple(meta.shape), 0, meta.numel())]
-    num_bytes = meta.numel() * meta.dtype.itemsize
-    source.stored[key] = StoredTensor(key, IN_MEMORY, meta.dtype, tuple(meta.shape), 0, num_bytes)
-    if source.index is not None and value is not None:
-        source.index.add_in_memory(source.stored[key], value.detach())
+            name, meta = f"{module_name}.{leaf}", getattr(module, leaf)
+            value = None if real is None else getattr(real, leaf).detach()
+            source.ranges[name] = [source.add_tensor(f"<initialized>{name}", meta.dtype, tuple(meta.shape), value)]

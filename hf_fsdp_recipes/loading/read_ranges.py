@@ -44,8 +44,15 @@ def byte_ranges(
 
 def read_elements(index: SafetensorsIndex, ranges: Sequence[TensorRange], first: int, out: torch.Tensor) -> None:
     """Fill `out` (1-D, CPU, in the stored dtype) with a parameter's elements, starting at `first`."""
-    buffer, filled = as_bytes(out), 0
-    for tensor, start, num_bytes in byte_ranges(index, ranges, first, out.numel()):
+    read_bytes(index, ranges, first, out.numel(), as_bytes(out))
+
+
+def read_bytes(
+    index: SafetensorsIndex, ranges: Sequence[TensorRange], first: int, count: int, buffer: torch.Tensor
+) -> None:
+    """Fill a buffer (1-D uint8, CPU) with the bytes of elements [first, first + count) of a parameter."""
+    filled = 0
+    for tensor, start, num_bytes in byte_ranges(index, ranges, first, count):
         index.read_into(buffer[filled : filled + num_bytes], tensor, start)
         filled += num_bytes
 
@@ -53,12 +60,7 @@ def read_elements(index: SafetensorsIndex, ranges: Sequence[TensorRange], first:
 def fill_shard(
     target: ShardTarget, index: SafetensorsIndex, shard_rank: int, start: int, length: int, upload: Upload
 ) -> None:
-    """Read and cast `length` elements of this rank's shard, starting at element `start` of the shard.
-
-    Args:
-        target, index, shard_rank, start, length: which elements.
-        upload: this thread's buffers of READ_BYTES.
-    """
+    """Read and cast `length` elements of this rank's shard, from element `start` of the shard, with buffers of READ_BYTES."""
     first = target.shard_ranges[shard_rank][0] + start
     step = READ_BYTES // target.stored_dtype.itemsize
     for offset in range(0, length, step):
@@ -103,8 +105,7 @@ def read_direct(targets: Sequence[ShardTarget], index: SafetensorsIndex, shard_r
 def count_readers(num_reading_ranks: int | None = None) -> int:
     """Return the number of reading threads: up to 4, which storage needs, but not more than this rank's share of the cores.
 
-    Args:
-        num_reading_ranks: ranks of this node that read at the same time; by default all.
+    The ranks of this node that read at the same time share the cores; by default all ranks do.
     """
     num_ranks = num_reading_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(MAX_READERS, max(1, num_cores() // num_ranks))

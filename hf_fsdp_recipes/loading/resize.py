@@ -39,16 +39,10 @@ def track_resize(model: "PreTrainedModel", source: CheckpointSource) -> None:
     model.resize_token_embeddings = resize
 
 
-def untrack_resize(model: torch.nn.Module) -> None:
-    """Restore the model's own `resize_token_embeddings`."""
-    model.__dict__.pop("resize_token_embeddings", None)
-
-
 def apply_resize(model: torch.nn.Module, source: CheckpointSource) -> None:
-    """Adjust the ranges of resized embeddings to their new number of rows. Every rank calls this; not a collective.
+    """Adjust the ranges of resized embeddings to their new number of rows; raise a LoadError if anything else differs.
 
-    Raises:
-        LoadError: anything but the number of embedding rows differs from the checkpoint.
+    Every rank calls this; not a collective.
     """
     for full_name, parameter in model.named_parameters():
         name = parameter_names.in_base_model(full_name)
@@ -75,18 +69,14 @@ def _resized_ranges(
     if math.prod(shape) < stored.num_elements:
         return [TensorRange(stored.tensor, stored.shape, 0, math.prod(shape))]
     num_added = shape[0] - stored.num_elements // width
-    key = f"<resized>{name}"
     origin = source.stored[stored.tensor]
     added_shape = (num_added, *shape[1:])
-    added = StoredTensor(key, origin.file, origin.dtype, added_shape, 0, num_added * width * origin.dtype.itemsize)
-    source.stored[key] = added
-    if source.index is not None:
-        if source.new_rows == "mean":
-            values = _mean_row(source.index, origin).expand(num_added, -1).reshape(added_shape)
-        else:
-            values = torch.empty(added_shape).normal_(0.0, 0.02)
-        source.index.add_in_memory(added, values.to(origin.dtype))
-    return [stored, TensorRange(key, added_shape, 0, num_added * width)]
+    values = None
+    if source.index is not None and source.new_rows == "mean":
+        values = _mean_row(source.index, origin).expand(num_added, -1).reshape(added_shape)
+    elif source.index is not None:
+        values = torch.empty(added_shape).normal_(0.0, 0.02)
+    return [stored, source.add_tensor(f"<resized>{name}", origin.dtype, added_shape, values)]
 
 
 def _mean_row(index: SafetensorsIndex, stored: StoredTensor) -> torch.Tensor:

@@ -170,11 +170,7 @@ def _is_cached(descriptor: int, offset: int) -> bool:
 
 
 def open_index(directory: Path) -> SafetensorsIndex:
-    """Read and check the headers of the safetensors checkpoint in a local directory. Any rank may call this.
-
-    Raises:
-        LoadError: there is no safetensors checkpoint, or it is corrupt.
-    """
+    """Read the headers of a local safetensors checkpoint; raise a LoadError if there is none or it is corrupt."""
     files, expected = _find_files(directory)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -191,11 +187,7 @@ def open_index(directory: Path) -> SafetensorsIndex:
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """Read and check the header of one safetensors file.
-
-    Raises:
-        LoadError: the file is not safetensors, is truncated, or does not match its header.
-    """
+    """Read the header of a safetensors file; raise a LoadError if the file is damaged or in another format."""
     from huggingface_hub import parse_local_safetensors_file_metadata
     from huggingface_hub.errors import SafetensorsParsingError
 

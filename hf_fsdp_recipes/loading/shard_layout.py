@@ -21,63 +21,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardTarget:
-    """The local shard of one parameter, and where to load it from.
+    """The local shard of one parameter, and where to load it from."""
 
-    Attributes:
-        name: the parameter's name.
-        ranges: the stored ranges that make up the full parameter, in row-major order.
-        stored_dtype: the checkpoint's dtype, in which bytes are read and sent.
-        dtype: the parameter's dtype.
-        shard_ranges: for each rank of the shard group, (first element, number of elements) of the full parameter.
-        local: this rank's shard, 1-D and contiguous, on its device.
-        is_packed: whether it holds 4-bit weights, which are quantized before they are sent.
-    """
-
-    name: str
-    ranges: Sequence[TensorRange]
-    stored_dtype: torch.dtype
-    dtype: torch.dtype
-    shard_ranges: Sequence[tuple[int, int]]
-    local: torch.Tensor
-    is_packed: bool = False
+    name: str  # the parameter's
+    ranges: Sequence[TensorRange]  # that make up the full parameter, in row-major order
+    stored_dtype: torch.dtype  # the checkpoint's, in which bytes are read and sent
+    dtype: torch.dtype  # the parameter's
+    shard_ranges: Sequence[tuple[int, int]]  # by shard rank: (first element, number of elements) of the full parameter
+    local: torch.Tensor  # this rank's shard, 1-D and contiguous, on its device
+    is_packed: bool = False  # holds 4-bit weights, which are quantized before they are sent
 
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """The ranks that parameters are sharded over, and the replicas of their shards.
+    """The ranks that parameters are sharded over, and the replicas of their shards."""
 
-    Attributes:
-        ranks: the ranks of the first replica (global rank 0's), in shard order.
-        shard_rank: index of this rank's shard.
-        is_first_replica: whether this rank is one of `ranks`.
-        replicate_group: the ranks that hold the same shard, first replica first; None with a single replica.
-        group: process group over `ranks`; None for the default group.
-    """
-
-    ranks: Sequence[int]
-    shard_rank: int
-    is_first_replica: bool = True
-    replicate_group: dist.ProcessGroup | None = None
-    group: dist.ProcessGroup | None = None
+    ranks: Sequence[int]  # of the first replica (global rank 0's), in shard order
+    shard_rank: int  # index of this rank's shard
+    is_first_replica: bool = True  # whether this rank is one of `ranks`
+    replicate_group: dist.ProcessGroup | None = None  # ranks with the same shard, first replica first; None if only one
+    group: dist.ProcessGroup | None = None  # over `ranks`; None for the default group
 
 
 @dataclass(frozen=True)
 class Slice:
-    """This rank's part of one parameter or buffer.
+    """This rank's part of one parameter or buffer."""
 
-    Attributes:
-        name: full name, without the wrappers of FSDP1, activation checkpointing and torch.compile.
-        shape: shape of the full parameter.
-        dtype: dtype of the parameter.
-        first: position of the slice in the parameter, in row-major order.
-        values: this rank's elements, 1-D; empty if it holds no elements or only a replica.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # without the wrappers of FSDP1, activation checkpointing and torch.compile
+    shape: tuple[int, ...]  # of the full parameter
     dtype: torch.dtype
-    first: int
-    values: torch.Tensor
+    first: int  # position of the slice in the parameter, in row-major order
+    values: torch.Tensor  # this rank's elements, 1-D; empty if it holds no elements or only a replica
 
 
 def row_range(shape: Sequence[int], num_shards: int, shard_rank: int) -> tuple[int, int]:
@@ -90,11 +64,7 @@ def row_range(shape: Sequence[int], num_shards: int, shard_rank: int) -> tuple[i
 
 
 def find_shard_group(mesh: "DeviceMesh", placements: Sequence["Placement"]) -> ShardGroup:
-    """Return the shard group of a DTensor. Any rank may call this.
-
-    Raises:
-        LoadError: it uses anything but full or hybrid sharding on dimension 0.
-    """
+    """Return the shard group of a DTensor; raise a LoadError unless it is sharded on dimension 0, in full or hybrid."""
     from torch.distributed.tensor import Shard
 
     sharded = [dim for dim, placement in enumerate(placements) if placement.is_shard()]

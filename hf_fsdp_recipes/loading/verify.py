@@ -40,16 +40,13 @@ class Checksums:
 def check_model(
     model: torch.nn.Module, targets: Sequence[ShardTarget], expected: Checksums | None, shard_rank: int
 ) -> None:
-    """Check a freshly loaded model. Collective: every rank must call this.
+    """Raise a LoadError on every rank if a check of a freshly loaded model fails. Collective: every rank must call this.
 
     Args:
         model: the model, sharded or not.
         targets: the targets that were filled.
         expected: rank 0's checksums of what it read; None if every rank read its own shards.
         shard_rank: index of this rank's shard.
-
-    Raises:
-        LoadError: on every rank, if a check fails.
     """
     if expected is not None:
         expected.values = distributed.broadcast_object(expected.values)
@@ -79,11 +76,7 @@ def _check_ties(model: torch.nn.Module) -> None:
 def check_finite(parameters: Iterable[tuple[str, torch.Tensor]], name_or_path: str) -> None:
     """Check that no loaded parameter contains NaN or infinity, with one device synchronization.
 
-    Collective: every rank must call this.
-
-    Args:
-        parameters: names and this rank's part of each.
-        name_or_path: the checkpoint, for the message.
+    `parameters` are names and this rank's part of each. Collective: every rank must call this.
 
     Raises:
         LoadError: on every rank, with the number of such parameters and the first three.
@@ -121,13 +114,7 @@ def is_finite(values: torch.Tensor) -> torch.Tensor:
 
 
 def check_buffers(model: torch.nn.Module) -> None:
-    """Check that all buffers are equal on all ranks.
-
-    Collective: every rank must call this.
-
-    Raises:
-        LoadError: on every rank, if a buffer differs.
-    """
+    """Raise a LoadError on every rank if a buffer differs between ranks. Collective: every rank must call this."""
     own = {
         name: zlib.crc32(as_bytes(buffer.detach().cpu().contiguous()).numpy()) for name, buffer in model.named_buffers()
     }

@@ -36,12 +36,8 @@ class WeightMapping:
     """The weight conversions of one transformers model."""
 
     def __init__(self, model: "PreTrainedModel") -> None:
-        try:
-            from transformers import conversion_mapping, core_model_loading
-        except ImportError as error:  # pragma: no cover - setup.cfg excludes older versions
-            raise LoadError(
-                f"transformers has no core_model_loading ({error}). Install transformers 5.18 or newer."
-            ) from error
+        from transformers import conversion_mapping, core_model_loading
+
         self._upstream = core_model_loading
         self._model = model
         self._transforms = conversion_mapping.get_model_conversion_mapping(model)
@@ -51,11 +47,7 @@ class WeightMapping:
     def to_parameters(
         self, stored_shapes: Mapping[str, tuple[int, ...]], parameter_shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[dict[str, list[TensorRange]], list[str]]:
-        """Map a checkpoint to the parameters and buffers of the model.
-
-        Args:
-            stored_shapes: shape of every tensor in the checkpoint, by its name there.
-            parameter_shapes: shape of every entry of the model's state dict.
+        """Map a checkpoint to the parameters and buffers of the model, by the shapes of both.
 
         Returns:
             The ranges of each parameter in the checkpoint, and the stored names that match no parameter.

@@ -1,7 +1,7 @@
 """Combines the metrics of all ranks between two logged steps into one entry of metrics.jsonl."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -15,54 +15,31 @@ RATES = ("tokens_per_second", "tokens_per_second_per_device", "model_flops_per_s
 
 @dataclass(frozen=True)
 class MfuInputs:
-    """Inputs for computing FLOP/s, MFU and HFU.
-
-    Attributes:
-        flops: the model's FLOPs, or None if unknown.
-        peak_flops: dense peak FLOP/s of one device, or None if unknown.
-        is_recomputed: whether activation checkpointing repeats the forward pass.
-    """
+    """Inputs for computing FLOP/s, MFU and HFU; None if unknown."""
 
     flops: ModelFlops | None = None
-    peak_flops: float | None = None
-    is_recomputed: bool = False
-
-
-@dataclass
-class RankMetrics:
-    """One rank's metrics since the last logged step; `seconds` has an entry per phase of the clock."""
-
-    host_bytes: int = 0
-    device_bytes: int = 0
-    device_valley_bytes: int = 0
-    device_peak_bytes: int = 0
-    device_reserved_peak_bytes: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    peak_flops: float | None = None  # dense, of one device
+    is_recomputed: bool = False  # whether activation checkpointing repeats the forward pass
 
 
 NUM_COUNTS = len(fields(TokenCounts))
-MEMORY = [entry.name for entry in fields(RankMetrics) if entry.name != "seconds"]
+MEMORY = ("host_bytes", "device_bytes", "device_valley_bytes", "device_peak_bytes", "device_reserved_peak_bytes")
 
 
-def pack(counts: torch.Tensor, metrics: RankMetrics) -> torch.Tensor:
-    """Return one rank's token counts, memory and phases as an int64 tensor to gather, without synchronizing.
+def pack(counts: torch.Tensor, memory_bytes: Sequence[int], seconds: Mapping[str, float]) -> torch.Tensor:
+    """Return one rank's metrics as an int64 tensor to gather, without synchronizing.
 
     Args:
         counts: (3,) int64 on the rank's device: the fields of `TokenCounts`.
-        metrics: the rank's metrics; their seconds become microseconds.
+        memory_bytes: the values of MEMORY.
+        seconds: time by phase of the clock; it becomes microseconds.
     """
-    *memory, seconds = asdict(metrics).values()
-    integers = [*memory, *(round(seconds[phase] * 1e6) for phase in PHASES)]
+    integers = [*memory_bytes, *(round(seconds[phase] * 1e6) for phase in PHASES)]
     return torch.cat([counts, torch.tensor(integers, dtype=torch.int64).to(counts.device, non_blocking=True)])
 
 
 def summarize(rows: Sequence[Sequence[int]], num_steps: int, inputs: MfuInputs) -> dict[str, Any]:
-    """Return the metrics of all ranks as an entry of metrics.jsonl.
-
-    Args:
-        rows: what `pack` returned on each rank.
-        num_steps: optimizer steps since the last logged step.
-        inputs: FLOPs of the model and of a device.
+    """Combine what `pack` returned on each rank over `num_steps` optimizer steps into an entry of metrics.jsonl.
 
     Returns:
         Memory as lists with one value per rank, `seconds` per phase as the mean over ranks, `tokens` of all ranks, and

@@ -23,11 +23,7 @@ class Clock:
         self._is_running = False
 
     def start(self, device: Any = None) -> None:
-        """Start or restart.
-
-        Args:
-            device: the accelerator's module (`torch.cuda`), or None to use the host's clock.
-        """
+        """Start or restart, with events of an accelerator's module (`torch.cuda`), or with the host's clock (None)."""
         self._device = device if hasattr(device, "Event") else None
         self._is_running = True
         self._marks.clear()
@@ -43,7 +39,11 @@ class Clock:
         """End a phase now."""
         if not self._is_running:
             return
-        self._marks.append((phase, self._now()))
+        now: Any = time.perf_counter()
+        if self._device is not None:
+            now = self._device.Event(enable_timing=True)
+            now.record()
+        self._marks.append((phase, now))
         if len(self._marks) > MAX_MARKS:
             self._sum_marks()
 
@@ -74,13 +74,6 @@ class Clock:
         for (_, begin), (phase, end) in zip(self._marks, self._marks[1:], strict=False):
             self._seconds[phase] += begin.elapsed_time(end) / 1e3 if self._device is not None else end - begin
         del self._marks[:-1]
-
-    def _now(self) -> Any:
-        if self._device is None:
-            return time.perf_counter()
-        event = self._device.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 clock = Clock()  # MetricsCallback starts it; other modules mark their phases

@@ -1,4 +1,4 @@
-"""Model FLOPs of a training step, counted from the model's matrix products.
+"""Model FLOPs of a training step, from the model's matrix products and the tokens of its batches.
 
 A token costs 2 FLOPs per matmul parameter in the forward pass, 2 in the backward pass for the activations, and 2 more
 for the gradient of each trained parameter: 6 in full fine-tuning, a little over 4 with LoRA. Attention costs two matrix
@@ -9,10 +9,11 @@ Source: PaLM (arXiv:2204.02311), appendix B; its attention term is 12 * layers *
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 OTHER_MODALITIES = re.compile(r"(^|\.)(vision|visual|image|audio|multi_modal|mm)_?\w*(\.|$)")
@@ -23,17 +24,11 @@ NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Token counts of a set of sequences that determine their FLOPs.
+    """Token counts of a set of sequences that determine their FLOPs."""
 
-    Attributes:
-        tokens: sum of the sequence lengths, without padding.
-        pairs: sum of length * length.
-        window_pairs: sum of length * min(length, window); equals `pairs` without a window.
-    """
-
-    tokens: int
-    pairs: int
-    window_pairs: int
+    tokens: int  # sum of the sequence lengths, without padding
+    pairs: int  # sum of length * length
+    window_pairs: int  # sum of length * min(length, window); equals `pairs` without a window
 
     @classmethod
     def of(cls, lengths: Iterable[int], window: int | None = None) -> "TokenCounts":
@@ -45,23 +40,14 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Sizes of a model that determine its FLOPs.
+    """Sizes of a model that determine its FLOPs."""
 
-    Attributes:
-        matmul_parameters: parameters in the matrix products of one token.
-        trainable_parameters: the trained ones of those.
-        head_parameters: the ones in the language model head, which activation checkpointing does not recompute.
-        attention_width: heads * (query dim + value dim), summed over the layers with full attention.
-        window_width: the same, summed over the layers with sliding-window attention.
-        window: window length in tokens, or None.
-    """
-
-    matmul_parameters: int
-    trainable_parameters: int
-    head_parameters: int
-    attention_width: int
-    window_width: int
-    window: int | None
+    matmul_parameters: int  # in the matrix products of one token
+    trainable_parameters: int  # the trained ones of those
+    head_parameters: int  # the ones in the language model head, which activation checkpointing does not recompute
+    attention_width: int  # heads * (query dim + value dim), summed over the layers with full attention
+    window_width: int  # the same, summed over the layers with sliding-window attention
+    window: int | None  # window length in tokens
 
     def forward(self, counts: TokenCounts) -> int:
         """Return the FLOPs of a forward pass."""
@@ -173,3 +159,46 @@ def _window(config: Any) -> int | None:
     if getattr(config, "use_sliding_window", True) is False:
         return None
     return getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+
+
+# Trainer's `include_num_input_tokens_seen` and TRL's `num_tokens` synchronize at every micro-batch. The former also takes real
+# tokens for padding if the pad token is the end-of-text token and there is no mask (packing).
+def count_tokens(inputs: Mapping[str, Any], window: int | None = None) -> torch.Tensor:
+    """Count a batch's tokens and the pairs of tokens that attend to each other, without padding or a device synchronization.
+
+    Sequences in packed batches begin at `cu_seq_lens_q`, or else where `position_ids` restart at 0. A packed sequence of one
+    token is padding from `pad_to_multiple_of` and does not count.
+
+    Args:
+        inputs: the forward pass's keyword arguments; `attention_mask` is (B, T).
+        window: length of the sliding attention window in tokens, or None.
+
+    Returns:
+        (3,) int64 on the batch's device: the fields of `TokenCounts`. If only `position_ids` separate the
+        sequences, `window_pairs` may be too low, by at most window * window / 4 per sequence.
+    """
+    boundaries, mask, positions = (inputs.get(key) for key in ("cu_seq_lens_q", "attention_mask", "position_ids"))
+    if isinstance(boundaries, torch.Tensor):
+        lengths = boundaries.diff()
+        return _from_lengths(lengths * (lengths > 1), window)
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return _from_lengths(mask.sum(dim=-1), window)
+    if isinstance(positions, torch.Tensor) and positions.ndim == 2:
+        return _from_positions(positions, window)
+    batch = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+    return _from_lengths(torch.full((batch.shape[0],), batch.shape[1], device=batch.device), window)
+
+
+def _from_lengths(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
+    lengths = lengths.long()
+    seen = lengths if window is None else lengths.clamp(max=window)
+    return torch.stack([lengths.sum(), (lengths * lengths).sum(), (lengths * seen).sum()])
+
+
+def _from_positions(positions: torch.Tensor, window: int | None) -> torch.Tensor:
+    # 1 + 3 + 5 + ... + (2 n - 1) = n * n. This avoids looking up sequence lengths, which would synchronize with the device.
+    odd = 2 * positions.long() + 1
+    next_positions = torch.nn.functional.pad(positions[:, 1:], (0, 1))
+    is_counted = ((positions != 0) | (next_positions != 0)).long()
+    seen = odd if window is None else odd.clamp(max=window)
+    return torch.stack([is_counted.sum(), (odd * is_counted).sum(), (seen * is_counted).sum()])

@@ -29,16 +29,11 @@ def device_bytes() -> tuple[int, int]:
     return torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated()
 
 
-def find_device_module(device: torch.device) -> Any:
-    """Return the accelerator's module (`torch.cuda`, `torch.xpu`, `torch.hpu`), or None on CPU ranks."""
-    return None if device.type == "cpu" else torch.get_device_module(device)
-
-
 class DeviceMemory:
     """Memory allocated on this rank's accelerator between two logged steps; zeros on CPU ranks.
 
     Args:
-        device: the accelerator's module, or None. A module without memory counters (`torch.mps`) counts as None.
+        device: the accelerator's module (`torch.cuda`), or None. One without memory counters (`torch.mps`) counts as None.
     """
 
     def __init__(self, device: Any = None) -> None:
@@ -64,12 +59,7 @@ class DeviceMemory:
 
 
 class HostPeak:
-    """Peak host memory while a block runs, sampled in a thread.
-
-    Attributes:
-        before_bytes, peak_bytes, after_bytes: anonymous resident memory of this process.
-        seconds: duration of the block.
-    """
+    """Peak anonymous memory of this process while a block runs, sampled in a thread, and the block's duration."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()

@@ -12,8 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.metrics import aggregate, memory, metrics_file, peak_flops, report, stages
 from hf_fsdp_recipes.metrics.clock import clock
-from hf_fsdp_recipes.metrics.flops import ModelFlops, count_flops
-from hf_fsdp_recipes.metrics.token_count import count_tokens
+from hf_fsdp_recipes.metrics.flops import ModelFlops, count_flops, count_tokens
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -28,13 +27,7 @@ SHOWN_IN_LOGS = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "hf
 
 def _mark(phase: str) -> Callable[..., None]:
     """Return an event handler that ends a phase."""
-
-    def event(
-        self: "MetricsCallback", args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        clock.mark(phase)
-
-    return event
+    return lambda self, args, state, control, **kwargs: clock.mark(phase)
 
 
 class MetricsCallback(TrainerCallback):
@@ -89,7 +82,7 @@ class MetricsCallback(TrainerCallback):
         model = kwargs["model"]
         if self._flops is None and not self._no_flops_reason:
             self._count_model(model)
-        device = memory.find_device_module(args.device)
+        device = None if args.device.type == "cpu" else torch.get_device_module(args.device)
         start = self._describe_run(args, state, model, device)
         dataset: Any = getattr(kwargs.get("train_dataloader"), "dataset", None)
         if hasattr(dataset, "__len__"):  # not a stream
@@ -200,8 +193,8 @@ class MetricsCallback(TrainerCallback):
 
     def _measure(self, state: TrainerState) -> dict[str, Any]:
         clock.mark("other")
-        metrics = aggregate.RankMetrics(memory.host_bytes(), *self._memory.pop(), clock.pop())
-        rows = distributed.gather_integers(aggregate.pack(self._counts, metrics))
+        memory_bytes = (memory.host_bytes(), *self._memory.pop())
+        rows = distributed.gather_integers(aggregate.pack(self._counts, memory_bytes, clock.pop()))
         entry = aggregate.summarize(rows, state.global_step - self._logged_step, self._mfu_inputs)
         self._reset_counts(state)
         if state.global_step <= self._start_step + self._warmup_steps:

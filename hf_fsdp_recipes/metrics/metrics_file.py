@@ -34,12 +34,8 @@ def append(path: Path, entry: dict[str, Any]) -> None:
 def begin(path: Path, step: int, entries: Sequence[dict[str, Any]]) -> None:
     """Create the file of a run, or continue it after a resume. Rank 0 only.
 
-    Entries of steps that the run will repeat are dropped. The new file replaces the old one atomically.
-
-    Args:
-        path: the file; its directory is created.
-        step: the last step before this start; 0 discards an existing file.
-        entries: first entries of this start.
+    Entries after `step`, the last one before this start, are dropped, because the run repeats them; step 0 drops all. The new
+    file replaces the old one atomically.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [entry for entry in read_metrics(path) if entry.get("step", 0) <= step] if step else []

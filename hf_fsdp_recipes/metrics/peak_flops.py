@@ -67,12 +67,7 @@ VENDOR_AND_SERIES = re.compile(r"\b(nvidia|amd|intel|tesla|geforce|instinct)\b|\
 
 
 def find_peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return a device's dense peak in FLOP/s, or None if it is not known.
-
-    Args:
-        device_name: as `torch.cuda.get_device_name` returns it.
-        dtype: bfloat16, float16, tf32 or float32.
-    """
+    """Return the dense peak in FLOP/s of a device, named as in `torch.cuda.get_device_name`, or None if it is not known."""
     name = " ".join(VENDOR_AND_SERIES.sub("", device_name.lower()).split())
     for names, tflops in PEAKS.items():
         if re.fullmatch(names, name):
@@ -84,9 +79,7 @@ def find_peak_flops(device_name: str, dtype: str) -> float | None:
 def matmul_dtype(mixed_precision: str, model: torch.nn.Module) -> str:
     """Return the dtype that a run's matrix products compute in: bfloat16, float16, tf32, float32, or another such as fp8.
 
-    Args:
-        mixed_precision: Accelerate's setting: no, bf16, fp16 or fp8.
-        model: its most common parameter dtype is used if mixed precision is off.
+    Without mixed precision ("no"), it is the model's most common parameter dtype.
     """
     if mixed_precision != "no":
         return {"bf16": "bfloat16", "fp16": "float16"}.get(mixed_precision, mixed_precision)

@@ -27,14 +27,7 @@ def is_shown() -> bool:
 
 
 def bar(total: float | None, title: str, unit: str = "B", **style: Any) -> tqdm:
-    """Return a progress bar: `with bar(num_bytes, "load") as shown: shown.update(chunk_bytes)`.
-
-    Args:
-        total: size of the operation, or None if unknown.
-        title: label of the bar.
-        unit: "B" to show bytes with unit prefixes, or the name of the items counted.
-        **style: additional tqdm arguments.
-    """
+    """Return a tqdm bar, of bytes with unit prefixes or of other units: `with bar(num_bytes, "load") as shown: shown.update(n)`."""
     # sys.__stderr__, because some callers redirect sys.stderr to hide upstream's messages.
     return tqdm(
         total=total,

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.metrics import aggregate, stages
 from hf_fsdp_recipes.metrics.clock import PHASES
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, last_of_each_step, read_metrics
@@ -20,27 +19,8 @@ Entry = dict[str, Any]
 Row = tuple[str, str]
 
 
-def render(output_dir: Path) -> Path:
-    """Write the report of a run's output directory, and return its path.
-
-    Raises:
-        DataError: the directory has no metrics.jsonl.
-    """
-    if not (output_dir / METRICS_FILE).is_file():
-        raise DataError(f"{output_dir} has no {METRICS_FILE}. Runs with `report: true` write one to their output_dir.")
-    return write_report(output_dir)
-
-
 def write_report(output_dir: Path, notes: Sequence[str] = ()) -> Path:
-    """Write `report.md` and its plots next to metrics.jsonl. Rank 0 only.
-
-    Args:
-        output_dir: the run's output directory.
-        notes: paragraphs to append.
-
-    Returns:
-        The path of the report.
-    """
+    """Write `report.md` and its plots next to a run's metrics.jsonl, with notes as paragraphs at the end. Rank 0 only."""
     entries = read_metrics(output_dir / METRICS_FILE)
     starts = [entry for entry in entries if "run" in entry]
     steps = last_of_each_step(entries, "loss")

@@ -1,99 +1,71 @@
 """Patches for Accelerate: FSDP on CPU ranks, size-based wrapping, and models with parameters on meta."""
 
 import functools
-import os
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from hf_fsdp_recipes.environment import is_true
-from hf_fsdp_recipes.patches.registry import patch, versions_of
+from hf_fsdp_recipes.patches.registry import Patch
+
+LOADER_ATTRIBUTE = "_meta_model_loader"
 
 
-class MetaModelHandler(Protocol):
-    """Fills a model that was built on meta; called by the patches of `Accelerator`."""
+def find_meta_model_loader(model: torch.nn.Module) -> Any:
+    """Return the loader of a model on meta, which is an attribute of it or of the model that it wraps, or None.
 
-    def handles(self, model: torch.nn.Module) -> bool:
-        """Return whether this handler has to fill the model."""
-
-    def shard_fsdp2(self, accelerator: Any, model: torch.nn.Module, shard: Any) -> torch.nn.Module:
-        """Return `shard(accelerator, model)`, Accelerate's own FSDP2 step, with the shards filled. Collective."""
-
-    def prepare_fsdp1(self, accelerator: Any, model: torch.nn.Module, prepare: Any) -> torch.nn.Module:
-        """Return `prepare()`, Accelerate's own `prepare_model`, with FSDP1's units filled. Collective."""
-
-
-_handler: MetaModelHandler | None = None
-
-
-def register_meta_model_handler(handler: MetaModelHandler) -> None:
-    """Set the handler that fills models on meta."""
-    global _handler
-    _handler = handler
-
-
-def meta_model_handler(model: torch.nn.Module) -> MetaModelHandler | None:
-    """Return the registered handler if it handles this model."""
-    return _handler if _handler is not None and _handler.handles(model) else None
+    `loader.shard_fsdp2(accelerator, model, shard)` returns `shard(accelerator, model)`, Accelerate's own step, with the shards
+    filled, and `loader.prepare_fsdp1(accelerator, model, prepare)` returns `prepare()` with FSDP1's units filled. Both are
+    collective.
+    """
+    found = (module.__dict__.get(LOADER_ATTRIBUTE) for module in model.modules())
+    return next((loader for loader in found if loader is not None), None)
 
 
 # FSDP on CPU ranks.
 
 
-@patch(
-    "accelerate.state.AcceleratorState.__init__",
-    *("self", "mixed_precision", "cpu", "dynamo_plugin", "deepspeed_plugin", "fsdp_plugin"),
+@Patch(
+    "accelerate.state.AcceleratorState.__init__(self, mixed_precision, cpu, dynamo_plugin, deepspeed_plugin, fsdp_plugin)",
     feature="cpu ranks",
     changes="CPU ranks with an FSDP plugin become FSDP ranks over gloo.",
     reason="Accelerate does not turn MULTI_CPU into FSDP, so the FSDP template is silently ignored.",
     upstream="to file: `accelerate launch --use_cpu` with an FSDP config trains as plain data parallel, without a warning",
-    tested_with=versions_of("accelerate"),
 )
 def _turn_cpu_ranks_into_fsdp(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    was_initialized = self._shared_state.get("_mixed_precision") is not None
-    original(self, *args, **kwargs)
-    if not was_initialized and kwargs.get("fsdp_plugin") is not None:
-        _set_fsdp(self, kwargs["fsdp_plugin"])
-
-
-def _set_fsdp(state: Any, plugin: Any) -> None:
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
-    if state.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.NO):
+    was_initialized, plugin = self._shared_state.get("_mixed_precision") is not None, kwargs.get("fsdp_plugin")
+    original(self, *args, **kwargs)
+    is_on_cpu = self.distributed_type in (DistributedType.MULTI_CPU, DistributedType.NO)
+    if was_initialized or plugin is None or not is_on_cpu:
         return
     if not torch.distributed.is_initialized():
         # Accelerate creates no process group for a single CPU rank, but FSDP needs one.
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    if state._mixed_precision != "no":
-        plugin.set_mixed_precision(state._mixed_precision)
-    _unpin_offload(plugin)
-    state.distributed_type = DistributedType.FSDP
-    state.fsdp_plugin = plugin
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-
-def _unpin_offload(plugin: Any) -> None:
+    if self._mixed_precision != "no":
+        plugin.set_mixed_precision(self._mixed_precision)
     # Pinning needs an accelerator. FSDP1 always pins offloaded parameters, so turn its offload off: on CPU ranks the
     # parameters are on the CPU anyway.
-    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
-
     if isinstance(plugin.cpu_offload, CPUOffload):
         plugin.cpu_offload = CPUOffload(offload_params=False)
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    self.distributed_type = DistributedType.FSDP
+    self.fsdp_plugin = plugin
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
-@patch(
-    "torch.distributed.fsdp.fully_shard",
-    *("module", "mesh"),
+@Patch(
+    "torch.distributed.fsdp.fully_shard(module, mesh)",
     feature="cpu ranks",
     changes="Without a mesh, FSDP2 shards over the CPU ranks.",
     reason="Accelerate passes a mesh for hybrid sharding only, and torch's default mesh is for the machine's accelerator, which "
     "gloo ranks cannot use: 'No backend type associated with device type cuda'.",
     upstream="to file: `fully_shard` without a mesh ignores that the default process group is for CPU tensors",
-    tested_with=versions_of("torch", "accelerate"),
+    depends_on=("accelerate",),
 )
 def _shard_over_cpu_ranks(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("mesh") is None:
@@ -102,14 +74,13 @@ def _shard_over_cpu_ranks(original: Any, module: Any, *args: Any, **kwargs: Any)
     return original(module, *args, **kwargs)
 
 
-@patch(
-    "accelerate.state.PartialState.wait_for_everyone",
-    "self",
+@Patch(
+    "accelerate.state.PartialState.wait_for_everyone(self)",
     feature="cpu ranks",
     changes="CPU ranks wait without naming a device.",
     reason="Accelerate passes `device_ids`, which torch takes for an index of the machine's accelerator, also with gloo.",
     upstream="to file: `wait_for_everyone` passes device_ids on CPU ranks and fails on a machine with an accelerator",
-    tested_with=versions_of("torch", "accelerate"),
+    depends_on=("torch",),
 )
 def _wait_on_cpu_ranks(original: Any, self: Any) -> None:
     if torch.distributed.is_initialized():
@@ -121,15 +92,14 @@ def _wait_on_cpu_ranks(original: Any, self: Any) -> None:
 # Size-based wrapping.
 
 
-@patch(
-    "accelerate.utils.fsdp_utils.fsdp2_prepare_auto_wrap_policy",
-    *("fsdp2_plugin", "model"),
+@Patch(
+    "accelerate.utils.fsdp_utils.fsdp2_prepare_auto_wrap_policy(fsdp2_plugin, model)",
     feature="size wrap",
     changes="SIZE_BASED_WRAP skips module lists, the decoder and the output head.",
     reason="FSDP2 rejects module lists, which have no forward. Accelerate shards the decoder's final norm a second time with "
     "the head. TRL uses the head's weight without calling the head, so the head must stay in the root unit.",
     upstream="to file: SIZE_BASED_WRAP with fsdp_version 2 fails on ModuleList and shards the final norm twice",
-    tested_with=versions_of("accelerate", "trl"),
+    depends_on=("trl",),
 )
 def _wrap_only_modules_that_run(original: Any, fsdp2_plugin: Any, model: torch.nn.Module) -> Any:
     from accelerate.utils import fsdp_utils
@@ -137,9 +107,11 @@ def _wrap_only_modules_that_run(original: Any, fsdp2_plugin: Any, model: torch.n
     policy = original(fsdp2_plugin, model)
     if policy is None or not is_size_based(fsdp2_plugin.auto_wrap_policy):
         return policy
-    final_norm = fsdp_utils._find_final_norm(model)
-    root_modules = [*find_heads(model), *([] if final_norm is None else [final_norm])]
-    return lambda module: _can_be_unit(module, root_modules) and policy(module)
+    kept_in_root = {*find_heads(model), fsdp_utils._find_final_norm(model)}
+    has_no_forward = (torch.nn.ModuleList, torch.nn.ModuleDict)
+    return lambda module: (
+        not isinstance(module, has_no_forward) and kept_in_root.isdisjoint(module.modules()) and policy(module)
+    )
 
 
 def is_size_based(policy: Any) -> bool:
@@ -159,54 +131,32 @@ def find_heads(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [head, embedding] if is_tied else [head]
 
 
-def _can_be_unit(module: torch.nn.Module, root_modules: list[torch.nn.Module]) -> bool:
-    """Return whether a module can be an FSDP2 unit: it has a forward and contains none of the root unit's modules."""
-    if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
-        return False
-    return all(inner is not kept for inner in module.modules() for kept in root_modules)
-
-
 # Models on meta.
 
 
-@patch(
-    "accelerate.accelerator.Accelerator._prepare_fsdp2",
-    "self",
+@Patch(
+    "accelerate.accelerator.Accelerator._prepare_fsdp2(self)",
     feature="loading",
     changes="Parameters on meta get distinct `data_ptr` values before Accelerate maps the optimizer's parameters.",
     reason="Accelerate maps parameters by `data_ptr`, which is 0 for every parameter on meta.",
     upstream="to file: `_prepare_fsdp2` maps optimizer parameters by data_ptr and mixes up parameters on meta",
-    tested_with=versions_of("accelerate"),
 )
 def _prepare_with_distinct_pointers(original: Any, self: Any, *args: Any) -> Any:
     for model in args:
-        if isinstance(model, torch.nn.Module) and meta_model_handler(model) is not None:
+        if isinstance(model, torch.nn.Module) and find_meta_model_loader(model) is not None:
             for number, parameter in enumerate(model.parameters(), start=1):
                 if parameter.is_meta:
                     parameter.data_ptr = functools.partial(int, -number)
     return original(self, *args)
 
 
-@patch(
-    "accelerate.accelerator.fsdp2_prepare_model",
-    *("accelerator", "model"),
+@Patch(
+    "accelerate.accelerator.fsdp2_prepare_model(accelerator, model)",
     feature="loading",
     changes="After sharding a model from `load_model`, its shards are filled from the checkpoint.",
     reason="Accelerate can only fill meta parameters from a full state dict, which takes a full copy of the model on rank 0.",
     upstream="to file: a hook between `fully_shard` and the first forward, to load sharded weights",
-    tested_with=versions_of("accelerate"),
 )
 def _shard_then_fill(original: Any, accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
-    handler = meta_model_handler(model)
-    return original(accelerator, model) if handler is None else handler.shard_fsdp2(accelerator, model, original)
-
-
-def use_cpu() -> bool:
-    """Return whether the launcher requested CPU ranks, or the machine has no accelerator.
-
-    `accelerate launch` ignores `use_cpu: true` in FSDP configs (accelerate 1.15 sets ACCELERATE_USE_CPU in its simple
-    launcher only), so without an accelerator FSDP means CPU ranks.
-    """
-
-    flag = os.environ.get("ACCELERATE_USE_CPU")
-    return not torch.accelerator.is_available() if flag is None else is_true(flag)
+    loader = find_meta_model_loader(model)
+    return original(accelerator, model) if loader is None else loader.shard_fsdp2(accelerator, model, original)

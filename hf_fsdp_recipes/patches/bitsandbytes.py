@@ -2,14 +2,14 @@
 
 Their operators do not accept DTensors ("does not have a sharding strategy registered"), but an update only needs one element
 or, for 8-bit states, one block of 256. The states become DTensors sharded like their parameter, so that torch DCP can save and
-load them. Blocks of 8-bit states start at each rank's first row, so they can only be resumed on the same number of ranks. A
-subclass overrides the methods; bitsandbytes itself is not patched.
+load them. Blocks of 8-bit states start at each rank's first row, so they can only be resumed on the same number of ranks.
 
 Source: bitsandbytes 0.50 `optim/optimizer.py`: `init_state`, `update_step` and `prefetch_state` receive one parameter
 and keep its state in `self.state[p]`.
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -95,16 +95,14 @@ class _LocalStep:
                 state[name] = _to_sharded(name, buffer, p)
 
 
-def _num_shards(p: DTensor) -> int:
-    sizes = [size for size, placement in zip(p.device_mesh.shape, p.placements, strict=True) if placement == Shard(0)]
-    return torch.Size(sizes).numel()
-
-
 def _largest_shard(p: DTensor) -> torch.Tensor:
     """Return this rank's shard, or an uninitialized tensor of rank 0's shape if the shard is smaller."""
     shard = p.to_local().detach()
-    rows = -(-p.shape[0] // _num_shards(p)) if p.ndim else 1
-    return shard if not p.ndim or shard.shape[0] == rows else shard.new_empty((rows, *shard.shape[1:]))
+    if not p.ndim:
+        return shard
+    sizes = zip(p.device_mesh.shape, p.placements, strict=True)
+    rows = -(-p.shape[0] // math.prod(size for size, placement in sizes if placement == Shard(0)))
+    return shard if shard.shape[0] == rows else shard.new_empty((rows, *shard.shape[1:]))
 
 
 def _to_sharded(name: str, value: Any, p: DTensor) -> Any:

@@ -1,8 +1,6 @@
-"""Patches for FSDP1, in any upstream package.
+"""Patches for FSDP1, in any upstream package."""
 
-For Gaudi and for configs that have not moved to `fsdp_version: 2`.
-"""
-
+import functools
 import logging
 import os
 from typing import Any
@@ -10,20 +8,19 @@ from typing import Any
 import torch
 
 from hf_fsdp_recipes.parameter_names import is_adapter
-from hf_fsdp_recipes.patches.accelerate import find_heads, is_size_based, meta_model_handler
-from hf_fsdp_recipes.patches.registry import patch, versions_of
+from hf_fsdp_recipes.patches.accelerate import find_heads, find_meta_model_loader, is_size_based
+from hf_fsdp_recipes.patches.registry import Patch
+
+_patch = functools.partial(Patch, upstream="not filed; FSDP1 is in maintenance mode")
 
 # FSDP1 on CPU ranks.
 
 
-@patch(
-    "torch.distributed.fsdp._init_utils._get_compute_device",
-    *("module", "ignored_params", "device_from_device_id"),
+@_patch(
+    "torch.distributed.fsdp._init_utils._get_compute_device(module, ignored_params, device_from_device_id)",
     feature="cpu ranks",
     changes="CPU ranks compute on `cpu`, not on `cpu:0`.",
     reason="FSDP1 treats `cpu` and `cpu:0` as different devices.",
-    upstream="not filed; FSDP1 is in maintenance mode",
-    tested_with=versions_of("torch"),
 )
 def _compute_on_cpu(
     original: Any, module: Any, ignored_params: Any, device_from_device_id: Any, *args: Any
@@ -34,14 +31,11 @@ def _compute_on_cpu(
     return torch.device("cpu") if device.type == "cpu" else device
 
 
-@patch(
-    "torch.distributed.fsdp._init_utils._init_intra_and_inter_node_groups",
-    *("global_process_group", "num_devices_per_node"),
+@_patch(
+    "torch.distributed.fsdp._init_utils._init_intra_and_inter_node_groups(global_process_group, num_devices_per_node)",
     feature="cpu ranks",
     changes="Hybrid sharding over gloo shards over the ranks of a node.",
     reason="torch counts one CPU device per node, so every rank would be a separate node.",
-    upstream="not filed; FSDP1 is in maintenance mode",
-    tested_with=versions_of("torch"),
 )
 def _group_by_local_ranks(original: Any, global_process_group: Any, num_devices_per_node: int) -> Any:
     if torch.distributed.get_backend(global_process_group) == "gloo":
@@ -52,63 +46,49 @@ def _group_by_local_ranks(original: Any, global_process_group: Any, num_devices_
 # Size-based wrapping.
 
 
-@patch(
-    "accelerate.utils.dataclasses.FullyShardedDataParallelPlugin.set_auto_wrap_policy",
-    *("self", "model"),
+@_patch(
+    "accelerate.utils.dataclasses.FullyShardedDataParallelPlugin.set_auto_wrap_policy(self, model)",
     feature="size wrap",
     changes="SIZE_BASED_WRAP keeps the output head in the root unit.",
     reason="TRL uses the head's weight without calling the head, so FSDP1 would not gather a separate unit.",
-    upstream="not filed; FSDP1 is in maintenance mode",
-    tested_with=versions_of("accelerate", "trl"),
+    depends_on=("trl",),
 )
 def _set_policy_without_heads(original: Any, self: Any, model: torch.nn.Module) -> None:
     was_size_based = is_size_based(self.auto_wrap_policy)
     original(self, model)
-    if was_size_based and self.fsdp_version == 1 and self.auto_wrap_policy is not None:
-        self.auto_wrap_policy = _without(self.auto_wrap_policy, find_heads(model))
-
-
-def _without(policy: Any, kept_out: list[torch.nn.Module]) -> Any:
-    """Exclude modules from an FSDP1 policy, which decides both whether to recurse and whether to wrap."""
-
-    def policy_without(module: torch.nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        if any(module is kept for kept in kept_out):
-            return False
-        return policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
-
-    return policy_without
+    policy, heads = self.auto_wrap_policy, find_heads(model)
+    if was_size_based and self.fsdp_version == 1 and policy is not None:
+        # An FSDP1 policy decides both whether to recurse into a module and whether to wrap it.
+        self.auto_wrap_policy = lambda module, **rest: (
+            all(module is not head for head in heads) and policy(module=module, **rest)
+        )
 
 
 # Models on meta.
 
 
-@patch(
-    "accelerate.accelerator.Accelerator.prepare_model",
-    *("self", "model"),
+@_patch(
+    "accelerate.accelerator.Accelerator.prepare_model(self, model)",
     feature="loading",
     changes="A model from `load_model` is materialized one FSDP1 unit at a time.",
     reason="Accelerate keeps the full model in rank 0's memory, and in every rank's while it synchronizes module states.",
-    upstream="not filed; FSDP1 is in maintenance mode",
-    tested_with=versions_of("accelerate"),
 )
 def _prepare_by_units(original: Any, self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    plugin, handler = getattr(self.state, "fsdp_plugin", None), meta_model_handler(model)
-    if handler is None or plugin is None or plugin.fsdp_version != 1:
+    plugin, loader = getattr(self.state, "fsdp_plugin", None), find_meta_model_loader(model)
+    if loader is None or plugin is None or plugin.fsdp_version != 1:
         return original(self, model, *args, **kwargs)
-    return handler.prepare_fsdp1(self, model, lambda: original(self, model, *args, **kwargs))
+    return loader.prepare_fsdp1(self, model, lambda: original(self, model, *args, **kwargs))
 
 
 # Checkpoints.
 
 
-@patch(
-    "accelerate.utils.fsdp_utils._get_model_state_dict",
-    *("model", "adapter_only", "sd_options"),
+@_patch(
+    "accelerate.utils.fsdp_utils._get_model_state_dict(model, adapter_only, sd_options)",
     feature="checkpointing",
     changes="The adapter-only state dict of a PEFT model under FSDP1 contains the adapter.",
     reason="PEFT looks up adapters by module name, and FSDP1 adds wrapper names: 0 of 70 tensors were saved.",
-    upstream="not filed; FSDP1 is in maintenance mode",
-    tested_with=versions_of("accelerate", "peft"),
+    depends_on=("peft",),
 )
 def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = False, sd_options: Any = None) -> Any:
     if adapter_only and sd_options is None and _is_fsdp1_peft(model):
@@ -116,31 +96,34 @@ def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = Fal
     return original(model, adapter_only=adapter_only, sd_options=sd_options)
 
 
-@patch(
-    "accelerate.utils.fsdp_utils._set_model_state_dict",
-    *("model", "state_dict", "adapter_only", "sd_options"),
+@_patch(
+    "accelerate.utils.fsdp_utils._set_model_state_dict(model, state_dict, adapter_only, sd_options)",
     feature="checkpointing",
     changes="An adapter-only state dict is loaded into a PEFT model under FSDP1.",
     reason="As for `_get_model_state_dict`; a resumed run would silently start with new adapters.",
-    upstream="not filed; FSDP1 is in maintenance mode",
-    tested_with=versions_of("accelerate", "peft"),
+    depends_on=("peft",),
 )
 def _set_state_with_adapters(
     original: Any, model: Any, state_dict: Any, adapter_only: bool = False, sd_options: Any = None
 ) -> Any:
     if adapter_only and sd_options is None and _is_fsdp1_peft(model):
-        return _load_quietly(model, state_dict)
+        # FSDP1 warns about every base weight that is not in an adapter-only state dict.
+        logger = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            return model.load_state_dict(state_dict, strict=False)
+        finally:
+            logger.setLevel(level)
     return original(model, state_dict, adapter_only=adapter_only, sd_options=sd_options)
 
 
-@patch(
-    "transformers.trainer.load_fsdp_optimizer",
-    *("fsdp_plugin", "accelerator", "optimizer"),
+@_patch(
+    "transformers.trainer.load_fsdp_optimizer(fsdp_plugin, accelerator, optimizer)",
     feature="checkpointing",
     changes="The optimizer's state is allocated before a checkpoint is loaded.",
     reason="A new optimizer has no state, so nothing is loaded and Adam silently restarts from zero.",
-    upstream="not filed; FSDP1 is in maintenance mode",
-    tested_with=versions_of("transformers", "torch"),
+    depends_on=("torch",),
 )
 def _load_into_allocated_state(
     original: Any, fsdp_plugin: Any, accelerator: Any, optimizer: Any, *args: Any, **kwargs: Any
@@ -152,15 +135,12 @@ def _load_into_allocated_state(
     return original(fsdp_plugin, accelerator, optimizer, *args, **kwargs)
 
 
-@patch(
-    "torch.distributed.checkpoint.default_planner._flatten_sharded_tensors",
-    "state_dict",
+@_patch(
+    "torch.distributed.checkpoint.default_planner._flatten_sharded_tensors(state_dict)",
     feature="checkpointing",
     changes="A tensor stays in the state dict of a rank that holds no part of it.",
     reason="DCP drops it and takes the checkpoint for one of torch 2.3, so a run cannot resume if an adapter has fewer rows "
     "than there are ranks.",
-    upstream="not filed; FSDP1 is in maintenance mode",
-    tested_with=versions_of("torch"),
 )
 def _keep_empty_shards(original: Any, state_dict: Any) -> Any:
     from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -181,14 +161,3 @@ def _is_fsdp1_peft(model: Any) -> bool:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     return isinstance(model, FSDP) and isinstance(model.module, PeftModel)
-
-
-def _load_quietly(model: Any, state_dict: Any) -> Any:
-    # FSDP1 warns about every base weight that is not in an adapter-only state dict.
-    logger = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        return model.load_state_dict(state_dict, strict=False)
-    finally:
-        logger.setLevel(level)

@@ -4,25 +4,25 @@ PEFT moves adapters to the device of their base layer, so a base layer on meta w
 `reset_lora_parameters` after loading would use another random state, so LoRA runs would differ from stock ones.
 """
 
+import functools
 from typing import Any
 
 import torch
 
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.patches.registry import patch, versions_of
+from hf_fsdp_recipes.patches.registry import Patch
 
-_UPSTREAM = "to file: inject_adapter on a base model on meta discards the adapters' initial values"
-_TESTED_WITH = versions_of("peft")
-
-
-@patch(
-    "peft.tuners.tuners_utils.BaseTunerLayer._move_adapter_to_device_of_base_layer",
-    *("self", "adapter_name", "device"),
+_patch = functools.partial(
+    Patch,
     feature="loading",
+    upstream="to file: inject_adapter on a base model on meta discards the adapters' initial values",
+)
+
+
+@_patch(
+    "peft.tuners.tuners_utils.BaseTunerLayer._move_adapter_to_device_of_base_layer(self, adapter_name, device)",
     changes="Adapters of a base layer on meta stay on the CPU.",
     reason="On meta they would lose their initial values.",
-    upstream=_UPSTREAM,
-    tested_with=_TESTED_WITH,
 )
 def _move_unless_to_meta(original: Any, self: Any, adapter_name: str, device: torch.device | None = None) -> None:
     if device is None and any(parameter.is_meta for parameter in self.get_base_layer().parameters(recurse=False)):
@@ -30,34 +30,24 @@ def _move_unless_to_meta(original: Any, self: Any, adapter_name: str, device: to
     original(self, adapter_name, device)
 
 
-@patch(
-    "peft.tuners.lora.layer.ParamWrapper._move_adapter_to_device_of_base_layer",
-    *("self", "adapter_name", "device"),
-    feature="loading",
+@_patch(
+    "peft.tuners.lora.layer.ParamWrapper._move_adapter_to_device_of_base_layer(self, adapter_name, device)",
     changes="Adapters of fused experts on meta stay on the CPU.",
     reason="The class has its own method; on meta the adapters would lose their initial values.",
-    upstream=_UPSTREAM,
-    tested_with=_TESTED_WITH,
 )
-def _move_expert_adapter_unless_to_meta(
-    original: Any, self: Any, adapter_name: str, device: torch.device | None = None
-) -> None:
+def _move_expert_adapter_unless_to_meta(original: Any, self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
     parameter = self.get_param()
     if not parameter.is_meta:
-        original(self, adapter_name, device)
+        original(self, adapter_name, *args, **kwargs)
         return
     for matrix in (self.lora_A, self.lora_B):
         matrix[adapter_name] = matrix[adapter_name].to(dtype=parameter.dtype)
 
 
-@patch(
-    "peft.tuners.lora.dora.DoraLinearLayer.update_layer",
-    *("self", "base_layer", "lora_A", "lora_B", "scaling"),
-    feature="loading",
+@_patch(
+    "peft.tuners.lora.dora.DoraLinearLayer.update_layer(self, base_layer, lora_A, lora_B, scaling)",
     changes="DoRA's magnitudes stay on meta until the base weights are loaded.",
     reason="They are norms of base weights, which are not loaded yet.",
-    upstream=_UPSTREAM,
-    tested_with=_TESTED_WITH,
 )
 def _defer_magnitude(original: Any, self: Any, *, base_layer: Any, lora_A: Any, lora_B: Any, **rest: Any) -> None:
     if not base_layer.weight.is_meta:
@@ -73,14 +63,10 @@ def _defer_magnitude(original: Any, self: Any, *, base_layer: Any, lora_A: Any, 
     self.weight = torch.nn.Parameter(torch.empty(lora_B.shape[0], dtype=dtype, device="meta"))
 
 
-@patch(
-    "peft.tuners.tuners_utils.BaseTuner.inject_adapter",
-    *("self", "model", "adapter_name"),
-    feature="loading",
+@_patch(
+    "peft.tuners.tuners_utils.BaseTuner.inject_adapter(self, model, adapter_name)",
     changes="Adapters that are computed from the base weights (PiSSA, OLoRA, LoftQ, ...) raise an error on meta.",
     reason="The weights are not loaded yet, so PEFT would fail in the middle of a decomposition.",
-    upstream=_UPSTREAM,
-    tested_with=_TESTED_WITH,
 )
 def _inject_unless_weights_are_needed(
     original: Any, self: Any, model: torch.nn.Module, adapter_name: str, *args: Any, **kwargs: Any
@@ -110,12 +96,8 @@ def _replace_and_keep_adapters(
 
 
 for _tuner in ("peft.tuners.tuners_utils.BaseTuner", "peft.tuners.lora.model.LoraModel"):
-    patch(
-        f"{_tuner}._replace_module",
-        *("self", "parent", "child_name", "new_module", "child"),
-        feature="loading",
+    _patch(
+        f"{_tuner}._replace_module(self, parent, child_name, new_module, child)",
         changes="Adapters stay real when a module is replaced.",
         reason="PEFT moves the new module to the base weight's device, here meta.",
-        upstream=_UPSTREAM,
-        tested_with=_TESTED_WITH,
     )(_replace_and_keep_adapters)

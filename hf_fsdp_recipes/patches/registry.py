@@ -1,13 +1,15 @@
-"""Declares, guards and applies the patches.
+"""Declares, guards and applies the patches. Imports patch nothing.
 
-A patch names an upstream function and its expected parameters. `apply` checks every patch of a feature before it changes
-anything, so an upstream change causes one clear error instead of a half-patched process. Imports patch nothing.
+`apply` checks every patch of a feature before it changes anything, so an upstream change causes one clear error instead of a
+half-patched process.
 """
 
+import contextlib
 import functools
 import inspect
+import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any, Literal
@@ -28,50 +30,51 @@ TESTED_VERSIONS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Patch:
-    """One upstream function and its replacement.
+    """Declares the decorated function as the replacement of an upstream function: `replacement(original, *args, **kwargs)`."""
 
-    Attributes:
-        target: dotted path of the function, `package.module.Class.method`.
-        parameters: the first parameters that it must have.
-        feature: the feature that needs the patch; the argument of `apply`.
-        changes: difference from upstream.
-        reason: why upstream's behavior is not sufficient.
-        upstream: an issue or pull request, or the title of one to file.
-        tested_with: versions the patch was tested with.
-        replacement: called as `replacement(original, *args, **kwargs)`.
-    """
+    signature: str  # dotted path of the function and the first parameters it must have: `package.Class.method(self, x)`
+    feature: Feature  # that needs the patch; the argument of `apply`
+    changes: str  # difference from upstream
+    reason: str  # why upstream's behavior is not sufficient
+    upstream: str  # an issue or pull request, or the title of one to file
+    depends_on: tuple[str, ...] = ()  # other packages whose versions matter
+    replacement: Callable[..., Any] = field(init=False)
 
-    target: str
-    parameters: tuple[str, ...]
-    feature: Feature
-    changes: str
-    reason: str
-    upstream: str
-    tested_with: str
-    replacement: Callable[..., Any]
+    def __call__(self, replacement: Callable[..., Any]) -> Callable[..., Any]:
+        """Declare the replacement."""
+        self.replacement = replacement
+        _declared.append(self)
+        return replacement
+
+    @property
+    def target(self) -> str:
+        """The function's dotted path."""
+        return self.signature.partition("(")[0]
 
     @property
     def package(self) -> str:
         """The upstream distribution."""
         return self.target.partition(".")[0]
 
-    def find(self) -> tuple[Any, str, Callable[..., Any]]:
-        """Return the owner of the function, its name and the function itself.
+    @property
+    def tested_with(self) -> str:
+        """The versions the patch was tested with."""
+        return versions_of(self.package, *self.depends_on)
 
-        Raises:
-            PatchError: it does not exist or has other parameters.
-        """
-        *path, name = self.target.split(".")
-        owner, found = _import_longest(path), None
-        if owner is not None:
-            found = getattr(owner, name, None)
-        actual = () if found is None else tuple(inspect.signature(found).parameters)
-        if owner is None or found is None or actual[: len(self.parameters)] != self.parameters:
+    def find(self) -> tuple[Any, str, Callable[..., Any]]:
+        """Return the function's owner and name, and the function; raise a PatchError if it is gone or has other parameters."""
+        path, _, name = self.target.rpartition(".")
+        expected = self.signature.partition("(")[2].rstrip(")").split(", ")
+        owner = found = None
+        with contextlib.suppress(ImportError, AttributeError):
+            owner = pkgutil.resolve_name(path)
+            found = getattr(owner, name)
+        if found is None or list(inspect.signature(found).parameters)[: len(expected)] != expected:
             raise PatchError(
-                f"{self.package} {version(self.package)} has no {self.target}({', '.join(self.parameters)}), which "
-                f"{self.feature} needs to patch. Install {self.tested_with}, the versions it was tested with."
+                f"{self.package} {version(self.package)} has no {self.signature}, which {self.feature} needs to patch. Install "
+                f"{self.tested_with}, the versions it was tested with."
             )
         return owner, name, found
 
@@ -85,24 +88,6 @@ _declared: list[Patch] = []
 _applied: set[str] = set()
 
 
-def patch(
-    target: str,
-    *parameters: str,
-    feature: Feature,
-    changes: str,
-    reason: str,
-    upstream: str,
-    tested_with: str,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare the decorated function as the replacement of an upstream function; see `Patch`."""
-
-    def declare(replacement: Callable[..., Any]) -> Callable[..., Any]:
-        _declared.append(Patch(target, parameters, feature, changes, reason, upstream, tested_with, replacement))
-        return replacement
-
-    return declare
-
-
 def all_patches() -> list[Patch]:
     """Return every patch, in the order of the modules that declare them."""
     for name in MODULES:
@@ -111,29 +96,12 @@ def all_patches() -> list[Patch]:
 
 
 def apply(feature: Feature) -> None:
-    """Apply all patches of a feature, or none. Idempotent; not a collective.
-
-    Raises:
-        PatchError: upstream has changed one of the functions.
-    """
+    """Apply all patches of a feature, or raise a PatchError and apply none. Idempotent; not a collective."""
     pending = [patch for patch in all_patches() if patch.feature == feature and patch.target not in _applied]
     found = [(patch, *patch.find()) for patch in pending]
     for patch, owner, name, original in found:
         setattr(owner, name, _wrap(patch.replacement, original))
         _applied.add(patch.target)
-
-
-def _import_longest(path: list[str]) -> Any:
-    """Import the longest prefix of a dotted path that is a module, and look up the rest in it."""
-    for length in range(len(path), 0, -1):
-        try:
-            owner: Any = import_module(".".join(path[:length]))
-        except ImportError:
-            continue
-        for name in path[length:]:
-            owner = getattr(owner, name, None)
-        return owner
-    return None
 
 
 def _wrap(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,12 +3,10 @@
 `wait_for_gloo_at_exit` prevents an abort when a rank exits right after a collective. A gloo worker (`pt_gloo_runloop`) first
 wakes the thread that waits for the collective and then releases the collective's tensors, for which it needs the GIL. If the
 interpreter starts to shut down in between, CPython up to 3.13 ends the worker with `pthread_exit`, which unwinds through a C++
-destructor: "terminate called without an active exception", SIGABRT.
+destructor: SIGABRT. `destroy_process_group` does not help, because FSDP2 keeps other references, so no worker is joined.
 
-`destroy_process_group` does not help: it only drops references, and FSDP2 keeps others, so no worker is joined.
-
-Source: torch 2.13 `torch/csrc/distributed/c10d/ProcessGroupGloo.cpp`, `runLoop`; `torch/csrc/PyInterpreter.cpp`, `decref`;
-https://github.com/pytorch/pytorch/issues/190489. CPython 3.11 `Python/ceval_gil.h`, `take_gil`.
+Source: torch 2.13 `ProcessGroupGloo.cpp`, `runLoop`; https://github.com/pytorch/pytorch/issues/190489; CPython 3.11
+`Python/ceval_gil.h`, `take_gil`.
 """
 
 import atexit
@@ -23,7 +21,7 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from hf_fsdp_recipes.errors import CheckpointError, PatchError
-from hf_fsdp_recipes.patches.registry import patch, versions_of
+from hf_fsdp_recipes.patches.registry import Patch, versions_of
 
 WORKER_NAME = "pt_gloo_runloop"
 PAUSE_SECONDS = 0.02  # longer than the interpreter's 5 ms switch interval
@@ -70,9 +68,6 @@ def set_local_tensor(dtensor: Any, local: torch.Tensor) -> Any:
     """Replace a DTensor's local tensor with one of the same shape and dtype, and return the DTensor.
 
     Unlike with `DTensor.from_local`, the local tensor and the mesh may be on different devices.
-
-    Raises:
-        PatchError: the installed torch stores the local tensor elsewhere.
     """
     if not isinstance(getattr(dtensor, "_local_tensor", None), torch.Tensor):
         raise PatchError(
@@ -87,15 +82,13 @@ def set_local_tensor(dtensor: Any, local: torch.Tensor) -> Any:
 
 if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):  # torch 2.15 no longer reads the gathered parameter
 
-    @patch(
-        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
-        "self",
+    @Patch(
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed(self)",
         feature="reduction dtype",
         changes="Nothing is done for a parameter that was never gathered, because it has no gradient.",
         reason="torch reads the gathered parameter, which does not exist for a frozen output head: TRL's fused loss uses its "
         "weight without calling it. With gradient accumulation, the first step would fail.",
         upstream="to file: accumulating gradients with a reduce_dtype fails for a unit whose forward never ran",
-        tested_with=versions_of("torch"),
     )
     def _convert_if_gathered(original: Any, self: Any) -> None:
         if hasattr(self, "_unsharded_param"):
@@ -147,14 +140,12 @@ def load_metadata(stream: IO[bytes]) -> Any:
     return metadata
 
 
-@patch(
-    "torch.distributed.checkpoint.FileSystemReader.read_metadata",
-    "self",
+@Patch(
+    "torch.distributed.checkpoint.FileSystemReader.read_metadata(self)",
     feature="checkpointing",
     changes="`.metadata` may only refer to the classes that DCP writes there.",
     reason="torch unpickles the file, so resuming from a checkpoint could run any code that is in it.",
     upstream="to file: `FileSystemReader.read_metadata` unpickles without restrictions",
-    tested_with=versions_of("torch"),
 )
 def _read_metadata_safely(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     from torch.distributed.checkpoint.metadata import StorageMeta
@@ -166,14 +157,12 @@ def _read_metadata_safely(original: Any, self: Any, *args: Any, **kwargs: Any) -
     return metadata
 
 
-@patch(
-    "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.load_bytes",
-    *("self", "read_item", "value"),
+@Patch(
+    "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.load_bytes(self, read_item, value)",
     feature="checkpointing",
     changes="Values that are not tensors are first loaded with `weights_only=True`.",
     reason="torch loads them with `weights_only=False`, so resuming from a checkpoint could run any code that is in it.",
     upstream="to file: `DefaultLoadPlanner.load_bytes` loads with weights_only=False",
-    tested_with=versions_of("torch"),
 )
 def _load_bytes_safely(original: Any, self: Any, read_item: Any, value: Any) -> None:
     try:

@@ -1,12 +1,14 @@
 """Patches for transformers' Trainer, for sharded models."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_recipes.errors import CheckpointError, RecipeError
-from hf_fsdp_recipes.patches.registry import patch, versions_of
+from hf_fsdp_recipes.patches.registry import Patch
 
+_patch = functools.partial(Patch, feature="checkpointing")
 ResumeCheck = Callable[[Any, Path, bool], None]
 _check: ResumeCheck | None = None
 
@@ -21,14 +23,11 @@ def register_resume_check(check: ResumeCheck) -> None:
     _check = check
 
 
-@patch(
-    "transformers.trainer.Trainer._prepare_for_training",
-    *("self", "max_steps", "train_dataloader", "resume_from_checkpoint"),
-    feature="checkpointing",
+@_patch(
+    "transformers.trainer.Trainer._prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint)",
     changes="A checkpoint is checked before the model is sharded, and DCP's errors become one CheckpointError.",
     reason="Trainer loads whatever matches by name, so resuming a larger model's checkpoint raises no error.",
     upstream="to file: resuming a sharded checkpoint of another model is not refused",
-    tested_with=versions_of("transformers"),
 )
 def _check_then_prepare(
     original: Any, self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
@@ -44,14 +43,11 @@ def _check_then_prepare(
         raise CheckpointError(f"{resume_from_checkpoint} cannot be loaded: {cause}") from error
 
 
-@patch(
-    "transformers.trainer.Trainer._load_from_checkpoint",
-    *("self", "resume_from_checkpoint", "model"),
-    feature="checkpointing",
+@_patch(
+    "transformers.trainer.Trainer._load_from_checkpoint(self, resume_from_checkpoint, model)",
     changes="A checkpoint is compared with the sharded model and its optimizer before it is loaded.",
     reason="As for `_prepare_for_training`; the optimizer's state and the dtypes are known only once the model is sharded.",
     upstream="to file: resuming a sharded checkpoint of another optimizer is not refused",
-    tested_with=versions_of("transformers"),
 )
 def _check_then_load(original: Any, self: Any, resume_from_checkpoint: Any, model: Any = None) -> Any:
     if _check is not None and self.is_fsdp_enabled:
@@ -59,29 +55,23 @@ def _check_then_load(original: Any, self: Any, resume_from_checkpoint: Any, mode
     return original(self, resume_from_checkpoint, model)
 
 
-@patch(
-    "transformers.trainer.Trainer._run_epoch",
-    *("self", "model", "epoch"),
-    feature="checkpointing",
+@_patch(
+    "transformers.trainer.Trainer._run_epoch(self, model, epoch)",
     changes="Trains no step if a callback has already stopped training.",
     reason="If `on_train_begin` sets `should_training_stop`, Trainer still trains one step, so each resume of a finished run "
     "would add one.",
     upstream="to file: should_training_stop set in on_train_begin is ignored until after the first step",
-    tested_with=versions_of("transformers"),
 )
 def _skip_epoch_if_stopped(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     if not self.control.should_training_stop:
         original(self, *args, **kwargs)
 
 
-@patch(
-    "transformers.trainer.Trainer.save_model",
-    *("self", "output_dir", "_internal_call"),
-    feature="checkpointing",
+@_patch(
+    "transformers.trainer.Trainer.save_model(self, output_dir, _internal_call)",
     changes="A call from the user's script also calls `save_sharded_model` on each callback that has it.",
     reason="With SHARDED_STATE_DICT, Trainer silently writes nothing.",
     upstream="to file: Trainer.save_model silently saves nothing with SHARDED_STATE_DICT",
-    tested_with=versions_of("transformers"),
 )
 def _save_sharded(original: Any, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
     for callback in self.callback_handler.callbacks:
@@ -90,14 +80,11 @@ def _save_sharded(original: Any, self: Any, output_dir: str | None = None, _inte
     original(self, output_dir, _internal_call)
 
 
-@patch(
-    "transformers.trainer.Trainer.evaluation_loop",
-    *("self", "dataloader", "description"),
-    feature="checkpointing",
+@_patch(
+    "transformers.trainer.Trainer.evaluation_loop(self, dataloader, description)",
     changes="Evaluation before training under FSDP2 is refused with a message that names the alternative.",
     reason="Accelerate shards FSDP2 models only together with an optimizer, and its error does not say what to do.",
     upstream="to file: evaluate() before train() fails under FSDP2",
-    tested_with=versions_of("transformers"),
 )
 def _evaluate_sharded(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if getattr(self.accelerator, "is_fsdp2", False) and not self.accelerator._models:

@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
+import torch
 
 from hf_fsdp_recipes.configs.templates import template_directory
+from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import RecipeError
 
 SFT_SCRIPT = template_directory().with_name("recipes") / "sft.py"
@@ -31,11 +33,7 @@ ERROR_LINE = re.compile(
 
 
 class Run:
-    """A command started by `start`.
-
-    Attributes:
-        log_file: its stdout and stderr.
-    """
+    """A command started by `start`, with its stdout and stderr in `log_file`."""
 
     def __init__(self, process: subprocess.Popen[bytes], log_file: Path, unrelated: set[int]) -> None:
         self._process, self.log_file, self._unrelated = process, log_file, unrelated
@@ -46,11 +44,7 @@ class Run:
         return self._process.poll()
 
     def poll(self, timeout_seconds: float, interval_seconds: float = 0.05) -> Iterator[int]:
-        """Count up, once per interval, until the command exits.
-
-        Raises:
-            TimeoutError: it is still running after `timeout_seconds`.
-        """
+        """Count up, once per interval, until the command exits; TimeoutError if it is still running after the timeout."""
         deadline, count = time.monotonic() + timeout_seconds, 0
         while self.exit_status is None:
             if time.monotonic() > deadline:
@@ -58,6 +52,13 @@ class Run:
             yield count
             count += 1
             time.sleep(interval_seconds)
+
+    def wait(self, timeout_seconds: float, condition: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the command exits or a condition is met, and return whether it was; RecipeError after the timeout."""
+        try:
+            return any(condition() for _ in self.poll(timeout_seconds))
+        except TimeoutError as error:
+            raise RecipeError(f"The run is {error}. {find_error(self.read_log())}".strip()) from error
 
     def processes(self) -> list[psutil.Process]:
         """Return the launcher, its descendants, and the orphans that this process has adopted."""
@@ -75,7 +76,7 @@ class Run:
         return self.log_file.read_text(encoding="utf-8", errors="replace")
 
     def describe_failure(self) -> str:
-        """Return the error that the command printed, or its exit status if it printed none."""
+        """Return the error that the command printed, or else its exit status."""
         return find_error(self.read_log()) or f"the run exited with status {self.exit_status}"
 
 
@@ -114,16 +115,17 @@ def start(command: Sequence[str], environment: Mapping[str, str], log_file: Path
 def launch(
     config_file: Path, script: Path, arguments: Sequence[str], log_file: Path, *, on_cpu: bool
 ) -> AbstractContextManager[Run]:
-    """Start a script with `accelerate launch` on this machine; see `start`.
-
-    Raises:
-        RecipeError: the script does not exist.
-    """
+    """Start a script with `accelerate launch` on this machine; see `start`. RecipeError if there is no such script."""
     if not script.is_file():
         raise RecipeError(f"The training script {script} does not exist. Install hf-fsdp-recipes from a checkout.")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file)]
     command += ["--main_process_port", "0", str(script), *arguments]  # port 0: torchrun picks a free one
     return start(command, _launch_environment(on_cpu), log_file)
+
+
+def is_cpu_machine() -> bool:
+    """Return whether to launch CPU ranks: there is no accelerator, or ACCELERATE_USE_CPU is set."""
+    return not torch.accelerator.is_available() or is_true(os.environ.get("ACCELERATE_USE_CPU", "false"))
 
 
 def find_error(log: str) -> str:

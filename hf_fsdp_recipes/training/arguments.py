@@ -19,7 +19,7 @@ import torch
 
 from hf_fsdp_recipes.configs.launch import check_launch
 from hf_fsdp_recipes.environment import fsdp_version, mixed_precision
-from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError, summarize
+from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError, first_sentence, summarize
 from hf_fsdp_recipes.export.export_directory import parse_shard_size
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.patches import cpu_ranks
@@ -173,10 +173,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     except torch.distributed.DistError as error:
         raise RecipeError(
             f"the ranks cannot reach each other: {summarize(error, 'line').rstrip('.')}. Check that every rank was started, "
-            f"and that no firewall is between the nodes."
+            f"that main_process_port is free, and that no firewall is between the nodes."
         ) from error
     except Exception as error:
-        line = summarize(error, "line").partition(". ")[0]
+        line = first_sentence(summarize(error, "line"))
         reason = f"{name_settings(line, values)}{line}.{_suggest_name(str(error), parser)}"
         raise RecipeError(f"{reason} {PARSE_ADVICE}") from error
     arguments = Arguments(*parsed)
@@ -195,8 +195,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
 
 def _launcher_defaults() -> dict[str, Any]:
     """Return precision and device from the template, as defaults for the recipe; TRL would always default to bf16."""
-    # Trainer would read every loss back, to leave NaN out of the logs.
-    defaults: dict[str, Any] = {"logging_nan_inf_filter": False}
+    defaults: dict[str, Any] = {"logging_nan_inf_filter": False}  # it reads every loss back from the device
     precision = mixed_precision()
     if precision is not None:
         defaults |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
@@ -218,11 +217,7 @@ def _suggest_name(message: str, parser: "TrlParser") -> str:
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """Reject arguments that would fail later or be silently ignored. Not a collective.
-
-    Raises:
-        RecipeError, DataError, TemplateError: with the value and what to change.
-    """
+    """Raise an error for arguments that would fail later or be silently ignored. Not a collective."""
     check_numbers(vars(arguments.training) | vars(arguments.model) | vars(arguments.recipe))
     if not arguments.training.output_dir:
         raise RecipeError("output_dir is empty. Set it to the directory of the run.")
@@ -233,7 +228,13 @@ def check_arguments(arguments: Arguments) -> None:
     _check_export(arguments)
     check_features(arguments)
     read_target(arguments.training)
-    _check_launch(arguments.training)
+    check_launch(arguments.training)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1 and fsdp_version() is None:
+        raise TemplateError(
+            f"{launched} ranks were launched without FSDP, which the recipes need. Use accelerate launch --config_file "
+            f"accelerate_configs/fsdp2_full_shard.yaml (fsdp2_cpu.yaml without a GPU), or set distributed_type: FSDP."
+        )
 
 
 def _check_model(arguments: Arguments) -> None:
@@ -297,15 +298,4 @@ def _check_export(arguments: Arguments) -> None:
         raise RecipeError(
             "merge_adapter does not support DoRA. Set merge_adapter: false, and call PEFT's merge_and_unload on the exported "
             "adapter."
-        )
-
-
-def _check_launch(training: "SFTConfig") -> None:
-    """Check that the launched ranks train one model together."""
-    check_launch(training)
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched > 1 and fsdp_version() is None:
-        raise TemplateError(
-            f"{launched} ranks were launched without FSDP, which the recipes need. Use accelerate launch --config_file "
-            f"accelerate_configs/fsdp2_full_shard.yaml (fsdp2_cpu.yaml without a GPU), or set distributed_type: FSDP."
         )

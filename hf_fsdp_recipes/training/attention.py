@@ -10,28 +10,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.training.tiny_config import tiny_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-    from trl import SFTConfig
 
 IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
 LEAK_TOLERANCE = 1e-4  # relative to the largest logit, in float32
 
 
 def select_implementation(requested: str, is_on_cpu: bool) -> str | None:
-    """Return transformers' name for the requested attention, or None for the model's default. Not a collective.
-
-    Args:
-        requested: auto, flash, sdpa, eager or flex.
-        is_on_cpu: whether the ranks compute on CPUs.
-
-    Raises:
-        RecipeError: flash was requested and is not available.
-    """
+    """Return transformers' name for the requested attention, or None for the model's default. Not a collective."""
     flash = None if is_on_cpu else find_flash()
     if requested == "flash" and flash is None:
         if is_on_cpu:
@@ -55,9 +45,6 @@ def check_packing(config: "PretrainedConfig", implementation: str) -> None:
     """Check that packed documents do not attend to each other. Any rank may call this.
 
     FlashAttention takes the documents' lengths and is not tested; others are tested on a tiny model.
-
-    Raises:
-        RecipeError: the logits of the second of two packed documents depend on the first.
     """
     if implementation.startswith("flash") or "flash-attn" in implementation:
         return
@@ -86,10 +73,3 @@ def measure_leak(config: "PretrainedConfig", implementation: str) -> float:
             for before in (first, other)
         ]
     return float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
-
-
-def print_attention(implementation: str, training: "SFTConfig") -> None:
-    """Print the attention in use and what wrapped packing means, on rank 0."""
-    distributed.print_main(f"attention: {implementation}")
-    if training.packing and training.packing_strategy == "wrapped":
-        distributed.print_main("packing: wrapped; documents in one sequence attend to each other, as in pretraining")

@@ -1,8 +1,10 @@
 """Builds the SFTTrainer of a recipe, finds what to resume from, and exports the trained model."""
 
 import json
+import os
 from dataclasses import asdict
-from pathlib import Path
+from datetime import datetime
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,18 +27,17 @@ from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.export.verify_files import has_weights
 from hf_fsdp_recipes.export.verify_logits import check_logits
 from hf_fsdp_recipes.metrics.metrics_callback import MetricsCallback, place_before_reporters
-from hf_fsdp_recipes.metrics.run_name import default_run_name
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training import dtypes, feature_checks
-from hf_fsdp_recipes.training.arguments import Arguments
+from hf_fsdp_recipes.training.arguments import Arguments, is_streaming
 from hf_fsdp_recipes.training.model import build_model
 from hf_fsdp_recipes.training.sharded_optimizer import sharded_optimizer
-from hf_fsdp_recipes.training.tokenizer import load_tokenizer
+from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows
 from hf_fsdp_recipes.training.value_checks import name_settings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, TrainerCallback, TrainerState
-    from trl import SFTTrainer
+    from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
+    from trl import SFTConfig, SFTTrainer
 
     from hf_fsdp_recipes.training.data.preparation import TrainingRows
 
@@ -59,13 +60,13 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
     # Imported after `enable`, which silences what bitsandbytes prints on every CPU rank when TRL imports it.
     from trl import get_peft_config
 
-    from hf_fsdp_recipes.training.data.dataset import load_rows
-
     tokenizer = load_tokenizer(arguments)
     rows = load_rows(arguments, tokenizer)
     arguments.training.recipe_facts = _recipe_facts(arguments, rows)
     model = build_model(arguments, tokenizer)
-    _choose_verification(arguments, model)
+    if arguments.recipe.verify_export == "auto":  # now, because every rank can still count all parameters
+        is_small = model.num_parameters() < MAX_VERIFIED_PARAMETERS
+        arguments.recipe.verify_export = "logits" if is_small else "off"
     check_wrap_classes(type(module).__name__ for module in model.modules())
     feature_checks.enable_block_compilation(arguments)
     feature_checks.use_cores_for_offload(arguments.training)
@@ -99,11 +100,44 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
     return trainer
 
 
-def _choose_verification(arguments: Arguments, model: "PreTrainedModel") -> None:
-    """Resolve `verify_export: auto` before sharding, when every rank can still count all parameters, 4-bit ones too."""
-    if arguments.recipe.verify_export == "auto":
-        is_small = model.num_parameters() < MAX_VERIFIED_PARAMETERS
-        arguments.recipe.verify_export = "logits" if is_small else "off"
+def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "TrainingRows":
+    """Load the rows a run trains and evaluates on, and set SFTTrainer's arguments so that it prepares nothing.
+
+    Collective: every rank must call this. Rank 0 prepares the rows and the others read its cache, waiting without a
+    timeout. Rank 0 prints how many rows were dropped and truncated.
+    """
+    from hf_fsdp_recipes.training.data import cache
+    from hf_fsdp_recipes.training.data.filtering import print_counts
+    from hf_fsdp_recipes.training.data.preparation import prepare
+    from hf_fsdp_recipes.training.data.streaming import open_streams
+
+    training = arguments.training
+
+    def load() -> "TrainingRows":
+        if cache.is_cache(arguments.script.dataset_name) and not arguments.mixture.datasets:
+            return cache.read_cache(arguments, tokenizer)
+        for_rows = tokenizer_for_rows(tokenizer, training)
+        return open_streams(arguments, for_rows) if is_streaming(arguments) else prepare(arguments, for_rows)
+
+    rows = distributed.main_first(load)
+    print_counts(rows.counts, training.max_length)
+    training.dataset_kwargs = (training.dataset_kwargs or {}) | {"skip_prepare_dataset": True}
+    training.assistant_only_loss = False  # already in the labels; SFTTrainer would ask for messages
+    return rows
+
+
+def default_run_name(training: "SFTConfig", model: str, date: datetime | None = None) -> str:
+    """Name a run after its start (default: now), model, nodes, GPUs per node, epochs or steps, and batch size per GPU.
+
+    Source: the log files of AMD's article on FSDP with ROCm, fsdp_training_DATE_modelVersion_#node_#gpuPerNode_#epoch_#batchSize.
+    """
+    gpus_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_nodes = max(1, int(os.environ.get("WORLD_SIZE", "1")) // gpus_per_node)
+    length = f"{training.max_steps}steps" if training.max_steps > 0 else f"{training.num_train_epochs:g}"
+    return (
+        f"fsdp_training_{date or datetime.now():%Y%m%d-%H%M}_{PurePosixPath(model).name}_{num_nodes}_{gpus_per_node}"
+        f"_{length}_{training.per_device_train_batch_size}"
+    )
 
 
 def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
@@ -125,12 +159,9 @@ def _export_options(arguments: Arguments) -> dict[str, Any]:
 
 def _recipe_facts(arguments: Arguments, rows: "TrainingRows") -> dict[str, Any]:
     """Return what checkpoints record of the recipe in addition to Trainer's arguments."""
-    facts = {
-        **asdict(arguments.script),
-        **asdict(arguments.model),
-        **asdict(arguments.recipe),
-        **asdict(arguments.mixture),
-    }
+    facts: dict[str, Any] = {}
+    for part in (arguments.script, arguments.model, arguments.recipe, arguments.mixture):
+        facts |= asdict(part)
     if not isinstance(rows.train, IterableDataset):
         facts["num_train_rows"] = len(rows.train)
     return json.loads(json.dumps(facts, default=str))

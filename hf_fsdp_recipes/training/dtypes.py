@@ -1,11 +1,9 @@
 """Sets and checks the dtypes of parameters, gradient reduction and outputs before sharding.
 
 Under FSDP2, trainable parameters stay in float32 and are cast to the mixed-precision dtype when they are gathered. FSDP1
-flattens each unit into one tensor of one dtype, so there adapters take the dtype of the base weights. Frozen parameters
-are never cast.
+flattens each unit into one tensor of one dtype, so there adapters take the dtype of the base weights.
 
-Source: trl 1.16 `sft_trainer.py` (casts adapters of 4-bit models to bfloat16); torch 2.13 `_flat_param.py` (one dtype
-per unit); accelerate 1.15 `fsdp_utils.py` (upcasts trainable parameters, except with 4-bit weights).
+Source: trl 1.16 `sft_trainer.py`; torch 2.13 `_flat_param.py`; accelerate 1.15 `fsdp_utils.py`.
 """
 
 from collections import Counter
@@ -38,12 +36,7 @@ def set_frozen_dtype(model_arguments: "ModelConfig") -> None:
 def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dtype: str = "auto") -> None:
     """Cast adapters to their training dtype, print all dtypes on rank 0, and check that FSDP1 can shard them.
 
-    Every rank calls this before sharding; not a collective.
-
-    Args:
-        model: the model with its adapters.
-        fsdp_version: 1, 2, or None without FSDP.
-        adapter_dtype: auto, or the name of a dtype.
+    Every rank calls this before sharding; not a collective. `fsdp_version` is None without FSDP.
 
     Raises:
         TemplateError: under FSDP1, parameters of more than one dtype, or a separate copy of the output head.
@@ -57,19 +50,15 @@ def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dty
                 parameter.data = parameter.data.to(dtype)
     distributed.print_main(f"dtypes: {describe_dtypes(model)}")
     if fsdp_version == 1:
-        _check_uniform_dtype(model)
-        _check_head(model)
+        _check_fsdp1(model)
 
 
 def set_reduction_dtype(accelerator: "Accelerator", reduce_dtype: str = "float32") -> None:
     """Choose the dtype of gradient reduction under mixed precision, and keep the dtypes of the model's outputs and buffers.
 
     Accelerate 1.15 would reduce gradients in the mixed-precision dtype, and round the outputs of each unit (FSDP2) or buffers
-    such as rotary frequencies (FSDP1) to it. Every rank calls this before sharding; not a collective.
-
-    Args:
-        accelerator: a Trainer's, before `train()`; without FSDP or mixed precision nothing is changed.
-        reduce_dtype: dtype in which the ranks add their gradients; bfloat16 halves what they send and keeps 8 bits.
+    such as rotary frequencies (FSDP1) to it. Without FSDP or mixed precision nothing is changed. Every rank calls this before
+    sharding; not a collective.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     policy = None if plugin is None else plugin.mixed_precision_policy
@@ -97,36 +86,24 @@ def describe_dtypes(model: torch.nn.Module) -> str:
 
 
 class MasterWeightsCallback(TrainerCallback):
-    """Checks at the start of mixed-precision training that trainable parameters have fp32 master weights.
-
-    Args:
-        adapter_dtype: as in `cast_trainable`; the check is skipped unless it is auto.
-    """
+    """Checks at the start of mixed-precision training that trainable parameters have fp32 master weights."""
 
     def __init__(self, adapter_dtype: str = "auto") -> None:
         self.adapter_dtype = adapter_dtype
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Check the sharded model."""
-        if mixed_precision_dtype() is not None and self.adapter_dtype == "auto" and not _is_fsdp1_4bit(model):
-            check_master_weights(model)
-
-
-def check_master_weights(model: torch.nn.Module) -> None:
-    """Check that trainable parameters are stored in float32.
-
-    Raises:
-        TemplateError: some are not.
-    """
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    lower = [f"{name} ({parameter.dtype})" for name, parameter in trainable.items() if parameter.dtype != torch.float32]
-    if lower:
-        raise TemplateError(
-            f"{len(lower)} trainable parameters have no fp32 master weights: {', '.join(lower[:3])}. If that is intended, set "
-            f"mixed_precision: 'no' in the template, or adapter_dtype in the recipe."
-        )
-    num_elements = sum(parameter.numel() for parameter in trainable.values())
-    distributed.print_main(f"fp32 master weights: {num_elements:,} elements")
+        """Raise a TemplateError if trainable parameters are not stored in float32, unless the recipe chose their dtype."""
+        if mixed_precision_dtype() is None or self.adapter_dtype != "auto" or _is_fsdp1_4bit(model):
+            return
+        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        lower = [f"{name} ({p.dtype})" for name, p in trainable.items() if p.dtype != torch.float32]
+        if lower:
+            raise TemplateError(
+                f"{len(lower)} trainable parameters have no fp32 master weights: {', '.join(lower[:3])}. If that is intended, "
+                f"set mixed_precision: 'no' in the template, or adapter_dtype in the recipe."
+            )
+        num_elements = sum(parameter.numel() for parameter in trainable.values())
+        distributed.print_main(f"fp32 master weights: {num_elements:,} elements")
 
 
 def _is_fsdp1_4bit(model: torch.nn.Module) -> bool:
@@ -137,20 +114,15 @@ def _is_fsdp1_4bit(model: torch.nn.Module) -> bool:
     return is_4bit and bool(FSDP.fsdp_modules(model))
 
 
-def _check_uniform_dtype(model: torch.nn.Module) -> None:
+def _check_fsdp1(model: torch.nn.Module) -> None:
     counts = Counter(parameter.dtype for parameter in model.parameters())
-    if len(counts) < 2:
-        return
     common = counts.most_common(1)[0][0]
     others = [f"{name} ({p.dtype})" for name, p in model.named_parameters() if p.dtype != common]
-    raise TemplateError(
-        f"FSDP1 needs one dtype for all parameters, but {len(others)} are not {common}: {', '.join(others[:3])}. Use an fsdp2 "
-        f"template, or set dtype: {format_dtype(common)}."
-    )
-
-
-def _check_head(model: torch.nn.Module) -> None:
-    """Check that PEFT has not copied the output head: TRL's fused loss reads its weight, which FSDP1 flattens."""
+    if others:
+        raise TemplateError(
+            f"FSDP1 needs one dtype for all parameters, but {len(others)} are not {common}: {', '.join(others[:3])}. Use an "
+            f"fsdp2 template, or set dtype: {format_dtype(common)}."
+        )
     from peft.utils import ModulesToSaveWrapper
 
     head = getattr(model, "get_output_embeddings", lambda: None)()

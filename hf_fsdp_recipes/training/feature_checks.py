@@ -1,10 +1,9 @@
 """Checks that speed and memory features work with this launch, and sets what they need in this process.
 
-All features except `compile_blocks` are Trainer's or TRL's. Without these checks, unsupported ones fail in the first step or
-silently do nothing.
+Without these checks, unsupported ones fail in the first step or silently do nothing. All but `compile_blocks` are Trainer's
+or TRL's.
 
-Source: trl 1.16 `activation_offloading.py` (needs an accelerator); accelerate 1.15 `_prepare_fsdp2`,
-`compile_regions_fsdp2`; transformers 5.23 `trainer_optimizer.py` (which library an optimizer comes from).
+Source: trl 1.16 `activation_offloading.py`; accelerate 1.15 `_prepare_fsdp2`; transformers 5.23 `trainer_optimizer.py`.
 """
 
 import multiprocessing
@@ -32,12 +31,9 @@ TORCHAO_OPTIMIZERS = ("adamw_torch_8bit", "adamw_torch_4bit")
 
 
 def check_features(arguments: "Arguments") -> None:
-    """Reject features that are not installed, not supported on these ranks, or conflicting. Not a collective.
+    """Raise a RecipeError that lists features that are not installed, not supported on these ranks, or conflicting.
 
-    A dry run only checks for conflicts, because the job may run on a different machine.
-
-    Raises:
-        RecipeError: lists all such settings.
+    A dry run only checks for conflicts, because the job may run on a different machine. Not a collective.
     """
     training, recipe = arguments.training, arguments.recipe
     optimizer = optimizer_name(training)
@@ -127,10 +123,9 @@ def use_cores_for_offload(training: "SFTConfig") -> None:
 
 
 def enable_block_compilation(arguments: "Arguments") -> None:
-    """Turn on torch.compile for each block of the model if the recipe sets `compile_blocks`. Not a collective.
+    """Turn on torch.compile for each block if the recipe sets `compile_blocks`. Call it before building the Trainer.
 
-    Call it before building the Trainer. Trainer's `torch_compile` alone compiles the entire model; an environment variable
-    makes Accelerate compile each block.
+    Trainer's `torch_compile` alone compiles the entire model; an environment variable makes Accelerate compile each block.
     """
     if not arguments.recipe.compile_blocks:
         return

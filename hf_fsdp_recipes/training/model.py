@@ -12,7 +12,7 @@ from hf_fsdp_recipes.training.arguments import Arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-    from trl import ModelConfig, SFTConfig
+    from trl import ModelConfig
 
 VOCABULARY_MULTIPLE = 64  # a padded vocabulary is faster on tensor cores
 
@@ -21,21 +21,22 @@ def build_model(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "
     """Build the model for SFTTrainer. Under FSDP its weights are read later, when Accelerate shards it.
 
     Collective: every rank must call this, with the same arguments.
-
-    Raises:
-        LoadError, RecipeError: the same on every rank.
     """
     dtypes.set_frozen_dtype(arguments.model)
     _choose_checkpointing(arguments)
-    implementation = None
+    training, implementation = arguments.training, None
+    is_wrapped = training.packing_strategy == "wrapped"
     with distributed.sync_errors():
         implementation = _attention_implementation(arguments)
     model = _new_model(arguments, implementation) if arguments.recipe.config_name else _load(arguments, implementation)
     with distributed.sync_errors():
         _check_adapter_names(model, arguments.model)
-        if isolates_documents(arguments.training):
+        # Documents that share a sequence must not attend to each other.
+        if training.padding_free or (training.packing and not is_wrapped):
             attention.check_packing(model.config, model.config._attn_implementation)
-    attention.print_attention(model.config._attn_implementation, arguments.training)
+    distributed.print_main(f"attention: {model.config._attn_implementation}")
+    if training.packing and is_wrapped:
+        distributed.print_main("packing: wrapped; documents in one sequence attend to each other, as in pretraining")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         # PEFT resizes an adapter's base model to exactly the tokenizer's length, so pad full models only.
         multiple = None if arguments.model.use_peft else VOCABULARY_MULTIPLE
@@ -76,11 +77,6 @@ def _warn_of_untrained_rows(model_arguments: "ModelConfig") -> None:
             "special_tokens: LoRA does not train the new embedding rows, which stay at the mean of the others; to train them, "
             "set lora_modules_to_save: [embed_tokens, lm_head]"
         )
-
-
-def isolates_documents(training: "SFTConfig") -> bool:
-    """Return whether documents share a sequence and must not attend to each other."""
-    return training.padding_free or (training.packing and training.packing_strategy != "wrapped")
 
 
 def _attention_implementation(arguments: Arguments) -> str | None:
@@ -124,8 +120,7 @@ def _new_model(arguments: Arguments, implementation: str | None) -> "PreTrainedM
 def _choose_checkpointing(arguments: Arguments) -> None:
     """Use reentrant activation checkpointing for 4-bit weights under FSDP1.
 
-    Otherwise the metadata check of non-reentrant checkpointing fails (torch 2.13), because the recomputed forward sees a
-    4-bit weight as another view of its unit.
+    Otherwise torch's check of recomputed metadata fails, because the weight is then another view of its unit (torch 2.13).
     """
     training = arguments.training
     # transformers 5.23 renamed gradient checkpointing.

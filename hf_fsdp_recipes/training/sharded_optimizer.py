@@ -51,11 +51,8 @@ def is_bitsandbytes_optimizer(name: str) -> bool:
 
 
 def optimizer_errors(name: str, version: int | None) -> list[str]:
-    """Return why an optimizer does not work under an FSDP version (None: without FSDP).
-
-    Source: bitsandbytes 0.50 `optim/optimizer.py`: `state_dict` nests the states in a dict, which FSDP1's
-    `optim_state_dict` compares as if it were a number.
-    """
+    """Return why an optimizer does not work under an FSDP version (None: without FSDP)."""
+    # bitsandbytes 0.50 nests the states in a dict, which FSDP1's `optim_state_dict` compares as if it were a number.
     if version == 1 and is_bitsandbytes_optimizer(name):
         return [
             f"optim: {name} cannot be saved in checkpoints under FSDP1. Use an fsdp2_*.yaml template, or "

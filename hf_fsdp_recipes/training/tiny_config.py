@@ -15,12 +15,7 @@ PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers", "attentio
 
 
 def tiny_config(config: "PretrainedConfig", vocab_size: int | None = None) -> "PretrainedConfig":
-    """Return a config of the same class for a model of at most a few hundred thousand parameters.
-
-    Args:
-        config: a transformers config; it is not changed.
-        vocab_size: number of embedding rows; None keeps the original.
-    """
+    """Return a config of the same class for a tiny model; `vocab_size=None` keeps the number of embedding rows."""
     tiny = copy.deepcopy(config)
     text = tiny.get_text_config()
     heads = min(text.num_attention_heads, MAX_HEADS)

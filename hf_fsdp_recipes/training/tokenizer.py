@@ -25,9 +25,6 @@ def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
     """Load the recipe's tokenizer on rank 0 and broadcast it; with custom code, load it on every rank.
 
     Collective: every rank must call this.
-
-    Raises:
-        LoadError: the same on every rank.
     """
     from transformers import AutoTokenizer
 
@@ -49,7 +46,7 @@ def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
         return tokenizer
 
     def read_if_builtin() -> "PreTrainedTokenizerBase | None":
-        # The class of custom code exists only on the rank that imported it, so it cannot be broadcast.
+        # A class of custom code exists only on the rank that imported it, so it cannot be broadcast.
         tokenizer = read()
         return None if type(tokenizer).__module__.startswith("transformers_modules") else tokenizer
 
@@ -61,9 +58,6 @@ def tokenizer_for_rows(tokenizer: "PreTrainedTokenizerBase", training: "SFTConfi
     """Return a copy with the end token and chat template that SFTTrainer will set later. Not a collective.
 
     Source: trl 1.16 `SFTTrainer.__init__`, which changes tokenizer and model together before it prepares rows.
-
-    Raises:
-        DataError: `eos_token` is not in the vocabulary, or `chat_template_path` cannot be read or is not valid Jinja.
     """
     tokenizer = copy.deepcopy(tokenizer)
     if training.eos_token is not None:

@@ -40,21 +40,34 @@ _NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 )
 
 
+class _RecipeLoader(yaml.SafeLoader):
+    """Refuses a mapping with two equal keys, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in lines:
+                raise RecipeError(
+                    f"{self.name} sets {key.value} in line {lines[key.value]} and again in line {line}. Remove one."
+                )
+            lines[str(key.value)] = line
+        return super().construct_mapping(node, deep)
+
+
 def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
     """Return a recipe's values, after checking it for duplicate keys and values of the wrong type. Not a collective.
 
-    argparse converts only strings, YAML keeps the last of two equal keys, and neither checks choices.
-
-    Args:
-        path: the recipe.
-        classes: dataclasses with the recipe's fields.
+    argparse converts only strings, YAML keeps the last of two equal keys, and neither checks choices. `classes` are the
+    dataclasses with the recipe's fields.
 
     Raises:
         RecipeError: names a duplicate key and its lines, or all values of the wrong type.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        root = yaml.compose(text, yaml.SafeLoader)
+        loader = _RecipeLoader(Path(path).read_text(encoding="utf-8"))
+        loader.name = path
+        values: dict[str, Any] = loader.get_single_data()
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}). Convert it.") from error
     except OSError as error:
@@ -62,13 +75,11 @@ def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise RecipeError(f"{path} is not valid YAML: {error.problem} in line {line}. Correct it.") from error
-    if not isinstance(root, yaml.MappingNode):
+    if not isinstance(values, dict):
         raise RecipeError(f"{path} is empty or not a mapping of arguments. Set at least model_name_or_path.")
-    _check_unique_keys(path, root)
     fields_by_name = {field.name: field for cls in classes for field in fields(cls)}
     hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
     errors = []
-    values: dict[str, Any] = yaml.safe_load(text)
     for name, value in values.items():
         if name not in fields_by_name:
             continue
@@ -86,23 +97,6 @@ def name_settings(message: str, values: Mapping[str, Any]) -> str:
     texts = {name: value for name, value in values.items() if isinstance(value, str) and len(value) > 3}
     quoted = [name for name, value in texts.items() if value.lower() in message.lower() and name not in message]
     return "".join(f"{name}: {values[name]}: " for name in quoted[:1])
-
-
-def _check_unique_keys(path: str, root: yaml.Node) -> None:
-    pending: list[yaml.Node] = [root]
-    while pending:
-        node = pending.pop()
-        lines: dict[str, int] = {}
-        if isinstance(node, yaml.SequenceNode):
-            pending += node.value
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            line = key.start_mark.line + 1
-            if key.value in lines:
-                raise RecipeError(
-                    f"{path} sets {key.value} in line {lines[key.value]} and again in line {line}. Remove one."
-                )
-            lines[key.value] = line
-            pending.append(value)
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -135,11 +129,7 @@ def _describe(hint: Any) -> str:
 
 
 def check_numbers(values: Mapping[str, Any]) -> None:
-    """Check that the numbers among the arguments are in range. Not a collective.
-
-    Raises:
-        RecipeError: lists all that are out of range.
-    """
+    """Raise a RecipeError that lists all numbers among the arguments that are out of range. Not a collective."""
     errors = [
         f"{name} is {values[name]}. Set it to {expected}."
         for expected, is_valid, names in _NUMBERS
@@ -151,11 +141,7 @@ def check_numbers(values: Mapping[str, Any]) -> None:
 
 
 def check_scheduler(training: "SFTConfig") -> None:
-    """Check that Trainer can build the schedule of the learning rate, by building it for one parameter. Not a collective.
-
-    Raises:
-        RecipeError: `lr_scheduler_kwargs` has an unknown key or a bad value, or lacks one that the schedule needs.
-    """
+    """Raise a RecipeError if Trainer cannot build the schedule of the learning rate from `lr_scheduler_kwargs`."""
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=training.learning_rate)
@@ -171,11 +157,7 @@ def check_scheduler(training: "SFTConfig") -> None:
 
 
 def check_adapter(model: "ModelConfig") -> None:
-    """Check that adapter settings and quantized weights are used only with `use_peft`. Not a collective.
-
-    Raises:
-        RecipeError: they are not, so the run would train other parameters, or fail.
-    """
+    """Raise a RecipeError for adapter settings or quantized weights without `use_peft`. Not a collective."""
     if model.use_peft:
         return
     settings = [f for f in fields(model) if f.name.startswith("lora_") or f.name in ("use_dora", "use_rslora")]

@@ -2,13 +2,15 @@
 
 import json
 import multiprocessing
+import os
 
 import pytest
+from filelock import Timeout
 
-from hf_fsdp_recipes.checkpointing import layout
+from hf_fsdp_recipes.checkpointing import layout, lock
 from hf_fsdp_recipes.checkpointing.lock import lock_directory
 from hf_fsdp_recipes.checkpointing.verification import check_named, latest_checkpoint
-from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.errors import CheckpointError, RecipeError
 
 
 def make(run, step, files=("a.bin", "part/b.bin")):
@@ -173,6 +175,34 @@ def test_second_run_in_one_directory_is_refused(tmp_path):
         release.set()
         other.join(20)
     lock_directory(tmp_path, wait_seconds=5).release()
+
+
+def _hold_without_beating(path, ready, release):
+    lock.BEAT_SECONDS = 1000
+    _hold(path, ready, release)
+
+
+def test_lock_of_a_dead_node_is_taken_over_and_a_living_run_keeps_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "STALE_SECONDS", 2)
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.2)
+    context = multiprocessing.get_context("spawn")
+    ready, release = context.Event(), context.Event()
+    other = context.Process(target=_hold_without_beating, args=(tmp_path, ready, release))
+    other.start()
+    try:
+        assert ready.wait(20)
+        with lock_directory(tmp_path, wait_seconds=10) as own:
+            assert str(os.getpid()) in own.read()
+            waiter = lock.DirectoryLock(tmp_path / lock.LOCK_FILE)
+            with pytest.raises(Timeout):
+                waiter.acquire(wait_seconds=4)  # beats go on, so it is not taken over
+            own.check()
+            (tmp_path / lock.LOCK_FILE).write_text("process 1 on node-7; 12345678")
+            with pytest.raises(RecipeError, match=r"was taken over by process 1 on node-7, because .* This run ends"):
+                lock.check_lock(tmp_path)
+    finally:
+        release.set()
+        other.join(20)
 
 
 def test_unwritable_directory_is_one_error(tmp_path):

@@ -139,7 +139,7 @@ def test_output_directory_that_cannot_be_written_is_one_sentence(tmp_path, monke
         def fail(*args, number=number, **kwargs):
             raise OSError(number, "Permission denied")
 
-        monkeypatch.setattr("pathlib.Path.write_text", fail)
+        monkeypatch.setattr("pathlib.Path.open", fail)
         with pytest.raises(CheckpointError, match=sentence):
             lock_directory(tmp_path / "run")
     monkeypatch.undo()

@@ -120,7 +120,7 @@ def test_each_fault_is_reported_with_its_value_and_what_to_change(name, changes,
 
 
 def test_wrap_class_is_looked_up_in_the_model(tiny_model):
-    classes = validate.module_classes(str(tiny_model("llama")))
+    classes = {type(module).__name__ for module in validate.build_on_meta(str(tiny_model("llama"))).modules()}
     wrong = config_of("fsdp2_full_shard", fsdp_transformer_layer_cls_to_wrap="GPT2Block")
     right = config_of("fsdp2_full_shard", fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer, LlamaMLP")
     (fault,) = validate.find_faults(wrong, classes)
@@ -243,7 +243,7 @@ def test_command_line_imports_neither_torch_nor_accelerate():
     ],
 )
 def test_template_for_cpu_ranks_shards_as_inside_a_node(name, strategy, num_ranks):
-    from hf_fsdp_recipes.tools.rehearsal.cpu_variant import to_cpu_ranks
+    from hf_fsdp_recipes.tools.rehearsal.tiny_recipe import to_cpu_ranks
 
     config = to_cpu_ranks(config_of(name))
     assert config["fsdp_config"].get("fsdp_sharding_strategy") == strategy

@@ -54,7 +54,7 @@ def parametrized(is_slow):
     return pytest.mark.parametrize("template", [pytest.param(one, id=one.name, marks=marks) for one, marks in marked])
 
 
-@parametrized(is_slow=lambda template: not template.is_shipped or template.name in SIMILAR)
+@parametrized(is_slow=lambda template: template not in templates.shipped_templates() or template.name in SIMILAR)
 def test_template_matches_the_losses_of_one_rank(template, tiny_model, text_file, tmp_path, one_rank_losses):
     """Runs in forked ranks with the variables that Accelerate's launcher derives from the file."""
     config, num_ranks, num_nodes = cpu_variant(rendered(template, tmp_path), tmp_path / "template.yaml")

@@ -161,7 +161,7 @@ def _auto_choice(model_dir, data, output, blind_rank):
     from hf_fsdp_recipes import distributed, load_model
     from hf_fsdp_recipes.errors import LoadError
     from hf_fsdp_recipes.loading import load_model as module
-    from hf_fsdp_recipes.loading.checkpoint_source import find_source
+    from hf_fsdp_recipes.patches.accelerate import find_meta_model_loader
 
     if distributed.rank() == blind_rank:
         import sys
@@ -172,7 +172,7 @@ def _auto_choice(model_dir, data, output, blind_rank):
         sys.modules["hf_fsdp_recipes.loading.load_model"].read_header = see_nothing
     del module
     model = load_model(str(model_dir), source="auto")
-    return find_source(model)[1].is_direct
+    return find_meta_model_loader(model).source.is_direct
 
 
 @pytest.mark.parametrize(("blind_rank", "is_direct"), [(None, True), (1, False)])

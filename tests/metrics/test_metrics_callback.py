@@ -1,6 +1,5 @@
 """Metrics between two logged steps equal counts by hand: tokens, seconds, memory, utilization."""
 
-from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -8,10 +7,8 @@ import torch
 
 from hf_fsdp_recipes.metrics import aggregate, metrics_file
 from hf_fsdp_recipes.metrics.clock import MAX_MARKS, PHASES, Clock
-from hf_fsdp_recipes.metrics.flops import ModelFlops, TokenCounts
+from hf_fsdp_recipes.metrics.flops import ModelFlops, TokenCounts, count_tokens
 from hf_fsdp_recipes.metrics.memory import DeviceMemory
-from hf_fsdp_recipes.metrics.run_name import default_run_name
-from hf_fsdp_recipes.metrics.token_count import count_tokens
 
 
 def counted(window=None, **inputs):
@@ -184,7 +181,8 @@ def test_summary_equals_the_metrics_by_hand():
     rows = [
         aggregate.pack(
             torch.tensor([work.tokens, work.pairs, work.window_pairs]),
-            aggregate.RankMetrics(host, 1, 2, 3, 4, seconds),
+            (host, 1, 2, 3, 4),
+            seconds,
         ).tolist()
         for host, work in zip((70, 80), works, strict=True)
     ]
@@ -201,7 +199,7 @@ def test_summary_equals_the_metrics_by_hand():
 
 def test_unknown_peak_means_no_mfu():
     seconds = dict.fromkeys(PHASES, 1.0)
-    row = aggregate.pack(torch.tensor([5, 25, 25]), aggregate.RankMetrics(seconds=seconds)).tolist()
+    row = aggregate.pack(torch.tensor([5, 25, 25]), (0, 0, 0, 0, 0), seconds).tolist()
     flops = ModelFlops(100, 100, 20, 6, 0, None)
     without_peak = aggregate.summarize([row], 1, aggregate.MfuInputs(flops, None))
     assert "mfu" not in without_peak and without_peak["model_flops_per_second_per_device"] > 0
@@ -233,15 +231,3 @@ def test_resumed_file_keeps_earlier_steps_and_drops_only_the_incomplete_line(tmp
     assert list(path.parent.iterdir()) == [path]
     metrics_file.begin(path, 0, [])
     assert metrics_file.read_metrics(path) == []  # a run that starts over is another run
-
-
-def test_run_is_named_like_the_log_files_of_the_amd_article(monkeypatch):
-    date = datetime(2025, 2, 9, 14, 30)
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    training = SimpleNamespace(max_steps=-1, num_train_epochs=1.0, per_device_train_batch_size=16)
-    assert default_run_name(training, "meta-llama/Llama-2-7b-hf", date) == (
-        "fsdp_training_20250209-1430_Llama-2-7b-hf_2_8_1_16"
-    )
-    training.max_steps = 48
-    assert default_run_name(training, "runs/mine/").endswith("_mine_2_8_48steps_16")

@@ -89,7 +89,7 @@ REHEARSAL = """
 import time
 from pathlib import Path
 from hf_fsdp_recipes.errors import RecipeError
-from hf_fsdp_recipes.tools.rehearsal import rehearse
+from hf_fsdp_recipes.tools.rehearsal import steps
 def train(rehearsal):
     for _ in range(12):
         time.sleep(0.1)
@@ -97,8 +97,8 @@ def train(rehearsal):
     return "trained"
 def export(rehearsal):
     raise RecipeError("no export")
-rehearse.STEPS = (("load, train", train), ("export", export), ("generate", export))
-assert not rehearse.rehearse(Path("recipe.yaml"), "fsdp2_cpu")
+steps.STEPS = (("load, train", train), ("export", export), ("generate", export))
+assert not steps.rehearse(Path("recipe.yaml"), "fsdp2_cpu")
 """
 
 

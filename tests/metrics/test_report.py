@@ -195,6 +195,6 @@ def test_command_renders_a_run_and_rejects_a_directory_without_metrics(tmp_path)
 def test_committed_sample_is_what_the_command_writes(tmp_path):
     sample = Path(__file__).resolve().parents[2] / "docs" / "sample_report"
     shutil.copy(sample / "metrics.jsonl", tmp_path)
-    assert report.render(tmp_path).read_text() == (sample / "report.md").read_text()
+    assert report.write_report(tmp_path).read_text() == (sample / "report.md").read_text()
     for name in (report.LOSS_PLOT, report.THROUGHPUT_PLOT, report.MEMORY_PLOT):
         assert matplotlib.image.imread(sample / name).shape == matplotlib.image.imread(tmp_path / name).shape

@@ -154,3 +154,17 @@ def test_hub_parses_sizes_in_the_same_function():
     from huggingface_hub.serialization._base import parse_size_to_int
 
     assert parse_size_to_int("5GB") == 5 * 10**9
+
+
+def test_dcp_keeps_plans_by_a_name_that_can_be_chosen():
+    from torch.distributed.checkpoint import DefaultSavePlanner
+    from torch.distributed.checkpoint.planner import SavePlanner
+
+    assert DefaultSavePlanner(enable_plan_caching=True)._cached_plans_key == "DefaultSavePlanner"
+    assert isinstance(SavePlanner._cached_save_plan, dict)
+
+
+def test_timeout_of_a_process_group_can_be_changed():
+    import torch.distributed as dist
+
+    assert parameters(dist.distributed_c10d._set_pg_timeout) == ("timeout", "group")

@@ -485,7 +485,7 @@ def test_model_whose_flops_cannot_be_counted_is_planned_without_compute(monkeypa
     plan = MemoryPlanner(tiny_config("llama")).plan(TrainingJob(Strategy()))
     traffic = estimate_traffic(plan)
     assert traffic.compute_seconds is None and traffic.step_seconds == traffic.seconds
-    assert "compute unknown" in format_plan(plan, traffic, [], [])
+    assert "compute unknown" in format_plan(plan, [], [])
 
 
 def test_predictions_in_the_docs_are_current(planners):

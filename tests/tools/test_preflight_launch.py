@@ -22,9 +22,8 @@ from hf_fsdp_recipes.configs.strategy import read_sharding
 from hf_fsdp_recipes.configs.validate import find_faults, read_config
 from hf_fsdp_recipes.errors import PreflightError
 from hf_fsdp_recipes.tools.preflight import bandwidth_advice, devices, node_info
-from hf_fsdp_recipes.tools.preflight.membership import ParticipantInfo
 from hf_fsdp_recipes.tools.preflight.preflight import MIN_CHECK_SECONDS
-from hf_fsdp_recipes.tools.preflight.rendezvous import Rendezvous
+from hf_fsdp_recipes.tools.preflight.rendezvous import ParticipantInfo, Rendezvous
 from tests.conftest import tiny_config
 from tests.ranks.harness import free_port
 from tests.recipes.launching import LAUNCH, ROOT, environment
@@ -379,6 +378,33 @@ def test_node_without_the_recipe_or_the_output_directory_is_named(tmp_path, opti
     assert f"{name} {reason}" in message
 
 
+def node_facts(driver="570.86.15", **variables):
+    return {"versions": {"driver": driver}, "nccl_variables": variables, "code_hash": "c0de", "file_hashes": {}}
+
+
+def test_node_with_another_driver_or_nccl_variable_is_named():
+    names = ["node 0", "node 1", "node 2", "node 3"]
+    usual = node_facts(NCCL_IB_DISABLE="1")
+    node_info.check_same([usual] * 4, names)
+    with pytest.raises(PreflightError) as raised:
+        node_info.check_same([usual, usual, node_facts("550.54.14", NCCL_IB_DISABLE="1"), usual], names)
+    assert str(raised.value) == (
+        "driver differs: 570.86.15 on node 0, node 1, node 3; 550.54.14 on node 2. Install the same versions on every node."
+    )
+    with pytest.raises(PreflightError, match="NCCL_IB_DISABLE differs: 1 on node 0, node 1, node 2; unset on node 3"):
+        node_info.check_same([usual, usual, usual, node_facts()], names)
+
+
+def test_variables_that_describe_one_node_are_not_compared(tmp_path, monkeypatch):
+    (tmp_path / "version").write_text("570.86.15\n")
+    monkeypatch.setattr(node_info, "DRIVER_VERSION_FILES", (tmp_path / "none", tmp_path / "version"))
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    found = node_info.collect([], num_ranks=2)
+    assert found["nccl_variables"] == {"NCCL_ALGO": "Ring"}
+    assert found["versions"]["driver"] == "570.86.15"
+
+
 # The output directory
 
 
@@ -473,26 +499,27 @@ def test_mismatched_devices_are_named(second, error):
 
 def test_matching_devices_pass_and_a_partly_used_one_is_a_warning():
     found = [[device()] * 8, [device(free=60)] + [device()] * 7]
-    devices.check_devices(found, ["node 0", "node 1"], 8)
-    label, text = devices.describe(found, ["node 0", "node 1"])[1]
+    _, (label, text) = devices.check_devices(found, ["node 0", "node 1"], 8)
     assert label == "warning"
     assert "device 0 of node 1" in text
 
 
-def test_low_limits_are_warnings():
-    good = {
-        "unix_seconds": 0.0,
-        "shm_bytes": 8 << 30,
-        "max_open_files": 65536,
-        "is_memlock_limited": False,
-        "has_infiniband": True,
-    }
-    low = good | {"shm_bytes": 64 << 20, "max_open_files": 256, "is_memlock_limited": True}
-    names = ["node 0", "node 1"]
-    assert node_info.find_warnings([good, good], names, 16) == []
-    warnings = node_info.find_warnings([good, low], names, 16)
+def test_low_limits_are_warnings(tmp_path, monkeypatch):
+    (tmp_path / "mlx5_0").touch()
+    monkeypatch.setattr(node_info, "_INFINIBAND", tmp_path)
+    found = []
+    for shm_bytes, limit in ((8 << 30, resource.RLIM_INFINITY), (64 << 20, 256)):
+        monkeypatch.setattr(
+            node_info.shutil, "disk_usage", lambda _, size=shm_bytes: shutil._ntuple_diskusage(size, 0, 0)
+        )
+        monkeypatch.setattr(node_info.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        found.append({"unix_seconds": 0.0, "low_limits": node_info.find_low_limits(num_ranks=16)})
+    good, low = found
+    names = ["node 0", "node 1", "node 2"]
+    assert node_info.find_warnings([good] * 3, names) == []
+    warnings = node_info.find_warnings([good, low, low], names)
     assert len(warnings) == 3
-    assert all(warning.startswith("node 1: ") for warning in warnings)
+    assert all(warning.startswith("node 1, node 2: ") for warning in warnings)
 
 
 @pytest.mark.parametrize("template", templates.all_templates(), ids=lambda template: template.name)

@@ -7,7 +7,7 @@ import yaml
 
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.tools.rehearsal import steps
-from hf_fsdp_recipes.tools.rehearsal.rehearse import rehearse
+from hf_fsdp_recipes.tools.rehearsal.steps import rehearse
 from hf_fsdp_recipes.tools.rehearsal.tiny_recipe import read_settings
 from hf_fsdp_recipes.tools.subprocess_runner import find_error
 from tests.conftest import make_tokenizer

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from hf_fsdp_recipes.cli import app
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.tools.selftest import measurements
-from hf_fsdp_recipes.tools.selftest.measurements import Result, Site, measure
-from hf_fsdp_recipes.tools.selftest.report import write_report
+from hf_fsdp_recipes.tools.selftest.measurements import Result, Site, measure, write_report
 from tests.recipes.launching import ROOT, environment
 
 

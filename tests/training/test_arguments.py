@@ -1,10 +1,14 @@
 """Recipes take TRL's names from YAML and the command line, and give one clear error for anything else."""
 
+from datetime import datetime
+from types import SimpleNamespace
+
 import pytest
 import yaml
 
 from hf_fsdp_recipes.errors import DataError, RecipeError
 from hf_fsdp_recipes.training.arguments import parse_arguments
+from hf_fsdp_recipes.training.build import default_run_name
 
 NEEDED = ["--model_name_or_path", "m", "--dataset_name", "d"]
 
@@ -96,3 +100,15 @@ def test_schedule_that_can_be_built_passes(tmp_path, kind, kwargs):
 def test_precision_follows_the_template(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert parse_arguments(NEEDED).training.bf16 is False
+
+
+def test_run_is_named_like_the_log_files_of_the_amd_article(monkeypatch):
+    date = datetime(2025, 2, 9, 14, 30)
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    training = SimpleNamespace(max_steps=-1, num_train_epochs=1.0, per_device_train_batch_size=16)
+    assert default_run_name(training, "meta-llama/Llama-2-7b-hf", date) == (
+        "fsdp_training_20250209-1430_Llama-2-7b-hf_2_8_1_16"
+    )
+    training.max_steps = 48
+    assert default_run_name(training, "runs/mine/").endswith("_mine_2_8_48steps_16")

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 from hf_fsdp_recipes.cli import app
 from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.arguments import parse_arguments
+from hf_fsdp_recipes.training.build import load_rows
 from hf_fsdp_recipes.training.data import cache
-from hf_fsdp_recipes.training.data.dataset import load_rows
 from hf_fsdp_recipes.training.data.preparation import Preparation
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer
 

@@ -16,11 +16,6 @@ from hf_fsdp_recipes.errors import PlanError
 NOT_JOB_OPTIONS = ("model", "template", "config", "suggest", "as_json")
 
 
-def register(app: typer.Typer) -> None:
-    """Add `plan` to the command line."""
-    app.command("plan")(plan)
-
-
 def plan(
     model: Annotated[Optional[str], typer.Option(help="Hub id, model directory or config.json.")] = None,
     template: Annotated[str, typer.Option(help="Name of a template, or path of an Accelerate config.")] = (
@@ -64,17 +59,12 @@ def plan(
 def run(
     model: str | None, template: str, recipe: Path | None, options: dict[str, Any], is_suggesting: bool, as_json: bool
 ) -> tuple[str, bool | None]:
-    """Plan a job, or the fastest one that fits; return what to print, and whether it fits (None if unknown).
-
-    Raises:
-        PlanError, LoadError, TemplateError: the job cannot be planned as described.
-    """
+    """Plan a job, or the fastest one that fits; return what to print, and whether it fits (None if unknown)."""
     with _silence_upstream():
         # Imports torch and transformers, which would slow down every other command.
         from hf_fsdp_recipes.configs.strategy import find_strategy
         from hf_fsdp_recipes.loading.build_on_meta import read_config
         from hf_fsdp_recipes.tools.planner import plan_table, suggestions
-        from hf_fsdp_recipes.tools.planner.communication import estimate_traffic
         from hf_fsdp_recipes.tools.planner.job_options import make_job, read_recipe, to_options
         from hf_fsdp_recipes.tools.planner.memory_planner import MemoryPlanner
 
@@ -95,7 +85,7 @@ def run(
         changes = suggestions.find_smallest_change(planner, job) if planned.fits is False else []
         # The links between CPU ranks are unknown.
         strategies = [] if job.strategy.on_cpu else suggestions.compare_strategies(planner, job)
-        parts = (planned, estimate_traffic(planned), strategies, changes)
+        parts = (planned, strategies, changes)
     if as_json:
         return json.dumps(plan_table.to_json(*parts), indent=2), planned.fits
     heading = f"{plan_table.format_suggestion(suggestion)}\n\n" if suggestion else ""

@@ -2,8 +2,7 @@
 
 In an all-gather over n ranks, each rank receives (n - 1) / n of the data; a node receives the data that its ranks lack
 once, over its interconnect. Latency and contention are not modeled, and compute is assumed to reach a fixed share of
-the peak. Use the seconds to compare strategies, not to predict step
-times.
+the peak. Use the seconds to compare strategies, not to predict step times.
 """
 
 from dataclasses import dataclass
@@ -18,19 +17,12 @@ COMPUTE_EFFICIENCY = 0.4  # share of the peak FLOP/s: assumed
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Communication and compute of one optimizer step.
+    """Communication and compute of one optimizer step."""
 
-    Attributes:
-        gpu_bytes: received by one GPU from the others of its node.
-        node_bytes: received by one node from the others.
-        seconds: communication time.
-        compute_seconds: compute time at 40% of the peak FLOP/s; None if the model's FLOPs cannot be counted.
-    """
-
-    gpu_bytes: int
-    node_bytes: int
-    seconds: float
-    compute_seconds: float | None
+    gpu_bytes: int  # received by one GPU from the others of its node
+    node_bytes: int  # received by one node from the others
+    seconds: float  # of communication
+    compute_seconds: float | None  # at 40% of the peak FLOP/s; None if the model's FLOPs cannot be counted
 
     @property
     def step_seconds(self) -> float:

@@ -1,24 +1,34 @@
-"""`recipes/sft.py --dry_run`: validates a recipe and its template at full size and plans the run, without weights."""
+"""`recipes/sft.py --dry_run`: validates a recipe and its template at full size and plans the run, without weights.
+
+A rehearsal makes the same checks.
+"""
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.checkpointing import disk_estimate
 from hf_fsdp_recipes.configs import validate
 from hf_fsdp_recipes.configs.strategy import read_strategy
 from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import TemplateError
-from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
+from hf_fsdp_recipes.loading.build_on_meta import build_on_meta, read_config
 from hf_fsdp_recipes.patches import cpu_ranks
-from hf_fsdp_recipes.tools.planner import plan_table, recipe_checks
-from hf_fsdp_recipes.tools.planner.communication import estimate_traffic
+from hf_fsdp_recipes.tools.planner import plan_table
 from hf_fsdp_recipes.tools.planner.job_options import flatten_arguments, make_job, to_options
 from hf_fsdp_recipes.tools.planner.memory_planner import MemoryPlanner
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
+from hf_fsdp_recipes.units import format_bytes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from hf_fsdp_recipes.training.arguments import Arguments
 
 
@@ -37,22 +47,22 @@ def run(arguments: "Arguments") -> None:
 def describe(arguments: "Arguments", num_ranks: int) -> list[str]:
     """Return the lines to print. Rank 0 only."""
     template = template_from_environment()
-    config = recipe_checks.read_model_config(arguments)
+    config = read_model_config(arguments)
     if template["distributed_type"] == "FSDP":
-        faults = recipe_checks.template_faults(template, build_on_meta(config, torch.float32))
+        faults = template_faults(template, build_on_meta(config, torch.float32))
         if faults:
             raise TemplateError(f"the template has {len(faults)} errors:\n  - " + "\n  - ".join(faults))
     plan = MemoryPlanner(config).plan(_make_job(arguments, template, num_ranks))
-    space = recipe_checks.estimate_space(arguments)
+    space = estimate_space(arguments)
     return [
         f"dry run of {arguments.model.model_name_or_path or arguments.recipe.config_name}: nothing is loaded or trained",
         f"attention: {arguments.model.attn_implementation or arguments.recipe.attention}",
-        *recipe_checks.describe_batches(arguments, num_ranks),
+        *describe_batches(arguments, num_ranks),
         *([f"disk: {space}"] if space is not None else []),
         # Only notes, because the job may run on another machine.
-        *(f"note: {fault}" for fault in recipe_checks.output_faults(arguments)),
+        *(f"note: {fault}" for fault in output_faults(arguments)),
         "",
-        plan_table.format_plan(plan, estimate_traffic(plan), [], []),
+        plan_table.format_plan(plan, [], []),
     ]
 
 
@@ -92,3 +102,60 @@ def template_from_environment() -> dict[str, Any]:
         "fsdp_config": fsdp,
     }
     return config | ({"parallelism_config": parallelism} if parallelism else {})
+
+
+def read_model_config(arguments: "Arguments") -> "PreTrainedConfig":
+    """Return the config of a recipe's model, pretrained or new."""
+    recipe = arguments.recipe
+    if recipe.config_name is not None:
+        return read_config(recipe.config_name, recipe.config_overrides)
+    return read_config(arguments.model.model_name_or_path)
+
+
+def template_faults(config: dict[str, Any], model: torch.nn.Module) -> list[str]:
+    """Return all faults of an Accelerate config for a model (on meta)."""
+    return validate.find_faults(config, {type(module).__name__ for module in model.modules()})
+
+
+def output_faults(arguments: "Arguments") -> Iterator[str]:
+    """Yield why the run cannot write its output directory."""
+    output = Path(arguments.training.output_dir)
+    parent = next(directory for directory in (output, *output.absolute().parents) if directory.is_dir())
+    try:
+        tempfile.TemporaryDirectory(dir=parent).cleanup()
+    except OSError as error:
+        yield (
+            f"output_dir {output} cannot be written ({error.strerror}). Choose another directory or change its permissions."
+        )
+        return
+    needed = estimate_space(arguments)
+    free_bytes = shutil.disk_usage(parent).free
+    if needed is not None and needed.total_bytes > free_bytes:
+        yield (
+            f"output_dir {output} has {format_bytes(free_bytes)} free, but the run writes {needed}. Lower "
+            f"save_total_limit, raise save_steps, or use another disk."
+        )
+
+
+def estimate_space(arguments: "Arguments") -> disk_estimate.DiskEstimate | None:
+    """Return the disk space that the run will use, or None for a new model."""
+    if arguments.model.model_name_or_path is None:
+        return None
+    return disk_estimate.estimate(flatten_arguments(arguments))
+
+
+def describe_batches(arguments: "Arguments", num_ranks: int) -> Iterator[str]:
+    """Yield the batch size, tokens, number of steps and learning rate of a run on `num_ranks` ranks, one line each."""
+    training = arguments.training
+    batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    rows = batch * accumulation * num_ranks
+    yield f"batch: {batch} rows x {accumulation} micro-batches x {num_ranks} ranks = {rows} rows per step"
+    if training.max_length is not None:
+        at_most = "" if training.packing else "at most "
+        yield f"tokens: {at_most}{rows * training.max_length:,} per step ({training.max_length} per row)"
+    if training.max_steps > 0:
+        yield f"steps: {training.max_steps}, {training.max_steps * rows:,} rows in total"
+    else:
+        yield f"steps: {training.num_train_epochs:g} epochs; the number of steps is known once the dataset is prepared"
+    settings = flatten_arguments(arguments)
+    yield f"learning rate: {training.learning_rate:g}, {settings['lr_scheduler_type']}, {settings['optim']}"

@@ -2,17 +2,16 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
+from accelerate.utils.other import get_module_children_bottom_up
+from torch.distributed.fsdp.wrap import _recursive_wrap
 
 from hf_fsdp_recipes.errors import PlanError
 from hf_fsdp_recipes.patches import registry
 from hf_fsdp_recipes.tools.planner.meta_model import MetaModel, Parameter, list_parameters
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
-
-if TYPE_CHECKING:
-    from accelerate.utils import FullyShardedDataParallelPlugin
 
 ROOT = ""
 # The modules of a unit, and whether it is freed after forward.
@@ -21,18 +20,13 @@ ModuleGroup = tuple[list[torch.nn.Module], bool]
 
 @dataclass(frozen=True, eq=False)
 class FsdpUnit:
-    """Parameters that are gathered, freed and reduced together (torch: an FSDP parameter group).
+    """Parameters that are gathered, freed and reduced together (torch: an FSDP parameter group)."""
 
-    Attributes:
-        modules: modules that use the parameters: the first to run gathers them, the last to finish frees them. The
-            root module is "".
-        parameters: without those of nested units.
-        reshards_after_forward: whether the parameters are freed after forward.
-    """
-
-    modules: tuple[str, ...]
-    parameters: tuple[Parameter, ...]
-    reshards_after_forward: bool
+    modules: tuple[
+        str, ...
+    ]  # those that use the parameters: the first to run gathers them, the last to finish frees them
+    parameters: tuple[Parameter, ...]  # without those of nested units
+    reshards_after_forward: bool  # the parameters are freed after forward
 
     @property
     def name(self) -> str:
@@ -66,13 +60,8 @@ class FsdpUnit:
 
 
 def find_units(model: MetaModel, job: TrainingJob) -> list[FsdpUnit]:
-    """Split a model into units as the job's FSDP version and wrapping policy do. The root comes last.
-
-    Raises:
-        PlanError: the model has no module of the template's wrap class.
-    """
-    groups = _group_fsdp2(model, job) if job.strategy.version == 2 else _group_fsdp1(model, job)
-    return build_units(groups, model, job)
+    """Split a model into units as FSDP and the wrapping policy do, the root last; PlanError without a wrapped class."""
+    return build_units((_group_fsdp2 if job.strategy.version == 2 else _group_fsdp1)(model, job), model, job)
 
 
 def build_units(groups: list[ModuleGroup], model: MetaModel, job: TrainingJob) -> list[FsdpUnit]:
@@ -92,9 +81,6 @@ def _group_fsdp2(model: MetaModel, job: TrainingJob) -> list[ModuleGroup]:
 
     Source: accelerate 1.15 `utils/fsdp_utils.py`, `fsdp2_prepare_model`.
     """
-    from accelerate.utils import fsdp_utils
-    from accelerate.utils.other import get_module_children_bottom_up
-
     reshards = job.strategy.reshards_after_forward
     policy = fsdp_utils.fsdp2_prepare_auto_wrap_policy(_make_plugin(model, job), model)
     wrapped = [module for module in get_module_children_bottom_up(model)[:-1] if policy is not None and policy(module)]
@@ -107,9 +93,7 @@ def _group_fsdp2(model: MetaModel, job: TrainingJob) -> list[ModuleGroup]:
     norm = fsdp_utils._find_final_norm(model)
     tail = [norm, embedding, head] if is_tied else [norm, head]
     tail = [module for module in tail if module is not None and id(module) not in wrapped_ids]
-    if tail:
-        groups.append((tail, False))
-    return [*groups, ([model], False)]
+    return [*groups, *([(tail, False)] if tail else []), ([model], False)]
 
 
 def _group_fsdp1(model: MetaModel, job: TrainingJob) -> list[ModuleGroup]:
@@ -126,8 +110,6 @@ def group_by_policy(model: torch.nn.Module, policy: object, reshards_after_forwa
 
     Source: torch 2.13 `distributed/fsdp/wrap.py`, `_recursive_wrap`.
     """
-    from torch.distributed.fsdp.wrap import _recursive_wrap
-
     wrapped: list[torch.nn.Module] = []
 
     def record(module: torch.nn.Module) -> torch.nn.Module:
@@ -139,10 +121,8 @@ def group_by_policy(model: torch.nn.Module, policy: object, reshards_after_forwa
     return [*(([module], reshards_after_forward) for module in wrapped), ([model], False)]
 
 
-def _make_plugin(model: MetaModel, job: TrainingJob) -> "FullyShardedDataParallelPlugin":
+def _make_plugin(model: MetaModel, job: TrainingJob) -> FullyShardedDataParallelPlugin:
     """Make the plugin that Accelerate makes from the template, with its policy set for this model."""
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
     strategy = job.strategy
     registry.apply("size wrap")
     plugin = FullyShardedDataParallelPlugin(

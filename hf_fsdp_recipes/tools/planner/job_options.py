@@ -26,15 +26,33 @@ OPTION_OF_KEY = {
     "reduce_dtype": "reduce_dtype",
     "gradient_checkpointing": "gradient_checkpointing",
 }
+# Options whose field has another name.
+CLUSTER_FIELDS = {
+    "gpus_per_node": "gpus_per_node",
+    "gpu_memory": "gpu_bytes",
+    "host_memory": "host_bytes",
+    "interconnect": "node_bytes_per_second",
+    "intra_node": "gpu_bytes_per_second",
+    "gpu_tflops": "gpu_flops",
+}
+JOB_FIELDS = {"fused_loss": "loss", "lora": "lora_rank", "nested_scales": "has_nested_scales"}
+PARSERS: dict[str, Callable[[Any], Any]] = {
+    "gpu_memory": parse_bytes,
+    "host_memory": parse_bytes,
+    "interconnect": parse_bandwidth,
+    "intra_node": parse_bandwidth,
+    "gpu_tflops": lambda tflops: tflops * 1e12,
+    "dtype": lambda name: parse_dtype(name) or torch.float32,
+    "mixed_precision": parse_dtype,
+    "reduce_dtype": lambda name: parse_dtype(name) or torch.float32,
+    "fused_loss": lambda is_fused: "fused" if is_fused else "model",
+    "lora_targets": lambda names: names if names == "all-linear" else tuple(names.split(",")),
+}
 TRAINER_BATCH = 8  # Trainer's default per_device_train_batch_size
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
-    """Return a recipe's keys and values.
-
-    Raises:
-        PlanError: the file cannot be read or is not a YAML mapping.
-    """
+    """Return a recipe's keys and values, or raise PlanError if the file cannot be read or is not a YAML mapping."""
     try:
         keys = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -70,69 +88,28 @@ def to_options(keys: dict[str, Any]) -> dict[str, Any]:
 
 def _attention(keys: dict[str, Any], batch: int) -> str:
     implementation = str(keys.get("attn_implementation") or keys.get("attention") or "sdpa")
-    if "flash" in implementation:
-        return "flash"
-    if implementation == "eager":
-        return "eager"
+    for kind in ("flash", "eager"):
+        if kind in implementation:
+            return kind
     # Rows of different lengths are padded, and padding needs a mask.
     return "sdpa" if keys.get("packing") or batch == 1 else "sdpa_padded"
 
 
 def make_job(strategy: Strategy, options: dict[str, Any]) -> TrainingJob:
-    """Build a job from a template's strategy and the options that were given.
-
-    Raises:
-        PlanError: an option has an invalid value, or options contradict each other.
-    """
-    quantized = options.get("quantized")
-    if quantized not in (None, "4bit"):
-        raise PlanError(f"quantized is {quantized!r}; only 4bit is supported.")
-    options = {"mixed_precision": strategy.precision} | options
-    targets = options.get("lora_targets", "all-linear")
-    fields = {name: options[name] for name in TrainingJob.__dataclass_fields__ if name in options}
-    return TrainingJob(
-        **fields
-        | {
-            "strategy": strategy,
-            "cluster": _cluster(strategy, options),
-            "dtype": _parse(parse_dtype, options, "dtype") or torch.float32,
-            "mixed_precision": _parse(parse_dtype, options, "mixed_precision"),
-            "reduce_dtype": _parse(parse_dtype, options, "reduce_dtype") or torch.float32,
-            "loss": "fused" if options.get("fused_loss", True) else "model",
-            "lora_rank": options.get("lora", 0),
-            "lora_targets": targets if targets == "all-linear" else tuple(targets.split(",")),
-            "is_4bit": quantized == "4bit",
-            "has_nested_scales": options.get("nested_scales", False),
-        }
-    )
-
-
-def _cluster(strategy: Strategy, options: dict[str, Any]) -> Cluster:
-    num_gpus = options.get("gpus", strategy.num_processes)
+    """Build a job from a template's strategy and the options that were given; PlanError if a value is invalid."""
+    given = {"mixed_precision": strategy.precision} | {k: value for k, value in options.items() if value is not None}
+    if given.get("quantized", "4bit") != "4bit":
+        raise PlanError(f"quantized is {given['quantized']!r}; only 4bit is supported.")
+    for name in [name for name in PARSERS if name in given]:
+        try:
+            given[name] = PARSERS[name](given[name])
+        except ValueError as error:
+            raise PlanError(f"{name}: {error}.") from error
+    num_gpus = given.get("gpus", strategy.num_processes)
     template_ranks_per_node = max(1, strategy.num_processes // strategy.num_machines)
-    fields: dict[str, Any] = {
-        "num_gpus": num_gpus,
-        "gpus_per_node": options.get("gpus_per_node", min(num_gpus, template_ranks_per_node)),
-    }
-    if strategy.on_cpu:
-        fields["gpu_bytes"] = None
-    for option, name, parse in (
-        ("gpu_memory", "gpu_bytes", parse_bytes),
-        ("host_memory", "host_bytes", parse_bytes),
-        ("interconnect", "node_bytes_per_second", parse_bandwidth),
-        ("intra_node", "gpu_bytes_per_second", parse_bandwidth),
-    ):
-        if options.get(option) is not None:
-            fields[name] = _parse(parse, options, option)
-    if options.get("gpu_tflops") is not None:
-        fields["gpu_flops"] = options["gpu_tflops"] * 1e12
-    return Cluster(**fields)
-
-
-def _parse(parse: Callable[[str], Any], options: dict[str, Any], name: str) -> Any:
-    if options.get(name) is None:
-        return None
-    try:
-        return parse(options[name])
-    except ValueError as error:
-        raise PlanError(f"{name}: {error}.") from error
+    cluster: dict[str, Any] = {"gpu_bytes": None} if strategy.on_cpu else {}
+    cluster |= {field: given[name] for name, field in CLUSTER_FIELDS.items() if name in given}
+    cluster.setdefault("gpus_per_node", min(num_gpus, template_ranks_per_node))
+    job = {name: given[name] for name in TrainingJob.__dataclass_fields__ if name in given}
+    job |= {field: given[name] for name, field in JOB_FIELDS.items() if name in given}
+    return TrainingJob(strategy, Cluster(num_gpus, **cluster), **job, is_4bit="quantized" in given)

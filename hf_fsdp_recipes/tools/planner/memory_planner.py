@@ -7,14 +7,7 @@ from hf_fsdp_recipes.configs.strategy import Strategy
 from hf_fsdp_recipes.metrics.flops import ModelFlops, count_flops
 from hf_fsdp_recipes.tools.planner.fsdp_simulator import REDUCED_GRADIENTS, simulate_step
 from hf_fsdp_recipes.tools.planner.fsdp_units import FsdpUnit, find_last_layer, find_units, module_names
-from hf_fsdp_recipes.tools.planner.meta_model import (
-    PACKED_ITEM_BYTES,
-    SCALES_PER_SCALE,
-    VALUES_PER_SCALE,
-    MetaModel,
-    Parameter,
-    build_meta_model,
-)
+from hf_fsdp_recipes.tools.planner.meta_model import PACKED_ITEM_BYTES, MetaModel, Parameter, build_meta_model
 from hf_fsdp_recipes.tools.planner.step_trace import LossFunction, TraceEvent, compute_job_loss, trace_step
 from hf_fsdp_recipes.tools.planner.training_job import BLOCK_SCALE_BYTES, NUM_STATES, TrainingJob
 
@@ -25,29 +18,23 @@ PARAMETERS, OPTIMIZER, STEP = "parameters", "optimizer", "optimizer step"
 SCALES, UNPACKED = "4-bit scales", "unpacked weight"
 # Assumed, not measured (docs/planner.md): memory of the GPU context, NCCL and cuBLAS, and the share of temporary
 # memory that the caching allocator cannot reuse.
+VALUES_PER_SCALE = 64  # fp32 scales of 4-bit values; one byte each with nested quantization
+SCALES_PER_SCALE = 256  # nested quantization: scales that share one fp32 scale
 GPU_CONTEXT_BYTES = 1_500_000_000
 GPU_FRAGMENTATION = 0.03
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of one rank, by category.
-
-    Attributes:
-        flops: None if they cannot be counted.
-        valley: device bytes between steps.
-        peak: device bytes when their sum is highest.
-        allowance_bytes: assumed for the GPU context and fragmentation.
-        host: host bytes during training: offloaded shards and paged optimizer state.
-    """
+    """Memory of one rank, by category."""
 
     job: TrainingJob
     units: tuple[FsdpUnit, ...]
-    flops: ModelFlops | None
-    valley: dict[str, int]
-    peak: dict[str, int]
-    allowance_bytes: int
-    host: dict[str, int]
+    flops: ModelFlops | None  # None if they cannot be counted
+    valley: dict[str, int]  # device bytes between steps
+    peak: dict[str, int]  # device bytes when their sum is highest
+    allowance_bytes: int  # assumed for the GPU context and fragmentation
+    host: dict[str, int]  # host bytes during training: offloaded shards and paged optimizer state
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -100,11 +87,7 @@ class MemoryPlanner:
         self._traces: dict[tuple[Any, ...], list[TraceEvent]] = {}
 
     def plan(self, job: TrainingJob) -> MemoryPlan:
-        """Plan one way to train the model.
-
-        Raises:
-            PlanError: the model cannot be built, adapted or wrapped as the job asks.
-        """
+        """Plan one way to train the model; PlanError if it cannot be built, adapted or wrapped as the job asks."""
         model = self._model(job)
         units = self.find_units(model, job)
         resident, host = _resident_bytes(units, job)

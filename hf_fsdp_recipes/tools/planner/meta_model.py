@@ -16,36 +16,23 @@ if TYPE_CHECKING:
 
 MetaModel = Union["PreTrainedModel", "PeftModel"]
 PACKED_ITEM_BYTES = 0.5  # a value in 4 bits
-VALUES_PER_SCALE = 64  # fp32 scales of 4-bit values; one byte each with nested quantization
-SCALES_PER_SCALE = 256  # nested quantization: scales that share one fp32 scale
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter as FSDP shards and gathers it.
-
-    Attributes:
-        num_elements, num_padded_elements: of the unsharded parameter, without and with FSDP2's padding.
-        num_shard_elements: padded elements per rank.
-        sharded_item_bytes: bytes per element in the shard: 4 for fp32 masters, 0.5 for 4-bit weights.
-        unsharded_item_bytes: bytes per element when gathered.
-    """
+    """One parameter as FSDP shards and gathers it."""
 
     name: str
     requires_grad: bool
-    num_elements: int
-    num_padded_elements: int
-    num_shard_elements: float
-    sharded_item_bytes: float
-    unsharded_item_bytes: float
+    num_elements: int  # of the unsharded parameter
+    num_padded_elements: int  # with FSDP2's padding
+    num_shard_elements: float  # padded elements per rank
+    sharded_item_bytes: float  # per element in the shard: 4 for fp32 masters, 0.5 for 4-bit weights
+    unsharded_item_bytes: float  # per element when gathered
 
 
 def build_meta_model(config: "PreTrainedConfig", job: TrainingJob) -> MetaModel:
-    """Build the model that a job trains: on meta, in the compute dtype, ready to trace.
-
-    Raises:
-        PlanError: the architecture is not a causal language model, or lacks the adapter's target modules.
-    """
+    """Build the model that a job trains: on meta, in the compute dtype, ready to trace; PlanError if that is impossible."""
     config = type(config).from_dict(config.to_dict())
     config.use_cache = config.get_text_config().use_cache = False
     config._attn_implementation = "eager" if job.attention == "eager" else "sdpa"

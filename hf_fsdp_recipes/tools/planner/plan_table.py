@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hf_fsdp_recipes.tools.planner.communication import StepTraffic
+from hf_fsdp_recipes.tools.planner.communication import estimate_traffic
 from hf_fsdp_recipes.tools.planner.fsdp_simulator import GATHERED, REDUCED_GRADIENTS, UNSHARDED_GRADIENTS
 from hf_fsdp_recipes.tools.planner.host_memory import estimate_host_memory
 from hf_fsdp_recipes.tools.planner.memory_planner import OPTIMIZER, PARAMETERS, SCALES, STEP, UNPACKED, MemoryPlan
@@ -38,20 +38,18 @@ def align(rows: Iterable[Sequence[str]]) -> list[str]:
     return lines
 
 
-def format_plan(
-    plan: MemoryPlan, traffic: StepTraffic, strategies: Sequence[Alternative], changes: Sequence[Alternative]
-) -> str:
+def format_plan(plan: MemoryPlan, strategies: Sequence[Alternative], changes: Sequence[Alternative]) -> str:
     """Format a plan, the compared strategies, and the changes that were tried to make it fit."""
     lines = [*_title(plan), "", *_device_table(plan), "", *_host_table(plan)]
     if not plan.job.strategy.on_cpu:
-        lines += ["", *_traffic_table(traffic, plan)]
+        lines += ["", *_traffic_table(plan)]
     if len(strategies) > 1:
         lines += ["", "strategies, fastest that fits first", *_comparison(strategies)]
     if changes:
         lines += ["", "changes that would make it fit, in the order tried", *_comparison(changes)]
-        last = changes[-1]
+        is_enough = changes[-1].plan.fits
         lines.append(
-            f"smallest change: {last.label}" if last.plan.fits else "no single change is enough; try --suggest"
+            f"smallest change: {changes[-1].label}" if is_enough else "no single change is enough; try --suggest"
         )
     return "\n".join(lines)
 
@@ -95,8 +93,8 @@ def _host_table(plan: MemoryPlan) -> list[str]:
     return align(rows)
 
 
-def _traffic_table(traffic: StepTraffic, plan: MemoryPlan) -> list[str]:
-    cluster = plan.job.cluster
+def _traffic_table(plan: MemoryPlan) -> list[str]:
+    cluster, traffic = plan.job.cluster, estimate_traffic(plan)
     links = [("into each GPU", traffic.gpu_bytes, cluster.gpu_bytes_per_second)]
     if cluster.num_nodes > 1:
         links.append(("into each node", traffic.node_bytes, cluster.node_bytes_per_second))
@@ -132,9 +130,7 @@ def format_suggestion(suggestion: Alternative) -> str:
     )
 
 
-def to_json(
-    plan: MemoryPlan, traffic: StepTraffic, strategies: Sequence[Alternative], changes: Sequence[Alternative]
-) -> dict[str, Any]:
+def to_json(plan: MemoryPlan, strategies: Sequence[Alternative], changes: Sequence[Alternative]) -> dict[str, Any]:
     """Return a plan as JSON values."""
     return {
         **plan.job.describe(),
@@ -149,7 +145,7 @@ def to_json(
         "fits": plan.fits,
         "largest_unit": {"name": plan.largest_unit.name, "bytes": plan.largest_unit.unsharded_bytes},
         "host": [asdict(stage) for stage in estimate_host_memory(plan)],
-        "communication": asdict(traffic),
+        "communication": asdict(estimate_traffic(plan)),
         "strategies": [alternative.describe() for alternative in strategies],
         "changes": [alternative.describe() for alternative in changes],
     }

@@ -23,6 +23,8 @@ from hf_fsdp_recipes.tools.planner.meta_model import MetaModel
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
 
 ACTIVATIONS, LOGITS = "activations", "logits and loss"
+# A module's gradients are computed for its outputs at pre_backward, for its inputs at post_backward; a parameter's at
+# gradient. At forward_done the loss is computed.
 EventKind = Literal[
     "pre_forward", "post_forward", "forward_done", "pre_backward", "post_backward", "gradient", "step_done"
 ]
@@ -31,21 +33,12 @@ LossFunction = Callable[[MetaModel, torch.Tensor, TrainingJob], torch.Tensor]
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """A point in the step where FSDP acts, with the memory in use there and the peak since the previous event.
-
-    Attributes:
-        kind: pre_forward and post_forward of a module; forward_done (the loss is computed); pre_backward and
-            post_backward of a module (the gradients of its outputs, or of its inputs, are computed); gradient (that of
-            a parameter is computed); step_done.
-        name: the module or parameter.
-        live_bytes: bytes alive now, by category.
-        peak_bytes: bytes by category when their sum was highest since the previous event.
-    """
+    """A point in the step where FSDP acts, with the memory in use there and the peak since the previous event."""
 
     kind: EventKind
-    name: str
-    live_bytes: dict[str, int]
-    peak_bytes: dict[str, int]
+    name: str  # of the module or parameter
+    live_bytes: dict[str, int]  # alive now, by category
+    peak_bytes: dict[str, int]  # by category, when their sum was highest since the previous event
 
 
 class AllocationTracker(TorchDispatchMode):
@@ -117,13 +110,10 @@ def trace_step(
     compute_loss: LossFunction = compute_job_loss,
     device: str = "meta",
 ) -> list[TraceEvent]:
-    """Run forward and backward of one micro-batch and return its events, in order.
+    """Run forward and backward of one micro-batch and return the events of the watched modules, in order.
 
-    Args:
-        watched: modules to record events of.
-        last_layer: the last decoder layer: memory counts as logits from its forward until its backward.
-        compute_loss: runs the forward pass and returns the loss.
-        device: the model's; tests trace real tensors on the CPU to compare.
+    Memory counts as logits from the last decoder layer's forward until its backward. Tests trace real tensors on the
+    CPU to compare (`device`).
     """
     watched = dict.fromkeys([*watched, *([last_layer] if last_layer else [])])
     tracker = AllocationTracker({t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())})

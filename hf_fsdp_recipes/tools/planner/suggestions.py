@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from hf_fsdp_recipes.configs.strategy import FSDP1_STRATEGIES
@@ -18,11 +19,15 @@ MAX_BATCH = 64
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to train the model; `label` is what differs."""
+    """Another way to train the model; `label` says what differs."""
 
     label: str
     plan: MemoryPlan
-    traffic: StepTraffic
+
+    @cached_property
+    def traffic(self) -> StepTraffic:
+        """What a step moves and computes."""
+        return estimate_traffic(self.plan)
 
     @property
     def token_cost(self) -> tuple[float, float, int]:
@@ -51,21 +56,18 @@ def find_smallest_change(planner: MemoryPlanner, job: TrainingJob) -> list[Alter
     """Try single changes, the least intrusive first, until one fits; return all that were tried."""
     tried: list[Alternative] = []
     for label, changed in _changes(job):
-        alternative = _try(planner, label, changed)
-        if alternative is None:
-            continue
-        tried.append(alternative)
-        if alternative.plan.fits:
-            break
+        if alternative := _try(planner, label, changed):
+            tried.append(alternative)
+            if alternative.plan.fits:
+                break
     return tried
 
 
 def _try(planner: MemoryPlanner, label: str, job: TrainingJob) -> Alternative | None:
     try:
-        plan = planner.plan(job)
+        return Alternative(label, planner.plan(job))
     except PlanError:
         return None  # impossible for this model; for example, it has no linear layers to adapt
-    return Alternative(label, plan, estimate_traffic(plan))
 
 
 def _changes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
@@ -78,10 +80,9 @@ def _changes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
         yield "sdpa attention instead of eager", job.replace(attention="sdpa")
     if not job.gradient_checkpointing:
         yield "gradient checkpointing", job.replace(gradient_checkpointing=True)
-    batch = job.batch // 2
-    while batch >= 1:
+    batch = job.batch
+    while batch := batch // 2:
         yield f"batch {batch} per rank instead of {job.batch}", job.replace(batch=batch)
-        batch //= 2
     if job.strategy.sharding != "full_shard" and job.cluster.num_gpus > 1:
         yield "full_shard", with_sharding(job, "full_shard")
     if not job.is_4bit and "8bit" not in job.optimizer and job.optimizer != "sgd":
@@ -101,11 +102,7 @@ def _changes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
 
 
 def with_sharding(job: TrainingJob, sharding: str) -> TrainingJob:
-    """Return the job with another sharding strategy and the name of its template.
-
-    Raises:
-        PlanError: the cluster does not allow the strategy.
-    """
+    """Return the job with another sharding strategy and its template's name; PlanError if the cluster does not allow it."""
     return _with_strategy(job, sharding=sharding, version=1 if sharding == "no_shard" else job.strategy.version)
 
 
@@ -141,10 +138,12 @@ def suggest(planner: MemoryPlanner, job: TrainingJob) -> Alternative | None:
         for alternative in _try_batches(planner, job.replace(gradient_checkpointing=gradient_checkpointing))
     ]
     if not fitting:
-        smallest = job.replace(gradient_checkpointing=True, batch=1)
-        savings = (smallest.replace(optimizer="adamw_8bit"), smallest.replace(is_offloaded=True))
-        found = [_try(planner, "smallest", with_sharding(saving, "full_shard")) for saving in savings]
-        fitting = [alternative for alternative in found if alternative is not None and alternative.plan.fits]
+        smallest = with_sharding(job.replace(gradient_checkpointing=True, batch=1), "full_shard")
+        found = [
+            _try(planner, "8-bit optimizer", smallest.replace(optimizer="adamw_8bit")),
+            _try(planner, "offload", _with_strategy(smallest, is_offloaded=True)),
+        ]
+        fitting = [alternative for alternative in found if alternative and alternative.plan.fits]
     return min(fitting, key=lambda alternative: alternative.token_cost, default=None)
 
 

@@ -24,23 +24,15 @@ BLOCK_SCALE_BYTES = 4 / 256  # 8-bit and 4-bit states share one fp32 scale among
 
 @dataclass(frozen=True)
 class Cluster:
-    """The GPUs, the links between them, and their hosts.
+    """The GPUs, the links between them, and their hosts."""
 
-    Attributes:
-        num_gpus, gpus_per_node: ranks on all nodes, and on each node.
-        gpu_bytes, host_bytes: memory of one GPU and of one node; None if unknown.
-        node_bytes_per_second: bandwidth into one node from the other nodes.
-        gpu_bytes_per_second: bandwidth into one GPU from the other GPUs of its node.
-        gpu_flops: peak dense bf16 FLOP/s of one GPU.
-    """
-
-    num_gpus: int = 8
+    num_gpus: int = 8  # ranks on all nodes
     gpus_per_node: int = 8
-    gpu_bytes: int | None = 80 * 10**9
-    host_bytes: int | None = None
-    node_bytes_per_second: float = 200e9 / 8
-    gpu_bytes_per_second: float = 300e9
-    gpu_flops: float = 312e12
+    gpu_bytes: int | None = 80 * 10**9  # memory of one GPU; None if unknown
+    host_bytes: int | None = None  # memory of one node; None if unknown
+    node_bytes_per_second: float = 200e9 / 8  # into one node from the other nodes
+    gpu_bytes_per_second: float = 300e9  # into one GPU from the other GPUs of its node
+    gpu_flops: float = 312e12  # peak dense bf16 FLOP/s of one GPU
 
     @property
     def num_nodes(self) -> int:
@@ -55,48 +47,30 @@ class Cluster:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """One way to train a model.
-
-    Attributes:
-        batch, length, accumulation: rows per rank, tokens per row, micro-batches per step.
-        dtype: parameters as loaded (TRL's `dtype`, float32 by default).
-        mixed_precision: compute dtype of the template, or None to compute in `dtype`.
-        reduce_dtype: dtype in which gradients are reduced and accumulated under mixed precision.
-        optimizer: Trainer's `optim`.
-        gradient_checkpointing: recompute each layer's activations in backward.
-        attention: sdpa; sdpa_padded for padded rows, whose mask makes transformers repeat key and value heads; flash;
-            or eager, which keeps scores of shape (batch, heads, length, length).
-        loss: fused (tiled, as in TRL and Liger) or model (transformers' own, with full logits).
-        lora_rank, lora_targets: LoRA adapter; rank 0 for full fine-tuning, targets as in PEFT.
-        is_4bit: base weights in 4 bits (bitsandbytes), under an adapter.
-        has_nested_scales: quantize the scales of 4-bit weights too (`use_bnb_nested_quant`).
-        sync_each_batch: reduce gradients after each micro-batch instead of once per step.
-    """
+    """One way to train a model."""
 
     strategy: Strategy
     cluster: Cluster = field(default_factory=Cluster)
-    batch: int = 1
-    length: int = 1024
-    accumulation: int = 1
-    dtype: torch.dtype = torch.float32
-    mixed_precision: torch.dtype | None = torch.bfloat16
-    reduce_dtype: torch.dtype = torch.float32
-    optimizer: str = "adamw_torch_fused"
+    batch: int = 1  # rows per rank
+    length: int = 1024  # tokens per row
+    accumulation: int = 1  # micro-batches per step
+    dtype: torch.dtype = torch.float32  # parameters as loaded (TRL's `dtype`)
+    mixed_precision: torch.dtype | None = torch.bfloat16  # compute dtype of the template; None to compute in `dtype`
+    reduce_dtype: torch.dtype = torch.float32  # gradients are reduced and accumulated in it under mixed precision
+    optimizer: str = "adamw_torch_fused"  # Trainer's `optim`
     gradient_checkpointing: bool = True
+    # With sdpa_padded (padded rows), a mask makes transformers repeat key and value heads. Eager attention keeps scores of
+    # shape (batch, heads, length, length).
     attention: Literal["sdpa", "sdpa_padded", "flash", "eager"] = "sdpa"
-    loss: Literal["fused", "model"] = "fused"
-    lora_rank: int = 0
-    lora_targets: str | tuple[str, ...] = "all-linear"
-    is_4bit: bool = False
-    has_nested_scales: bool = False
-    sync_each_batch: bool = False
+    loss: Literal["fused", "model"] = "fused"  # tiled, as in TRL and Liger; or transformers' own, with full logits
+    lora_rank: int = 0  # 0 for full fine-tuning
+    lora_targets: str | tuple[str, ...] = "all-linear"  # as in PEFT
+    is_4bit: bool = False  # base weights in 4 bits (bitsandbytes), under an adapter
+    has_nested_scales: bool = False  # quantize the scales of 4-bit weights too (`use_bnb_nested_quant`)
+    sync_each_batch: bool = False  # reduce gradients after each micro-batch instead of once per step
 
     def __post_init__(self) -> None:
-        """Validate the combination.
-
-        Raises:
-            PlanError: lists everything that is wrong.
-        """
+        """Validate the combination; PlanError lists everything that is wrong."""
         cluster, faults = self.cluster, []
         for name in ("batch", "length", "accumulation"):
             if getattr(self, name) < 1:

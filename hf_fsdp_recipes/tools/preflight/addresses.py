@@ -28,7 +28,7 @@ def describe(address: str) -> str:
 def is_loopback(address: str) -> bool:
     """Tell whether an address resolves on this host to loopback only."""
     found = resolve(address)
-    return bool(found) and all(_is_loopback_ip(each) for each in found)
+    return bool(found) and all(map(_is_loopback_ip, found))
 
 
 def is_written_loopback(address: str) -> bool:
@@ -77,12 +77,9 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def wait_for_listener(address: str, port: int, deadline: float) -> None:
-    """Wait until a TCP connection succeeds; `deadline` is a `time.monotonic()` value.
+    """Wait until a TCP connection succeeds, until `deadline` (`time.monotonic()`); then raise the last attempt's OSError.
 
-    TCPStore's own client reports every failure as a timeout; the error raised here tells them apart.
-
-    Raises:
-        OSError: the last attempt's; at once for a name that does not exist.
+    TCPStore's own client reports every failure as a timeout. A name that does not exist is an error at once.
     """
     while True:
         attempt_seconds = max(0.1, min(_ATTEMPT_SECONDS, deadline - time.monotonic()))

@@ -12,28 +12,21 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from hf_fsdp_recipes.tools.preflight.bandwidth_advice import Bandwidths, WorkerRates
 from hf_fsdp_recipes.tools.preflight.devices import DeviceInfo
-from hf_fsdp_recipes.tools.preflight.membership import ParticipantInfo
-from hf_fsdp_recipes.tools.preflight.rendezvous import attempt
+from hf_fsdp_recipes.tools.preflight.rendezvous import ParticipantInfo, attempt
 
 LONG_ENOUGH_SECONDS = 0.15  # latency no longer dominates a transfer that takes this long
 NUM_REPEATS = 3
 
 
-class _Workload(NamedTuple):
-    dtype: torch.dtype
-    buffer_bytes: tuple[int, ...]
-    matrix_rows: int
-
-
-_CPU = _Workload(torch.float32, (1 << 20, 1 << 22, 1 << 24, 1 << 26), 1024)
-_ACCELERATOR = _Workload(torch.bfloat16, (1 << 24, 1 << 26, 1 << 28), 8192)
+# Dtype, sizes of the buffers, and rows of the matrix.
+CPU_WORKLOAD = (torch.float32, (1 << 20, 1 << 22, 1 << 24, 1 << 26), 1024)
+ACCELERATOR_WORKLOAD = (torch.bfloat16, (1 << 24, 1 << 26, 1 << 28), 8192)
 
 
 def main(info: ParticipantInfo, prefix: str, local_rank: int, on_cpu: bool) -> None:
@@ -65,14 +58,15 @@ def choose_device(local_rank: int, on_cpu: bool) -> torch.device:
 
 def describe(device: torch.device) -> DeviceInfo:
     """Return kind, count, name and memory of a device; zeros for what is unknown."""
+    count = 0 if device.type == "cpu" else torch.accelerator.device_count()
+    name, free_bytes, total_bytes = "none", 0, 0
     if device.type == "cpu":
-        return {"kind": "cpu", "count": 0, "name": "cpu", "free_bytes": 0, "total_bytes": 0}
-    count = torch.accelerator.device_count()
-    if device.index >= count:
-        return {"kind": device.type, "count": count, "name": "none", "free_bytes": 0, "total_bytes": 0}
-    module = torch.get_device_module(device)
-    free_bytes, total_bytes = module.mem_get_info(device) if hasattr(module, "mem_get_info") else (0, 0)  # not on Gaudi
-    name = module.get_device_name(device)
+        name = "cpu"
+    elif device.index < count:
+        module = torch.get_device_module(device)
+        name = module.get_device_name(device)
+        if hasattr(module, "mem_get_info"):  # not on Gaudi
+            free_bytes, total_bytes = module.mem_get_info(device)
     return {"kind": device.type, "count": count, "name": name, "free_bytes": free_bytes, "total_bytes": total_bytes}
 
 
@@ -95,7 +89,8 @@ def measure(device: torch.device, info: ParticipantInfo) -> WorkerRates:
 
 def measure_bus_bandwidths(group: dist.ProcessGroup, device: torch.device) -> Bandwidths:
     """Return the bus bandwidth of each collective in bytes per second. Collective: all ranks of the group must call this."""
-    workload, num_ranks = _choose_workload(device), dist.get_world_size(group)
+    num_ranks = dist.get_world_size(group)
+    dtype, buffer_sizes, _ = _choose_workload(device)
 
     def all_gather(buffer: torch.Tensor) -> None:
         shard = buffer.chunk(num_ranks)[dist.get_rank(group)]
@@ -106,9 +101,8 @@ def measure_bus_bandwidths(group: dist.ProcessGroup, device: torch.device) -> Ba
 
     def find_rate(collective: Callable[[torch.Tensor], None], num_passes: int) -> float:
         rate = 0.0
-        for num_bytes in workload.buffer_bytes:
-            num_elements = num_bytes // workload.dtype.itemsize // num_ranks * num_ranks
-            buffer = torch.zeros(num_elements, dtype=workload.dtype, device=device)
+        for num_bytes in buffer_sizes:
+            buffer = torch.zeros(num_bytes // dtype.itemsize // num_ranks * num_ranks, dtype=dtype, device=device)
             seconds = _time_call(partial(collective, buffer), device, group)
             rate = max(rate, num_passes * (num_ranks - 1) / num_ranks * buffer.nbytes / seconds)
             if seconds > LONG_ENOUGH_SECONDS:
@@ -120,13 +114,13 @@ def measure_bus_bandwidths(group: dist.ProcessGroup, device: torch.device) -> Ba
 
 def measure_matrix_product(device: torch.device) -> float:
     """Return the FLOP/s of a square matrix product, in bf16 on an accelerator."""
-    workload = _choose_workload(device)
-    matrix = torch.ones(workload.matrix_rows, workload.matrix_rows, dtype=workload.dtype, device=device)
-    return 2 * workload.matrix_rows**3 / _time_call(lambda: matrix @ matrix, device)
+    dtype, _, num_rows = _choose_workload(device)
+    matrix = torch.ones(num_rows, num_rows, dtype=dtype, device=device)
+    return 2 * num_rows**3 / _time_call(lambda: matrix @ matrix, device)
 
 
-def _choose_workload(device: torch.device) -> _Workload:
-    return _CPU if device.type == "cpu" else _ACCELERATOR
+def _choose_workload(device: torch.device) -> tuple[torch.dtype, tuple[int, ...], int]:
+    return CPU_WORKLOAD if device.type == "cpu" else ACCELERATOR_WORKLOAD
 
 
 def _time_call(work: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None) -> float:

@@ -36,24 +36,13 @@ class WorkerRates(TypedDict):
 
 @dataclass(frozen=True)
 class RankLoad:
-    """Computation and parameter size of a rank.
+    """Computation and parameter size of a rank."""
 
-    Attributes:
-        num_tokens: in one forward and backward of one rank; `tokens_source` is where the number comes from.
-        flops_per_second: of a matrix product on the slowest rank.
-        parameter_bytes: of one parameter as it is gathered.
-        gradient_bytes: of one gradient as it is reduced.
-    """
-
-    num_tokens: int
-    tokens_source: str
-    flops_per_second: float
-    parameter_bytes: int
-    gradient_bytes: int = 4
-
-    def moved_bytes(self, strategy: str) -> int:
-        """Return the bytes per parameter that a step moves: gathers and a reduction."""
-        return (PASSES.get(strategy, 2) - 1) * self.parameter_bytes + self.gradient_bytes
+    num_tokens: int  # in one forward and backward of one rank
+    tokens_source: str  # where that number comes from
+    flops_per_second: float  # of a matrix product on the slowest rank
+    parameter_bytes: int  # of one parameter as it is gathered
+    gradient_bytes: int = 4  # of one gradient as it is reduced
 
 
 def apply_launch_counts(config: dict[str, Any], num_nodes: int, ranks_per_node: int) -> dict[str, Any]:
@@ -70,33 +59,24 @@ def apply_launch_counts(config: dict[str, Any], num_nodes: int, ranks_per_node: 
 
 def read_load(config: dict[str, Any], recipe: dict[str, Any], flops_per_second: float) -> RankLoad:
     """Return what a rank computes and moves, with TRL's defaults for what the recipe leaves out."""
-    num_rows, max_length = 8, 1024  # trl 1.16 SFTConfig
-    source = "TRL's defaults, as no recipe was given"
-    if recipe:
-        num_rows = int(recipe.get("per_device_train_batch_size", num_rows))
-        max_length = int(recipe.get("max_length") or max_length)
-        source = "the recipe and TRL's defaults"
+    num_rows = int(recipe.get("per_device_train_batch_size", 8))  # trl 1.16 SFTConfig
+    max_length = int(recipe.get("max_length") or 1024)
+    source = "the recipe and TRL's defaults" if recipe else "TRL's defaults, as no recipe was given"
     parameter_bytes = 4 if str(config.get("mixed_precision", "no")) in ("no", "False") else 2
     gradient_bytes = parameter_bytes if recipe.get("reduce_dtype") == "bfloat16" else 4
     return RankLoad(num_rows * max_length, source, flops_per_second, parameter_bytes, gradient_bytes)
 
 
-def needed_bytes_per_second(strategy: str, load: RankLoad) -> float:
-    """Return what the slowest link has to carry so that computation does not wait for it."""
-    return load.moved_bytes(strategy) * load.flops_per_second / (NUM_FLOPS * load.num_tokens)
-
-
 def hybrid_gain(
-    strategy: str, load: RankLoad, between: float, within: float, num_nodes: int, ranks_per_node: int
+    moved_bytes: int, load: RankLoad, between: float, within: float, num_nodes: int, num_local: int
 ) -> float:
-    """Return how many times faster the transfers of a micro step are if parameters stay within a node.
+    """Return how many times faster the transfers of a micro step are if parameters stay on the `num_local` ranks of a node.
 
     An all-reduce of the gradients between nodes remains: two volumes, (nodes - 1) / nodes of each.
     """
-    moved_bytes = load.moved_bytes(strategy)
-    num_ranks = num_nodes * ranks_per_node
+    num_ranks = num_nodes * num_local
     flat = moved_bytes * (num_ranks - 1) / num_ranks / between
-    within_nodes = moved_bytes * (ranks_per_node - 1) / ranks_per_node / within
+    within_nodes = moved_bytes * (num_local - 1) / num_local / within
     return flat / (within_nodes + 2 * load.gradient_bytes * (num_nodes - 1) / num_nodes / between)
 
 
@@ -110,18 +90,20 @@ def advise(
     link, where = (between, "between nodes") if is_between else (within, "within nodes")
     if strategy == "no_shard" or link is None:
         return f"{strategy}: no parameters are transferred, so bandwidth is not compared"
-    needed = needed_bytes_per_second(strategy, load)
-    moved = f"{PASSES.get(strategy, 2) - 1} x {load.parameter_bytes} + {load.gradient_bytes} bytes per parameter"
+    num_gathers = PASSES.get(strategy, 2) - 1
+    moved_bytes = num_gathers * load.parameter_bytes + load.gradient_bytes  # per parameter and step
+    needed = moved_bytes * load.flops_per_second / (NUM_FLOPS * load.num_tokens)
     comparison = (
-        f"{strategy} needs {_format_rate(needed)} {where} to hide transfers behind computation ({moved}, {NUM_FLOPS} FLOPs "
+        f"{strategy} needs {_format_rate(needed)} {where} to hide transfers behind computation "
+        f"({num_gathers} x {load.parameter_bytes} + {load.gradient_bytes} bytes per parameter, {NUM_FLOPS} FLOPs "
         f"per parameter and token, {load.num_tokens:,} tokens per rank from {load.tokens_source}, "
         f"{load.flops_per_second / 1e12:,.2f} TFLOP/s measured); measured {_format_rate(link)}"
     )
     if link >= needed:
         return f"{comparison}: sufficient"
     comparison = f"{comparison}: {needed / link:.1f} times too slow"
-    if is_between and between is not None and within is not None and ranks_per_node > 1:
-        gain = hybrid_gain(strategy, load, between, within, num_nodes, ranks_per_node)
+    if is_between and within is not None and ranks_per_node > 1:
+        gain = hybrid_gain(moved_bytes, load, link, within, num_nodes, ranks_per_node)
         if gain > MIN_HYBRID_GAIN:
             better = "hybrid_shard" if strategy == "full_shard" else "hybrid_shard_zero2"
             return (

@@ -1,14 +1,10 @@
 """The `hf-fsdp preflight` command. What it runs is imported when it runs, not for `--help`."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the `hf-fsdp` application."""
-    app.command("preflight")(preflight)
 
 
 def preflight(
@@ -25,7 +21,9 @@ def preflight(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for all nodes to join.")] = 60.0,
 ) -> None:
     """Check that the nodes of a job can work together. Run it once per node, or under a launcher without node flags."""
-    from hf_fsdp_recipes.tools.preflight.preflight import Job, check_nodes
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch: errors are reported without C++ stack traces
+    from hf_fsdp_recipes.tools.preflight.preflight import Job, check_node, find_node
 
-    job = Job(template, config, output_dir)
-    check_nodes(num_nodes, node_rank, nproc_per_node, master_addr, master_port, job, timeout)
+    node = find_node(num_nodes, node_rank, nproc_per_node, master_addr, master_port)
+    if node is not None:
+        check_node(node, Job(template, config, output_dir), timeout)

@@ -20,8 +20,8 @@ class DeviceInfo(TypedDict):
     total_bytes: int
 
 
-def check_devices(devices_by_node: list[list[DeviceInfo]], names: list[str], ranks_per_node: int) -> None:
-    """Raise PreflightError unless every rank has its own device, and all are alike and mostly free."""
+def check_devices(devices_by_node: list[list[DeviceInfo]], names: list[str], ranks_per_node: int) -> list[Row]:
+    """Return the table's row about devices and a warning about those in use; PreflightError if some are unfit."""
     first = [devices[0] for devices in devices_by_node]
     differences = list_differences([device["kind"] for device in first], names)
     errors = [f"the type of devices differs: {differences}. Check the drivers on each node."] if differences else []
@@ -31,19 +31,24 @@ def check_devices(devices_by_node: list[list[DeviceInfo]], names: list[str], ran
         for name, device in zip(names, first, strict=True)
         if device["kind"] != "cpu" and device["count"] < ranks_per_node
     ]
-    errors = errors or _find_memory_errors(_label_devices(devices_by_node, names))
-    if errors:
+    labeled = [
+        (f"device {index} of {name}", device)
+        for name, devices in zip(names, devices_by_node, strict=True)
+        for index, device in enumerate(devices)
+    ]
+    if errors := errors or _find_memory_errors(labeled):
         raise PreflightError(" ".join(errors))
+    return _describe(labeled)
 
 
 def _find_memory_errors(labeled: list[tuple[str, DeviceInfo]]) -> list[str]:
-    by_size = sorted(labeled, key=lambda each: each[1]["total_bytes"])
     errors = [
         f"{label} is busy: {device['free_bytes'] / 1e9:.1f} of {device['total_bytes'] / 1e9:.1f} GB free. Stop the process "
         f"that uses it (nvidia-smi lists it)."
         for label, device in labeled
         if device["free_bytes"] < device["total_bytes"] * MIN_FREE_FRACTION
     ]
+    by_size = sorted(labeled, key=lambda each: each[1]["total_bytes"])
     if by_size[0][1]["total_bytes"] < by_size[-1][1]["total_bytes"] * (1 - MEMORY_TOLERANCE):
         sizes = "; ".join(
             f"{label} ({device['name']}) has {device['total_bytes'] / 1e9:.1f} GB"
@@ -53,30 +58,20 @@ def _find_memory_errors(labeled: list[tuple[str, DeviceInfo]]) -> list[str]:
     return errors
 
 
-def _label_devices(devices_by_node: list[list[DeviceInfo]], names: list[str]) -> list[tuple[str, DeviceInfo]]:
-    return [
-        (f"device {index} of {name}", device)
-        for name, devices in zip(names, devices_by_node, strict=True)
-        for index, device in enumerate(devices)
-    ]
-
-
-def describe(devices_by_node: list[list[DeviceInfo]], names: list[str]) -> list[Row]:
-    """Return the table's row about devices, and a warning about those in use."""
-    labeled = _label_devices(devices_by_node, names)
+def _describe(labeled: list[tuple[str, DeviceInfo]]) -> list[Row]:
     device = labeled[0][1]
     if device["kind"] == "cpu":
         return [("devices", "CPU ranks")]
     models = ", ".join(sorted({each["name"] for _, each in labeled}))
     min_free_bytes = min(each["free_bytes"] for _, each in labeled)
-    rows = [
-        (
-            "devices",
-            f"{len(labeled)} ranks on {device['kind']}, {device['count']} devices per node: {models}, "
-            f"{device['total_bytes'] / 1e9:.1f} GB each, at least {min_free_bytes / 1e9:.1f} GB free",
-        )
-    ]
+    text = (
+        f"{len(labeled)} ranks on {device['kind']}, {device['count']} devices per node: {models}, "
+        f"{device['total_bytes'] / 1e9:.1f} GB each, at least {min_free_bytes / 1e9:.1f} GB free"
+    )
     used = [label for label, each in labeled if each["free_bytes"] < each["total_bytes"] * WARN_FREE_FRACTION]
-    if used:
-        rows.append(("warning", f"less than {WARN_FREE_FRACTION:.0%} of the memory is free on {shorten(used)}."))
-    return rows
+    if not used:
+        return [("devices", text)]
+    return [
+        ("devices", text),
+        ("warning", f"less than {WARN_FREE_FRACTION:.0%} of the memory is free on {shorten(used)}."),
+    ]

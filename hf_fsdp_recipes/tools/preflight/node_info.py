@@ -6,25 +6,26 @@ import platform
 import resource
 import shutil
 import socket
-import sys
 import time
-from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypedDict
 
 import psutil
+import torch
 
-from hf_fsdp_recipes.environment import num_cores
+from hf_fsdp_recipes.environment import num_cores, package_version
 from hf_fsdp_recipes.errors import PreflightError
 from hf_fsdp_recipes.tools.preflight import addresses
 
 Row = tuple[str, str]  # one line of the table: a label ("warning" for a warning) and its text
 
-PACKAGES = ("python", "torch", "accelerate", "transformers", "trl", "peft")
+PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 MAX_CLOCK_SKEW_SECONDS = 2.0
 MIN_SHM_BYTES = 1 << 30  # NCCL's documentation: docker run --shm-size=1g
 MIN_OPEN_FILES = 1024
+# These may differ between nodes.
+VARIABLES_OF_A_NODE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID", "NCCL_TOPO_FILE", "NCCL_DEBUG_FILE")
+DRIVER_VERSION_FILES = (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version"))
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -34,44 +35,64 @@ class NodeInfo(TypedDict):
     host: str
     unix_seconds: float
     versions: dict[str, str]
+    nccl_variables: dict[str, str]
     code_hash: str
     file_hashes: dict[str, str]
     num_cores: int
     memory_bytes: int
     gloo_error: str | None
-    shm_bytes: int
-    max_open_files: int
-    is_memlock_limited: bool
-    has_infiniband: bool
+    low_limits: list[str]
 
 
-def collect(files: list[Path]) -> NodeInfo:
+def collect(files: list[Path], num_ranks: int) -> NodeInfo:
     """Return the facts of this node, including hashes of `files`; raise PreflightError if a file cannot be read."""
-    max_open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    max_locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return {
         "host": socket.gethostname(),
         "unix_seconds": time.time(),
-        "versions": {name: _find_version(name) for name in PACKAGES},
+        "versions": _find_versions(),
+        "nccl_variables": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("NCCL_", "TORCH_NCCL_")) and name not in VARIABLES_OF_A_NODE
+        },
         "code_hash": _hash_code(),
         "file_hashes": {str(file): _hash_file(file) for file in files},
         "num_cores": num_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "gloo_error": _find_gloo_error(),
-        "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
-        "max_open_files": max_open_files if max_open_files != resource.RLIM_INFINITY else sys.maxsize,
-        "is_memlock_limited": max_locked_bytes != resource.RLIM_INFINITY,
-        "has_infiniband": _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()),
+        "low_limits": find_low_limits(num_ranks),
     }
 
 
-def _find_version(package: str) -> str:
-    if package == "python":
-        return platform.python_version()
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
+def _find_versions() -> dict[str, str]:
+    """Return the versions that must match, "none" for what a node does not have; the same names on every node."""
+    nccl = getattr(torch.get_device_module(), "nccl", None)  # also of ROCm, whose RCCL has its version numbers
+    return {
+        "python": platform.python_version(),
+        **{name: package_version(name) or "none" for name in PACKAGES},
+        "cuda": torch.version.cuda or torch.version.hip or "none",
+        "nccl": ".".join(map(str, nccl.version())) if nccl else "none",
+        "driver": next((file.read_text().strip() for file in DRIVER_VERSION_FILES if file.is_file()), "none"),
+    }
+
+
+def find_low_limits(num_ranks: int) -> list[str]:
+    """Return which limits of this node may cause trouble in a job of `num_ranks` ranks, and how to raise them."""
+    shm_bytes = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
+    max_open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    max_locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    wanted_files = max(MIN_OPEN_FILES, 8 * num_ranks)
+    found = []
+    if shm_bytes < MIN_SHM_BYTES:
+        found.append(
+            f"/dev/shm is smaller than {MIN_SHM_BYTES >> 30} GiB, which NCCL and data loaders share. Start the container with "
+            f"docker run --shm-size=8g or --ipc=host."
+        )
+    if max_open_files != resource.RLIM_INFINITY and max_open_files < wanted_files:
+        found.append(f"the limit on open files is below {wanted_files}. Run ulimit -n 65536.")
+    if max_locked_bytes != resource.RLIM_INFINITY and _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()):
+        found.append("locked memory is limited, but InfiniBand needs it. Run ulimit -l unlimited.")
+    return found
 
 
 def _find_gloo_error() -> str | None:
@@ -113,11 +134,14 @@ def _hash_file(file: Path) -> str:
 def check_same(nodes: list[NodeInfo], names: list[str]) -> None:
     """Raise PreflightError if versions, code or files differ between nodes; name all that do, with the nodes."""
     compared = [
-        (package, [node["versions"][package] for node in nodes], "Install the same versions on every node.")
-        for package in PACKAGES
+        (name, [node["versions"][name] for node in nodes], "Install the same versions on every node.")
+        for name in nodes[0]["versions"]
     ]
     code = [node["code_hash"] for node in nodes]
     compared.append(("the code of hf_fsdp_recipes", code, "Use the same checkout or wheel on every node."))
+    for variable in sorted({name for node in nodes for name in node["nccl_variables"]}):
+        values = [node["nccl_variables"].get(variable, "unset") for node in nodes]
+        compared.append((variable, values, "Export the same value on every node."))
     # Compare by position, because the same file can have a different path on each node.
     for index, file in enumerate(nodes[0]["file_hashes"]):
         hashes = [list(node["file_hashes"].values())[index] for node in nodes]
@@ -168,7 +192,7 @@ def describe(nodes: list[NodeInfo]) -> list[Row]:
     clocks = [node["unix_seconds"] for node in nodes]
     files = "".join(f", {Path(file).name} {digest}" for file, digest in first["file_hashes"].items())
     return [
-        ("software", ", ".join(f"{name} {number}" for name, number in first["versions"].items())),
+        ("software", ", ".join(f"{name} {text}" for name, text in first["versions"].items() if text != "none")),
         ("content", f"code {first['code_hash']}{files}"),
         (
             "hosts",
@@ -179,7 +203,7 @@ def describe(nodes: list[NodeInfo]) -> list[Row]:
     ]
 
 
-def find_warnings(nodes: list[NodeInfo], names: list[str], num_ranks: int) -> list[str]:
+def find_warnings(nodes: list[NodeInfo], names: list[str]) -> list[str]:
     """Return what may cause trouble during the run but does not stop it."""
     warnings = []
     clocks = [node["unix_seconds"] for node in nodes]
@@ -189,24 +213,7 @@ def find_warnings(nodes: list[NodeInfo], names: list[str], num_ranks: int) -> li
         warnings.append(
             f"clocks differ by {skew_seconds:.1f} s: {ahead} is ahead of {behind}. Synchronize them with chrony or ntp."
         )
-    wanted_files = max(MIN_OPEN_FILES, 8 * num_ranks)
-    checks: list[tuple[Callable[[NodeInfo], bool], str]] = [
-        (
-            lambda node: node["shm_bytes"] < MIN_SHM_BYTES,
-            f"/dev/shm is smaller than {MIN_SHM_BYTES >> 30} GiB, which NCCL and data loaders share. Start the container with "
-            f"docker run --shm-size=8g or --ipc=host.",
-        ),
-        (
-            lambda node: node["max_open_files"] < wanted_files,
-            f"the limit on open files is below {wanted_files}. Run ulimit -n 65536.",
-        ),
-        (
-            lambda node: node["has_infiniband"] and node["is_memlock_limited"],
-            "locked memory is limited, but InfiniBand needs it. Run ulimit -l unlimited.",
-        ),
-    ]
-    for is_low, text in checks:
-        low = [name for node, name in zip(nodes, names, strict=True) if is_low(node)]
-        if low:
-            warnings.append(f"{shorten(low)}: {text}")
+    for text in dict.fromkeys(text for node in nodes for text in node["low_limits"]):
+        low = [name for node, name in zip(nodes, names, strict=True) if text in node["low_limits"]]
+        warnings.append(f"{shorten(low)}: {text}")
     return warnings

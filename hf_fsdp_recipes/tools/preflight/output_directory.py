@@ -8,9 +8,9 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
-from hf_fsdp_recipes.checkpointing.disk_estimate import DiskEstimate
+from hf_fsdp_recipes.checkpointing import disk_estimate
 from hf_fsdp_recipes.errors import PreflightError
 from hf_fsdp_recipes.tools.preflight.node_info import Row, shorten
 
@@ -20,15 +20,8 @@ VISIBILITY_SECONDS = 5.0  # NFS caches directory attributes (acdirmin, 30 s) bef
 _CHUNK_BYTES = 16 << 20
 
 
-class WriteProbe(TypedDict):
-    """Result of writing the probe file."""
-
-    bytes_per_second: float
-    free_bytes: int
-
-
-def write_probe(file: Path) -> WriteProbe:
-    """Write and flush a probe file, or raise PreflightError if its directory cannot be created or written."""
+def write_probe(file: Path) -> tuple[float, int]:
+    """Write and flush a probe file; return bytes per second and free bytes, or raise PreflightError if that fails."""
     chunk = os.urandom(_CHUNK_BYTES)  # incompressible
     num_bytes, started = 0, time.monotonic()
     try:
@@ -38,7 +31,7 @@ def write_probe(file: Path) -> WriteProbe:
                 num_bytes += stream.write(chunk)
                 os.fsync(stream.fileno())
         bytes_per_second = num_bytes / (time.monotonic() - started)
-        return {"bytes_per_second": bytes_per_second, "free_bytes": shutil.disk_usage(file.parent).free}
+        return bytes_per_second, shutil.disk_usage(file.parent).free
     except OSError as error:
         raise PreflightError(
             f"output directory {file.parent} cannot be written ({error.strerror}). Every node writes its part of each "
@@ -72,10 +65,10 @@ def check_shared(directory: Path, invisible_by_node: list[list[int]], names: lis
         )
 
 
-def describe(directory: Path, probes: list[WriteProbe], names: list[str]) -> Row:
-    """Return the table's row about the directory."""
-    rate, slowest = min((probe["bytes_per_second"], name) for probe, name in zip(probes, names, strict=True))
-    free_bytes = min(probe["free_bytes"] for probe in probes)
+def describe(directory: Path, probes: list[tuple[float, int]], names: list[str]) -> Row:
+    """Return the table's row about the directory; each probe is what `write_probe` returned on a node."""
+    rate, slowest = min((rate, name) for (rate, _), name in zip(probes, names, strict=True))
+    free_bytes = min(free_bytes for _, free_bytes in probes)
     return (
         "output",
         f"{directory} is shared and writable; slowest node with all writing: {rate / 1e6:,.0f} MB/s with fsync on {slowest}; "
@@ -83,11 +76,15 @@ def describe(directory: Path, probes: list[WriteProbe], names: list[str]) -> Row
     )
 
 
-def check_space(directory: Path, estimate: DiskEstimate) -> Row:
+def check_space(directory: Path, recipe: dict[str, Any]) -> Row:
     """Return the table's row about disk space, or raise PreflightError if the run does not fit.
 
     Checkpoints that are already there count as free: a run that resumes replaces them in turn.
     """
+    try:
+        estimate = disk_estimate.estimate(recipe)
+    except Exception as error:  # builds the model, which may run any code; a missing estimate should not stop the job
+        return ("warning", f"what the run will write could not be estimated: {error}")
     files = (file for checkpoint in directory.glob("checkpoint-*") for file in checkpoint.rglob("*"))
     own_bytes = sum(file.stat().st_size for file in files if file.is_file())
     available_bytes = shutil.disk_usage(directory).free + own_bytes

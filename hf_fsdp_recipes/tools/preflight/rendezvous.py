@@ -7,20 +7,20 @@ launcher's agent hosts there. A key that is missing at the deadline names the no
 import contextlib
 import json
 import os
+import socket
+import subprocess
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from hf_fsdp_recipes.errors import PreflightError
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
+
+from hf_fsdp_recipes.errors import PreflightError, summarize
 from hf_fsdp_recipes.tools.preflight import addresses
-from hf_fsdp_recipes.tools.preflight.membership import ParticipantInfo, check_members
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -32,12 +32,28 @@ CLOSE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 
 
+@dataclass(frozen=True)
+class ParticipantInfo:
+    """One node's process: its options, and where it runs."""
+
+    node_rank: int  # node 0 leads
+    num_nodes: int
+    ranks_per_node: int
+    master_address: str  # where node 0, or the launcher's agent there, listens
+    master_port: int
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    slurm_job_id: str = field(default_factory=lambda: os.environ.get("SLURM_JOB_ID", "none"))
+
+    def __str__(self) -> str:
+        return f"node {self.node_rank} ({self.host}, pid {self.pid})"
+
+
 class Rendezvous:
     """Nodes that share a store. All must make the same calls in the same order.
 
     Attributes:
-        info, leader: this node and node 0.
-        is_leader: whether this process evaluates the reports of all nodes.
+        info, leader: this node and node 0; `is_leader` if they are the same process.
         store, prefix: the shared store, and what precedes its keys on the TCPStore.
         names: each node's name, in order; with host and pid after `check_membership`.
         deadline: `time.monotonic()` value at which node 0 stops waiting.
@@ -45,31 +61,26 @@ class Rendezvous:
 
     def __init__(self, info: ParticipantInfo, timeout_seconds: float) -> None:
         """Join the store, or raise PreflightError if the master address cannot be used or another job has the port."""
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are reported here, without C++ stack traces
-        from torch.distributed import PrefixStore  # `hf-fsdp --help` must not import torch
-
         self.info = info
         self.timeout_seconds = timeout_seconds
         self.extend_deadline(timeout_seconds)
         self.names = [f"node {node_rank}" for node_rank in range(info.num_nodes)]
         self.prefix = f"hf-fsdp-preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         tcp_store, self.is_leader = _open_store(info, self.deadline)
-        self.store: Store = PrefixStore(self.prefix, tcp_store)
+        self.store = PrefixStore(self.prefix, tcp_store)
         if self.is_leader:
             self.store.set("leader", json.dumps(asdict(info)))
         self.leader = self._read_leader()
 
     def _read_leader(self) -> ParticipantInfo:
         info = self.info
+        seconds = self.timeout_seconds if _uses_agent_store() else ANSWER_SECONDS
         try:
-            answer_seconds = self.timeout_seconds if _uses_agent_store() else ANSWER_SECONDS
-            self.store.wait(["leader"], timedelta(seconds=answer_seconds))
+            self.store.wait(["leader"], timedelta(seconds=seconds))
         except RuntimeError as error:
-            if _uses_agent_store():
-                raise PreflightError(
-                    f"{info}: node 0 did not join within {answer_seconds:.0f} s; see its log."
-                ) from error
-            raise _port_conflict(info) from error
+            if not _uses_agent_store():
+                raise _port_conflict(info) from error
+            raise PreflightError(f"{info}: node 0 did not join within {seconds:.0f} s; see its log.") from error
         leader = ParticipantInfo(**json.loads(self.store.get("leader")))
         if leader.slurm_job_id != info.slurm_job_id:
             raise PreflightError(
@@ -100,18 +111,17 @@ class Rendezvous:
         self.names = self._agree("joining", evaluate)
 
     def run_stage(self, stage: str, collect: Callable[[], T], evaluate: Callable[[list[T]], R]) -> R:
-        """Collect a value on every node, evaluate all of them on node 0, and return the result everywhere.
+        """Collect a value on every node, evaluate all of them in order on node 0, and return the result everywhere.
 
         Collective: every node must call this. Values and result must be serializable as JSON.
 
         Args:
             stage: the current activity, for messages: "comparing versions".
             collect: returns this node's value.
-            evaluate: called on node 0 with the values of all nodes, in order.
+            evaluate: called on node 0 with the values of all nodes.
 
         Raises:
-            PreflightError: the same on every node, if `collect` failed on any, `evaluate` failed on node 0, or a node
-                did not report before the deadline.
+            PreflightError: the same on every node, if a call failed or a node did not report before the deadline.
         """
         report = attempt(collect)
         with self._naming_leader(stage):
@@ -157,8 +167,6 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def _naming_leader(self, stage: str) -> Iterator[None]:
-        from torch.distributed import DistNetworkError, DistStoreError
-
         try:
             yield
         except DistStoreError as error:
@@ -197,18 +205,15 @@ def attempt(work: Callable[[], Any]) -> dict[str, Any]:
         return {"error": str(error)}
     except Exception as error:
         traceback.print_exc()
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        return {"error": f"{type(error).__name__}: {lines[0][:300].rstrip('.') if lines else 'no message'}."}
+        return {"error": f"{type(error).__name__}: {summarize(error, 'line')}."}
 
 
 def _uses_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _open_store(info: ParticipantInfo, deadline: float) -> tuple["Store", bool]:
+def _open_store(info: ParticipantInfo, deadline: float) -> tuple[Store, bool]:
     """Host or join the store on the master port; return it, and whether this process leads."""
-    from torch.distributed import TCPStore
-
     address, port = info.master_address, info.master_port
     listen_error: OSError | None = None
     if info.node_rank == 0 and not _uses_agent_store():
@@ -230,19 +235,13 @@ def _open_store(info: ParticipantInfo, deadline: float) -> tuple["Store", bool]:
     return _connect(info), info.node_rank == 0 and listen_error is None
 
 
-def _connect(info: ParticipantInfo) -> "Store":
-    from torch.distributed import TCPStore
-
+def _connect(info: ParticipantInfo) -> Store:
     stores: list[Store] = []
 
     def connect() -> None:
-        timeout = timedelta(seconds=ANSWER_SECONDS)
+        address, timeout = (info.master_address, info.master_port), timedelta(seconds=ANSWER_SECONDS)
         with contextlib.suppress(RuntimeError):
-            stores.append(
-                TCPStore(
-                    info.master_address, info.master_port, is_master=False, timeout=timeout, wait_for_workers=False
-                )
-            )
+            stores.append(TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False))
 
     # In a thread: TCPStore waits without a timeout for the first answer of whatever listens there (torch 2.13).
     thread = threading.Thread(target=connect, daemon=True)
@@ -255,3 +254,57 @@ def _connect(info: ParticipantInfo) -> "Store":
 
 def _port_conflict(info: ParticipantInfo) -> PreflightError:
     return PreflightError(f"{info}: {addresses.explain_port_conflict(info.master_address, info.master_port)}")
+
+
+def check_members(leader: ParticipantInfo, members: list[ParticipantInfo], waited_seconds: float) -> list[str]:
+    """Return the nodes' names in order, or raise PreflightError if one is missing, duplicated or started differently."""
+    by_rank: dict[int, list[ParticipantInfo]] = {}
+    for member in sorted(members, key=lambda member: (member.node_rank, member.host, member.pid)):
+        by_rank.setdefault(member.node_rank, []).append(member)
+    errors = [
+        f"{member} was started with --num-nodes {member.num_nodes}, node 0 with {leader.num_nodes}; they must match."
+        for member in members
+        if member.num_nodes != leader.num_nodes
+    ]
+    for node_rank, claims in by_rank.items():
+        if len(claims) > 1:
+            processes = " and ".join(f"{claim.host}, pid {claim.pid}" for claim in claims)
+            errors.append(
+                f"{len(claims)} processes claim to be node {node_rank}: {processes}. Give each node its own --node-rank; under "
+                f"Slurm, $SLURM_NODEID must expand on the nodes (srun bash -c '...'), not in the batch script."
+            )
+        if not 0 <= node_rank < leader.num_nodes:
+            errors.append(f"{claims[0]} is out of range: --node-rank must be between 0 and {leader.num_nodes - 1}.")
+    missing = [node_rank for node_rank in range(leader.num_nodes) if node_rank not in by_rank]
+    if missing and not errors:
+        errors.append(_explain_missing(leader, members, missing, waited_seconds))
+    if errors:
+        raise PreflightError(" ".join(errors))
+    return [str(by_rank[node_rank][0]) for node_rank in range(leader.num_nodes)]
+
+
+def _explain_missing(
+    leader: ParticipantInfo, members: list[ParticipantInfo], missing: list[int], waited_seconds: float
+) -> str:
+    hosts = _list_slurm_hosts()
+    absent = ", ".join(f"{each} ({hosts[each]})" if each < len(hosts) else str(each) for each in missing)
+    joined = ", ".join(f"{member.node_rank} ({member.host}, pid {member.pid})" for member in members)
+    text = f"{len(missing)} of {leader.num_nodes} nodes did not join within {waited_seconds:.0f} s: {absent}; joined: {joined}."
+    if addresses.is_written_loopback(leader.master_address):
+        return (
+            f"{text} Master address {leader.master_address} is loopback, which other hosts cannot reach; pass the name or "
+            f"network address of node 0's host."
+        )
+    return (
+        f"{text} The missing nodes must reach {leader.master_address} port {leader.master_port}. Their own logs name a wrong "
+        f"address or a firewall; an empty log means they were never started."
+    )
+
+
+def _list_slurm_hosts() -> list[str]:
+    """Return the hosts of the Slurm job by $SLURM_NODEID; empty outside Slurm."""
+    command = ["scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=3, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return []

@@ -24,25 +24,20 @@ class Workers:
 
     def __init__(self, rendezvous: Rendezvous, on_cpu: bool) -> None:
         self._rendezvous, info = rendezvous, rendezvous.info
-        self._logs: list[IO[bytes]] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._started: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []  # with their output
         command = [sys.executable, "-m", "hf_fsdp_recipes.tools.preflight.bandwidth", json.dumps(asdict(info))]
+        environment = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
         for local_rank in range(info.ranks_per_node):
             log = tempfile.TemporaryFile()  # noqa: SIM115, closed in close()
-            self._logs.append(log)
-            self._processes.append(
-                subprocess.Popen(
-                    [*command, f"{rendezvous.prefix}/workers", str(local_rank), str(int(on_cpu))],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"},
-                )
+            arguments = [f"{rendezvous.prefix}/workers", str(local_rank), str(int(on_cpu))]
+            process = subprocess.Popen(
+                [*command, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
             )
+            self._started.append((process, log))
 
     def close(self) -> None:
         """Kill the workers."""
-        for process, log in zip(self._processes, self._logs, strict=True):
+        for process, log in self._started:
             process.kill()
             process.wait()
             log.close()
@@ -59,18 +54,16 @@ class Workers:
         """
         reports = []
         info, store = self._rendezvous.info, self._rendezvous.store
-        for local_rank, process in enumerate(self._processes):
+        for local_rank, (process, log) in enumerate(self._started):
             store_key = f"workers/{key}/{info.node_rank * info.ranks_per_node + local_rank}"
             while True:
                 exit_status = process.poll()  # before the check: a worker may report and exit in between
                 if store.check([store_key]):
                     break
                 if exit_status is not None:
-                    raise self._error(
-                        local_rank, f"died with exit status {exit_status} while {stage}{self._last_output(local_rank)}"
-                    )
+                    raise self._error(local_rank, f"died with exit status {exit_status} while {stage}{_last_line(log)}")
                 if time.monotonic() > deadline:
-                    raise self._error(local_rank, f"hung while {stage}{self._last_output(local_rank)}")
+                    raise self._error(local_rank, f"hung while {stage}{_last_line(log)}")
                 if self._rendezvous.has_failed(stage):
                     return []
                 time.sleep(_POLL_SECONDS)
@@ -80,15 +73,15 @@ class Workers:
             reports.append(report["value"])
         return reports
 
-    def _last_output(self, local_rank: int) -> str:
-        log = self._logs[local_rank]
-        log.seek(0)
-        lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        return f" (last output: {lines[-1].strip()[:200]})" if lines else ""
-
     def _error(self, local_rank: int, problem: str) -> PreflightError:
         interface = addresses.find_interface_to(self._rendezvous.info.master_address)
         return PreflightError(
             f"local rank {local_rank} {problem}. If it used the wrong network interface, export "
             f"GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}: that one leads to the master."
         )
+
+
+def _last_line(log: IO[bytes]) -> str:
+    log.seek(0)
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    return f" (last output: {lines[-1].strip()[:200]})" if lines else ""

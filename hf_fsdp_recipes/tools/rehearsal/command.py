@@ -8,12 +8,6 @@ import typer
 from hf_fsdp_recipes.errors import RecipeError
 
 
-def register(app: typer.Typer) -> None:
-    """Add `rehearse` to the command line."""
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command("rehearse", context_settings=settings)(rehearse)
-
-
 def rehearse(
     context: typer.Context,
     recipe: Annotated[Path, typer.Argument(help="A recipe; any of its fields can follow.")],
@@ -21,7 +15,7 @@ def rehearse(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the rehearsal's directory.")] = False,
 ) -> None:
     """Run a recipe with a tiny model on CPU ranks: load, kill, resume, stop, export, reload, generate."""
-    from hf_fsdp_recipes.tools.rehearsal import rehearse as tool  # loads torch
+    from hf_fsdp_recipes.tools.rehearsal import steps  # loads torch
 
-    if not tool.rehearse(recipe, template, context.args, keep):
+    if not steps.rehearse(recipe, template, context.args, keep):
         raise RecipeError(f"{recipe} failed its rehearsal; see the step marked FAILED.")

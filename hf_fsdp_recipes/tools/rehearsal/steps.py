@@ -1,7 +1,15 @@
-"""The steps of a rehearsal: static checks, three launches of the recipe, and its export."""
+"""Runs a recipe end to end on CPU ranks, with a tiny model of the same architecture. Needs no weights and no GPU.
+
+The steps are static checks, three launches of the recipe, and its export.
+"""
 
 import copy
+import logging
+import shutil
 import signal
+import tempfile
+import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -9,6 +17,8 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from datasets import disable_progress_bars
+from transformers.utils import logging as transformers_logging
 
 from hf_fsdp_recipes.checkpointing.layout import list_checkpoints
 from hf_fsdp_recipes.checkpointing.preemption import EXIT_PREEMPTED
@@ -19,10 +29,11 @@ from hf_fsdp_recipes.export.generate import generate
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.export.verify_files import has_weights
 from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
+from hf_fsdp_recipes.metrics import progress
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, read_metrics
-from hf_fsdp_recipes.tools.planner import recipe_checks
+from hf_fsdp_recipes.tools.planner import dry_run
 from hf_fsdp_recipes.tools.rehearsal import tiny_recipe
-from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT, Run, find_error, launch
+from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT, Run, launch
 from hf_fsdp_recipes.training.arguments import Arguments, is_streaming, parse_arguments
 from hf_fsdp_recipes.training.data import cache
 from hf_fsdp_recipes.training.data.preparation import prepare
@@ -36,21 +47,14 @@ RESUME = ("--resume_from_checkpoint", "auto")
 
 @dataclass
 class Rehearsal:
-    """The inputs of a rehearsal and the findings of its steps.
-
-    Attributes:
-        recipe, template: the user's files.
-        overrides: `--field value` pairs for the recipe.
-        refresh: redraws the progress display; called while a step waits.
-        differences: what the real job does differently, one line each.
-    """
+    """The inputs of a rehearsal and the findings of its steps."""
 
     recipe: Path
     template: Path
-    overrides: Sequence[str]
+    overrides: Sequence[str]  # `--field value` pairs for the recipe
     directory: Path
-    refresh: Callable[[], object]
-    differences: list[str] = field(default_factory=list)
+    refresh: Callable[[], object]  # redraws the progress display; called while a step waits
+    differences: list[str] = field(default_factory=list)  # what the real job does differently, one line each
 
     @property
     def output(self) -> Path:
@@ -70,18 +74,13 @@ class Rehearsal:
         return launch(config, SFT_SCRIPT, arguments, log, on_cpu=True)
 
     def wait(self, run: Run, condition: Callable[[], bool] = lambda: False) -> None:
-        """Wait until a condition is met or the run exits.
+        """Wait until a condition is met or the run exits; RecipeError if that takes too long."""
 
-        Raises:
-            RecipeError: the run is still going at the timeout.
-        """
-        try:
-            for _ in run.poll(LAUNCH_SECONDS):
-                if condition():
-                    return
-                self.refresh()
-        except TimeoutError as error:
-            raise RecipeError(f"The run is {error}. {find_error(run.read_log())}".strip()) from error
+        def is_met() -> bool:
+            self.refresh()
+            return condition()
+
+        run.wait(LAUNCH_SECONDS, is_met)
 
     def checkpoints(self) -> list[str]:
         """Return the names of the complete checkpoints, oldest first."""
@@ -101,24 +100,24 @@ def check_recipe(rehearsal: Rehearsal) -> str:
 def check_template(rehearsal: Rehearsal) -> str:
     """Validate the Accelerate config against the model's layer classes and the optimizer."""
     config, training = validate.read_config(rehearsal.template), rehearsal.arguments.training
-    model = build_on_meta(recipe_checks.read_model_config(rehearsal.arguments), torch.float32)
+    model = build_on_meta(dry_run.read_model_config(rehearsal.arguments), torch.float32)
     version = int((config.get("fsdp_config") or {}).get("fsdp_version", 1))
     optimizer = str(getattr(training.optim, "value", training.optim))
-    faults = [*recipe_checks.template_faults(config, model), *optimizer_errors(optimizer, version)]
+    faults = [*dry_run.template_faults(config, model), *optimizer_errors(optimizer, version)]
     if faults:
         raise RecipeError("; ".join(faults))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_ranks, num_nodes = int(config.get("num_processes", 1)), int(config.get("num_machines", 1))
     size = f"{num_parameters / 1e9:,.2f}B parameters on {count(num_ranks, 'rank')}, {count(num_nodes, 'node')}"
-    rehearsal.differences += [size, *recipe_checks.describe_batches(rehearsal.arguments, num_ranks)]
+    rehearsal.differences += [size, *dry_run.describe_batches(rehearsal.arguments, num_ranks)]
     return f"{rehearsal.template.stem} is valid for {type(model).__name__}"
 
 
 def check_output(rehearsal: Rehearsal) -> str:
     """Check that the real output directory is writable and large enough."""
-    if faults := list(recipe_checks.output_faults(rehearsal.arguments)):
+    if faults := list(dry_run.output_faults(rehearsal.arguments)):
         raise RecipeError("; ".join(faults))
-    needed = recipe_checks.estimate_space(rehearsal.arguments)
+    needed = dry_run.estimate_space(rehearsal.arguments)
     return f"{rehearsal.arguments.training.output_dir} is writable" + (f"; the run writes {needed}" if needed else "")
 
 
@@ -218,3 +217,44 @@ STEPS: tuple[tuple[str, Callable[[Rehearsal], str]], ...] = (
     ("export", check_export),
     ("generate", reload_and_generate),
 )
+
+
+def rehearse(recipe: Path, template: str, overrides: Sequence[str] = (), keep: bool = False) -> bool:
+    """Rehearse a recipe; print a line per step and what the real job does differently; return whether every step passed."""
+    directory = Path(tempfile.mkdtemp(prefix="rehearsal-"))
+    try:
+        with progress.bar(len(STEPS), "rehearse", "step", bar_format="{desc} [{elapsed}]") as shown:
+            _silence_libraries()  # this turns off their progress bars; ours is created before
+            rehearsal = Rehearsal(recipe, Path(template), overrides, directory, shown.refresh)
+            has_passed = True
+            for number, (name, step) in enumerate(STEPS, 1):
+                shown.set_description_str(f"step {number}/{len(STEPS)}, {name}")
+                has_passed = _run_step(name, step, rehearsal, is_skipped=not has_passed)
+        for difference in rehearsal.differences:
+            print(f"  real job: {difference}")
+        if keep:
+            print(f"  kept: {directory}")
+        return has_passed
+    finally:
+        if not keep:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _run_step(name: str, step: Callable[[Rehearsal], str], rehearsal: Rehearsal, is_skipped: bool) -> bool:
+    """Run a step, unless an earlier one failed; print its line and return whether it passed."""
+    started, mark, text = time.monotonic(), "-", ""
+    if not is_skipped:
+        try:
+            mark, text = "ok", f"{step(rehearsal)} ({time.monotonic() - started:.0f} s)"
+        except RecipeError as error:
+            mark, text = "FAILED", str(error)
+    progress.print_above(f"{mark:<7}{name:<13}{text}".rstrip())
+    return mark == "ok"
+
+
+def _silence_libraries() -> None:
+    warnings.simplefilter("ignore", FutureWarning)
+    disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -1,5 +1,6 @@
 """The files of a rehearsal: a tiny model of the same architecture, a few rows, and the recipe adapted to them."""
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,8 +13,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_recipes.configs import validate
-from hf_fsdp_recipes.tools.planner.recipe_checks import read_model_config
-from hf_fsdp_recipes.tools.rehearsal.cpu_variant import to_cpu_ranks
+from hf_fsdp_recipes.tools.planner.dry_run import read_model_config
 from hf_fsdp_recipes.training.arguments import Arguments
 from hf_fsdp_recipes.training.data import cache
 from hf_fsdp_recipes.training.data.dataset_parts import read_splits
@@ -26,6 +26,8 @@ NUM_STEPS = 9
 SAVE_STEPS = 2
 MAX_TOKENS = 256  # per row: long enough for prompts, short enough for CPUs
 MIN_UNIT_PARAMETERS = 5000  # for size-based wrapping: the tiny model is smaller than one real unit
+NUM_HYBRID_RANKS = 4  # two replicas of two shards
+STRATEGY_WITHIN_NODE = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
 # Settings that need hardware or an account.
 REPLACED_SETTINGS = {
     "attention": "auto",
@@ -76,12 +78,32 @@ def write_template(template: Path, directory: Path) -> None:
     (directory / TEMPLATE_FILE).write_text(yaml.safe_dump(config))
 
 
-def write_recipe(settings: dict[str, Any], arguments: Arguments, directory: Path) -> list[str]:
-    """Write the adapted recipe; return what the real job does differently, one line each.
+def to_cpu_ranks(config: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
+    """Return a copy of a config with only device and rank counts changed; sharding, wrapping and dtypes stay.
 
-    Args:
-        settings: the recipe as `read_settings` returns it; `arguments` is the same recipe, parsed.
-        directory: contains the model and the rows.
+    FSDP1's hybrid strategies replicate across nodes, and here there is only one, so they become the strategy that they
+    use within a node. An FSDP2 hybrid mesh gets four ranks, whatever `num_ranks` is.
+    """
+    config = copy.deepcopy(config)
+    fsdp = config["fsdp_config"]
+    if "parallelism_config" in config:
+        num_ranks = NUM_HYBRID_RANKS
+        config["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": 2,
+            "parallelism_config_dp_shard_size": num_ranks // 2,
+        }
+    strategy = fsdp.get("fsdp_sharding_strategy")
+    if strategy in STRATEGY_WITHIN_NODE:
+        fsdp["fsdp_sharding_strategy"] = STRATEGY_WITHIN_NODE[strategy]
+    for key in ("rdzv_backend", "dynamo_config", "main_process_ip", "main_process_port", "machine_rank"):
+        config.pop(key, None)
+    return config | {"use_cpu": True, "num_machines": 1, "num_processes": num_ranks}
+
+
+def write_recipe(settings: dict[str, Any], arguments: Arguments, directory: Path) -> list[str]:
+    """Write the recipe, adapted to the model and rows in the directory; return what the real job does differently.
+
+    `settings` is the recipe as `read_settings` returns it, and `arguments` the same recipe, parsed.
     """
     replaced = {key: value for key, value in REPLACED_SETTINGS.items() if settings.get(key, value) != value}
     training, model = arguments.training, str(directory / "model")

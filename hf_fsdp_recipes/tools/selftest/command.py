@@ -10,11 +10,6 @@ import typer
 from hf_fsdp_recipes.errors import RecipeError
 
 
-def register(app: typer.Typer) -> None:
-    """Add `selftest` to the command line."""
-    app.command("selftest")(selftest)
-
-
 def selftest(
     output: Annotated[Path, typer.Option(help="The report to write.")] = Path("selftest.md"),
     minutes: Annotated[float, typer.Option(min=0.1, help="Skip what would probably end later.")] = 5.0,
@@ -22,7 +17,6 @@ def selftest(
 ) -> None:
     """Measure copies, saving and loading on this machine's devices, and check that a killed run resumes exactly."""
     from hf_fsdp_recipes.tools.selftest import measurements  # loads torch
-    from hf_fsdp_recipes.tools.selftest.report import write_report
 
     output.parent.mkdir(parents=True, exist_ok=True)
     deadline, results = time.monotonic() + 60 * minutes, []
@@ -37,7 +31,7 @@ def selftest(
             results.append(result)
             reason = result.error.partition("\n")[0]
             print(f"{result.status:<8}{name:<21}{result.seconds:4.0f} s  {reason}".rstrip(), flush=True)
-            write_report(output, "hf-fsdp selftest", site.device, site.num_ranks, results)
+            measurements.write_report(output, "hf-fsdp selftest", site.device, site.num_ranks, results)
     print(f"report: {output}")
     if any(result.status == "failed" for result in results):
         raise RecipeError(f"The self-test failed; {output} has the reasons. Attach it to an issue.")

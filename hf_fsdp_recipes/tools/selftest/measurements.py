@@ -1,27 +1,32 @@
-"""The measurements of a self-test. Each launches its own ranks or runs, so a crash of one does not end the others."""
+"""The measurements of a self-test and its report. Each launches its own ranks, so a crash of one does not end the others."""
 
 import json
 import os
+import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 import yaml
 
 from hf_fsdp_recipes.checkpointing.layout import checksum, list_checkpoints
-from hf_fsdp_recipes.configs.templates import template_directory
-from hf_fsdp_recipes.environment import is_true
+from hf_fsdp_recipes.checkpointing.resume import PACKAGES
+from hf_fsdp_recipes.configs.validate import read_config
+from hf_fsdp_recipes.environment import package_version
 from hf_fsdp_recipes.errors import RecipeError
-from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, read_metrics
+from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, last_of_each_step, read_metrics
 from hf_fsdp_recipes.tools.selftest.random_model import write_random_model, write_rows
-from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT, Run, launch
+from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT, is_cpu_machine, launch
 
 Figures = dict[str, Any]
+OPTIONAL_PACKAGES = ("bitsandbytes", "liger-kernel", "flash-attn", "kernels", "triton")
+ON_CPU = "CPU ranks over gloo: the checks are valid, but the figures say nothing about accelerators"
 RANKS_SCRIPT = Path(__file__).with_name("ranks.py")
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -42,27 +47,17 @@ RECIPE = {
 
 @dataclass(frozen=True)
 class Site:
-    """Where and how much to measure.
+    """Where and how much to measure."""
 
-    Attributes:
-        directory: for models, checkpoints and logs.
-        device: name of the accelerators, or None for CPU ranks.
-        config: fields of the LlamaConfig of the model that is loaded and saved.
-        copied_bytes: of one copy between host and device.
-        num_tokens, num_batches: of a training step during a save.
-        script: recipes/sft.py.
-        deadline: `time.monotonic()` at which a measurement is killed.
-    """
-
-    directory: Path
-    device: str | None = None
+    directory: Path  # for models, checkpoints and logs
+    device: str | None = None  # name of the accelerators, or None for CPU ranks
     num_ranks: int = 2
-    config: Mapping[str, Any] = field(default_factory=lambda: TINY)
-    copied_bytes: int = 16_000_000
-    num_tokens: int = 64
+    config: Mapping[str, Any] = field(default_factory=lambda: TINY)  # of the Llama that is loaded and saved
+    copied_bytes: int = 16_000_000  # of one copy between host and device
+    num_tokens: int = 64  # of a training step during a save
     num_batches: int = 1
     script: Path = SFT_SCRIPT
-    deadline: float = field(default_factory=lambda: time.monotonic() + 600)
+    deadline: float = field(default_factory=lambda: time.monotonic() + 600)  # a measurement is killed then
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,7 @@ class Result:
 
 def find_site(directory: Path, script: Path, deadline: float) -> Site:
     """Return a site with all devices of this machine, or with two CPU ranks if it has none or ACCELERATE_USE_CPU is set."""
-    if is_true(os.environ.get("ACCELERATE_USE_CPU", "false")) or not torch.accelerator.is_available():
+    if is_cpu_machine():
         return Site(directory, script=script, deadline=deadline)
     accelerator = torch.accelerator.current_accelerator()
     found = torch.get_device_module(accelerator).get_device_properties(0)
@@ -103,11 +98,7 @@ def measure(name: str, function: Callable[[Site], Figures], site: Site) -> Resul
 def run_on_ranks(
     site: Site, name: str, *, script: Path = RANKS_SCRIPT, precision: str | None = None, **options: Any
 ) -> Figures:
-    """Launch a measurement on all ranks; return its figures.
-
-    Raises:
-        RecipeError: a rank failed, or the time is over.
-    """
+    """Launch a measurement on all ranks and return its figures; RecipeError if a rank failed or the time is over."""
     with tempfile.TemporaryDirectory(dir=site.directory) as scratch:
         file = Path(scratch) / "figures.json"
         arguments = [name, json.dumps(options, default=str), str(file)]
@@ -121,32 +112,20 @@ def _launch(
     arguments: list[str],
     log_file: Path,
     precision: str | None = None,
-    is_enough: Callable[[], bool] | None = None,
-) -> None:
-    """Run a script on all ranks to its end, or kill launcher and ranks once `is_enough` returns True."""
-    config = yaml.safe_load((template_directory() / _template(site)).read_text()) | {"num_processes": site.num_ranks}
+    is_enough: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Run a script on all ranks to its end, or kill launcher and ranks once `is_enough`; return whether it was killed."""
+    config = read_config("fsdp2_cpu" if site.device is None else "fsdp2_full_shard")
+    config |= {"num_processes": site.num_ranks} | ({"mixed_precision": precision} if precision else {})
     template = log_file.with_suffix(".yaml")
-    template.write_text(yaml.safe_dump(config | ({"mixed_precision": precision} if precision else {})))
+    template.write_text(yaml.safe_dump(config))
     with launch(template, script, arguments, log_file, on_cpu=site.device is None) as run:
-        if _wait(run, site.deadline, is_enough or (lambda: False)):
-            return
+        if run.wait(max(1.0, site.deadline - time.monotonic()), is_enough):
+            return True
     if run.exit_status:
         last_lines = "\n".join(run.read_log().splitlines()[-NUM_LOG_LINES:])
         raise RecipeError(f"{run.describe_failure()}\n\n{last_lines}")
-    if is_enough is not None:
-        raise RecipeError("The run ended before it could be killed.")
-
-
-def _template(site: Site) -> str:
-    return "fsdp2_cpu.yaml" if site.device is None else "fsdp2_full_shard.yaml"
-
-
-def _wait(run: Run, deadline: float, condition: Callable[[], bool]) -> bool:
-    """Return whether a condition was met before the run exited."""
-    try:
-        return any(condition() for _ in run.poll(max(1.0, deadline - time.monotonic())))
-    except TimeoutError as error:
-        raise RecipeError(f"The time limit was reached: {error}.") from error
+    return False
 
 
 def measure_copies(site: Site) -> Figures:
@@ -190,9 +169,12 @@ def train_kill_resume(site: Site) -> Figures:
         killed_at = _train(site, killed, is_killed=True)
         _train(site, killed)
         losses = [
-            {e["step"]: e["loss"] for e in read_metrics(r / METRICS_FILE) if "loss" in e} for r in (steady, killed)
+            [entry["loss"] for entry in last_of_each_step(read_metrics(run / METRICS_FILE), "loss")]
+            for run in (steady, killed)
         ]
-        exports = [{f.name: checksum(f) for f in (r / "export").glob("*.safetensors")} for r in (steady, killed)]
+        exports = [
+            {file.name: checksum(file) for file in (run / "export").glob("*.safetensors")} for run in (steady, killed)
+        ]
     return {
         "steps": RECIPE["max_steps"],
         "killed after step": killed_at,
@@ -206,8 +188,15 @@ def _train(site: Site, output: Path, is_killed: bool = False) -> int:
     inputs = {"model_name_or_path": str(output.with_name("model")), "dataset_name": str(output.with_name("rows"))}
     recipe = output.with_name("recipe.yaml")
     recipe.write_text(yaml.safe_dump(RECIPE | inputs | {"output_dir": str(output)}))
-    is_enough = (lambda: any(found.is_complete for found in list_checkpoints(output))) if is_killed else None
-    _launch(site, site.script, ["--config", str(recipe)], output.with_suffix(".log"), is_enough=is_enough)
+    was_killed = _launch(
+        site,
+        site.script,
+        ["--config", str(recipe)],
+        output.with_suffix(".log"),
+        is_enough=lambda: is_killed and any(found.is_complete for found in list_checkpoints(output)),
+    )
+    if is_killed and not was_killed:
+        raise RecipeError("The run ended before it could be killed.")
     return max(entry.get("step", 0) for entry in read_metrics(output / METRICS_FILE))
 
 
@@ -217,3 +206,34 @@ MEASUREMENTS: dict[str, tuple[int, Callable[[Site], Figures]]] = {  # with the s
     "save": (60, measure_save),
     "train, kill, resume": (90, train_kill_resume),
 }
+
+
+def write_report(file: Path, title: str, device: str | None, num_ranks: int, results: Sequence[Result]) -> None:
+    """Write machine and versions, all figures, and the errors."""
+    names = (*PACKAGES, *OPTIONAL_PACKAGES)
+    versions = [f"{name} {found}" for name in names if (found := package_version(name))]
+    memory = psutil.virtual_memory().total / 2**30
+    lines = [
+        f"# {title}",
+        "",
+        f"- ranks: {num_ranks}; {device or ON_CPU}",
+        f"- host: {os.cpu_count()} cores, {memory:.0f} GiB, {platform.platform()}, Python {platform.python_version()}",
+        f"- versions: {', '.join(versions)}",
+        "",
+        "| measurement | figure | value |",
+        "|---|---|---|",
+    ]
+    for result in results:
+        lines.append(f"| {result.name} | {result.status} | {result.seconds:.0f} s |")
+        lines += [f"| | {name} | {_format(value)} |" for name, value in result.figures.items()]
+    for result in results:
+        if result.error:
+            lines += ["", f"{result.name}, {result.status}:", "", "```text", result.error, "```"]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(lines) + "\n")
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "**NO**"
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)

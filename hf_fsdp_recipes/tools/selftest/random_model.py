@@ -13,12 +13,10 @@ def write_random_model(config: dict[str, Any], directory: Path) -> None:
     """Write a random bf16 Llama checkpoint without holding it in memory.
 
     Norms are 1. The rest are parts of one noise tensor, each at its own offset, so no two parameters are equal.
-
-    Args:
-        config: fields of a LlamaConfig.
-        directory: gets config, weights of 2 GB per file, and a tokenizer.
+    `config` has the fields of a LlamaConfig.
     """
     import torch
+    from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -26,30 +24,28 @@ def write_random_model(config: dict[str, Any], directory: Path) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
     model_config.save_pretrained(directory)
-    names = dict(model.named_parameters())  # tied ones once
-    num_bytes, free_bytes = 2 * sum(parameter.numel() for parameter in names.values()), disk_usage(directory).free
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}  # tied ones once
+    plan = split_torch_state_dict_into_shards(dict(model.named_parameters()), max_shard_size="2GB")
+    num_bytes, free_bytes = plan.metadata["total_size"], disk_usage(directory).free
     if free_bytes < num_bytes:
         raise RecipeError(
             f"{directory} has {free_bytes / 1e9:.1f} GB free, but the model needs {num_bytes / 1e9:.1f} GB. Use another disk."
         )
-    num_values = max(parameter.numel() for parameter in names.values()) + len(names)
+    num_values = max(shape.numel() for shape in shapes.values()) + len(shapes)
     noise = (torch.randn(num_values, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
-    weight_map: dict[str, str] = {}
-    part: dict[str, torch.Tensor] = {}
-    part_bytes = number = 0
-    for offset, (name, parameter) in enumerate(names.items()):
-        ones = torch.ones(parameter.shape, dtype=torch.bfloat16)
-        values = noise[offset : offset + parameter.numel()].reshape(parameter.shape).clone()
-        part[name] = ones if "norm" in name else values
-        part_bytes += 2 * parameter.numel()
-        if part_bytes > 2e9 or name == list(names)[-1]:
-            number += 1
-            file = f"model-{number:05d}.safetensors"
-            save_file(part, directory / file, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(part, file)
-            part, part_bytes = {}, 0
-    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    offsets = {name: offset for offset, name in enumerate(shapes)}
+
+    def make_parameter(name: str) -> torch.Tensor:
+        if "norm" in name:
+            return torch.ones(shapes[name], dtype=torch.bfloat16)
+        return noise[offsets[name] :][: shapes[name].numel()].reshape(shapes[name]).clone()
+
+    for file, names in plan.filename_to_tensors.items():
+        tensors = {name: make_parameter(name) for name in names}
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     write_tokenizer(directory)
 
 

@@ -1,8 +1,6 @@
-"""The cases of a sweep: one template at one rank count each. case.json records the settings of a case, so that it is
-repeated only if they change."""
+"""The cases of a sweep: a template at a rank count each. case.json has a case's settings: it is repeated if they change."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +10,11 @@ import torch
 import yaml
 
 from hf_fsdp_recipes.configs import templates
-from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import PlanError, TemplateError
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE
 from hf_fsdp_recipes.tools.planner.job_options import read_recipe
-from hf_fsdp_recipes.tools.rehearsal.cpu_variant import to_cpu_ranks
+from hf_fsdp_recipes.tools.rehearsal.tiny_recipe import to_cpu_ranks
+from hf_fsdp_recipes.tools.subprocess_runner import is_cpu_machine
 from hf_fsdp_recipes.units import count
 
 CASE_FILE, TEMPLATE_FILE = "case.json", "template.yaml"
@@ -30,18 +28,13 @@ ON_CPU = ("--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--tf32", "
 
 @dataclass(frozen=True)
 class Case:
-    """One run of the recipe.
-
-    Attributes:
-        directory: the run's output directory.
-        settings: all settings that affect the measurement; `config` is the Accelerate config.
-    """
+    """One run of the recipe."""
 
     template: str
     num_ranks: int
     num_nodes: int
-    directory: Path
-    settings: dict[str, Any]
+    directory: Path  # the run's output directory
+    settings: dict[str, Any]  # all that affect the measurement; `config` is the Accelerate config
 
     @property
     def name(self) -> str:
@@ -103,20 +96,17 @@ def make_cases(
 
     Args:
         ranks: rank counts over all nodes.
-        template_names: shipped templates.
         overrides: `--field value` pairs for the recipe.
         ranks_per_node: for Slurm jobs; None means CPU ranks or accelerators of this machine.
 
     Raises:
-        PlanError: the recipe cannot be read, a number is below 1, there are too few accelerators, or no combination
-            is possible.
-        TemplateError: unknown template name.
+        PlanError, TemplateError: a template or number is wrong, or no combination is possible.
     """
     recipe = read_recipe(recipe_file)
     if min(ranks) < 1 or num_steps < 1:
         raise PlanError(f"--ranks {list(ranks)} and --steps {num_steps}: every number must be at least 1.")
     is_local, num_devices = ranks_per_node is None, torch.accelerator.device_count()
-    use_cpu = is_local and _is_cpu_machine()
+    use_cpu = is_local and is_cpu_machine()
     if is_local and not use_cpu and max(ranks) > num_devices:
         raise PlanError(
             f"This machine has {num_devices} accelerators, too few for {max(ranks)} ranks. Use fewer ranks, or --submit "
@@ -134,20 +124,14 @@ def make_cases(
             num_nodes = -(-num_ranks // (ranks_per_node or num_ranks))
             directory = output / f"{template.name}_{num_ranks}ranks"
             try:
-                config = _render(replace(template, num_processes=num_ranks, num_machines=num_nodes), use_cpu)
+                text = templates.render(replace(template, num_processes=num_ranks, num_machines=num_nodes))
             except TemplateError as error:
                 skipped.append(f"{template.name} on {count(num_ranks, 'rank')}: {error}")
-            else:
-                cases.append(Case(template.name, num_ranks, num_nodes, directory, settings | {"config": config}))
+                continue
+            config = yaml.safe_load(text)
+            if use_cpu:
+                config = to_cpu_ranks(config, num_ranks) | {"mixed_precision": "no"}
+            cases.append(Case(template.name, num_ranks, num_nodes, directory, settings | {"config": config}))
     if not cases:
         raise PlanError(skipped[0] + (" Several nodes need --submit." if is_local else ""))
     return cases, skipped
-
-
-def _render(template: templates.Template, use_cpu: bool) -> dict[str, Any]:
-    config: dict[str, Any] = yaml.safe_load(templates.render(template))
-    return to_cpu_ranks(config, template.num_processes) | {"mixed_precision": "no"} if use_cpu else config
-
-
-def _is_cpu_machine() -> bool:
-    return not torch.accelerator.is_available() or is_true(os.environ.get("ACCELERATE_USE_CPU", "false"))

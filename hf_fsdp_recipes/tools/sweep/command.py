@@ -8,12 +8,6 @@ import typer
 from hf_fsdp_recipes.errors import PlanError
 
 
-def register(app: typer.Typer) -> None:
-    """Add `sweep` to the command line."""
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command("sweep", context_settings=settings)(sweep)
-
-
 def sweep(
     context: typer.Context,
     recipe: Annotated[Optional[Path], typer.Argument(help="A recipe; any of its fields can follow.")] = None,
@@ -31,8 +25,7 @@ def sweep(
     # Imported here because these load torch.
     from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT
     from hf_fsdp_recipes.tools.sweep.cases import make_cases
-    from hf_fsdp_recipes.tools.sweep.slurm_jobs import write_jobs
-    from hf_fsdp_recipes.tools.sweep.sweep import run_cases, write_summary
+    from hf_fsdp_recipes.tools.sweep.sweep import run_cases, write_jobs, write_summary
 
     if collect is None:
         if recipe is None:

@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,44 +21,32 @@ MEMORY_KINDS = {
     HOST_SAMPLED: "anonymous host memory, sampled five times per second over the entire run",
     HOST_LOGGED: "anonymous host memory after each step",
 }
-RUN_FACTS = (
-    "device", "dtype", "num_parameters", "batch_per_device", "gradient_accumulation_steps", "num_rows", "no_mfu"
-)  # fmt: skip
 RATES = ("tokens_per_second", "tokens_per_second_per_device", "mfu")
 
 
 @dataclass(frozen=True)
 class Result:
-    """The measurements of a case; None if unknown or if it did not finish.
-
-    Attributes:
-        status: as `run_status.find_status` returns it.
-        num_rows: training sequences after packing; None for a stream.
-        no_mfu: why there is no MFU.
-        peak_memory_bytes: of the largest rank; `memory_kind` is a key of `MEMORY_KINDS`.
-        step_seconds: median over the `measured_steps` after the warm-up.
-        epoch_seconds: extrapolated from `step_seconds` to `epoch_steps`.
-    """
+    """The measurements of a case; None if unknown or if it did not finish."""
 
     template: str
     num_ranks: int
     num_nodes: int
     steps: int
     recipe: str
-    status: str
+    status: str  # as `run_status.find_status` returns it
     device: str | None = None
     dtype: str | None = None
     num_parameters: int | None = None
     batch_per_device: int | None = None
     gradient_accumulation_steps: int | None = None
-    num_rows: int | None = None
-    no_mfu: str | None = None
-    peak_memory_bytes: int | None = None
-    memory_kind: str | None = None
-    measured_steps: int | None = None
-    step_seconds: float | None = None
+    num_rows: int | None = None  # training sequences after packing; None for a stream
+    no_mfu: str | None = None  # why there is no MFU
+    peak_memory_bytes: int | None = None  # of the largest rank
+    memory_kind: str | None = None  # a key of MEMORY_KINDS
+    measured_steps: int | None = None  # those after the warm-up
+    step_seconds: float | None = None  # their median
     epoch_steps: int | None = None
-    epoch_seconds: float | None = None
+    epoch_seconds: float | None = None  # extrapolated
     tokens_per_second: float | None = None
     tokens_per_second_per_device: float | None = None
     mfu: float | None = None
@@ -81,7 +69,7 @@ def _read_result(directory: Path) -> Result:
     entries = read_metrics(directory / METRICS_FILE)
     logged = last_of_each_step(entries, "loss")
     start = [entry for entry in entries if "run" in entry][-1]
-    found |= {name: start[name] for name in RUN_FACTS if name in start}
+    found |= {each.name: start[each.name] for each in fields(Result) if each.name in start.keys() - found.keys()}
     return Result(**found, **_memory(logged, record), **_speed(logged, found))
 
 

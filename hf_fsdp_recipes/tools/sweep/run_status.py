@@ -22,36 +22,26 @@ RANK_KILLED = re.compile(r"exitcode *: -9|Signal 9 \(SIGKILL\)")
 
 
 class RunExit(NamedTuple):
-    """How a run that we started ended.
-
-    Attributes:
-        status: the launcher's exit status.
-        kernel_killed: whether the kernel killed a process on this machine for lack of memory during the run.
-        timed_out: whether the run was killed at its time limit.
-        host_peak_bytes: peak anonymous memory of the run's largest process.
-    """
+    """How a run that we started ended: the launcher's exit status, and what this machine saw."""
 
     status: int
-    kernel_killed: bool = False
-    timed_out: bool = False
-    host_peak_bytes: int = 0
+    kernel_killed: bool = False  # the kernel killed a process for lack of memory during the run
+    timed_out: bool = False  # the run was killed at its time limit
+    host_peak_bytes: int = 0  # anonymous memory of the largest process
 
 
 def find_status(directory: Path, num_steps: int, run_exit: RunExit | None = None) -> str:
-    """Return "finished", "OOM", "not run", or "failed: " and the reason.
+    """Return "finished", "OOM", "not run", or "failed: " and the reason, from a run's output directory.
 
-    Args:
-        directory: the run's output directory.
-        num_steps: optimizer steps the run should have taken.
-        run_exit: None for a run that another process started, such as a Slurm job.
+    `run_exit` is None for a run that another process started, such as a Slurm job.
     """
     if has_finished(directory, num_steps) and (run_exit is None or run_exit.status == 0):
         return FINISHED
     log = _read_logs(directory)
-    was_killed = RANK_KILLED.search(log) is not None or (run_exit is not None and run_exit.status in (-9, 137))
-    if OUT_OF_MEMORY_MESSAGE.search(log) or (was_killed and run_exit is not None and run_exit.kernel_killed):
+    was_killed = bool(RANK_KILLED.search(log) or (run_exit and run_exit.status in (-9, 137)))
+    if OUT_OF_MEMORY_MESSAGE.search(log) or (was_killed and run_exit and run_exit.kernel_killed):
         return OUT_OF_MEMORY
-    if run_exit is not None and run_exit.timed_out:
+    if run_exit and run_exit.timed_out:
         return "failed: exceeded its time limit"
     if error := find_error(log):
         return f"failed: {textwrap.shorten(error, MAX_REASON_CHARACTERS, placeholder='...')}"

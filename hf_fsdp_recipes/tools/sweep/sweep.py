@@ -1,5 +1,6 @@
-"""Runs every case of a sweep on this machine and summarizes the results. Running out of memory is a result too."""
+"""Runs every case of a sweep on this machine, or writes Slurm jobs for them, and summarizes the results."""
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hf_fsdp_recipes.tools.sweep import results, run_status
 from hf_fsdp_recipes.tools.sweep.cases import TEMPLATE_FILE, Case, read_record
 from hf_fsdp_recipes.units import count
 
-SCALING_PLOT, STRATEGIES_PLOT = "scaling.png", "strategies.png"
+SCALING_PLOT, STRATEGIES_PLOT, SUBMIT_FILE = "scaling.png", "strategies.png", "submit.sh"
 SAMPLE_SECONDS = 0.2  # between two samples of host memory
 SAMPLES_PER_CHECK = 5  # processes and steps are looked up once per this many samples
 
@@ -46,10 +47,7 @@ def find_result(case: Case) -> str | None:
 
 
 def run_case(case: Case, script: Path, time_limit_seconds: float, show_step: Callable[[int], None]) -> str:
-    """Run a case, record its result in its directory, and return its status.
-
-    `show_step` is called about once per second with the number of steps taken so far.
-    """
+    """Run a case, record its result in its directory, and return its status; `show_step` gets the steps taken so far."""
     case.start_record()
     config, log = case.directory / TEMPLATE_FILE, case.directory / run_status.LOG_FILE
     with subprocess_runner.launch(config, script, case.arguments, log, on_cpu=case.is_on_cpu) as run:
@@ -88,12 +86,35 @@ def _count_kernel_kills() -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
-def write_summary(directory: Path) -> Path:
-    """Write sweep.json, sweep.md and the plots from what the cases have written so far; return sweep.md.
+def write_jobs(cases: Sequence[Case], output: Path) -> str:
+    """Write submit.sh with a job through launch.slurm for each case that has no result yet; return how to submit them."""
+    new = [case for case in cases if find_result(case) is None]
+    for case in new:
+        case.start_record()
+    file, collect = output / SUBMIT_FILE, f"hf-fsdp sweep --collect {output}"
+    header = f"#!/bin/bash\n# One job per case. Run this from the root of the checkout, then: {collect}\nset -e\n"
+    output.mkdir(parents=True, exist_ok=True)
+    file.write_text(header + "".join(f"{_job_line(case)}\n" for case in new), encoding="utf-8")
+    return f"{count(len(new), 'job')} to submit: bash {file}\nwhen they have ended: {collect}"
 
-    Raises:
-        PlanError: the directory has no cases, or none has a result.
-    """
+
+def _job_line(case: Case) -> str:
+    """Return the sbatch command of a case; launch.slurm documents the variables."""
+    ranks_per_node = -(-case.num_ranks // case.num_nodes)
+    variables = {
+        "TEMPLATE": case.directory / TEMPLATE_FILE,
+        "NPROC_PER_NODE": ranks_per_node,
+        "LOG_DIR": case.directory / run_status.RANK_LOGS,
+    }
+    options = [f"--nodes={case.num_nodes}", f"--job-name={case.directory.name}"]
+    options += [f"--output={case.directory / run_status.JOB_LOG_FILE}"]
+    options += [] if case.is_on_cpu else [f"--gpus-per-node={ranks_per_node}"]
+    assignments = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
+    return f"{assignments} sbatch {shlex.join([*options, 'recipes/launch.slurm', *case.arguments])}"
+
+
+def write_summary(directory: Path) -> Path:
+    """Write sweep.json, sweep.md and the plots from the cases so far; return sweep.md, or PlanError without a result."""
     found = results.read_results(directory)
     if not found:
         raise PlanError(f"{directory} has no cases of a sweep. Pass the directory that `hf-fsdp sweep` wrote.")

@@ -41,17 +41,10 @@ def is_cache(name: str | None) -> bool:
 
 
 def prepare_directory(argv: list[str], output: Path) -> list[str]:
-    """Prepare a recipe's rows without a GPU or a process group, for `hf-fsdp prepare-data`.
-
-    Args:
-        argv: the recipe's command line.
-        output: the directory to write.
+    """Prepare the rows of a recipe's command line without a GPU or a process group, for `hf-fsdp prepare-data`.
 
     Returns:
         Lines to print: rows kept and dropped, and the directory.
-
-    Raises:
-        RecipeError, DataError: as `parse_arguments` and `write_cache`.
     """
     arguments = parse_arguments([*argv, *CPU_OVERRIDES])
     rows = write_cache(arguments, load_tokenizer(arguments), output)
@@ -61,11 +54,7 @@ def prepare_directory(argv: list[str], output: Path) -> list[str]:
 
 
 def write_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, output: Path) -> TrainingRows:
-    """Prepare the rows of a run and write them. One process, without a process group.
-
-    Raises:
-        DataError: the directory exists, the recipe streams, or its data cannot be trained on.
-    """
+    """Prepare the rows of a run and write them to a new directory. One process, without a process group."""
     if output.exists():
         raise DataError(f"{output} already exists. Delete it, or choose a different --output.")
     if is_streaming(arguments):
@@ -101,11 +90,7 @@ def _settings(arguments: Arguments) -> dict[str, Any]:
 
 
 def read_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
-    """Memory-map prepared rows and check that their settings match this run's. Every rank calls this, but it is not a collective.
-
-    Raises:
-        DataError: the rows were prepared with other settings, or lack the evaluation rows that the run needs.
-    """
+    """Memory-map prepared rows and check that their settings match this run's. Every rank calls this; not a collective."""
     directory, training = Path(arguments.script.dataset_name), arguments.training
     try:
         manifest = json.loads((directory / MANIFEST).read_text())

@@ -60,8 +60,7 @@ def _is_visible(file: Path, folder: Path) -> bool:
 
 def _has_rows(file: Path) -> bool:
     """Return whether a file has rows; refuse JSON that starts with neither an object nor a list, because pyarrow may crash."""
-    with file.open("rb") as content:
-        start = content.read(1024).removeprefix(b"\xef\xbb\xbf").strip()
+    start = _read_start(file)
     if reader_for(file) == "json" and start[:1] not in (b"", b"{", b"["):
         raise DataError(
             f"{file} starts with {start[:20].decode(errors='replace')!r}, not with a JSON object or list in UTF-8. Correct it."
@@ -69,10 +68,14 @@ def _has_rows(file: Path) -> bool:
     return start not in (b"", b"[]")
 
 
+def _read_start(file: Path) -> bytes:
+    with file.open("rb") as content:
+        return content.read(1024).removeprefix(b"\xef\xbb\xbf").strip()
+
+
 def _check_not_nested(file: Path) -> None:
     """Refuse a file that is one JSON object with the rows in one of its fields, such as {"data": [...]}."""
-    with file.open("rb") as content:
-        is_object = reader_for(file) == "json" and content.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{"
+    is_object = reader_for(file) == "json" and _read_start(file).startswith(b"{")
     rows: list[object] = []
     with contextlib.suppress(ValueError):  # the reader will explain it
         rows = [row for _, row in islice(_read_json(file), 2)] if is_object else []
@@ -86,11 +89,7 @@ def _check_not_nested(file: Path) -> None:
 
 @contextlib.contextmanager
 def explain_errors(name: str) -> Iterator[None]:
-    """Turn any error of the readers into one DataError with the file, the line and the reason, if they can be found.
-
-    Args:
-        name: the dataset, a path or a Hub id. Local files are read again to find the error.
-    """
+    """Turn any error of the readers into a DataError with the file, the line and the reason; reads local files again."""
     try:
         yield
     except DataError:

@@ -18,26 +18,16 @@ NOT_UTF8_MARK = "\ufdd0"  # a Unicode noncharacter, so no text contains it
 
 @dataclass(frozen=True)
 class DatasetPart:
-    """One dataset of a mixture, or the only one, with its rows as they were read.
-
-    Attributes:
-        fraction: share of the mixture; None uses all rows.
-    """
+    """One dataset of a mixture, or the only one, with its rows as they were read."""
 
     name: str
     train: Dataset | IterableDataset
     evaluation: Dataset | IterableDataset | None = None
-    fraction: float | None = None
+    fraction: float | None = None  # of the mixture; None uses all rows
 
 
 def load_parts(arguments: Arguments) -> list[DatasetPart]:
-    """Read training rows and, if the recipe evaluates, evaluation rows of every dataset in the recipe.
-
-    Every rank calls this, but it is not a collective.
-
-    Raises:
-        DataError: a dataset or split does not exist, has too few rows, or lacks evaluation rows.
-    """
+    """Read training rows and, if the recipe evaluates, evaluation rows of every dataset in it. Not a collective."""
     script, streaming = arguments.script, is_streaming(arguments)
     if arguments.mixture.datasets:
         return [_load_part(part, streaming, arguments) for part in arguments.mixture.datasets]
@@ -93,11 +83,7 @@ def _print_unused_columns(columns: list[str], name: str, text_column: str) -> No
 
 
 def read_splits(name: str, config: str | None = None, streaming: bool = False) -> dict[str, Any]:
-    """Read a Hub dataset, a local json, jsonl, txt or parquet file, or a folder of them, as splits by name.
-
-    Raises:
-        DataError: it does not exist or cannot be read.
-    """
+    """Read a Hub dataset, a local json, jsonl, txt or parquet file, or a folder of them, as splits by name."""
     path = Path(name)
     with explain_errors(name):
         if path.exists():
@@ -134,11 +120,7 @@ def _select_split(splits: dict[str, Any], split: str, name: str) -> Any:
 
 
 def check_num_rows(rows: Any, name: str, num_ranks: int) -> None:
-    """Check that data has at least one row per rank. Skips streams, whose rows cannot be counted.
-
-    Raises:
-        DataError: too few rows.
-    """
+    """Raise a DataError unless data has at least one row per rank. Skips streams, whose rows cannot be counted."""
     if not hasattr(rows, "__len__"):
         return
     if len(rows) == 0:

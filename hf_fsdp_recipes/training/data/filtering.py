@@ -52,12 +52,12 @@ class RowCounts:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows read."""
+        """The number of rows read."""
         return self.by_status.total()
 
     @property
     def num_kept(self) -> int:
-        """Return the number of rows to train on, including truncated ones."""
+        """The number of rows to train on, including truncated ones."""
         return self.num_rows - sum(self.by_status[status] for status in DROPPED)
 
     def __add__(self, other: "RowCounts") -> "RowCounts":
@@ -108,12 +108,9 @@ def print_counts(counts: Mapping[str, RowCounts], max_length: int | None) -> Non
 
 
 def check_row(row: Mapping[str, Any], text_column: str, needs_answer: bool) -> RowStatus:
-    """Return KEPT, or why a row is dropped before tokenization.
+    """Return KEPT, or why a row in one of the formats of `to_sft_format` is dropped before tokenization.
 
-    Args:
-        row: a row in one of the formats of `to_sft_format`.
-        text_column: the column of plain text.
-        needs_answer: whether to drop conversations without an assistant message.
+    With `needs_answer`, conversations without an assistant message are dropped.
     """
     if "input_ids" in row:
         return RowStatus.KEPT if row["input_ids"] else RowStatus.EMPTY

@@ -23,24 +23,15 @@ FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("in
 
 @dataclass
 class TrainingRows:
-    """The datasets for SFTTrainer.
-
-    Attributes:
-        counts: rows kept and dropped, by dataset name and split.
-    """
+    """The datasets for SFTTrainer."""
 
     train: Any  # Dataset or RowStream
     evaluation: Any = None  # Dataset, datasets.IterableDataset or None
-    counts: dict[str, RowCounts] = field(default_factory=dict)
+    counts: dict[str, RowCounts] = field(default_factory=dict)  # by dataset name and split
 
 
 class Preparation:
-    """Prepares rows according to a run's arguments.
-
-    Args:
-        arguments: the recipe's arguments.
-        tokenizer: result of `tokenizer_for_rows`.
-    """
+    """Prepares rows according to a run's arguments, with the result of `tokenizer_for_rows`."""
 
     def __init__(self, arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -57,8 +48,7 @@ class Preparation:
     def tokenize(self, rows: Dataset, name: str, packing: bool, first: int = 1) -> tuple[Dataset, RowCounts]:
         """Return `input_ids` and `labels` of the rows that can be trained on, and the counts of all rows.
 
-        Args:
-            first: number of the first row, for messages.
+        `first` is the number of the first row, for messages.
 
         Raises:
             DataError: the columns are unknown, a row is malformed, or the chat template is missing, broken or does not mark the
@@ -150,11 +140,7 @@ class Preparation:
 
 
 def prepare(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
-    """Read and prepare all rows that a run trains and evaluates on. One rank; not a collective.
-
-    Raises:
-        DataError: a dataset has no usable rows, or too few for the ranks.
-    """
+    """Read and prepare all rows that a run trains and evaluates on. One rank; not a collective."""
     training, preparation = arguments.training, Preparation(arguments, tokenizer)
     rows, parts = TrainingRows(None), load_parts(arguments)
     train = [_tokenize_part(preparation, part, part.train, "train", training.packing, rows) for part in parts]

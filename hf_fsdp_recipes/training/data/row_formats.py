@@ -35,8 +35,7 @@ def to_sft_format(
 ) -> Dataset:
     """Return rows in one of SFTTrainer's formats: input_ids, messages, prompt + completion, or text.
 
-    Args:
-        first: number of the first row, for messages.
+    `first` is the number of the first row, for messages.
 
     Raises:
         DataError: the columns match no known format, or a row cannot be converted.

@@ -15,13 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 from trl.data_utils import common_prefix_length
 
-from hf_fsdp_recipes.training.data.filtering import (
-    NO_LABEL,
-    TOKEN_COLUMNS,
-    RowStatus,
-    check_row,
-    find_token_fault,
-)
+from hf_fsdp_recipes.training.data.filtering import NO_LABEL, TOKEN_COLUMNS, RowStatus, check_row, find_token_fault
 from hf_fsdp_recipes.training.tokenizer import describe_template_error
 
 logger = logging.get_logger(__name__)

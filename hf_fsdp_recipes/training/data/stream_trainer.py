@@ -44,7 +44,11 @@ class StreamTrainer(DeviceMetricsTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, from a checkpoint if given, and print the row counts. Collective: every rank must call this."""
         if resume_from_checkpoint:
-            self._restore_position(resume_from_checkpoint)
+            is_last = resume_from_checkpoint is True
+            path = get_last_checkpoint(self.args.output_dir) if is_last else resume_from_checkpoint
+            with distributed.sync_errors():
+                # Otherwise Trainer skips batches by reading them.
+                self.args.ignore_data_skip = path is not None and restore_position(self.train_dataset, Path(str(path)))
         result = super().train(resume_from_checkpoint, *args, **kwargs)
         counts = distributed.gather_objects(self.train_dataset.counts)
         print_counts({"stream, all ranks": sum(counts, RowCounts())}, self.args.max_length)
@@ -66,12 +70,6 @@ class StreamTrainer(DeviceMetricsTrainer):
         if has_failed.item():
             distributed.raise_together(error)
         return super().get_batch_samples(iter(batches), num_batches, device)
-
-    def _restore_position(self, checkpoint: str | bool) -> None:
-        path = get_last_checkpoint(self.args.output_dir) if checkpoint is True else checkpoint
-        with distributed.sync_errors():
-            # Otherwise Trainer skips batches by reading them.
-            self.args.ignore_data_skip = path is not None and restore_position(self.train_dataset, Path(str(path)))
 
 
 class PositionCallback(TrainerCallback):
@@ -98,10 +96,9 @@ def _position_file(rank: int) -> str:
 
 
 def restore_position(stream: RowStream, checkpoint: Path) -> bool:
-    """Move the stream to the checkpoint's position; return False if the checkpoint has none.
+    """Move the stream to the checkpoint's position; return False if the checkpoint has none. Not a collective.
 
-    Every rank calls this, but it is not a collective. If the number of ranks has changed, each rank skips its share of the
-    rows read so far.
+    If the number of ranks has changed, each rank skips its share of the rows read so far.
     """
     if not (checkpoint / _position_file(0)).is_file():
         distributed.print_main(

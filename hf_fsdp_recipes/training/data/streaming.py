@@ -6,7 +6,7 @@ offset in it, so resuming rereads only one block.
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -31,11 +31,8 @@ DEFAULT_BLOCK_ROWS = 1000  # without shuffling; TRL packs the same number of row
 class StreamSource:
     """This rank's rows of one dataset, read once or endlessly.
 
-    Args:
-        rows: all ranks' rows. A rank gets complete files if `num_ranks` divides their number, otherwise every
-            `num_ranks`-th row. Source: datasets 5.2, split_dataset_by_node.
-        fraction: share of a mixture.
-        is_endless: False for a single pass.
+    A rank gets complete files if `num_ranks` divides their number, otherwise every `num_ranks`-th row. Source: datasets 5.2,
+    split_dataset_by_node.
     """
 
     def __init__(
@@ -98,21 +95,17 @@ class StreamSource:
 
 @dataclass
 class Block:
-    """Prepared rows and their position in the stream."""
+    """Prepared rows, their position in the stream, and the counts of all rows read for them."""
 
     rows: list[dict[str, Any]]
     start: dict[str, Any]
-    counts: RowCounts = field(default_factory=RowCounts)
+    counts: RowCounts
 
 
 class RowStream(IterableDataset):
-    """An endless stream of training rows from one source, or from several by their fractions.
+    """A stream of training rows from one source, or from several endless ones by their fractions.
 
-    While one block is used, a thread reads the next. In a mixture, each source restarts when it ends.
-
-    Args:
-        sources: one source, or several endless ones.
-        shuffle_rows: number of rows that are shuffled together; 0 keeps their order.
+    While one block is used, a thread reads the next. `shuffle_rows` rows are shuffled together; 0 keeps their order.
     """
 
     def __init__(
@@ -147,11 +140,7 @@ class RowStream(IterableDataset):
                     self._block, self._offset = block, 0
 
     def first_block(self) -> Block | None:
-        """Return the block at the current position; reads it if needed.
-
-        Raises:
-            DataError: a full pass has no row to train on.
-        """
+        """Return the block at the current position, after reading it if needed."""
         if self._block is None:
             self._block = self._read_block()
             self.counts += RowCounts() if self._block is None else self._block.counts
@@ -226,38 +215,24 @@ class RowStream(IterableDataset):
 
 
 def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
-    """Open this rank's part of the streams and read its first block. Every rank calls this, but it is not a collective.
-
-    Raises:
-        DataError: nothing to read, or a full pass has no row to train on.
-    """
+    """Open this rank's part of the streams and read its first block. Every rank calls this, but it is not a collective."""
     training = arguments.training
     preparation, parts = Preparation(arguments, tokenizer), load_parts(arguments)
     rank, num_ranks = distributed.rank(), distributed.world_size()
     sources = [StreamSource(part.name, part.train, part.fraction, rank, num_ranks) for part in parts]
     train = RowStream(sources, preparation, training.packing, training.seed, arguments.recipe.shuffle_buffer_size)
     train.first_block()
-    if distributed.is_main():  # all ranks read the same rows
-        for part in parts:
-            if part.evaluation is not None:
-                _evaluation_stream(part, preparation, packs_evaluation(arguments)).first_block()
-    return TrainingRows(train, _open_evaluation(parts, preparation, packs_evaluation(arguments)))
-
-
-def _open_evaluation(parts: list[DatasetPart], preparation: Preparation, packing: bool) -> HubIterableDataset | None:
-    """Return one pass over the evaluation rows as a `datasets` stream, which Accelerate splits over the ranks."""
-    streams = [
-        HubIterableDataset.from_generator(
-            _one_pass, gen_kwargs={"part": part, "preparation": preparation, "packing": packing}
-        )
+    options: list[dict[str, Any]] = [
+        {"part": part, "preparation": preparation, "packing": packs_evaluation(arguments)}
         for part in parts
         if part.evaluation is not None
     ]
-    return concatenate_datasets(streams) if streams else None
-
-
-def _one_pass(part: DatasetPart, preparation: Preparation, packing: bool) -> Iterator[dict[str, Any]]:
-    yield from _evaluation_stream(part, preparation, packing)
+    if distributed.is_main():  # all ranks read the same rows
+        for each in options:
+            _evaluation_stream(**each).first_block()
+    # `datasets` streams, which Accelerate splits over the ranks
+    streams = [HubIterableDataset.from_generator(_evaluation_stream, gen_kwargs=each) for each in options]
+    return TrainingRows(train, concatenate_datasets(streams) if streams else None)
 
 
 def _evaluation_stream(part: DatasetPart, preparation: Preparation, packing: bool) -> RowStream:
