@@ -16,6 +16,7 @@ from transformers.trainer_utils import SaveStrategy
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import divergence, layout, resume, small_files
 from hf_fsdp_recipes.checkpointing.lock import DirectoryLock, lock_directory
+from hf_fsdp_recipes.checkpointing.mirror import Mirror
 from hf_fsdp_recipes.checkpointing.preemption import SignalWatch
 from hf_fsdp_recipes.checkpointing.run_identity import EXPORT, PreviousRun, claim_directory, read_run
 from hf_fsdp_recipes.checkpointing.state import capture, check_arguments, random_state
@@ -23,6 +24,7 @@ from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer
 from hf_fsdp_recipes.configs.launch import check_launch
 from hf_fsdp_recipes.errors import CheckpointError, DivergenceError, SaveError
 from hf_fsdp_recipes.export import model_assets
+from hf_fsdp_recipes.export.export_directory import MARKER
 from hf_fsdp_recipes.export.from_model import check_export, export_model
 from hf_fsdp_recipes.export.hub import HubTarget, Pusher, read_target
 from hf_fsdp_recipes.export.verify_files import has_weights
@@ -51,10 +53,12 @@ class ShardedCheckpointCallback(TrainerCallback):
         hub: where to push checkpoints and the export; None reads Trainer's own `push_to_hub` arguments.
         previous_run: what to do if `output_dir` holds checkpoints or an export of another run: refuse to start, or archive
             them in `<output_dir>/previous-<n>`.
+        checkpoint_mirror: where to upload checkpoints and the export while training continues: a URL that fsspec opens, such
+            as s3://bucket/run, or a path.
         rank_files: returns this rank's additional small files as {name: text}, as they were after the last step.
 
     Raises:
-        SaveError: the run's last save failed; the export was written first. An earlier failed save only logs a warning.
+        SaveError: the run's last save or upload failed; the export was written first. An earlier one only logs a warning.
         DivergenceError: the weights contain NaN or infinity.
     """
 
@@ -67,6 +71,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         check_signals_every_steps: int = 1,
         hub: HubTarget | None = None,
         previous_run: PreviousRun = "refuse",
+        checkpoint_mirror: str | None = None,
         rank_files: Callable[[], dict[str, str]] | None = None,
     ) -> None:
         if hub is not None and not isinstance(hub, HubTarget):
@@ -82,6 +87,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._rank_files = rank_files or dict
         self._previous_run = previous_run
         self._run: str | None = None  # id, on rank 0
+        self.mirror = Mirror(checkpoint_mirror)
         self._signals = SignalWatch(check_signals_every_steps) if signals else None
         self._strategy: Any = SaveStrategy.NO
         self._writer: Writer | None = None
@@ -114,6 +120,7 @@ class ShardedCheckpointCallback(TrainerCallback):
                 )
             check_export(kwargs["model"], self._export_dir)
         self._plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
+        self.mirror.check(args.output_dir, is_fsdp=self._plugin is not None)
         if self._plugin is None:
             return
         with distributed.sync_errors():
@@ -134,6 +141,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             if distributed.is_main():
                 claim_directory(args.output_dir, state, self._previous_run, self._run)
                 self._run = read_run(state)
+                self.mirror.claim(self._run, state.global_step)
         self._is_finished = 0 < state.max_steps <= state.global_step
         if self._is_finished:
             distributed.print_main(f"finished: step {state.global_step} is the last one, so there is nothing to do")
@@ -144,7 +152,9 @@ class ShardedCheckpointCallback(TrainerCallback):
             # With "best", Trainer saves inside evaluation, where a callback cannot intercept it. With "steps" it still tracks
             # the best step, but only sets a flag that a callback can clear.
             args.save_strategy = SaveStrategy.STEPS
-        self._writer = Writer(args.output_dir, self._asynchronous)
+        limit = args.save_total_limit
+        self.mirror.start(args.output_dir, state.global_step, limit, lambda: state.best_model_checkpoint)
+        self._writer = Writer(args.output_dir, self._asynchronous, self.mirror.add)
         if self._signals is not None:
             self._signals.start()
         if distributed.is_main():
@@ -248,17 +258,34 @@ class ShardedCheckpointCallback(TrainerCallback):
             self._signals.stop()
             if self._signals.is_stopping:
                 distributed.raise_together(self._failure)
+                self.mirror.wait()
                 self._signals.exit_if_signaled(completed)
         self._export(kwargs)
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-        distributed.raise_together(None if self._failure is None else SaveError(str(self._failure)))
+        failed_upload = self.mirror.wait()
+        failure = self._failure or failed_upload
+        distributed.raise_together(None if failure is None else SaveError(str(failure)))
 
     def _export(self, kwargs: dict[str, Any]) -> None:
-        if self._export_dir is not None and not self.has_exported(Path(self._export_dir)):
-            tokenizer = kwargs.get("processing_class")
-            self.push_export(export_model(kwargs["model"], self._export_dir, tokenizer=tokenizer, use_free_name=True))
+        if self._export_dir is None:
+            return
+        export, tokenizer = Path(self._export_dir), kwargs.get("processing_class")
+        if not self.has_exported(export):
+            export = export_model(kwargs["model"], export, tokenizer=tokenizer, use_free_name=True)
+            self.push_export(export)
+        self.mirror.add(export, MARKER)
+
+    def upload_exports(self, *exports: Path) -> None:
+        """Upload exports to the mirror, if there is one, and wait for it. Collective.
+
+        Raises:
+            SaveError: the last checkpoint or an export was not uploaded.
+        """
+        for export in exports:
+            self.mirror.add(export, MARKER)
+        distributed.raise_together(self.mirror.wait())
 
     def has_exported(self, export: Path) -> bool:
         """Return whether the run had already finished when it was resumed, and its export exists. Collective."""
@@ -315,6 +342,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     def _record_failure(self, error: Exception) -> None:
         # Training continues: the earlier checkpoint is intact and the next save may succeed.
         if isinstance(error, DivergenceError):
+            self.mirror.wait()
             raise error
         if distributed.is_main() and str(error) != str(self._failure):
             logger.warning("%s Training continues.", error)
@@ -344,4 +372,5 @@ class ShardedCheckpointCallback(TrainerCallback):
             protected = [state.best_model_checkpoint] if state.best_model_checkpoint else []
             if self._pusher is not None and self._pusher.source is not None:
                 protected.append(str(self._pusher.source))
+            protected += self.mirror.sources
             layout.remove_old(args.output_dir, args.save_total_limit, protected, read_run(state))

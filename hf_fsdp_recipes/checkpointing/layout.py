@@ -232,13 +232,15 @@ def remove_old(
     Call it after a newer checkpoint is complete. Only directories named exactly `checkpoint-<step>` whose manifest has the
     id `run` are counted and deleted.
     """
-    protected = {Path(path).resolve() for path in protect}
-    complete = [
-        checkpoint for checkpoint in list_checkpoints(output_dir) if checkpoint.is_complete and checkpoint.run == run
-    ]
-    candidates = [checkpoint for checkpoint in complete[:-1] if checkpoint.path.resolve() not in protected]
-    removed = []
-    for checkpoint in candidates[: max(0, len(complete) - keep)]:
+    old = find_old([one for one in list_checkpoints(output_dir) if one.run == run], keep, protect)
+    for checkpoint in old:
         shutil.rmtree(checkpoint.path)
-        removed.append(checkpoint.path)
-    return removed
+    return [checkpoint.path for checkpoint in old]
+
+
+def find_old(checkpoints: Iterable[Checkpoint], keep: int, protect: Iterable[Path | str] = ()) -> list[Checkpoint]:
+    """Return the oldest complete ones of a run's checkpoints beyond `keep`, never the newest or a protected one."""
+    protected = {Path(path).resolve() for path in protect}
+    complete = [checkpoint for checkpoint in checkpoints if checkpoint.is_complete]
+    candidates = [checkpoint for checkpoint in complete[:-1] if checkpoint.path.resolve() not in protected]
+    return candidates[: max(0, len(complete) - keep)]

@@ -43,7 +43,7 @@ _UNREPORTED = re.compile(
     r"(output_dir|log|report|run_name|project|trackio|disable_tqdm|save_|enable_jit|push_to_hub|hub_|eval_|per_device_eval"
     r"|do_|load_best|metric_for|greater_is|resume_|restore_|ignore_data|use_cpu|dataloader_(?!drop)|remove_unused|ddp_|fsdp"
     r"|deepspeed|debug|skip_memory|local_rank|include_|prediction_loss|batch_eval|dataset_num_proc|activation_|gradient_check"
-    r"|torch_|accelerator_config|parallelism|model_init|load_source|export|merge_adapter|verify|asynchronous|throughput"
+    r"|torch_|accelerator_config|parallelism|model_init|load_source|checkpoint_mirror|export|merge_adapter|verify|asynchronous|throughput"
     r"|dry_run|auto_mapping|inference_mode|base_model_name|peft_)"
 )
 

@@ -56,9 +56,21 @@ class Snapshot:
 
 
 class Writer:
-    """Writes snapshots, one at a time. Every rank has one and calls its methods in the same order."""
+    """Writes snapshots, one at a time. Every rank has one and calls its methods in the same order.
 
-    def __init__(self, output_dir: str | Path, asynchronous: bool = True) -> None:
+    Args:
+        output_dir: the run's output directory.
+        asynchronous: whether training continues meanwhile.
+        on_complete: called with each complete checkpoint on every rank, from the thread that wrote it.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        asynchronous: bool = True,
+        on_complete: Callable[[Path], None] | None = None,
+    ) -> None:
+        self._on_complete = on_complete
         self.output_dir = Path(output_dir)
         self._asynchronous = asynchronous
         self._group: dist.ProcessGroup | None = None
@@ -250,6 +262,8 @@ class Writer:
                 files = {name: entry for of_rank in gathered for name, entry in of_rank.items()}
                 layout.commit(directory, final, files, {"step": snapshot.step, **snapshot.facts})
         self._completed = final
+        if self._on_complete is not None:
+            self._on_complete(final)
 
     def _write_state(self, state: State, part: str, directory: Path) -> dict[str, Any]:
         """Write one part; return the manifest's entries of this rank's `.distcp` files."""

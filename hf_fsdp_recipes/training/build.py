@@ -14,8 +14,9 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.callback import ShardedCheckpointCallback
 from hf_fsdp_recipes.checkpointing.layout import STATE_FILE, quarantine_incomplete
 from hf_fsdp_recipes.checkpointing.lock import lock_directory
+from hf_fsdp_recipes.checkpointing.mirror import Mirror, fetch_checkpoint
 from hf_fsdp_recipes.checkpointing.resume import keep_global_batch
-from hf_fsdp_recipes.checkpointing.run_identity import EXPORT, EXPORTS, MERGED_EXPORT, claim_directory
+from hf_fsdp_recipes.checkpointing.run_identity import EXPORT, EXPORTS, MERGED_EXPORT, claim_directory, read_run
 from hf_fsdp_recipes.checkpointing.verification import check_named, latest_checkpoint
 from hf_fsdp_recipes.configs.launch import check_wrap_classes
 from hf_fsdp_recipes.errors import CheckpointError, ExportError, RecipeError, SaveError, summarize
@@ -182,7 +183,11 @@ def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[SF
     recipe = arguments.recipe
     callbacks.append(
         ShardedCheckpointCallback(
-            asynchronous=recipe.asynchronous_save, hub=hub, previous_run=recipe.previous_run, rank_files=rank_files
+            asynchronous=recipe.asynchronous_save,
+            hub=hub,
+            previous_run=recipe.previous_run,
+            checkpoint_mirror=recipe.checkpoint_mirror,
+            rank_files=rank_files,
         )
     )
     callbacks.append(dtypes.MasterWeightsCallback(recipe.adapter_dtype))
@@ -194,24 +199,35 @@ def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[SF
 def find_resume(arguments: Arguments) -> str | None:
     """Return the checkpoint to resume from, or None to start at step 0, and lock the output directory until the process exits.
 
-    `resume_from_checkpoint` is a path, or `auto` for the newest complete checkpoint, if any. Keeps the global batch size
-    if the number of ranks has changed. Collective: every rank must call this; each verifies its part of the checkpoint.
+    `resume_from_checkpoint` is a path, a URL to download from, or `auto` for the newest complete checkpoint, if any, in
+    `output_dir` or the mirror. Keeps the global batch size if the number of ranks has changed. Collective: every rank must
+    call this; each verifies its part of the checkpoint.
 
     Raises:
         CheckpointError: the path is not a complete checkpoint, or the output directory cannot be written, is in use or holds
             another run's files.
     """
-    output_dir = arguments.training.output_dir
+    output_dir, url = arguments.training.output_dir, arguments.recipe.checkpoint_mirror
+    mirror = Mirror(url)
     requested = arguments.training.resume_from_checkpoint
     is_requested = requested not in (None, False, "", "no")
     with distributed.sync_errors(distributed.patient_group()):
         if distributed.is_main():
             lock_directory(output_dir)
-    checkpoint = _find_checkpoint(str(requested), output_dir) if is_requested else None
-    distributed.run_on_main(lambda: claim_directory(output_dir, _read_state(checkpoint), arguments.recipe.previous_run))
+    mirror.check(output_dir)
+    checkpoint = _find_checkpoint(str(requested), output_dir, url) if is_requested else None
+
+    def claim() -> None:
+        state = _read_state(checkpoint)
+        mirror.claim(read_run(state), state.global_step)
+        claim_directory(output_dir, state, arguments.recipe.previous_run)
+
+    distributed.run_on_main(claim, distributed.patient_group())
     if checkpoint is None:
         if is_requested:
-            distributed.print_main(f"resume: no complete checkpoint in {output_dir}; starting from step 0")
+            places = [output_dir, url] if _is_auto(str(requested)) else [str(requested)]
+            where = " and ".join(filter(None, places))
+            distributed.print_main(f"resume: no complete checkpoint in {where}; starting from step 0")
         return None
     distributed.print_main(f"resume: from {checkpoint}")
     with distributed.sync_errors():
@@ -219,13 +235,19 @@ def find_resume(arguments: Arguments) -> str | None:
     return str(checkpoint)
 
 
-def _find_checkpoint(requested: str, output_dir: str) -> Path | None:
-    if requested.lower() not in ("auto", "true"):
-        check_named(Path(requested))
-        return Path(requested)
-    newest = latest_checkpoint(output_dir)
-    distributed.run_on_main(lambda: quarantine_incomplete(output_dir))
-    return newest
+def _is_auto(requested: str) -> bool:
+    return requested.lower() in ("auto", "true")
+
+
+def _find_checkpoint(requested: str, output_dir: str, mirror: str | None) -> Path | None:
+    if _is_auto(requested):
+        newest = latest_checkpoint(output_dir)
+        distributed.run_on_main(lambda: quarantine_incomplete(output_dir))
+        return newest if mirror is None else fetch_checkpoint(mirror, output_dir, newest)
+    if "://" in requested or Path(requested).name == "auto":
+        return fetch_checkpoint(requested, output_dir)
+    check_named(Path(requested))
+    return Path(requested)
 
 
 def _read_state(checkpoint: Path | None) -> "TrainerState":
@@ -267,12 +289,13 @@ def finish(trainer: "SFTTrainer", arguments: Arguments) -> Path | None:
     if not arguments.recipe.export:
         distributed.print_main("not exported: the recipe sets export: false")
         return None
-    if all(callback.has_exported(output / name) for name in EXPORTS[: 1 + arguments.recipe.merge_adapter]):
+    exports = [output / name for name in EXPORTS[: 1 + arguments.recipe.merge_adapter]]
+    if all(callback.has_exported(export) for export in exports):
+        callback.upload_exports(*exports)
         return output / EXPORT
     options = _export_options(arguments) | {"use_free_name": True}
     export = export_model(trainer.model, output / EXPORT, tokenizer=trainer.processing_class, **options)
-    if arguments.recipe.merge_adapter:
-        _export_merged(trainer, arguments, export, options)
+    merged = [_export_merged(trainer, arguments, export, options)] if arguments.recipe.merge_adapter else []
     with distributed.sync_errors():
         if not has_weights(export):
             raise ExportError(f"{export} has no weights after the export. The checkpoints in {output} are intact.")
@@ -283,16 +306,16 @@ def finish(trainer: "SFTTrainer", arguments: Arguments) -> Path | None:
             f"verified: the export's logits differ from the trained model's by {difference:.1e} at most"
         )
     callback.push_export(export)
+    callback.upload_exports(export, *merged)
     return export
 
 
-def _export_merged(trainer: "SFTTrainer", arguments: Arguments, adapter: Path, options: dict[str, Any]) -> None:
+def _export_merged(trainer: "SFTTrainer", arguments: Arguments, adapter: Path, options: dict[str, Any]) -> Path:
     """Write `<output_dir>/export_merged`. Collective: every rank must call this."""
     merged = Path(arguments.training.output_dir) / MERGED_EXPORT
     if not arguments.model.load_in_4bit:
         tokenizer = trainer.processing_class
-        export_model(trainer.model, merged, merge_adapter=True, tokenizer=tokenizer, **options)
-        return
+        return export_model(trainer.model, merged, merge_adapter=True, tokenizer=tokenizer, **options)
     base = arguments.model.model_name_or_path
     distributed.print_main(f"merge: into the original weights of {base}, not the 4-bit ones of training")
-    export_checkpoint(adapter, merged, base_model=base, merge_adapter=True, **options)
+    return export_checkpoint(adapter, merged, base_model=base, merge_adapter=True, **options)

@@ -22,7 +22,8 @@ def bounds():
     """Return the lower and upper bound of each package."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    lines = f"{config['options']['install_requires']}\n{config['options.extras_require']['qlora']}".splitlines()
+    extras = config["options.extras_require"]
+    lines = "\n".join((config["options"]["install_requires"], extras["qlora"], extras["mirror"])).splitlines()
     found = {}
     for requirement in map(Requirement, filter(None, lines)):
         versions = {specifier.operator: specifier.version for specifier in requirement.specifier}

@@ -1,0 +1,350 @@
+"""Uploads checkpoints and exports to object storage while training continues, and downloads a checkpoint to resume from.
+
+A mirror is a URL that fsspec opens, such as s3://bucket/run, or a path. Each rank uploads a part of the files. Rank 0 uploads the
+manifest once all ranks are done, so a checkpoint in the mirror is complete or absent. Credentials and endpoints are fsspec's own.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.checkpointing import layout
+from hf_fsdp_recipes.checkpointing.run_identity import EXPORTS
+from hf_fsdp_recipes.errors import CheckpointError, SaveError, summarize
+
+Value = TypeVar("Value")
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = (1.0, 4.0, 16.0)
+UNFINISHED = "upload.json"  # in a checkpoint whose upload has not finished; holds the run's id
+
+
+class Storage:
+    """The directory at a URL. Failed operations are retried."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self.url = url.rstrip("/")
+        self.is_local = fsspec.utils.get_protocol(self.url) in ("file", "local")
+        try:
+            self.fs, self.root = fsspec.core.url_to_fs(self.url, **({"auto_mkdir": True} if self.is_local else {}))
+        except (ImportError, ValueError) as error:  # fsspec's message names the missing package
+            raise CheckpointError(
+                f"{url} cannot be opened: {summarize(error)}. For s3, run pip install 'hf-fsdp-recipes[mirror]'."
+            ) from error
+
+    def attempt(self, method: str, *arguments: Any, retry: bool = True) -> Any:
+        """Call a method of the file system; return None if what it reads does not exist."""
+        for delay_seconds in [*(RETRY_SECONDS if retry else ()), None]:
+            try:
+                return getattr(self.fs, method)(*arguments)
+            except Exception as error:  # each file system raises its own
+                if isinstance(error, FileNotFoundError) and method in ("cat_file", "ls"):
+                    return None
+                if delay_seconds is None:
+                    raise CheckpointError(summarize(error, "sentence")) from error
+                time.sleep(delay_seconds)
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Return a file's content, or nothing if it does not exist or was not fully written."""
+        try:
+            content = json.loads(self.attempt("cat_file", f"{self.root}/{name}") or "{}")
+        except ValueError:
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def rename_manifest(self, checkpoint: layout.Checkpoint, name: str) -> None:
+        """Make a checkpoint incomplete without deleting its files."""
+        directory = f"{self.root}/{checkpoint.path}"
+        self.attempt("mv", f"{directory}/{layout.MANIFEST}", f"{directory}/{name}")
+
+    def remove(self, checkpoint: layout.Checkpoint) -> None:
+        """Delete a checkpoint. It is incomplete first, so that an interruption leaves nothing to resume from."""
+        if checkpoint.is_complete:
+            self.rename_manifest(checkpoint, UNFINISHED)
+        self.fs.invalidate_cache()
+        self.attempt("rm", f"{self.root}/{checkpoint.path}", True)
+
+    def list_checkpoints(self) -> list[layout.Checkpoint]:
+        """Return all checkpoints by step; their paths are names."""
+        self.fs.invalidate_cache()
+        found = []
+        for path in self.attempt("ls", self.root, False) or ():
+            name = PurePosixPath(path).name
+            if layout.is_checkpoint_name(name):
+                manifest = self.read_json(f"{name}/{layout.MANIFEST}")
+                fault = None if "files" in manifest else "its upload did not finish"
+                run = (manifest or self.read_json(f"{name}/{UNFINISHED}")).get("run")
+                found.append(layout.Checkpoint(Path(name), int(name.partition("-")[2]), fault, run))
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+class Mirror:
+    """Uploads what `add` names, one directory at a time, from a thread of each rank.
+
+    Every rank has one and calls its methods in the same order. If uploads are slower than saves, only the newest checkpoint is
+    uploaded. Without a URL it does nothing.
+    """
+
+    def __init__(self, url: str | None) -> None:
+        self._url = url
+        self._storage: Storage
+        self._run: str | None = None
+        self._keep: int | None = None
+        self._best: Callable[[], str | None]
+        self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._added: list[tuple[Path, str]] = []  # directories with the names of their manifests
+        self._num_done = self._current = 0  # of those added: done, or skipped; up to the one that is uploaded now
+        self._failures: dict[str, str | None] = {}  # of the last checkpoint and export, by the name of their manifests
+        self._has_skipped = False
+
+    def check(self, output_dir: str | os.PathLike[str], is_fsdp: bool = True) -> None:
+        """Check that every rank can write to the mirror. Collective: every rank must call this.
+
+        Raises:
+            CheckpointError: it cannot be opened or written, or is the output directory, or this is not an FSDP run.
+        """
+        if self._url is None:
+            return
+        if not is_fsdp:
+            raise CheckpointError(
+                "checkpoint_mirror needs FSDP, because Trainer's own checkpoints are not uploaded. Launch with an FSDP "
+                "template, or unset it."
+            )
+        with distributed.sync_errors(distributed.patient_group()):
+            self._storage = Storage(self._url)
+            if self._storage.is_local and Path(self._storage.root).resolve() == Path(output_dir).resolve():
+                raise CheckpointError(f"checkpoint_mirror and output_dir are both {output_dir}. Change one of them.")
+            probe = f"{self._storage.root}/.write-test-{distributed.rank()}"
+            try:
+                self._storage.attempt("pipe_file", probe, b"test", retry=False)
+                self._storage.attempt("rm_file", probe, retry=False)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"checkpoint_mirror {self._url} cannot be written: {error}. Check the address and the credentials."
+                ) from error
+
+    def claim(self, run: str | None, step: int) -> None:
+        """Refuse a mirror that another run uses, and set checkpoints aside whose steps will be repeated. Rank 0 only.
+
+        Raises:
+            CheckpointError: the mirror holds another run's checkpoint or export.
+        """
+        if self._url is None:
+            return
+        self._run, storage = run, self._storage
+        complete = [checkpoint for checkpoint in storage.list_checkpoints() if checkpoint.is_complete]
+        others = [checkpoint.path.name for checkpoint in complete if checkpoint.run != run]
+        if step == 0 and not complete:
+            others = [name for name in EXPORTS if storage.attempt("exists", f"{storage.root}/{name}")]
+        if others:
+            raise CheckpointError(
+                f"{self._url} holds {others[0]} of another run. Resume that run with resume_from_checkpoint={self._url}/auto, "
+                f"or choose another checkpoint_mirror."
+            )
+        for checkpoint in complete:
+            if checkpoint.step > step:
+                storage.rename_manifest(checkpoint, f"{layout.MANIFEST}.set-aside")
+                logger.warning("%s/%s is set aside, because its step is repeated", self._url, checkpoint.path)
+
+    def start(self, output_dir: str, step: int, keep: int | None, best: Callable[[], str | None]) -> None:
+        """Start the thread, and upload the checkpoint that the run resumes from if it is not in the mirror. Collective.
+
+        `keep` is the number of complete checkpoints to keep, or None for all; `best` returns the path of one to keep anyway.
+        """
+        self._keep, self._best = keep, best
+        if self._url is None or self._thread is not None:  # train() may be called again
+            return
+        if distributed.is_distributed():
+            self._group = dist.new_group(backend="gloo", timeout=distributed.UNLIMITED)
+        self._thread = threading.Thread(target=self._upload_added, name="checkpoint-mirror", daemon=True)
+        self._thread.start()
+        resumed = layout.directory_for(output_dir, step)
+        if distributed.run_on_main(lambda: layout.validate(resumed) is None):
+            self.add(resumed)
+
+    def add(self, directory: Path, manifest: str = layout.MANIFEST) -> None:
+        """Start uploading a complete checkpoint or export. Not a collective; an export waits for earlier uploads."""
+        if self._url is None:
+            return
+        with self._changed:
+            if manifest != layout.MANIFEST:
+                self._changed.wait_for(self._is_idle)
+            self._added.append((directory, manifest))
+            self._changed.notify_all()
+
+    def wait(self) -> SaveError | None:
+        """Wait for the last upload; return why the last checkpoint or export was not uploaded. Collective."""
+        if self._url is None:
+            return None
+        with self._changed:
+            self._changed.wait_for(self._is_idle)
+        failures = distributed.gather_objects(next(filter(None, self._failures.values()), None))
+        return next((SaveError(failure) for failure in failures if failure), None)
+
+    @property
+    def sources(self) -> list[str]:
+        """The directories that are being or will be uploaded; they must not be deleted meanwhile."""
+        with self._changed:
+            numbers = [] if self._is_idle() else [self._current, len(self._added)]
+            return [str(self._added[number - 1][0]) for number in numbers]
+
+    def _is_idle(self) -> bool:
+        return self._num_done == len(self._added)
+
+    def _upload_added(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._is_idle())
+                self._current = len(self._added)
+            directory, manifest = self._added[-1]
+            try:
+                # Rank 0 chooses the newest. The others may have added fewer or more so far.
+                number = distributed.broadcast_object(self._current, self._group)
+                with self._changed:
+                    while len(self._added) < number:
+                        self._changed.wait()
+                    self._current = number
+                directory, manifest = self._added[number - 1]
+                self._report_skipped()
+                self._upload(directory, manifest)
+                self._failures[manifest] = None
+            except Exception as error:  # of the upload: the same on every rank; or another rank has exited
+                self._failures[manifest] = (
+                    f"{directory} was not uploaded to {self._url}: {summarize(error)}. It is complete on this machine. Check the "
+                    f"network and the credentials; resuming the run from it uploads it."
+                )
+                distributed.warn_main(str(self._failures[manifest]))
+            with self._changed:
+                self._num_done = self._current
+                self._changed.notify_all()
+
+    def _report_skipped(self) -> None:
+        if self._current > self._num_done + 1 and not self._has_skipped:
+            self._has_skipped = True
+            distributed.warn_main(f"uploads to {self._url} are slower than saves; older checkpoints are skipped")
+
+    def _upload(self, directory: Path, manifest: str) -> None:
+        files = distributed.run_on_main(functools.partial(self._start, directory, manifest), self._group)
+        own = None
+        with contextlib.suppress(OSError):
+            own = layout.checksum(directory / manifest)
+        found = distributed.gather_objects(own, self._group)
+        # The others do not see rank 0's directory.
+        uploaders = [rank for rank, value in enumerate(found) if value == found[0]]
+        with distributed.sync_errors(self._group):
+            if distributed.rank() in uploaders:
+                for name in files[uploaders.index(distributed.rank()) :: len(uploaders)]:
+                    self._put(directory, name)
+        if files:
+            distributed.run_on_main(functools.partial(self._complete, directory, manifest), self._group)
+
+    def _start(self, directory: Path, manifest: str) -> list[str]:
+        """Return the files to upload, the largest first; none if the mirror has the directory already. Rank 0 only."""
+        there = self._storage.read_json(f"{directory.name}/{manifest}")
+        if there == json.loads((directory / manifest).read_text()):
+            return []
+        if there and manifest == layout.MANIFEST and there.get("run") != self._run:
+            raise CheckpointError(f"{self._storage.url} holds {directory.name} of another run")
+        target = f"{self._storage.root}/{directory.name}"
+        self._storage.attempt("pipe_file", f"{target}/{UNFINISHED}", json.dumps({"run": self._run}).encode())
+        if there:
+            self._storage.attempt("rm_file", f"{target}/{manifest}")
+        names = [name for name in layout.files_in(directory) if name != manifest]
+        return sorted(names, key=lambda name: -(directory / name).stat().st_size)
+
+    def _put(self, directory: Path, name: str) -> None:
+        self._storage.attempt("put_file", str(directory / name), f"{self._storage.root}/{directory.name}/{name}")
+
+    def _complete(self, directory: Path, manifest: str) -> None:
+        """Upload the manifest, and delete old checkpoints. Rank 0 only."""
+        self._put(directory, manifest)
+        print(f"mirrored: {directory.name} to {self._storage.url}", flush=True)
+        try:
+            self._storage.attempt("rm_file", f"{self._storage.root}/{directory.name}/{UNFINISHED}")
+            own = [one for one in self._storage.list_checkpoints() if one.run == self._run]
+            newest = max((one.step for one in own if one.is_complete), default=0)
+            best = [Path(path).name for path in [self._best()] if path]
+            old = layout.find_old(own, self._keep, best) if self._keep else []
+            old += [one for one in own if not one.is_complete and one.step < newest and one.run]
+            for checkpoint in old:
+                self._storage.remove(checkpoint)
+        except CheckpointError as error:
+            logger.warning("old checkpoints were not deleted: %s", error)
+
+
+def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path | None = None) -> Path | None:
+    """Download a checkpoint from a mirror into a run's output directory, and return its path there.
+
+    Each node downloads it, or only rank 0 if they share the directory. Ranks wait for each other without a timeout.
+    Collective: every rank must call this, after the process group has started.
+
+    Args:
+        url: of a checkpoint, or of a mirror with or without /auto for its newest complete checkpoint.
+        output_dir: the run's output directory.
+        newest: the newest complete checkpoint there, if any. Returned unless the mirror has a later one of the same run.
+
+    Returns:
+        The checkpoint in `output_dir`, or `newest` if the mirror has no complete one.
+
+    Raises:
+        CheckpointError: the named checkpoint is not complete, or its files do not match its manifest.
+    """
+    chosen = distributed.run_on_main(lambda: _choose(url, newest), distributed.patient_group())
+    return newest if chosen is None else distributed.main_first(lambda: _download(*chosen, Path(output_dir)))
+
+
+def _choose(url: str, newest: Path | None) -> tuple[str, dict[str, Any]] | None:
+    """Return the URL and manifest of the checkpoint to download, if any."""
+    url = url.rstrip("/").removesuffix("/auto")
+    storage = Storage(url)
+    if layout.is_checkpoint_name(PurePosixPath(url).name):
+        manifest = storage.read_json(layout.MANIFEST)
+        if "files" not in manifest:
+            raise CheckpointError(
+                f"{url} is not a complete checkpoint. Pass one, or use auto for the newest complete one."
+            )
+        return url, manifest
+    complete = [checkpoint for checkpoint in storage.list_checkpoints() if checkpoint.is_complete]
+    if newest is not None:
+        own = layout.read_manifest(newest)
+        complete = [c for c in complete if c.run == own.get("run") and c.step > int(own.get("step", -1))]
+    if not complete:
+        return None
+    name = complete[-1].path.name
+    return f"{url}/{name}", storage.read_json(f"{name}/{layout.MANIFEST}")
+
+
+def _download(url: str, manifest: dict[str, Any], output_dir: Path) -> Path:
+    """Download one checkpoint unless it is there, verify it and give it its final name. One rank of a node at a time."""
+    step, files = int(manifest["step"]), manifest["files"]
+    final = layout.directory_for(output_dir, step)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    list(output_dir.iterdir())  # so that NFS looks for what another node has written
+    if layout.read_manifest(final) == manifest and layout.validate(final, verify=distributed.is_main()) is None:
+        return final
+    if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in files):
+        raise CheckpointError(f"{url}/{layout.MANIFEST} lists files outside the checkpoint. Use another checkpoint.")
+    print(f"download: {url} to {final}", flush=True)
+    storage, incomplete = Storage(url), layout.start(output_dir, step)
+    storage.attempt("get", [f"{storage.root}/{name}" for name in files], [str(incomplete / name) for name in files])
+    (incomplete / layout.MANIFEST).write_text(json.dumps(manifest))
+    fault = layout.validate(incomplete, verify=True)
+    if fault is not None:
+        raise CheckpointError(f"{url} cannot be resumed from: {fault}. Use another checkpoint.")
+    facts = {name: value for name, value in manifest.items() if name not in ("format", "files")}
+    layout.commit(incomplete, final, files, facts)
+    return final
