@@ -303,7 +303,12 @@ def prepare(directory: Path) -> dict[str, dict[str, str]]:
     from tests.conftest import SENTENCES, make_tokenizer, tiny_config  # sets variables that the imports below read
     from tests.ranks.harness import FSDP1, FSDP2, PRELOAD, fsdp_environment
 
-    for name in (*PRELOAD, "trl.scripts", "hf_fsdp_recipes.training.build", "hf_fsdp_recipes.training.data.preparation"):
+    for name in (
+        *PRELOAD,
+        "trl.scripts",
+        "hf_fsdp_recipes.training.build",
+        "hf_fsdp_recipes.training.data.preparation",
+    ):
         importlib.import_module(name)
     import datasets.config
     import torch

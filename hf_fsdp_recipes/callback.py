@@ -4,6 +4,7 @@ Trainer decides when a save is due. The callback clears Trainer's flag and saves
 done, so it writes the state that Trainer would have written.
 """
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -154,7 +155,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             args.save_strategy = SaveStrategy.STEPS
         limit = args.save_total_limit
         self.mirror.start(args.output_dir, state.global_step, limit, lambda: state.best_model_checkpoint)
-        self._writer = Writer(args.output_dir, self._asynchronous, self.mirror.add)
+        self._writer = Writer(args.output_dir, self._asynchronous, functools.partial(self._on_complete, args, state))
         if self._signals is not None:
             self._signals.start()
         if distributed.is_main():
@@ -329,7 +330,6 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._pending_step = None
         if state.best_global_step is not None and state.best_global_step == step:
             state.best_model_checkpoint = str(layout.directory_for(args.output_dir, step))
-        self._prune(args, state)
         sharded = capture(kwargs["model"], kwargs["optimizer"], self._plugin)
         rank_files = self._rank_files()
         files = small_files.collect(args, state, kwargs, self._random_state, rank_files, self._model_assets)
@@ -366,11 +366,18 @@ class ShardedCheckpointCallback(TrainerCallback):
         if self._pusher is not None and self._writer is not None and self._writer.completed is not None:
             self._pusher.push_checkpoint(self._writer.completed)
 
+    def _on_complete(self, args: TrainingArguments, state: TrainerState, checkpoint: Path) -> None:
+        """Upload a complete checkpoint and delete old ones. Called from the thread that wrote it."""
+        self.mirror.add(checkpoint)
+        self._prune(args, state)
+
     def _prune(self, args: TrainingArguments, state: TrainerState) -> None:
-        # Counts complete checkpoints only, not the one in flight, so there is always one to fall back on.
         if args.save_total_limit and args.save_total_limit > 0 and distributed.is_main():
             protected = [state.best_model_checkpoint] if state.best_model_checkpoint else []
             if self._pusher is not None and self._pusher.source is not None:
                 protected.append(str(self._pusher.source))
             protected += self.mirror.sources
-            layout.remove_old(args.output_dir, args.save_total_limit, protected, read_run(state))
+            try:
+                layout.remove_old(args.output_dir, args.save_total_limit, protected, read_run(state))
+            except OSError as error:
+                logger.warning("old checkpoints were not deleted: %s", error)

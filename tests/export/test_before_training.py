@@ -44,12 +44,19 @@ def test_bad_arguments_are_known_before_training(model, tmp_path, arguments, wor
         check_export(model, tmp_path / "export", **arguments)
 
 
-def test_engine_that_cannot_be_exported_is_refused(model, tmp_path):
+def test_engine_that_cannot_be_exported_is_refused(model, tmp_path, monkeypatch):
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
     from hf_fsdp_recipes import ShardedCheckpointCallback
 
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    monkeypatch.setattr(AcceleratorState, "__init__", lambda self: None)
+    monkeypatch.setattr(AcceleratorState, "distributed_type", DistributedType.DEEPSPEED, raising=False)
+    callback = ShardedCheckpointCallback(export_dir=tmp_path / "export")
     with pytest.raises(CheckpointError, match="export_dir is set, but a model cannot be exported under DEEPSPEED"):
-        ShardedCheckpointCallback(export_dir=tmp_path / "export")._check_export("DEEPSPEED", model)
-    ShardedCheckpointCallback()._check_export("DEEPSPEED", model)
+        callback.on_init_end(arguments, TrainerState(), TrainerControl(), model=model)
 
 
 def test_hub_by_name_is_refused_with_what_to_pass():
