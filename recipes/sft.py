@@ -21,9 +21,11 @@ from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
 def main() -> None:
     from hf_fsdp_recipes.training.arguments import parse_arguments
-    from hf_fsdp_recipes.training.build import build_trainer, find_resume, finish, train
 
     arguments = parse_arguments()  # checks everything that needs no model; every rank gets the same arguments
+    # Imported now, when CPU ranks are set up: it imports bitsandbytes, which would print on each of them.
+    from hf_fsdp_recipes.training.build import build_trainer, find_resume, finish, train
+
     if arguments.recipe.dry_run:
         from hf_fsdp_recipes.tools.planner import dry_run
 
