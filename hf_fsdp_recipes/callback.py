@@ -208,6 +208,8 @@ class ShardedCheckpointCallback(TrainerCallback):
             self._save_if_due(args, state, kwargs)
             if self._writer is not None:
                 self._finish()
+                if state.best_model_checkpoint is not None:
+                    self.mirror.wait()  # Trainer may delete the other checkpoints now
                 if state.best_model_checkpoint is not None and not Path(state.best_model_checkpoint).is_dir():
                     state.best_model_checkpoint = None  # it was not written
 

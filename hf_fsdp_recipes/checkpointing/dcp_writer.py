@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from hf_fsdp_recipes.checkpointing.direct_io import ChecksummedStream
@@ -44,6 +44,17 @@ class CachedPlanner(DefaultSavePlanner):
     def __init__(self, part: str) -> None:
         super().__init__(enable_plan_caching=True)
         self._cached_plans_key = f"{type(self).__name__} {part}"
+
+
+def forget_plans() -> None:
+    """Have the next saves plan anew. Call it on every rank after a failed save, and when another model may be saved.
+
+    torch compares names and shapes with the last plan, not dtypes, and torch 2.11 keeps the plan of a save that failed.
+    """
+    for name, cached in vars(SavePlanner).items():
+        if name.startswith("_cached_") and isinstance(cached, dict):
+            for key in [key for key in cached if key.startswith(CachedPlanner.__name__)]:
+                del cached[key]
 
 
 class _DirectFileSystem(FileSystem):

@@ -1,7 +1,7 @@
 """Keeps two runs from writing to the same output directory.
 
-The lock of a node that has died may stay on a shared file system (NFSv3). So whoever holds a lock also rewrites its file every
-few seconds; if nobody does, the next run takes it over.
+The lock of a node that has died may stay on a shared file system (NFSv3). So a run that holds a lock also writes to a second file
+every few seconds; if it stops, the next run takes the lock over.
 """
 
 import contextlib
@@ -18,8 +18,10 @@ from filelock import FileLock, Timeout
 from hf_fsdp_recipes.errors import CheckpointError, RecipeError
 
 LOCK_FILE = ".writer.lock"
+BEAT_FILE = ".writer.beat"  # filelock may empty or replace its own file
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0  # without a beat; less than a run waits for the lock
+POLL_SECONDS = 0.5
 
 _locks: dict[Path, "DirectoryLock"] = {}  # of this process
 
@@ -27,12 +29,15 @@ _locks: dict[Path, "DirectoryLock"] = {}  # of this process
 class DirectoryLock:
     """The lock of one output directory in this process. It may be acquired several times; release each, or exit."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._lock = FileLock(file)
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = FileLock(directory / LOCK_FILE, thread_local=False)
         self._released = threading.Event()
+        self._is_lost = False
         job = os.environ.get("SLURM_JOB_ID")
-        self._owner = f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else "")
+        owner = f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else "")
+        self._owner = f"{owner}; {secrets.token_hex(8)}; "  # unique, unlike processes and hosts in containers
+        self._num_beats = 0
 
     def __enter__(self) -> "DirectoryLock":
         return self
@@ -46,30 +51,33 @@ class DirectoryLock:
         return self._lock.is_locked
 
     def acquire(self, wait_seconds: float) -> None:
-        """Acquire the lock, if necessary from a process that has not beaten for STALE_SECONDS.
+        """Acquire the lock, if necessary from a run that has not written a beat for STALE_SECONDS.
 
         Raises:
-            Timeout: another process still holds it after `wait_seconds`.
+            Timeout: another run still holds it after `wait_seconds`.
         """
+        if self._lock.is_locked:
+            self._lock.acquire()
+            return
         deadline = time.monotonic() + wait_seconds
-        beat, changed = self.read(), time.monotonic()
-        while not self._lock.is_locked:
-            try:
-                self._lock.acquire(timeout=min(0.5, wait_seconds), poll_interval=0.1)
-            except Timeout:
-                if time.monotonic() > deadline:
-                    raise
-                found = self.read()
-                if found and found != beat:  # an old filelock empties the file
-                    beat, changed = found, time.monotonic()
-                elif time.monotonic() - changed > STALE_SECONDS:
-                    self._file.unlink(missing_ok=True)
-            else:
-                self._released = threading.Event()
-                self._write_beat("w")
-                threading.Thread(target=self._keep_beating, args=(self._released,), daemon=True).start()
-                return
-        self._lock.acquire()
+        beat, num_unchanged = self.read(), 0
+        while True:
+            with contextlib.suppress(Timeout):
+                self._lock.acquire(timeout=min(POLL_SECONDS, wait_seconds), poll_interval=POLL_SECONDS / 5)
+                break
+            if time.monotonic() > deadline:
+                raise Timeout(self._lock.lock_file)
+            started = time.monotonic()
+            found = self.read()
+            # Only reads that return at once count: after a stall of the file server, the beat may be as late.
+            is_unchanged = bool(found) and found == beat and time.monotonic() - started < 1
+            beat, num_unchanged = found, num_unchanged + 1 if is_unchanged else 0
+            if num_unchanged * POLL_SECONDS > STALE_SECONDS:
+                (self._directory / LOCK_FILE).unlink(missing_ok=True)
+                num_unchanged = 0
+        self._released, self._is_lost = threading.Event(), False
+        self._write_beat("w")
+        threading.Thread(target=self._keep_beating, args=(self._released,), daemon=True).start()
 
     def release(self) -> None:
         """Release the lock once; the last release lets another run have it."""
@@ -84,28 +92,38 @@ class DirectoryLock:
             RecipeError: it has.
         """
         found = self.read()
-        if self._lock.is_locked and found and not found.startswith(self._owner):
+        self._is_lost |= self._lock.is_locked and bool(found) and not found.startswith(self._owner)
+        if self._is_lost:
             raise RecipeError(
-                f"{self._file.parent} was taken over by {found.partition(';')[0]}, because this process stood still for "
+                f"{self._directory} was taken over by {self.read_owner()}, because this process stood still for "
                 f"{STALE_SECONDS:.0f} s. This run ends; let the other one continue."
             )
 
     def read(self) -> str:
-        """Return who holds the lock, and its last beat."""
+        """Return the last beat of the run that holds the lock."""
         try:
-            return self._file.read_text()
-        except OSError:
+            return (self._directory / BEAT_FILE).read_text()
+        except (OSError, ValueError):
             return ""
 
+    def read_owner(self) -> str:
+        """Return which process holds the lock."""
+        return self.read().partition(";")[0] or "unknown process"
+
     def _write_beat(self, mode: str) -> None:
-        with self._file.open(mode) as file:
-            file.write(f"{self._owner}; {secrets.token_hex(4)}")
+        self._num_beats += 1
+        with (self._directory / BEAT_FILE).open(mode) as file:
+            file.write(f"{self._owner}{self._num_beats:010}")
 
     def _keep_beating(self, released: threading.Event) -> None:
         while not released.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError, RecipeError):
+            try:
                 self.check()
                 self._write_beat("r+")  # in place, so that a full disk does not matter
+            except RecipeError:
+                return
+            except OSError:
+                continue
 
 
 def lock_directory(output_dir: str | os.PathLike[str], wait_seconds: float = 60.0) -> DirectoryLock:
@@ -118,14 +136,13 @@ def lock_directory(output_dir: str | os.PathLike[str], wait_seconds: float = 60.
         CheckpointError: another process still holds the lock after `wait_seconds`, or the directory cannot be written.
     """
     directory = Path(output_dir)
-    lock = _locks.setdefault(directory.absolute(), DirectoryLock(directory / LOCK_FILE))
+    lock = _locks.setdefault(directory.absolute(), DirectoryLock(directory))
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock.acquire(wait_seconds)
     except Timeout as error:
-        owner = lock.read().partition(";")[0] or "unknown process"
         raise CheckpointError(
-            f"{output_dir} is in use by another run ({owner}). Stop that run, or choose another output_dir."
+            f"{output_dir} is in use by another run ({lock.read_owner()}). Stop that run, or choose another output_dir."
         ) from error
     except NotImplementedError:
         pass  # the file system has no locks

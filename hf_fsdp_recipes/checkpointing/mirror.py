@@ -165,7 +165,7 @@ class Mirror:
 
         `keep` is the number of complete checkpoints to keep, or None for all; `best` returns the path of one to keep anyway.
         """
-        self._keep, self._best = keep, best
+        self._keep, self._best = keep if keep and keep > 0 else None, best
         if self._url is None or self._thread is not None:  # train() may be called again
             return
         if distributed.is_distributed():
@@ -277,13 +277,23 @@ class Mirror:
             self._storage.attempt("rm_file", f"{self._storage.root}/{directory.name}/{UNFINISHED}")
             own = [one for one in self._storage.list_checkpoints() if one.run == self._run]
             newest = max((one.step for one in own if one.is_complete), default=0)
-            best = [Path(path).name for path in [self._best()] if path]
+            # A later best may not be uploaded yet.
+            best = [Path(path).name for path in (self._best(), _read_best(directory)) if path]
             old = layout.find_old(own, self._keep, best) if self._keep else []
             old += [one for one in own if not one.is_complete and one.step < newest and one.run]
             for checkpoint in old:
                 self._storage.remove(checkpoint)
         except CheckpointError as error:
             logger.warning("old checkpoints were not deleted: %s", error)
+
+
+def _read_best(checkpoint: Path) -> str | None:
+    """Return the path of the best checkpoint when this one was saved, if it is one."""
+    try:
+        path = json.loads((checkpoint / layout.STATE_FILE).read_text())["best_model_checkpoint"]
+    except layout.UNREADABLE:
+        return None
+    return path if isinstance(path, str) else None
 
 
 def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path | None = None) -> Path | None:

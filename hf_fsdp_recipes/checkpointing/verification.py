@@ -61,5 +61,8 @@ def check_named(directory: Path) -> None:
 def _verify(directory: Path) -> str | None:
     """Return why a checkpoint cannot be resumed from, after each rank has read its part of the files. Collective."""
     part, num_parts = (distributed.rank(), distributed.world_size()) if distributed.is_distributed() else (0, 1)
-    fault = layout.validate(directory, verify=True, part=part, num_parts=num_parts)
+    try:
+        fault = layout.validate(directory, verify=True, part=part, num_parts=num_parts)
+    except OSError as error:
+        fault = f"{error.filename or 'a file'} cannot be read: {error.strerror}"
     return next(filter(None, distributed.gather_objects(fault, distributed.patient_group())), None)

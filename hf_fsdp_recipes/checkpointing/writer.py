@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import layout
-from hf_fsdp_recipes.checkpointing.dcp_writer import CachedPlanner, DirectWriter
+from hf_fsdp_recipes.checkpointing.dcp_writer import CachedPlanner, DirectWriter, forget_plans
 from hf_fsdp_recipes.checkpointing.divergence import check_weights
 from hf_fsdp_recipes.checkpointing.fsync import sync_path
 from hf_fsdp_recipes.checkpointing.layout import METADATA_FILE, PARTS
@@ -70,6 +70,7 @@ class Writer:
         asynchronous: bool = True,
         on_complete: Callable[[Path], None] | None = None,
     ) -> None:
+        forget_plans()  # of an earlier run in this process
         self._on_complete = on_complete
         self.output_dir = Path(output_dir)
         self._asynchronous = asynchronous
@@ -232,9 +233,11 @@ class Writer:
 
     def _discard(self, step: int) -> None:
         """Delete what a failed save has written, once every rank has stopped writing."""
-        with contextlib.suppress(RuntimeError):  # a rank has exited
+        forget_plans()
+        with contextlib.suppress(RuntimeError, RecipeError):  # a rank has exited; another run has the directory
             distributed.gather_objects(None, self._group)
             if distributed.is_main():
+                check_lock(self.output_dir)
                 shutil.rmtree(layout.incomplete_directory_for(self.output_dir, step), ignore_errors=True)
 
     def _write(self, snapshot: Snapshot, state_of: Callable[[str], State]) -> None:
@@ -259,11 +262,15 @@ class Writer:
         final = layout.directory_for(self.output_dir, snapshot.step)
         with distributed.sync_errors(self._group):
             if distributed.is_main():
+                check_lock(self.output_dir)
                 files = {name: entry for of_rank in gathered for name, entry in of_rank.items()}
                 layout.commit(directory, final, files, {"step": snapshot.step, **snapshot.facts})
         self._completed = final
-        if self._on_complete is not None:
-            self._on_complete(final)
+        try:
+            if self._on_complete is not None:
+                self._on_complete(final)
+        except Exception as error:  # must not turn a complete checkpoint into a failed one
+            logger.warning("%s is complete, but what follows failed: %s", final, error)
 
     def _write_state(self, state: State, part: str, directory: Path) -> dict[str, Any]:
         """Write one part; return the manifest's entries of this rank's `.distcp` files."""

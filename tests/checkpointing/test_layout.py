@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import time
 
 import pytest
 from filelock import Timeout
@@ -192,13 +193,17 @@ def test_lock_of_a_dead_node_is_taken_over_and_a_living_run_keeps_its_own(tmp_pa
     try:
         assert ready.wait(20)
         with lock_directory(tmp_path, wait_seconds=10) as own:
-            assert str(os.getpid()) in own.read()
-            waiter = lock.DirectoryLock(tmp_path / lock.LOCK_FILE)
+            assert own.read_owner().startswith(f"process {os.getpid()} on ")
+            waiter = lock.DirectoryLock(tmp_path)
             with pytest.raises(Timeout):
                 waiter.acquire(wait_seconds=4)  # beats go on, so it is not taken over
             own.check()
-            (tmp_path / lock.LOCK_FILE).write_text("process 1 on node-7; 12345678")
+            (tmp_path / lock.BEAT_FILE).write_text("process 1 on node-7; 12345678; 1")
+            time.sleep(1)  # the thread leaves the other run's beat alone
             with pytest.raises(RecipeError, match=r"was taken over by process 1 on node-7, because .* This run ends"):
+                lock.check_lock(tmp_path)
+            (tmp_path / lock.BEAT_FILE).unlink()
+            with pytest.raises(RecipeError):  # still
                 lock.check_lock(tmp_path)
     finally:
         release.set()

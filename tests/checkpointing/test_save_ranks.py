@@ -378,3 +378,45 @@ def test_directory_that_cannot_be_written_is_one_error_before_the_first_step(tin
         assert "Read-only file system" in errors[0][1]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def _save_twice(output):
+    """Save two models of other dtypes, then one whose first save fails, from one process; return the stored dtypes."""
+    import torch
+    from accelerate import PartialState
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from hf_fsdp_recipes.checkpointing import dcp_writer
+    from hf_fsdp_recipes.checkpointing.dcp_metadata import read_dcp_metadata
+    from hf_fsdp_recipes.checkpointing.layout import MODEL_DIRECTORY
+    from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer
+    from hf_fsdp_recipes.errors import CheckpointError
+
+    PartialState(cpu=True)
+    mesh = init_device_mesh("cpu", (2,))
+    found = []
+    for number, dtype in enumerate((torch.float32, torch.bfloat16)):
+        model = torch.nn.Linear(4, 4, bias=False, dtype=dtype)
+        fully_shard(model, mesh=mesh)
+        writer = Writer(f"{output}/{number}")
+        for step in (1, 2, 3):
+            upstream, fails = dcp_writer.DirectWriter.write_data, step == 2
+            if fails:
+                dcp_writer.DirectWriter.write_data = None
+            writer.save(Snapshot(step, {"model": model.state_dict(), "optimizer": {"step": step}}, {}, {}))
+            try:
+                path = writer.wait()
+            except CheckpointError:
+                assert fails
+            finally:
+                dcp_writer.DirectWriter.write_data = upstream
+            stored = read_dcp_metadata(path / MODEL_DIRECTORY).state_dict_metadata["model.weight"].properties.dtype
+            found.append((path.name, str(stored)))
+    return found
+
+
+def test_plans_of_saves_are_kept_only_while_they_fit(tmp_path):
+    names = ["checkpoint-1", "checkpoint-1", "checkpoint-3"]
+    expected = [(name, dtype) for dtype in ("torch.float32", "torch.bfloat16") for name in names]
+    assert run_ranks(_save_twice, 2, str(tmp_path)) == [expected] * 2

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_recipes.checkpointing.lock import LOCK_FILE
+from hf_fsdp_recipes.checkpointing.lock import BEAT_FILE, LOCK_FILE
 from hf_fsdp_recipes.environment import is_true
 from tests.ranks.harness import run_ranks
 from tests.recipes.launching import run_recipe
@@ -190,7 +190,7 @@ def _describe(path: Path) -> str:
 
 def find_changes(before: dict[str, str], after: dict[str, str], output_dir: str) -> list[str]:
     """Return what a refused run changed on disk, except for the changes that are allowed (see the module)."""
-    allowed = {f"{output_dir}/{LOCK_FILE}"}
+    allowed = {f"{output_dir}/{LOCK_FILE}", f"{output_dir}/{BEAT_FILE}"}
     if not any(path.startswith(f"{output_dir}/") for path in after):
         allowed.add(output_dir)  # an empty directory
     kinds = {

@@ -60,7 +60,7 @@ def test_lora_run_leaves_exactly_its_files_and_resumes_after_a_kill(tiny_model, 
     for output in (tmp_path / "run", tmp_path / "whole"):
         assert {path.name for path in output.iterdir()} == {
             "checkpoint-2", "checkpoint-4", "export", "export_merged", "metrics.jsonl", "report.md", "loss.png",
-            "throughput.png", "memory.png", "model.txt", ".writer.lock",
+            "throughput.png", "memory.png", "model.txt", ".writer.lock", ".writer.beat",
         }  # fmt: skip
         assert {path.name for path in (output / "export").iterdir()} == {
             "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "export_manifest.json",

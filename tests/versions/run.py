@@ -25,6 +25,8 @@ TESTS = [
     "tests/loading/test_load_model_ranks.py::test_fsdp2_losses_equal_stock_loading",
     "tests/loading/test_load_model_ranks.py::test_fsdp1_losses_equal_stock_loading",
     "tests/loading/test_load_model_ranks.py::test_hybrid_losses_equal_stock_loading",
+    "tests/checkpointing/test_layout.py",
+    "tests/checkpointing/test_save_ranks.py::test_plans_of_saves_are_kept_only_while_they_fit",
     "tests/checkpointing/test_save_ranks.py::test_resumed_run_equals_the_uninterrupted_one",
     "tests/export/test_export_model_ranks.py::test_export_loads_as_the_gathered_model",
     "tests/export/test_export_model_ranks.py::test_adapter_and_merged_model_are_pefts_own",
