@@ -77,7 +77,7 @@ def find_faults(config: Section, model_classes: Collection[str] | None = None) -
 
 
 def find_unsupported(sizes: Mapping[str, Any], precision: str | None) -> Iterator[str]:
-    """Yield an error for each unsupported kind of parallelism, by sizes such as {"tp_size": 2}, and for the precision."""
+    """Yield an error for each unsupported kind of parallelism in `sizes` ({"tp_size": 2}), and for an unsupported precision."""
     for key, kind in UNSUPPORTED_PARALLELISM.items():
         if str(sizes.get(key) or 1) != "1":
             yield (

@@ -11,7 +11,7 @@ from hf_fsdp_recipes.patches import registry
 
 
 def is_requested() -> bool:
-    """Return whether the launcher requests FSDP and either CPU ranks or nothing on a machine without an accelerator.
+    """Return whether the launcher requests FSDP on CPU ranks, or FSDP on a machine without an accelerator.
 
     `accelerate launch` ignores `use_cpu: true` in FSDP configs: accelerate 1.15 sets ACCELERATE_USE_CPU in its simple launcher
     only.

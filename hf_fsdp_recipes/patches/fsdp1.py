@@ -56,8 +56,9 @@ def _group_by_local_ranks(original: Any, global_process_group: Any, num_devices_
 def _set_policy_without_heads(original: Any, self: Any, model: torch.nn.Module) -> None:
     was_size_based = is_size_based(self.auto_wrap_policy)
     original(self, model)
-    policy, heads = self.auto_wrap_policy, find_heads(model)
+    policy = self.auto_wrap_policy
     if was_size_based and self.fsdp_version == 1 and policy is not None:
+        heads = find_heads(model)
         # An FSDP1 policy decides both whether to recurse into a module and whether to wrap it.
         self.auto_wrap_policy = lambda module, **rest: (
             all(module is not head for head in heads) and policy(module=module, **rest)

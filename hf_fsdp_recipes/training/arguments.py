@@ -195,7 +195,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
 
 def _launcher_defaults() -> dict[str, Any]:
     """Return precision and device from the template, as defaults for the recipe; TRL would always default to bf16."""
-    defaults: dict[str, Any] = {"logging_nan_inf_filter": False}  # it reads every loss back from the device
+    defaults: dict[str, Any] = {"logging_nan_inf_filter": False}  # the filter would read every loss back
     precision = mixed_precision()
     if precision is not None:
         defaults |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}

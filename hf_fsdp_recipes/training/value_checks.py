@@ -43,7 +43,8 @@ _NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 class _RecipeLoader(yaml.SafeLoader):
     """Refuses a mapping with two equal keys, of which YAML would keep the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
@@ -52,7 +53,7 @@ class _RecipeLoader(yaml.SafeLoader):
                     f"{self.name} sets {key.value} in line {lines[key.value]} and again in line {line}. Remove one."
                 )
             lines[str(key.value)] = line
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:

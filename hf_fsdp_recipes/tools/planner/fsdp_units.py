@@ -22,9 +22,8 @@ ModuleGroup = tuple[list[torch.nn.Module], bool]
 class FsdpUnit:
     """Parameters that are gathered, freed and reduced together (torch: an FSDP parameter group)."""
 
-    modules: tuple[
-        str, ...
-    ]  # those that use the parameters: the first to run gathers them, the last to finish frees them
+    # Names of those that use the parameters ("" is the root); the first to run gathers them, the last to finish frees them.
+    modules: tuple[str, ...]
     parameters: tuple[Parameter, ...]  # without those of nested units
     reshards_after_forward: bool  # the parameters are freed after forward
 
@@ -60,7 +59,11 @@ class FsdpUnit:
 
 
 def find_units(model: MetaModel, job: TrainingJob) -> list[FsdpUnit]:
-    """Split a model into units as FSDP and the wrapping policy do, the root last; PlanError without a wrapped class."""
+    """Split a model into units as FSDP and the wrapping policy do, the root last.
+
+    Raises:
+        PlanError: the model lacks the class to wrap.
+    """
     return build_units((_group_fsdp2 if job.strategy.version == 2 else _group_fsdp1)(model, job), model, job)
 
 

@@ -26,7 +26,7 @@ OPTION_OF_KEY = {
     "reduce_dtype": "reduce_dtype",
     "gradient_checkpointing": "gradient_checkpointing",
 }
-# Options whose field has another name.
+# The fields of options.
 CLUSTER_FIELDS = {
     "gpus_per_node": "gpus_per_node",
     "gpu_memory": "gpu_bytes",

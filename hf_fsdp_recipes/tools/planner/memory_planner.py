@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 PARAMETERS, OPTIMIZER, STEP = "parameters", "optimizer", "optimizer step"
 SCALES, UNPACKED = "4-bit scales", "unpacked weight"
-# Assumed, not measured (docs/planner.md): memory of the GPU context, NCCL and cuBLAS, and the share of temporary
-# memory that the caching allocator cannot reuse.
 VALUES_PER_SCALE = 64  # fp32 scales of 4-bit values; one byte each with nested quantization
 SCALES_PER_SCALE = 256  # nested quantization: scales that share one fp32 scale
+# Assumed, not measured (docs/planner.md): memory of the GPU context, NCCL and cuBLAS, and the share of temporary
+# memory that the caching allocator cannot reuse.
 GPU_CONTEXT_BYTES = 1_500_000_000
 GPU_FRAGMENTATION = 0.03
 

@@ -71,7 +71,7 @@ def _find_versions() -> dict[str, str]:
         "python": platform.python_version(),
         **{name: package_version(name) or "none" for name in PACKAGES},
         "cuda": torch.version.cuda or torch.version.hip or "none",
-        "nccl": ".".join(map(str, nccl.version())) if nccl else "none",
+        "nccl": ".".join(map(str, nccl.version())) if nccl and torch.distributed.is_nccl_available() else "none",
         "driver": next((file.read_text().strip() for file in DRIVER_VERSION_FILES if file.is_file()), "none"),
     }
 
@@ -132,15 +132,16 @@ def _hash_file(file: Path) -> str:
 
 
 def check_same(nodes: list[NodeInfo], names: list[str]) -> None:
-    """Raise PreflightError if versions, code or files differ between nodes; name all that do, with the nodes."""
+    """Raise PreflightError if versions, code, NCCL variables or files differ between nodes; name all, with the nodes."""
     compared = [
-        (name, [node["versions"][name] for node in nodes], "Install the same versions on every node.")
+        # A node with other code may not report the same versions.
+        (name, [node["versions"].get(name, "unknown") for node in nodes], "Install the same versions on every node.")
         for name in nodes[0]["versions"]
     ]
     code = [node["code_hash"] for node in nodes]
     compared.append(("the code of hf_fsdp_recipes", code, "Use the same checkout or wheel on every node."))
-    for variable in sorted({name for node in nodes for name in node["nccl_variables"]}):
-        values = [node["nccl_variables"].get(variable, "unset") for node in nodes]
+    for variable in sorted({name for node in nodes for name in node.get("nccl_variables", ())}):
+        values = [node.get("nccl_variables", {}).get(variable, "unset") for node in nodes]
         compared.append((variable, values, "Export the same value on every node."))
     # Compare by position, because the same file can have a different path on each node.
     for index, file in enumerate(nodes[0]["file_hashes"]):

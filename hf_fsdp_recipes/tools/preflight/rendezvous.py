@@ -205,7 +205,8 @@ def attempt(work: Callable[[], Any]) -> dict[str, Any]:
         return {"error": str(error)}
     except Exception as error:
         traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {summarize(error, 'line')}."}
+        reason = f": {summarize(error, 'line')}" if str(error).strip() else ""
+        return {"error": f"{type(error).__name__}{reason}."}
 
 
 def _uses_agent_store() -> bool:

@@ -1,4 +1,4 @@
-"""The measurements of a self-test and its report. Each launches its own ranks, so a crash of one does not end the others."""
+"""The measurements of a self-test, each with its own ranks, so that a crash does not end the others; and the report."""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""The cases of a sweep: a template at a rank count each. case.json has a case's settings: it is repeated if they change."""
+"""The cases of a sweep: each is a template at a rank count.
+
+case.json records a case's settings; the case is repeated only if they change.
+"""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +16,6 @@ from hf_fsdp_recipes.configs import templates
 from hf_fsdp_recipes.errors import PlanError, TemplateError
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE
 from hf_fsdp_recipes.tools.planner.job_options import read_recipe
-from hf_fsdp_recipes.tools.rehearsal.tiny_recipe import to_cpu_ranks
 from hf_fsdp_recipes.tools.subprocess_runner import is_cpu_machine
 from hf_fsdp_recipes.units import count
 
@@ -130,6 +132,8 @@ def make_cases(
                 continue
             config = yaml.safe_load(text)
             if use_cpu:
+                from hf_fsdp_recipes.tools.rehearsal.tiny_recipe import to_cpu_ranks  # imports transformers and TRL
+
                 config = to_cpu_ranks(config, num_ranks) | {"mixed_precision": "no"}
             cases.append(Case(template.name, num_ranks, num_nodes, directory, settings | {"config": config}))
     if not cases:

@@ -43,8 +43,8 @@ class Result:
     no_mfu: str | None = None  # why there is no MFU
     peak_memory_bytes: int | None = None  # of the largest rank
     memory_kind: str | None = None  # a key of MEMORY_KINDS
-    measured_steps: int | None = None  # those after the warm-up
-    step_seconds: float | None = None  # their median
+    measured_steps: int | None = None  # steps after the warm-up
+    step_seconds: float | None = None  # median of these steps
     epoch_steps: int | None = None
     epoch_seconds: float | None = None  # extrapolated
     tokens_per_second: float | None = None

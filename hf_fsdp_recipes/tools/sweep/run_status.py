@@ -22,7 +22,7 @@ RANK_KILLED = re.compile(r"exitcode *: -9|Signal 9 \(SIGKILL\)")
 
 
 class RunExit(NamedTuple):
-    """How a run that we started ended: the launcher's exit status, and what this machine saw."""
+    """How a run that we started ended: the launcher's exit status, and what was seen on this machine."""
 
     status: int
     kernel_killed: bool = False  # the kernel killed a process for lack of memory during the run
