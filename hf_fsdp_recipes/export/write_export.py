@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from hf_fsdp_recipes.export import borders, export_directory, verify_files
 from hf_fsdp_recipes.export.export_plan import ExportPlan, ShardExport
 from hf_fsdp_recipes.export.tensor_files import FilePlan, FileWriter, create_files, plan_files
 from hf_fsdp_recipes.loading.verify import is_finite
+from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 from hf_fsdp_recipes.metrics import progress
 
 CHUNK_BYTES = 8 * 1024 * 1024  # half of the memory of a rank beyond its shard while it writes
@@ -214,65 +216,101 @@ def _all_chunks(shards: list[ShardExport], non_finite: dict[str, int]) -> Iterat
 
 def _chunks(shard: ShardExport, non_finite: dict[str, int], download: Download) -> Iterator[Chunk]:
     """Yield a shard's values, ready to be written, a chunk at a time; each is valid until two more are read."""
+    for part, at, count in _pieces(shard, shard.first, shard.count):
+        values = download.to_host(shard.read(at - shard.first, count), shard.dtype)
+        if not is_finite(values):
+            non_finite[part.tensor] = non_finite.get(part.tensor, 0) + int((~torch.isfinite(values)).sum())
+        yield part.tensor, at - part.start, values
+
+
+def _pieces(shard: ShardExport, first: int, count: int) -> Iterator[tuple[TensorRange, int, int]]:
+    """Split elements of a parameter into chunks: (stored tensor, first element of the parameter, number of elements)."""
     step = max(1, CHUNK_BYTES // max(shard.dtype.itemsize, shard.held_dtype.itemsize))
-    begin, end = shard.first, shard.first + shard.count
     for part in shard.parts:
-        start, stop = max(begin, part.start), min(end, part.start + part.num_elements)
+        start, stop = max(first, part.start), min(first + count, part.start + part.num_elements)
         for at in range(start, stop, step):
-            count = min(step, stop - at)
-            values = download.to_host(shard.read(at - begin, count), shard.dtype)
-            if not is_finite(values):
-                non_finite[part.tensor] = non_finite.get(part.tensor, 0) + int((~torch.isfinite(values)).sum())
-            yield part.tensor, at - part.start, values
+            yield part, at, min(step, stop - at)
 
 
 def _write_gathered(shards: list[ShardExport], writer: FileWriter, directory: Path, non_finite: dict[str, int]) -> None:
-    """Send all shards to rank 0, one chunk at a time, and write them there. Collective."""
-    error: Exception | None = None  # kept until the exchange is over
-    bar = progress.bar(sum(torch.Size(shard.shape).numel() * shard.dtype.itemsize for shard in shards), PROGRESS_TITLE)
-    download = Download(CHUNK_BYTES)
-    for shard in shards:
-        chunks = _chunks(shard, non_finite, download)
-        for sender in range(distributed.world_size()):
-            while True:
-                own = None
-                try:
-                    own = next(chunks, None) if distributed.rank() == sender and error is None else None
-                except Exception as caught:
-                    error = caught
-                chunk = _send_to_main(own, sender)
-                if chunk is None:
-                    break
-                if distributed.is_main() and error is None:
-                    try:
-                        writer.write(*chunk)
-                        bar.update(chunk[2].nbytes)
-                    except OSError as caught:
-                        error = caught
-    bar.close()
+    """Send all shards to rank 0, which writes one chunk while it receives the next. Collective."""
+    ranges = distributed.gather_objects([(shard.first, shard.count) for shard in shards])
+    error = (
+        _write_received(shards, ranges, writer, non_finite)
+        if distributed.is_main()
+        else _send_chunks(shards, non_finite)
+    )
     with distributed.sync_errors(distributed.patient_group()), _failed_write(directory):
         if error is not None:
             raise error
         writer.close()
 
 
-def _send_to_main(chunk: Chunk | None, sender: int) -> Chunk | None:
-    """Send one chunk from `sender` to rank 0. Returns None on every rank if there was none. Collective."""
-    header = None if chunk is None else (chunk[0], chunk[1], tuple(chunk[2].shape), chunk[2].dtype)
-    headers, group = [header], distributed.host_group()
-    dist.broadcast_object_list(headers, src=sender, group=group)
-    if headers[0] is None:
-        return None
-    name, first, shape, dtype = headers[0]
-    if sender == 0:
-        return chunk if chunk is not None else (name, first, torch.empty(0))
-    if distributed.rank() == sender and chunk is not None:
-        dist.send(chunk[2].view(torch.uint8), dst=0, group=group)
-    elif distributed.is_main():
-        buffer = torch.empty(shape[0] * dtype.itemsize, dtype=torch.uint8)
-        dist.recv(buffer, src=sender, group=group)
-        return name, first, buffer.view(dtype)
-    return name, first, torch.empty(0)
+def _send_chunks(shards: list[ShardExport], non_finite: dict[str, int]) -> Exception | None:
+    """Send this rank's chunks to rank 0, which waits for all of them even after an error; return the error."""
+    chunks, error = _all_chunks(shards, non_finite), None
+    sending: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+    for shard in shards:
+        for _, _, count in _pieces(shard, shard.first, shard.count):
+            values = torch.empty(0, dtype=torch.uint8)
+            try:
+                values = next(chunks)[2].view(torch.uint8) if error is None else values
+            except Exception as caught:
+                error = caught
+            if error is not None:
+                values = torch.zeros(count * shard.dtype.itemsize, dtype=torch.uint8)
+            sending.append((dist.isend(values, dst=0, group=distributed.patient_group()), values))
+            if len(sending) == 2:  # the older chunk's memory is used for the next
+                _wait(sending.popleft()[0])
+    for request, _ in sending:
+        _wait(request)
+    return error
+
+
+def _write_received(
+    shards: list[ShardExport], ranges: list[list[tuple[int, int]]], writer: FileWriter, non_finite: dict[str, int]
+) -> Exception | None:
+    """Write rank 0's chunks, and those that it receives from the other ranks in turn; return the first error."""
+    error: Exception | None = None
+    own = _read_ahead(_all_chunks(shards, non_finite))
+    received = (chunk for sender in range(1, len(ranges)) for chunk in _receive_chunks(sender, shards, ranges[sender]))
+    num_bytes = sum(torch.Size(shard.shape).numel() * shard.dtype.itemsize for shard in shards)
+    with progress.bar(num_bytes, PROGRESS_TITLE) as bar:
+        for chunks in (own, received):
+            try:
+                for chunk in chunks:
+                    if error is None:
+                        writer.write(*chunk)
+                        bar.update(chunk[2].nbytes)
+            except Exception as caught:
+                error = error or caught
+            for _ in received if error is not None else ():  # what the other ranks still send
+                pass
+    return error
+
+
+def _receive_chunks(sender: int, shards: list[ShardExport], ranges: list[tuple[int, int]]) -> Iterator[Chunk]:
+    """Yield one rank's chunks; while the caller writes one, the next is received."""
+    buffers = torch.empty((2, CHUNK_BYTES), dtype=torch.uint8)
+    pending: tuple[dist.Work | None, Chunk] | None = None
+    number = 0
+    for shard, (first, count) in zip(shards, ranges, strict=True):
+        for part, at, length in _pieces(shard, first, count):
+            buffer = buffers[number % 2, : length * shard.dtype.itemsize]
+            request = dist.irecv(buffer, src=sender, group=distributed.patient_group())
+            if pending is not None:
+                _wait(pending[0])
+                yield pending[1]
+            pending = request, (part.tensor, at - part.start, buffer.view(shard.dtype))
+            number += 1
+    if pending is not None:
+        _wait(pending[0])
+        yield pending[1]
+
+
+def _wait(request: dist.Work | None) -> None:
+    if request is not None:
+        request.wait()
 
 
 def _write_assets(export: ExportPlan, files: FilePlan, directory: Path) -> None:

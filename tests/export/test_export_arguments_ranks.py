@@ -61,11 +61,15 @@ def test_arguments_that_differ_or_are_unknown_are_one_error_on_every_rank(tiny_m
 
 
 def _fail_while_gathering(model, output, failing_rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     from hf_fsdp_recipes import export_model
     from hf_fsdp_recipes.errors import ExportError
     from hf_fsdp_recipes.export import write_export
 
-    plain, chunks = _plain_model(model), write_export._chunks
+    sharded, chunks = _plain_model(model), write_export._chunks
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
 
     def fail(shard, non_finite, download):
         if torch.distributed.get_rank() == failing_rank and "layers.1" in shard.name:
@@ -73,7 +77,7 @@ def _fail_while_gathering(model, output, failing_rank):
         yield from chunks(shard, non_finite, download)
 
     write_export._chunks = fail
-    export_model(plain, output / "export", method="gather")
+    export_model(sharded, output / "export", method="gather")
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
