@@ -243,8 +243,7 @@ class FileWatch:
         self._saving = top
         if event == "os.rename" or below == "manifest.json":
             return COMMIT
-        is_state = "/" in below or (event == "os.mkdir" and below != "")
-        return max(before, WRITING if is_state else STAGING)
+        return max(before, WRITING if "/" in below else STAGING)
 
 
 def _path_of(event: str, arguments: tuple[Any, ...]) -> str | None:
