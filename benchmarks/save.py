@@ -55,11 +55,7 @@ def measure(num_parameters: float, directory: Path) -> dict:
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.fill_(0.01)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=False, foreach=False)
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 0.01)
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer = stepped_adamw(model)
     plugin = fsdp2_plugin()
 
     from hf_fsdp_recipes.checkpointing.state import capture
@@ -101,6 +97,18 @@ def measure(num_parameters: float, directory: Path) -> dict:
             times[key].append(measured[key])
     medians = {key: statistics.median(values) for key, values in times.items()}
     return {"state_bytes": state_bytes, "signals": signals, "extra": extra, **medians}
+
+
+def stepped_adamw(model):
+    """Return AdamW after one step, so that it has a state to save."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=False, foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
 
 
 def time_signals() -> float:

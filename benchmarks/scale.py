@@ -67,7 +67,7 @@ def measure(num_parameters: float, scratch: Path) -> dict[str, tuple[float, int]
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from benchmarks.save import fsdp2_plugin
+    from benchmarks.save import fsdp2_plugin, stepped_adamw
     from hf_fsdp_recipes import distributed, export_model
     from hf_fsdp_recipes.checkpointing.state import capture
     from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer
@@ -105,11 +105,7 @@ def measure(num_parameters: float, scratch: Path) -> dict[str, tuple[float, int]
     for source in ("direct", "rank0"):
         timed(f"load {source}", lambda _, source=source: load(source))
     model = load("direct")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=False, foreach=False)
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 0.01)
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer = stepped_adamw(model)
     plugin = fsdp2_plugin()
     writer = Writer(scratch / f"run-{dist.get_world_size()}")
 

@@ -35,7 +35,7 @@ class DirectWriter(FileSystemWriter):
 
 
 class CachedPlanner(DefaultSavePlanner):
-    """Plans a save as the last one of the same part, so that rank 0 plans for all ranks only once.
+    """Reuses the plan of the previous save of the same part, so that rank 0 plans for all ranks only once.
 
     Args:
         part: what is saved; each part has its own plan.
@@ -47,7 +47,7 @@ class CachedPlanner(DefaultSavePlanner):
 
 
 def forget_plans() -> None:
-    """Have the next saves plan anew. Call it on every rank after a failed save, and when another model may be saved.
+    """Discard the cached plans. Call it on every rank after a failed save, and before another model is saved.
 
     torch compares names and shapes with the last plan, not dtypes, and torch 2.11 keeps the plan of a save that failed.
     """

@@ -168,8 +168,7 @@ class Mirror:
         self._keep, self._best = keep if keep and keep > 0 else None, best
         if self._url is None or self._thread is not None:  # train() may be called again
             return
-        if distributed.is_distributed():
-            self._group = dist.new_group(backend="gloo", timeout=distributed.UNLIMITED)
+        self._group = distributed.patient_group("checkpoint-mirror")
         self._thread = threading.Thread(target=self._upload_added, name="checkpoint-mirror", daemon=True)
         self._thread.start()
         resumed = layout.directory_for(output_dir, step)

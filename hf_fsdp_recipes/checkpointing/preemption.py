@@ -32,9 +32,8 @@ class SignalWatch:
     def __init__(self, every_steps: int = 1) -> None:
         self._every_steps = max(1, every_steps)
         self._received = 0
-        self._flags = torch.zeros(
-            2, dtype=torch.int32
-        )  # of the last exchange: a signal's number, whether a rank has failed
+        # Of the last exchange: a signal's number, and whether a rank has failed.
+        self._flags = torch.zeros(2, dtype=torch.int32)
         self._pending: dist.Work | None = None
         self._is_agreed = False
         self._previous: dict[signal.Signals, Any] = {}
@@ -70,7 +69,10 @@ class SignalWatch:
             self._pending = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def finish_exchange(self, step: int) -> tuple[bool, bool]:
-        """Return whether any rank was signaled, and whether any had failed when the exchange started. Collective, likewise."""
+        """Return whether any rank was signaled, and whether any had failed when the exchange started.
+
+        Call it on every rank after the optimizer's step.
+        """
         if self._pending is not None:
             self._pending.wait()
             self._pending = None

@@ -1,14 +1,11 @@
 """Chooses the checkpoint to resume from. The ranks share the work of verifying it."""
 
-import logging
 import os
 from pathlib import Path
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.errors import CheckpointError
-
-logger = logging.getLogger(__name__)
 
 
 def latest_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
@@ -19,14 +16,16 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
 
     Collective if there is a process group: every rank must call this, and each verifies its part of the files. Ranks wait for
     each other without a timeout.
+
+    Raises:
+        CheckpointError: on every rank, if another rank does not see the files that rank 0 sees.
     """
     found = distributed.run_on_main(lambda: layout.list_checkpoints(output_dir), distributed.patient_group())
     for checkpoint in reversed(found):
         fault = checkpoint.fault or _verify(checkpoint.path)
         if fault is None:
             return checkpoint.path
-        if distributed.is_main():
-            logger.warning("skipping %s: %s", checkpoint.path, fault)
+        distributed.warn_main(f"skipping {checkpoint.path}: {fault}")
     return None
 
 
@@ -59,10 +58,22 @@ def check_named(directory: Path) -> None:
 
 
 def _verify(directory: Path) -> str | None:
-    """Return why a checkpoint cannot be resumed from, after each rank has read its part of the files. Collective."""
+    """Return why a checkpoint cannot be resumed from, after each rank has read its part of the files. Collective.
+
+    Raises:
+        CheckpointError: on every rank, if another rank does not see the files that rank 0 sees.
+    """
     part, num_parts = (distributed.rank(), distributed.world_size()) if distributed.is_distributed() else (0, 1)
+    unseen = layout.validate(directory)
     try:
-        fault = layout.validate(directory, verify=True, part=part, num_parts=num_parts)
+        fault = unseen or layout.validate(directory, verify=True, part=part, num_parts=num_parts)
     except OSError as error:
         fault = f"{error.filename or 'a file'} cannot be read: {error.strerror}"
-    return next(filter(None, distributed.gather_objects(fault, distributed.patient_group())), None)
+    found = distributed.gather_objects((unseen, fault), distributed.patient_group())
+    for rank, (unseen, _) in enumerate(found):
+        if unseen is not None and found[0][0] is None:
+            raise CheckpointError(
+                f"{directory} is complete on rank 0, but rank {rank} sees another one: {unseen}. Mount the same output_dir on "
+                f"every node."
+            )
+    return next((fault for _, fault in found if fault is not None), None)

@@ -270,7 +270,7 @@ class Writer:
             if self._on_complete is not None:
                 self._on_complete(final)
         except Exception as error:  # must not turn a complete checkpoint into a failed one
-            logger.warning("%s is complete, but what follows failed: %s", final, error)
+            logger.warning("%s is complete, but uploading it or deleting old checkpoints failed: %s", final, error)
 
     def _write_state(self, state: State, part: str, directory: Path) -> dict[str, Any]:
         """Write one part; return the manifest's entries of this rank's `.distcp` files."""

@@ -1,6 +1,7 @@
 """Writes an export to a temporary directory and renames it when it is complete."""
 
 import contextlib
+import itertools
 import shutil
 import uuid
 from collections import deque
@@ -271,22 +272,18 @@ def _write_received(
     shards: list[ShardExport], ranges: list[list[tuple[int, int]]], writer: FileWriter, non_finite: dict[str, int]
 ) -> Exception | None:
     """Write rank 0's chunks, and those that it receives from the other ranks in turn; return the first error."""
-    error: Exception | None = None
     own = _read_ahead(_all_chunks(shards, non_finite))
     received = (chunk for sender in range(1, len(ranges)) for chunk in _receive_chunks(sender, shards, ranges[sender]))
     num_bytes = sum(torch.Size(shard.shape).numel() * shard.dtype.itemsize for shard in shards)
-    with progress.bar(num_bytes, PROGRESS_TITLE) as bar:
-        for chunks in (own, received):
-            try:
-                for chunk in chunks:
-                    if error is None:
-                        writer.write(*chunk)
-                        bar.update(chunk[2].nbytes)
-            except Exception as caught:
-                error = error or caught
-            for _ in received if error is not None else ():  # what the other ranks still send
-                pass
-    return error
+    try:
+        with progress.bar(num_bytes, PROGRESS_TITLE) as bar:
+            for chunk in itertools.chain(own, received):
+                writer.write(*chunk)
+                bar.update(chunk[2].nbytes)
+    except Exception as error:
+        deque(received, maxlen=0)  # the other ranks send everything
+        return error
+    return None
 
 
 def _receive_chunks(sender: int, shards: list[ShardExport], ranges: list[tuple[int, int]]) -> Iterator[Chunk]:

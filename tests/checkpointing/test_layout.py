@@ -1,5 +1,6 @@
 """A checkpoint is complete or does not exist."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -163,18 +164,23 @@ def _hold(path, ready, release):
         release.wait(20)
 
 
-def test_second_run_in_one_directory_is_refused(tmp_path):
+@contextlib.contextmanager
+def other_process(target, path):
     context = multiprocessing.get_context("spawn")
     ready, release = context.Event(), context.Event()
-    other = context.Process(target=_hold, args=(tmp_path, ready, release))
+    other = context.Process(target=target, args=(path, ready, release))
     other.start()
     try:
         assert ready.wait(20)
-        with pytest.raises(CheckpointError, match="in use by another run"):
-            lock_directory(tmp_path, wait_seconds=0.1)
+        yield
     finally:
         release.set()
         other.join(20)
+
+
+def test_second_run_in_one_directory_is_refused(tmp_path):
+    with other_process(_hold, tmp_path), pytest.raises(CheckpointError, match="in use by another run"):
+        lock_directory(tmp_path, wait_seconds=0.1)
     lock_directory(tmp_path, wait_seconds=5).release()
 
 
@@ -186,28 +192,19 @@ def _hold_without_beating(path, ready, release):
 def test_lock_of_a_dead_node_is_taken_over_and_a_living_run_keeps_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "STALE_SECONDS", 2)
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.2)
-    context = multiprocessing.get_context("spawn")
-    ready, release = context.Event(), context.Event()
-    other = context.Process(target=_hold_without_beating, args=(tmp_path, ready, release))
-    other.start()
-    try:
-        assert ready.wait(20)
-        with lock_directory(tmp_path, wait_seconds=10) as own:
-            assert own.read_owner().startswith(f"process {os.getpid()} on ")
-            waiter = lock.DirectoryLock(tmp_path)
-            with pytest.raises(Timeout):
-                waiter.acquire(wait_seconds=4)  # beats go on, so it is not taken over
-            own.check()
-            (tmp_path / lock.BEAT_FILE).write_text("process 1 on node-7; 12345678; 1")
-            time.sleep(1)  # the thread leaves the other run's beat alone
-            with pytest.raises(RecipeError, match=r"was taken over by process 1 on node-7, because .* This run ends"):
-                lock.check_lock(tmp_path)
-            (tmp_path / lock.BEAT_FILE).unlink()
-            with pytest.raises(RecipeError):  # still
-                lock.check_lock(tmp_path)
-    finally:
-        release.set()
-        other.join(20)
+    with other_process(_hold_without_beating, tmp_path), lock_directory(tmp_path, wait_seconds=10) as own:
+        assert own.read_owner().startswith(f"process {os.getpid()} on ")
+        waiter = lock.DirectoryLock(tmp_path)
+        with pytest.raises(Timeout):
+            waiter.acquire(wait_seconds=4)  # beats go on, so it is not taken over
+        own.check()
+        (tmp_path / lock.BEAT_FILE).write_text("process 1 on node-7; 12345678; 1")
+        time.sleep(1)  # the thread leaves the other run's beat alone
+        with pytest.raises(RecipeError, match=r"was taken over by process 1 on node-7, because .* This run ends"):
+            lock.check_lock(tmp_path)
+        (tmp_path / lock.BEAT_FILE).unlink()
+        with pytest.raises(RecipeError):  # still
+            lock.check_lock(tmp_path)
 
 
 def test_unwritable_directory_is_one_error(tmp_path):
