@@ -10,7 +10,7 @@ KERNELS := $(VENV)/kernels
 # The environments of test-versions, one for each list of versions in tests/versions.
 VERSIONS ?= lowest newest
 
-.PHONY: quickstart check test test-all test-device test-slurm test-versions rehearse rehearse-all lint bench soak gpu-day templates docs-tables clean
+.PHONY: quickstart check test test-all test-device test-slurm test-versions rehearse rehearse-all lint bench soak gpu-day templates docs-tables docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py $(if $(MODEL),--model $(MODEL))
@@ -76,6 +76,11 @@ templates: $(VENV)/.installed
 docs-tables: $(VENV)/.installed
 	$(BIN)/python docs/make_reference.py
 
+# The documentation as a site in site/.
+docs: $(VENV)/.installed
+	$(BIN)/python -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 # A torch that is already there is kept; where there is none, a pinned one, so that a CPU machine does not pull CUDA.
 $(VENV)/.installed: setup.cfg setup.py Makefile
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON); install python3 and python3-venv"; exit 1; }
@@ -96,4 +101,4 @@ $(KERNELS): | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.9.0 liger-kernel==0.8.5
 
 clean:
-	rm -rf $(VENV) .venv-versions build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv-versions build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache

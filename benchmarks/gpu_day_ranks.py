@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_with_transformers(accelerator: "Accelerator", checkpoint: str, tiny: str) -> Figures:
-    """Load with from_pretrained onto the device, after a tiny checkpoint that takes the imports."""
+    """Load with from_pretrained onto the device. A tiny checkpoint first gets the imports out of the way."""
     _from_pretrained(accelerator, tiny)
     gigabytes = sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors")) / 1e9
     seconds = time_work(accelerator.device, lambda: _from_pretrained(accelerator, checkpoint))

@@ -61,7 +61,7 @@ def measure_size(num_parameters: float, directory: Path, repeats: int) -> list[s
     for precision in (FP32, BF16, COLD, NF4):
         # The extra first round does not count: after other work, a virtual machine first has to get its memory back.
         for number in range(1 + repeats * (QUICK if precision == BF16 else 1)):
-            for way, (kind, precisions) in WAYS.items():  # alternating, so that a slow minute affects all loaders
+            for way, (kind, precisions) in WAYS.items():  # loaders alternate, so that a slow minute affects all of them
                 if precision not in precisions or (number == 0 and precision != BF16):
                     continue
                 if precision == COLD:

@@ -1,4 +1,4 @@
-"""Compare the planner's predictions with the measured peak host memory of CPU ranks that train for real.
+"""Compare the planner's predictions with the measured peak host memory of CPU ranks that really train.
 
     python benchmarks/plan.py [--only 3] [--write]
 

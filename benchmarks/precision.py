@@ -2,7 +2,7 @@
 
     python benchmarks/precision.py [--parameters 2e6] [--steps 200]
 
-recipes/sft.py under FSDP2 on two CPU ranks, full fine-tune of a new model, 4 micro-batches per step. Prints docs/speed.md's
+Runs recipes/sft.py under FSDP2 on two CPU ranks: a full fine-tune of a new model, 4 micro-batches per step. Prints docs/speed.md's
 table.
 """
 

@@ -1,4 +1,4 @@
-"""Sets the planner up like the runs in the distributed training guide's FSDP chapter, to compare with its memory figures.
+"""Sets up the planner like the runs in the distributed training guide's FSDP chapter, to compare with its memory figures.
 
 tests/tools/test_planner.py checks the comparison and docs/planner.md prints it. The guide's runs differ from Trainer's: torch's
 own size-based wrapping, everything in bf16, logits upcast to fp32 (transformers 4.4x), and a plain loop that keeps the

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: ranks on this machine, random checkpoints of a given size, the results page."""
+"""What the benchmarks share: ranks on this machine, random checkpoints of a given size, the results page."""
 
 import multiprocessing
 import os

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.running import llama_config, machine, run_ranks, write_section
 
 REPEATS = 3
-STEP_SECONDS = 4.0  # less than forward and backward of such a model take on two cores
+STEP_SECONDS = 4.0  # shorter than forward and backward of such a model on two cores
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""How loading, saving, exporting and agreeing grow with the number of ranks, for the same bytes on the same cores.
+"""How the time to load, save, export and agree grows with the number of ranks, for the same bytes on the same cores.
 
     python -m benchmarks.scale [--parameters 3e8] [--ranks 2 8 32] [--label now]
 
-Forked gloo ranks on one machine, a Llama with bf16 parameters and AdamW, sharded with FSDP2. Also counts the exchanges
-between ranks of each. Prints a table.
+Forked gloo ranks on one machine, a Llama with bf16 parameters and AdamW, sharded with FSDP2. Also counts the
+exchanges between ranks in each operation. Prints a table.
 """
 
 import argparse

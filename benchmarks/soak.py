@@ -37,7 +37,7 @@ TRAPS = ("staging", "writing", "commit", "deleting", "export", "export rename", 
 ONCE = ("export", "export rename", "after export")  # phases that do not recur with every save
 HANG_SECONDS = 120  # survivors must end within this; torch tries twice to reach a rank 0 that died before it listened
 RUN_SECONDS = 240  # a run that is not killed must end within this; it may wait 60 s for the lock
-ORPHAN_SECONDS = 3.0  # the longest that ranks without a launcher go on beside the next run
+ORPHAN_SECONDS = 3.0  # the longest time that ranks without a launcher run alongside the next run
 POLL_SECONDS = 0.002
 SETTINGS = {
     "max_steps": NUM_STEPS,
@@ -117,7 +117,7 @@ class Tally:
 
 
 class Violation(Exception):
-    """A broken promise: (which, what happened)."""
+    """A broken guarantee: (which one, what happened)."""
 
 
 class Case:
@@ -167,7 +167,7 @@ class Case:
             phase = PHASES.index(choose.choice(TRAPS))
             counts = {rank: of_rank[phase] for rank, of_rank in enumerate(self.reference.num_events) if of_rank[phase]}
             rank = choose.choice(sorted(counts))
-            share = 1.0 if PHASES[phase] in ONCE else remaining / self.save_steps / 2  # so that it is reached
+            share = 1.0 if PHASES[phase] in ONCE else remaining / self.save_steps / 2  # so that the moment is reached
             trap = Trap(rank, phase, choose.randint(1, max(1, int(counts[rank] * share))))
         return Kill(choose.choice(KINDS), seconds, trap, choose.randrange(self.cell.num_ranks))
 

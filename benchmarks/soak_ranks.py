@@ -55,7 +55,7 @@ class Board(ctypes.Structure):
     _fields_ = (("is_released", ctypes.c_int), ("ranks", RankBoard * MAX_RANKS))
 
     def moment(self) -> str:
-        """Return the phase of the trapped rank, or else of rank 0, where a save in flight goes before its step."""
+        """Return the phase of the trapped rank, or else of rank 0; a save in flight takes precedence over its step."""
         trapped = [rank.trapped_in for rank in self.ranks if rank.trapped_in != NOT_TRAINING]
         return PHASES[trapped[0] if trapped else self.ranks[0].save_phase or self.ranks[0].phase]
 
@@ -189,7 +189,7 @@ def _report_steps(board: RankBoard) -> None:
 
 
 class FileWatch:
-    """Follows a rank's file operations in its output directory, as an audit hook. Each event precedes its operation."""
+    """Follows a rank's file operations in its output directory through an audit hook. Each event precedes its operation."""
 
     def __init__(self, board: Board, rank: int, output_dir: Path, trap: Trap | None) -> None:
         self._board, self._own = board, board.ranks[rank]
@@ -261,7 +261,7 @@ def _path_of(event: str, arguments: tuple[Any, ...]) -> str | None:
 
 
 class Processes:
-    """Processes that are not all children of this one, followed by file descriptor."""
+    """Processes, not all of them children of this one, tracked by file descriptor."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._descriptors: dict[int, int] = {}
@@ -272,7 +272,7 @@ class Processes:
                 continue
 
     def wait(self, seconds: float) -> bool:
-        """Return whether all have ended, waiting that long."""
+        """Wait for up to the timeout and return whether all have ended."""
         deadline = time.monotonic() + seconds
         for pid, descriptor in list(self._descriptors.items()):
             poll = select.poll()

@@ -2,8 +2,8 @@
 
     python benchmarks/speed.py [--parameters 1e7] [--steps 12] [--rounds 1]
 
-recipes/sft.py under FSDP2 on two CPU ranks. Rows have 150 to 450 tokens, so that padding costs time, and times are per
-token. CPU time is meaningful on a busy machine too; memory is the peak during training. Prints docs/speed.md's table.
+Runs recipes/sft.py under FSDP2 on two CPU ranks. Rows have 150 to 450 tokens, so that padding costs time; times are
+per token. CPU time is meaningful on a busy machine too; memory is the peak during training. Prints docs/speed.md's table.
 """
 
 import argparse

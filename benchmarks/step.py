@@ -7,7 +7,8 @@ On two CPU ranks, recipes/sft.py and TRL's own scripts/sft.py alternate in one r
 stopwatch (`timed.py`, which also turns on FSDP on CPU ranks for both; Accelerate alone trains plain copies there). The
 figures are ratios of medians, in wall-clock time and in CPU time, which is meaningful on a busy machine too. On one GPU,
 the recipe runs alone, with random weights and packed rows of 4,096 tokens; tokens per second and MFU come from
-MetricsCallback. Arguments after `--` go to the recipe. Each prints a table and rewrites its section of docs/measured.md.
+MetricsCallback. Arguments after `--` go to the recipe. Each prints a table and rewrites its section of docs/measured.md,
+"A step against trl sft"; --gpu adds the section "One GPU", which is missing until a GPU has been measured.
 """
 
 import argparse
@@ -54,6 +55,7 @@ class Case:
     settings: dict[str, Any]
     length: int = 4096
     steps: int = 20
+    template: str = "fsdp2_full_shard"
 
 
 CASES = {
@@ -180,7 +182,7 @@ def train_case(
     on_cpu: bool = False,
     wrapper: Sequence[str] = (),
 ) -> tuple[list[dict[str, Any]], str]:
-    """Train a model with the recipe on one device; return the entries of its metrics.jsonl and what the run printed.
+    """Train a model with the recipe on one device; return the entries of its metrics.jsonl and the run's output.
 
     Args:
         case: the recipe's fields.
@@ -201,7 +203,7 @@ def train_case(
         "optim": "adamw_torch_fused", "lr_scheduler_type": "constant", **case.settings,
     }  # fmt: skip
     (directory / "recipe.yaml").write_text(yaml.safe_dump(settings))
-    template = ROOT / "accelerate_configs" / ("fsdp2_cpu.yaml" if on_cpu else "fsdp2_full_shard.yaml")
+    template = ROOT / "accelerate_configs" / f"{'fsdp2_cpu' if on_cpu else case.template}.yaml"
     command = [*wrapper, SCRIPTS["recipe"], "--config", str(directory / "recipe.yaml"), *recipe]
     output = launch(template, 1, command)
     return read_metrics(directory / "out" / "metrics.jsonl"), output

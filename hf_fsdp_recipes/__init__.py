@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_fsdp_recipes.callback import ShardedCheckpointCallback
+    from hf_fsdp_recipes.checkpointing.accelerator_state import save_checkpoint
     from hf_fsdp_recipes.checkpointing.verification import latest_checkpoint
     from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
     from hf_fsdp_recipes.export.from_model import export_model
@@ -26,6 +27,7 @@ __all__ = [
     "export_model",
     "latest_checkpoint",
     "load_model",
+    "save_checkpoint",
     "sharded_optimizer",
 ]
 
@@ -37,6 +39,7 @@ _MODULES = {
     "export_model": "export.from_model",
     "latest_checkpoint": "checkpointing.verification",
     "load_model": "loading.load_model",
+    "save_checkpoint": "checkpointing.accelerator_state",
     "sharded_optimizer": "training.sharded_optimizer",
 }
 

@@ -1,7 +1,7 @@
-"""Copies between host memory and an accelerator, through pinned memory and on a stream of their own.
+"""Copies between host memory and an accelerator, through pinned memory and on a separate stream.
 
-The calling thread reads or writes files meanwhile, and training's stream is not used. Each object belongs to one thread. For
-tensors in host memory nothing is copied.
+Meanwhile the calling thread reads or writes files, and the stream that training uses stays free. Each object belongs to one
+thread. Tensors that are already in host memory are not copied.
 """
 
 import contextlib
@@ -26,16 +26,20 @@ class Upload:
         self._buffers = torch.empty((NUM_BUFFERS, num_bytes), dtype=torch.uint8, pin_memory=self._stream is not None)
         self._uploaded: list[torch.Event | None] = [None] * NUM_BUFFERS
         self._next = 0
+        self.start()
+
+    def start(self) -> None:
+        """Make uploads wait for the device's earlier work, which may still use the memory that they overwrite."""
         if self._stream is not None:
-            self._stream.wait_stream(torch.accelerator.current_stream(device))
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether bytes are copied to an accelerator while the calling thread goes on."""
+        """Whether bytes are copied to an accelerator while the calling thread continues."""
         return self._stream is not None
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Return the first bytes of the next free buffer; waits for the upload of what it held."""
+        """Return the first `num_bytes` of the next buffer, once its previous content is uploaded."""
         uploaded = self._uploaded[self._next]
         if uploaded is not None:
             uploaded.synchronize()
@@ -43,7 +47,7 @@ class Upload:
 
     @contextlib.contextmanager
     def uploaded(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Give the bytes of the last buffer on the device; all work of the block is queued on the upload's stream."""
+        """Yield the content of the latest `buffer()` on the device; work in the block is queued on the upload's stream."""
         if self._stream is None:
             yield buffer
             return
@@ -53,13 +57,13 @@ class Upload:
         self._next = (self._next + 1) % NUM_BUFFERS
 
     def finish(self) -> None:
-        """Let the device's later work wait for all uploads."""
+        """Make work that is queued on the device from now on wait for all uploads."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
 
 class Download:
-    """Host buffers for values that are on any device.
+    """Host buffers that receive values from any device.
 
     Args:
         num_bytes: size of a buffer.
@@ -72,7 +76,7 @@ class Download:
         self._next = 0
 
     def to_host(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return 1-D values in host memory, cast to `dtype`. Valid until two more calls."""
+        """Return 1-D values in host memory, cast to `dtype`. The second call after this one overwrites them."""
         if values.device.type == "cpu":
             return values.to(dtype).contiguous()
         if self._stream is None or self._buffers is None:

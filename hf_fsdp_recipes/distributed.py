@@ -23,7 +23,7 @@ from hf_fsdp_recipes.errors import RecipeError, UnexpectedError
 Value = TypeVar("Value")
 logger = logging.getLogger(__name__)
 
-EXIT_WAIT_SECONDS = 3.0  # gives other ranks time to print their own errors before the launcher ends them
+EXIT_WAIT_SECONDS = 3.0  # the launcher ends the other ranks within this time after one has exited
 UNLIMITED = timedelta(days=30)  # timeout for work on one rank that may take arbitrarily long
 
 
@@ -48,19 +48,19 @@ def is_main() -> bool:
 
 
 def node_id() -> str:
-    """Return a text that is the same on the ranks of one node, and differs between nodes."""
+    """Return a string that is the same on all ranks of a node and differs between nodes."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")  # Linux only
     return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.is_file() else ''}"
 
 
-# By use: the default group, and the group that was made for it.
+# By use: (the default group at that time, the group created for the use).
 _groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """Return a group of all ranks that communicates between hosts: None for the default group if that does.
+    """Return a gloo group of all ranks, or None if the default group is one already.
 
-    Objects sent through an accelerator's group would be copied to it, and every rank would wait for its queue.
+    Objects sent through an accelerator's group would be copied to the accelerator, after all work that is queued there.
 
     Collective on the first call: every rank must call this.
     """
@@ -71,14 +71,14 @@ def host_group() -> dist.ProcessGroup | None:
 
 
 def patient_group(thread: str = "main") -> dist.ProcessGroup | None:
-    """Return a group between hosts without a timeout, to wait for work that takes one rank longer than `ddp_timeout`.
+    """Return a gloo group without a timeout, for waiting while one rank works for longer than `ddp_timeout`.
 
-    Writing a checkpoint, say, or downloading a model. A rank that dies still ends the wait.
+    For example, while it writes a checkpoint or downloads a model. A rank that dies still ends the wait.
 
     Collective on the first call: every rank must call this.
 
     Args:
-        thread: each thread that communicates needs a group of its own, with the same name on every rank.
+        thread: each thread that communicates needs a separate group, with the same name on every rank.
     """
     return _group(f"patient {thread}", UNLIMITED) if is_distributed() else None
 
@@ -97,7 +97,10 @@ def _default_timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def set_timeout(seconds: float) -> None:
-    """Set the timeout of collectives, if a process group was started with another one. Not a collective."""
+    """Set the timeout of collectives, even if the process group was started with another one.
+
+    Collective on the first call, like `host_group`.
+    """
     timeout = timedelta(seconds=seconds)
     groups = [dist.group.WORLD, host_group()] if is_distributed() else []
     for group in groups:
@@ -106,7 +109,7 @@ def set_timeout(seconds: float) -> None:
 
 
 def barrier() -> None:
-    """Wait for all ranks, not for their accelerators. Collective: every rank must call this."""
+    """Wait for all ranks, but not for their accelerators. Collective: every rank must call this."""
     if is_distributed():
         dist.barrier(host_group())
 
@@ -165,7 +168,7 @@ def print_main(message: str) -> None:
 
 
 def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise the lowest failing rank's error on every rank, or return on every rank.
+    """If any rank has failed, raise the error of the lowest such rank on every rank.
 
     Collective: every rank of the group (default: all) must call this, with its own error or None.
 
@@ -199,9 +202,6 @@ def run_on_main(work: Callable[[], Value], group: dist.ProcessGroup | None = Non
     """Return on every rank what `work` returns on rank 0, or on rank `source`.
 
     Collective: every rank of the group (default: all) must call this. `work` must not call collectives.
-
-    Raises:
-        Exception: that rank's error on every rank, as in `raise_together`.
     """
     value, error = None, None
     if rank() == source or not is_distributed():
@@ -236,9 +236,6 @@ def main_first(work: Callable[[], Value]) -> Value:
 
     Collective: every rank must call this. `work` must not call collectives; it may take longer than `ddp_timeout`,
     because ranks wait in a group without a timeout.
-
-    Raises:
-        Exception: as in `raise_together`; after a failure, the remaining ranks do not run `work`.
     """
     if not is_distributed():
         return work()
@@ -252,17 +249,18 @@ def main_first(work: Callable[[], Value]) -> Value:
 
 @contextlib.contextmanager
 def exit_with_message() -> Iterator[None]:
-    """Turn a RecipeError into one line on stderr and exit status 1; only unexpected errors get a traceback."""
+    """Turn a RecipeError into one line on stderr, from one rank, and exit status 1; only unexpected errors get a traceback."""
     try:
         yield
     except RecipeError as error:
         if isinstance(error, UnexpectedError) and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        # A single write, so that the lines of several ranks do not interleave.
-        os.write(sys.stderr.fileno(), f"{type(error).__name__}: {error}\n".encode())
-        # The launcher ends the other ranks as soon as one exits; let them print first.
+        if not error.is_agreed and not is_main():
+            # Rank 0 may have the same error. Then the launcher ends this rank before it prints, as soon as rank 0 has exited.
+            time.sleep(EXIT_WAIT_SECONDS * (1 if os.environ.get("LOCAL_RANK", "0") == "0" else 2))
+        if not error.is_agreed or is_main():
+            # A single write, so that the lines of several ranks do not interleave.
+            os.write(sys.stderr.fileno(), f"{type(error).__name__}: {error}\n".encode())
         if error.is_agreed:
-            barrier()
-        elif world_size() > 1:
-            time.sleep(EXIT_WAIT_SECONDS)
+            barrier()  # the launcher ends the other ranks as soon as one exits; let rank 0 print first
         sys.exit(1)

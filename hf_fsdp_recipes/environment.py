@@ -1,4 +1,4 @@
-"""Reads what a rank runs with: the environment variables that `accelerate launch` sets, its cores and packages."""
+"""Reads a rank's environment: the variables that `accelerate launch` sets, its CPU cores and the installed packages."""
 
 import functools
 import os
@@ -11,7 +11,7 @@ def is_true(value: object) -> bool:
 
 
 def is_fsdp_requested() -> bool:
-    """Return whether the launcher, or a TrainingArguments, turned FSDP on through Accelerate."""
+    """Return whether the launcher or TrainingArguments turned FSDP on through Accelerate."""
     return is_true(os.environ.get("ACCELERATE_USE_FSDP", "false"))
 
 

@@ -1,10 +1,13 @@
-"""The exceptions of this package, one class per package. Each message states the problem, the value and the fix.
+"""The exceptions of this package, all derived from RecipeError. Each message states the problem, the value and the fix.
 
 `distributed.exit_with_message` turns them into one line on stderr and an exit status.
 """
 
 import re
 from typing import Literal
+
+# What damaged JSON raises.
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 class RecipeError(Exception):
@@ -18,7 +21,7 @@ class RecipeError(Exception):
 
 
 class UnexpectedError(RecipeError):
-    """Wraps an exception that is not a RecipeError; on the rank where that occurred, it is the `__cause__`."""
+    """Wraps an exception that is not a RecipeError; on the rank where that exception occurred, it is the `__cause__`."""
 
 
 class PatchError(RecipeError):
@@ -64,7 +67,7 @@ class PlanError(RecipeError):
 def summarize(error: BaseException, first: Literal["line", "sentence"] | None = None) -> str:
     """Return an error's text, or only its first line or sentence, for use within a message of this package.
 
-    The text has one line and at most 300 characters, without a final period. If it is empty, it is the error's class.
+    The text has one line and at most 300 characters, without a final period. An error without text gives its class name.
     """
     text = str(error).strip()
     if first == "line":

@@ -1,11 +1,13 @@
 """Finds the PEFT model inside a wrapped model."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+HEAD_FIELDS = ("id2label", "label2id", "pad_token_id")  # of a classifier's config; training may set them
 
 
 def find_peft_model(model: torch.nn.Module) -> "PeftModel | None":
@@ -24,3 +26,16 @@ def active_adapter(peft_model: "PeftModel") -> str:
     """Return the name of the active adapter."""
     active = peft_model.active_adapter
     return active if isinstance(active, str) else active[0]
+
+
+def describe_class(base: torch.nn.Module) -> dict[str, Any] | None:
+    """Return the base model's class as PEFT's `auto_mapping`, with a classifier's labels, or None for a model with its own code.
+
+    PEFT records it only for adapters without a task type. Others need it too, because the base model's config may declare
+    another class: a reward model's base is declared as a causal model.
+    """
+    cls = next(cls for cls in type(base).__mro__ if not cls.__name__.startswith("FSDP"))
+    if not cls.__module__.startswith("transformers."):
+        return None
+    fields = {name: getattr(base.config, name, None) for name in HEAD_FIELDS} if hasattr(base, "num_labels") else {}
+    return {"base_model_class": cls.__name__, "parent_library": cls.__module__} | fields

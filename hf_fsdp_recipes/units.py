@@ -22,21 +22,13 @@ def count(number: int, noun: str) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a size such as "80GB" (decimal), "512GiB" (binary) or "1.5T".
-
-    Raises:
-        ValueError: not a size.
-    """
+    """Return the bytes of a size such as "80GB" (decimal), "512GiB" (binary) or "1.5T"; raise a ValueError if it is not one."""
     number, prefix, _ = _split(text, r"B?", "80GB or 512GiB")
     return int(number * _FACTORS[prefix.upper()])
 
 
 def parse_bandwidth(text: str) -> float:
-    """Return the bytes per second of a bandwidth such as "200Gb/s" (bits) or "25GB/s" (bytes).
-
-    Raises:
-        ValueError: not a bandwidth.
-    """
+    """Return the bytes per second of a bandwidth such as "200Gb/s" (bits) or "25GB/s" (bytes), or raise a ValueError."""
     number, prefix, unit = _split(text, r"[bB](?:/s|ps|it/s)?", "200Gb/s or 25GB/s")
     return number * _FACTORS[prefix.upper()] / (8 if unit.startswith("b") else 1)
 

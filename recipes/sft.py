@@ -13,39 +13,20 @@ A run writes to --output_dir: checkpoint-<step>/ (sharded, resumable on another 
 from_pretrained), metrics.jsonl, report.md and plots. If export/ has no weights at the end, the exit status is 1.
 """
 
-from torch.distributed.elastic.multiprocessing.errors import record
+from typing import TYPE_CHECKING
 
-from hf_fsdp_recipes.distributed import exit_with_message
-from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
+from hf_fsdp_recipes.training.run import start
 
-
-def main() -> None:
-    from hf_fsdp_recipes.training.arguments import parse_arguments
-
-    arguments = parse_arguments()  # checks everything that needs no model; every rank gets the same arguments
-    # Imported now, when CPU ranks are set up: it imports bitsandbytes, which would print on each of them.
-    from hf_fsdp_recipes.training.build import build_trainer, find_resume, finish, train
-
-    if arguments.recipe.dry_run:
-        from hf_fsdp_recipes.tools.planner import dry_run
-
-        dry_run.run(arguments)  # full-size plan, without weights
-        return
-    checkpoint = find_resume(arguments)  # locks output_dir; with `auto`, the newest complete one
-    trainer = build_trainer(arguments)  # prepares the data; no rank holds weights yet
-    failed_save = train(trainer, checkpoint)  # shards the model, loads its weights, trains, saves checkpoints
-    finish(trainer, arguments)  # exports the final weights, each rank its own slices
-    trainer.accelerator.end_training()
-    if failed_save is not None:
-        raise failed_save  # the last checkpoint could not be written
+if TYPE_CHECKING:
+    from hf_fsdp_recipes.training.arguments import Arguments
 
 
-@record  # unexpected errors appear in torchrun's error table and files
-def start() -> None:
-    wait_for_gloo_at_exit()
-    with exit_with_message():
-        main()
+def plan(arguments: "Arguments") -> None:
+    """Print a plan of the run at full size, without weights."""
+    from hf_fsdp_recipes.tools.planner import dry_run
+
+    dry_run.run(arguments)
 
 
 if __name__ == "__main__":
-    start()
+    start("sft", plan)

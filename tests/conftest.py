@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -127,6 +128,22 @@ def chat_file(tmp_path_factory) -> Path:
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+@pytest.fixture
+def mount():
+    """Return a function that mounts a small file system, until the test ends."""
+    mounted = []
+
+    def mount_tmpfs(directory: Path, num_bytes: int) -> None:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(directory)]
+        if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+            pytest.skip("needs root, to mount a small file system")
+        mounted.append(directory)
+
+    yield mount_tmpfs
+    for directory in mounted:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -76,10 +76,10 @@ def work_beyond_the_timeout():
 
     from hf_fsdp_recipes import distributed
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
 
     def work(slow_rank):
-        time.sleep(5 if distributed.rank() == slow_rank else 0)
+        time.sleep(3 if distributed.rank() == slow_rank else 0)
         return "done"
 
     results = [distributed.run_on_main(lambda: work(0), distributed.patient_group())]

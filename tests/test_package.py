@@ -6,18 +6,21 @@ import subprocess
 import sys
 import zipfile
 
+import pytest
+
 from tests.recipes.launching import ROOT
 
 PACKAGE = ROOT / "hf_fsdp_recipes"
 FLOORS = ["errors", "ranks", "measure", "launch", "load", "save", "train", "plan", "cli"]
 
 
+@pytest.mark.launch
 def test_wheel_carries_the_templates(tmp_path):
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
     subprocess.run([*command, str(tmp_path), str(ROOT)], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert len([name for name in names if re.fullmatch(r"hf_fsdp_recipes/accelerate_configs/\w+\.yaml", name)]) == 10
+    assert len([name for name in names if re.fullmatch(r"hf_fsdp_recipes/accelerate_configs/\w+\.yaml", name)]) == 11
     assert not [name for name in names if name.startswith("tests")]
 
 

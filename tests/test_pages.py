@@ -5,6 +5,8 @@ import shlex
 
 import pytest
 
+from hf_fsdp_recipes.configs.shipped_files import find_file
+from hf_fsdp_recipes.tools.launcher.command import SCRIPTS
 from tests.recipes import small
 from tests.recipes.launching import ROOT
 
@@ -12,7 +14,14 @@ SYSTEMS = ("llama2_70b_fsdp", "rocm_fsdp", "distributed_training_guide", "multin
 PAGES = [ROOT / "docs" / f"{name}.md" for name in SYSTEMS]
 OTHERS = [
     ROOT / name
-    for name in ("CONTRIBUTING.md", "docs/README.md", "docs/concepts.md", "docs/why.md", "recipes/README.md")
+    for name in (
+        "CONTRIBUTING.md",
+        "docs/README.md",
+        "docs/concepts.md",
+        "docs/trackers.md",
+        "docs/why.md",
+        "recipes/README.md",
+    )
 ]
 
 
@@ -25,7 +34,7 @@ def commands(page):
 
 
 def check_options(words):
-    """Assert that an `hf-fsdp` command has the subcommand and the options that are shown."""
+    """Assert that an `hf-fsdp` command has the subcommand and the options that are shown, and `sft` the recipe's fields."""
     from typer.main import get_command
 
     from hf_fsdp_recipes.cli import app
@@ -34,7 +43,23 @@ def check_options(words):
     while hasattr(command, "commands"):
         command, rest = command.commands[rest[0]], rest[1:]
     known = {name for parameter in command.params for name in parameter.opts}
+    if words[1] in SCRIPTS:
+        check_launch(words[1], dict(zip(rest[::2], rest[1::2], strict=False)), rest)
+        return
     assert {word for word in rest if word.startswith("-")} <= known, words
+
+
+def check_launch(trainer, values, words):
+    """Assert that `hf-fsdp sft` or another trainer is given files that exist, and options of the launcher or fields of a recipe."""
+    from hf_fsdp_recipes.tools.launcher import launch
+    from hf_fsdp_recipes.training.arguments import parse_arguments
+
+    assert find_file("accelerate_configs", values["--accelerate_config"])
+    options = launch.launch_command_parser()._option_string_actions
+    known = {name for name, action in options.items() if action.dest not in launch.SHARED_OPTIONS}
+    _, for_script = launch.split_arguments(words[words.index("--accelerate_config") + 2 :], known)
+    if not values.get("--config", "").startswith("my_recipe"):
+        parse_arguments(for_script, trainer)
 
 
 def table_rows(file):
@@ -44,8 +69,8 @@ def table_rows(file):
 def test_every_recipe_is_listed_with_its_template():
     rows = table_rows(ROOT / "recipes" / "README.md")
     listed = {re.match(r"\| \[([^]]+)\]", row).group(1): row for row in rows}
-    assert set(listed) == {recipe.name for recipe in small.recipes()}
-    for recipe in small.recipes():
+    assert set(listed) == {recipe.name for recipe in small.all_recipes()}
+    for recipe in small.all_recipes():
         assert listed[recipe.name].endswith(f"| `{small.template_of(recipe).stem}` |"), recipe.name
 
 
@@ -67,6 +92,16 @@ def test_links_lead_somewhere(page):
             headings = re.findall(r"^#+ (.+)$", target.read_text(), flags=re.MULTILINE)
             slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor in slugs, link
+
+
+def test_each_point_of_the_five_documents_has_a_file_and_a_test_that_exist():
+    section = (ROOT / "docs" / "README.md").read_text().split("## Where the five documents' content is", 1)[1]
+    rows = [line for line in section.splitlines() if "::test_" in line]
+    assert len(rows) >= 45
+    for row in rows:
+        [(file, name)] = re.findall(r"`([\w/]+\.py)::(test_\w+)` \|$", row)
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), row
+        assert "](" in row, row
 
 
 def test_figures_quoted_in_why_are_measured():
@@ -94,7 +129,7 @@ def test_launches_name_files_and_arguments_that_exist(page, monkeypatch):
         parse_arguments(words[words.index("recipes/sft.py") + 1 :])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "trackers.md"], ids=lambda page: page.stem)
 def test_hf_fsdp_commands_have_the_options_that_are_shown(page):
     shown = [shlex.split(command) for command in commands(page) if command.startswith("hf-fsdp")]
     assert shown

@@ -11,11 +11,6 @@ from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.units import format_bytes
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the `hf-fsdp` application."""
-    app.command("checkpoints")(list_command)
-
-
 def list_command(
     directory: Annotated[Path, typer.Argument(help="Output directory of a run.")],
     verify: Annotated[bool, typer.Option("--verify", help="Check the checksum of every file.")] = False,
@@ -35,7 +30,7 @@ def format_table(checkpoints: Iterable[layout.Checkpoint]) -> str:
         num_bytes = sum((checkpoint.path / name).stat().st_size for name in layout.files_in(checkpoint.path))
         loss = manifest.get("loss")
         lines.append(
-            f"{checkpoint.step:>8}  {format_bytes(num_bytes):>10}  {manifest.get('world_size', '?'):>5}  "
-            f"{'?' if loss is None else format(loss, '.4f'):>8}  {checkpoint.fault or 'complete'}"
+            f"{checkpoint.step:>8}  {format_bytes(num_bytes):>10}  {manifest.get('world_size', '?')!s:>5}  "
+            f"{format(loss, '.4f') if isinstance(loss, int | float) else '?':>8}  {checkpoint.fault or 'complete'}"
         )
     return "\n".join(lines)

@@ -31,11 +31,7 @@ Tensors = Mapping[str, TensorFacts]
 
 
 def read_dcp_metadata(directory: Path) -> "Metadata":
-    """Return the metadata of a DCP directory, without running code from it. Any process may call this.
-
-    Raises:
-        CheckpointError: it is missing or damaged, or refers to classes that DCP does not write.
-    """
+    """Return the metadata of a DCP directory without running code from it; raise a CheckpointError if it cannot be read."""
     try:
         with (directory / METADATA_FILE).open("rb") as stream:
             return load_metadata(stream)

@@ -13,7 +13,7 @@ import os
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.checkpointing.dcp_metadata import read_dcp_metadata
 from hf_fsdp_recipes.checkpointing.direct_io import CHECKSUM_BLOCK_BYTES
 from hf_fsdp_recipes.checkpointing.layout import METADATA_FILE, MODEL_DIRECTORY
-from hf_fsdp_recipes.errors import CheckpointError, ExportError
+from hf_fsdp_recipes.errors import UNREADABLE, CheckpointError, ExportError
 
 logger = logging.getLogger(__name__)
 
 NUM_RECENT_BLOCKS = 4
 RecentBlocks = dict[tuple[Path, int], memoryview]
 Checksums = dict[Path, list[str] | None]
+PlainPickles = dict[bytes, bool]  # which archives' pickles describe plain tensors
 
 
 class StoredFile:
@@ -45,17 +46,14 @@ class StoredFile:
 
     def __init__(self, path: Path, checksums: list[str] | None, recent: RecentBlocks) -> None:
         self.path = path
-        self._stream = path.open("rb", buffering=0)
+        self.stream = path.open("rb", buffering=0)
+        self.num_bytes = os.fstat(self.stream.fileno()).st_size
         self._checksums = checksums
         self._recent = recent
         self._verified: set[int] = set()
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fill `target` with the bytes at `offset`.
-
-        Raises:
-            ExportError: a block differs from its checksum, or the file cannot be read.
-        """
+        """Fill `target` with the bytes at `offset`; raise an ExportError if a block differs from its checksum."""
         while target:
             number, at = divmod(offset, CHECKSUM_BLOCK_BYTES)
             part = target[: CHECKSUM_BLOCK_BYTES - at]
@@ -75,7 +73,7 @@ class StoredFile:
         if number >= len(self._checksums):
             raise _changed(self.path)
         start = number * CHECKSUM_BLOCK_BYTES
-        block = memoryview(bytearray(min(CHECKSUM_BLOCK_BYTES, os.fstat(self._stream.fileno()).st_size - start)))
+        block = memoryview(bytearray(min(CHECKSUM_BLOCK_BYTES, self.num_bytes - start)))
         self._read_raw(start, block)
         if xxhash.xxh3_64_hexdigest(block) != self._checksums[number]:
             raise _changed(self.path)
@@ -87,7 +85,7 @@ class StoredFile:
     def _read_raw(self, offset: int, target: memoryview) -> None:
         while target:
             try:
-                count = os.preadv(self._stream.fileno(), [target], offset)
+                count = os.preadv(self.stream.fileno(), [target], offset)
             except OSError as error:
                 raise ExportError(
                     f"{self.path} cannot be read: {error.strerror}. Export another checkpoint."
@@ -99,12 +97,12 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements [first, first + count) of a tensor: raw bytes from `start` on, in the archive of `length` bytes at `offset`."""
+    """Elements [first, first + count) of a tensor: bytes from `start()` on, in an archive of `length` bytes at `offset`."""
 
     first: int
     count: int
     file: StoredFile
-    start: int
+    start: Callable[[], int]  # opens the archive on first use; 512 ranks save so many that opening all takes minutes
     offset: int
     length: int
 
@@ -127,8 +125,8 @@ class DcpTensor:
             low, high = max(start, chunk.first), min(start + count, chunk.first + chunk.count)
             if low < high:
                 target = view[(low - start) * size : (high - start) * size]
-                chunk.file.read(chunk.start + (low - chunk.first) * size, target)
-                # The archive's own bytes say where the values are, so they are verified too.
+                chunk.file.read(chunk.start() + (low - chunk.first) * size, target)
+                # The archive's first and last blocks say where the values are, so verify these too.
                 if low == chunk.first:
                     chunk.file.verify(chunk.offset)
                 if high == chunk.first + chunk.count:
@@ -139,41 +137,27 @@ class DcpTensor:
 class _Window(io.RawIOBase):
     """A byte range of a file that zipfile and torch.load can read like a file."""
 
-    def __init__(self, file: Path, start: int, length: int) -> None:
-        self._stream = file.open("rb")
+    def __init__(self, stream: io.RawIOBase, start: int, length: int) -> None:
+        self._stream = stream
         self._start, self._length, self._at = start, length, 0
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         return self._at
 
-    def tell(self) -> int:
-        return self._at
-
     def seekable(self) -> bool:
         return True
 
-    def readable(self) -> bool:
-        return True
-
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: max(0, self._length - self._at)]
-        self._stream.seek(self._start + self._at)
-        count = self._stream.readinto(view)
+        count = os.preadv(
+            self._stream.fileno(), [memoryview(buffer)[: max(0, self._length - self._at)]], self._start + self._at
+        )
         self._at += count
         return count
 
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
-
 
 def find_directory(checkpoint: Path) -> Path:
-    """Return the directory of a checkpoint that holds the model's `.metadata`.
-
-    Raises:
-        ExportError: the checkpoint has no `.metadata`.
-    """
+    """Return the directory of a checkpoint that holds the model's `.metadata`; raise an ExportError if there is none."""
     for candidate in (checkpoint / MODEL_DIRECTORY, checkpoint):
         if (candidate / METADATA_FILE).is_file():
             return candidate
@@ -186,7 +170,7 @@ def find_directory(checkpoint: Path) -> Path:
 def read_index(directory: Path) -> dict[str, DcpTensor]:
     """Return the tensors of a DCP directory and where they are stored.
 
-    Any process may call this. Files without block checksums are verified first; each process verifies its share of them.
+    Any process may call this. Files without block checksums are verified first.
 
     Raises:
         ExportError: the index cannot be read, a file is missing, truncated or differs from the checkpoint's manifest, or
@@ -200,17 +184,14 @@ def read_index(directory: Path) -> dict[str, DcpTensor]:
     except CheckpointError as error:
         raise ExportError(str(error)) from error
     try:
-        storage: dict[tuple[str, tuple[int, ...]], Any] = {}
-        for index, info in (metadata.storage_data or {}).items():
-            storage[(index.fqn, tuple(index.offset or ()))] = info
+        stored = (metadata.storage_data or {}).items()
+        storage = {(index.fqn, tuple(index.offset or ())): info for index, info in stored}
         tensors = {}
-        plain: dict[bytes, bool] = {}
+        plain: PlainPickles = {}
         for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
-                shape = tuple(entry.size)
-                dtype = entry.properties.dtype
-                chunks = [_chunk(directory, name, shape, dtype, chunk, storage, files, plain) for chunk in entry.chunks]
-                tensors[name] = _checked(directory, DcpTensor(name, shape, dtype, _in_order(chunks)))
+                chunks = [_chunk(directory, name, entry, chunk, storage, files, plain) for chunk in entry.chunks]
+                tensors[name] = _join(directory, name, entry, chunks)
         return tensors
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ExportError(f"{directory / METADATA_FILE} is damaged ({error!r}). Export another checkpoint.") from error
@@ -235,24 +216,17 @@ def _open_files(directory: Path) -> Callable[[str], StoredFile]:
 
 
 def _verify_manifest(directory: Path) -> Checksums | None:
-    """Check the files that an export reads against the manifest; `.distcp` files with block checksums are checked later.
-
-    Returns:
-        Block checksums by file (None for a file that is already verified), or None without a manifest, as in a stock
-        checkpoint.
-    """
+    """Check the files that an export reads; return the block checksums of those to check later, or None without a manifest."""
     root = directory.parent if directory.name == MODEL_DIRECTORY else directory
     if not (root / layout.MANIFEST).is_file():
         if distributed.is_main():
             logger.warning("%s has no %s; exporting without integrity checks", root, layout.MANIFEST)
         return None
     checksums: Checksums = {}
-    small: list[tuple[Path, str]] = []
-    unblocked: list[tuple[Path, str]] = []
     try:
         for name, entry in layout.read_manifest(root)["files"].items():
             file, num_bytes, blocks = root / name, int(entry["bytes"]), entry.get("blocks")
-            # The optimizer's and the ranks' own state are not read.
+            # The state of the optimizer and of single ranks is not read.
             if file.parent not in (root, directory) or file.suffix in (".pt", ".pth"):
                 continue
             if layout.find_size(file) != num_bytes:
@@ -262,17 +236,10 @@ def _verify_manifest(directory: Path) -> Checksums | None:
             if blocks is not None and len(blocks) != -(-num_bytes // CHECKSUM_BLOCK_BYTES):
                 raise ValueError(f"{name} has {len(blocks)} blocks")
             checksums[file] = blocks
-            if blocks is None:
-                (unblocked if file.suffix == ".distcp" else small).append((file, str(entry["xxh3"])))
-    except layout.UNREADABLE as error:
+            if blocks is None and layout.checksum(file) != str(entry["xxh3"]):
+                raise _changed(file)
+    except UNREADABLE as error:
         raise ExportError(f"{root / layout.MANIFEST} cannot be read ({error!r}). Export another checkpoint.") from error
-    if unblocked:
-        distributed.print_main(
-            f"verifying {len(unblocked)} files first, because {root} has no block checksums for them"
-        )
-    for file, expected in small + unblocked[distributed.rank() :: distributed.world_size()]:
-        if layout.checksum(file) != expected:
-            raise _changed(file)
     return checksums
 
 
@@ -283,14 +250,13 @@ def _changed(file: Path) -> ExportError:
 def _chunk(
     directory: Path,
     name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
+    entry: Any,
     chunk: Any,
     storage: Any,
     files: Callable[[str], StoredFile],
-    plain: dict[bytes, bool],
+    plain: PlainPickles,
 ) -> Chunk:
-    offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+    shape, offsets, sizes = tuple(entry.size), tuple(chunk.offsets), tuple(chunk.sizes)
     if any(offsets[1:]) or sizes[1:] != shape[1:]:
         raise ExportError(
             f"{directory}: {name} has a chunk of {sizes} at {offsets}; only tensors sharded by rows can be exported."
@@ -300,51 +266,41 @@ def _chunk(
         raise ExportError(f"{directory / METADATA_FILE} does not say where {name} is. Export another checkpoint.")
     width, count = math.prod(shape[1:]), math.prod(sizes)
     file = files(info.relative_path)
-    start = 0 if count == 0 else _data_start(file.path, name, info.offset, info.length, count * dtype.itemsize, plain)
+    if file.num_bytes < info.offset + info.length:
+        raise ExportError(f"{file.path} is truncated: {name} should end at byte {info.offset + info.length:,}.")
+    num_bytes = count * entry.properties.dtype.itemsize
+    start = cache(partial(_data_start, file, name, info.offset, info.length, num_bytes, plain))
     return Chunk((offsets[0] if offsets else 0) * width, count, file, start, info.offset, info.length)
 
 
-def _data_start(file: Path, name: str, offset: int, length: int, num_bytes: int, plain: dict[bytes, bool]) -> int:
-    """Return the first byte of a chunk's values in its `.distcp` file; `plain` caches which pickles are plain tensors."""
-    if file.stat().st_size < offset + length:
-        raise ExportError(f"{file} is truncated: {name} should end at byte {offset + length:,}.")
+def _data_start(file: StoredFile, name: str, offset: int, length: int, num_bytes: int, plain: PlainPickles) -> int:
+    """Return the first byte of a chunk's values in its `.distcp` file."""
+    window = _Window(file.stream, offset, length)
     try:
-        with _Window(file, offset, length) as window, zipfile.ZipFile(window) as archive:
+        with zipfile.ZipFile(window) as archive:
             (data,) = [info for info in archive.infolist() if info.filename.split("/")[-2:-1] == ["data"]]
             (pickle,) = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
             description = archive.read(pickle)  # identical for all tensors of the same shape
-            if description not in plain:
-                window.seek(0)
-                described = torch.load(window, map_location="meta", weights_only=True)
-                plain[description] = described.is_contiguous() and not described.storage_offset()
-            if data.file_size != num_bytes or not plain[description]:
-                raise ExportError(f"{file}: {name} is not stored as {num_bytes:,} contiguous bytes")
-            header = bytearray(4)
-            window.seek(data.header_offset + 26)  # lengths of the local header's name and extra field
-            window.readinto(header)
-    except ExportError:
-        raise
+        if description not in plain:
+            window.seek(0)
+            described = torch.load(window, map_location="meta", weights_only=True)
+            plain[description] = described.is_contiguous() and not described.storage_offset()
+        if data.file_size != num_bytes or not plain[description]:
+            raise ValueError(f"it is not stored as {num_bytes:,} contiguous bytes")
+        header = bytearray(4)
+        window.seek(data.header_offset + 26)  # lengths of the local header's name and extra field
+        window.readinto(header)
     except Exception as error:  # zipfile and torch raise many types for damaged archives
-        raise ExportError(f"{file}: {name} cannot be read ({error})") from error
+        raise ExportError(f"{file.path}: {name} cannot be read ({error})") from error
     name_bytes, extra_bytes = int.from_bytes(header[:2], "little"), int.from_bytes(header[2:], "little")
     return offset + data.header_offset + 30 + name_bytes + extra_bytes
 
 
-def _in_order(chunks: list[Chunk]) -> tuple[Chunk, ...]:
-    # Replicas may be listed too; the first chunk of each range is enough.
-    by_first: dict[int, Chunk] = {}
-    for chunk in chunks:
-        if chunk.count:
-            by_first.setdefault(chunk.first, chunk)
-    return tuple(by_first[first] for first in sorted(by_first))
-
-
-def _checked(directory: Path, tensor: DcpTensor) -> DcpTensor:
-    end = 0
-    for chunk in tensor.chunks:
-        if chunk.first != end:
-            raise ExportError(f"{directory}: {tensor.name} has a gap or an overlap at element {end:,}")
-        end += chunk.count
-    if end != math.prod(tensor.shape):
-        raise ExportError(f"{directory}: {tensor.name} has {end:,} of {math.prod(tensor.shape):,} elements")
-    return tensor
+def _join(directory: Path, name: str, entry: Any, chunks: list[Chunk]) -> DcpTensor:
+    """Return the tensor of these chunks, of which each range may have several (replicas)."""
+    by_first = {chunk.first: chunk for chunk in chunks if chunk.count}
+    ordered = tuple(by_first[first] for first in sorted(by_first))
+    ends = [0, *(chunk.first + chunk.count for chunk in ordered)]
+    if ends != [*(chunk.first for chunk in ordered), math.prod(entry.size)]:
+        raise ExportError(f"{directory}: the chunks of {name} have a gap or an overlap. Export another checkpoint.")
+    return DcpTensor(name, tuple(entry.size), entry.properties.dtype, ordered)

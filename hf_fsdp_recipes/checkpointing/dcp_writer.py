@@ -23,12 +23,12 @@ class DirectWriter(FileSystemWriter):
         manifest_entries: size and checksums of each `.distcp` file that this rank has written, by name.
 
     Args:
-        directory: to write into.
+        directory: where the files are written.
         notify: called with the number of bytes of each write.
     """
 
     def __init__(self, directory: Path, notify: Callable[[int], Any] = lambda num_bytes: None) -> None:
-        # Without copying ahead, which would synchronize the stream that training uses.
+        # Do not copy ahead: that would synchronize the stream that training uses.
         super().__init__(directory, sync_files=False, per_thread_copy_ahead=0)
         self.manifest_entries: dict[str, dict[str, Any]] = {}
         self.fs = _DirectFileSystem(notify, self.manifest_entries)
@@ -38,7 +38,7 @@ class CachedPlanner(DefaultSavePlanner):
     """Reuses the plan of the previous save of the same part, so that rank 0 plans for all ranks only once.
 
     Args:
-        part: what is saved; each part has its own plan.
+        part: "model" or "optimizer"; each has its own plan.
     """
 
     def __init__(self, part: str) -> None:
@@ -49,7 +49,7 @@ class CachedPlanner(DefaultSavePlanner):
 def forget_plans() -> None:
     """Discard the cached plans. Call it on every rank after a failed save, and before another model is saved.
 
-    torch compares names and shapes with the last plan, not dtypes, and torch 2.11 keeps the plan of a save that failed.
+    torch compares names and shapes with the last plan, not dtypes, and a failed save may leave its plan.
     """
     for name, cached in vars(SavePlanner).items():
         if name.startswith("_cached_") and isinstance(cached, dict):

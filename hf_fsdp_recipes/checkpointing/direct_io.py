@@ -36,11 +36,7 @@ class DirectFile:
         self._small_bytes = 0
 
     def write(self, data: "ReadableBuffer", offset: int, buffer: mmap.mmap) -> None:
-        """Write all of `data` at byte `offset`, full blocks through an aligned buffer.
-
-        Raises:
-            OSError: the disk is full or fails.
-        """
+        """Write all of `data` at byte `offset`, full blocks through an aligned buffer."""
         view = memoryview(data).cast("B")
         head, blocks, tail = split_at_blocks(view, offset)
         if len(blocks) < MIN_DIRECT_BYTES:
@@ -55,7 +51,7 @@ class DirectFile:
         self._write_later(tail, first_block + len(blocks))
 
     def _write_later(self, view: memoryview, offset: int) -> None:
-        """Batch small cached writes, because each one waits for other ranks' blocks."""
+        """Batch small cached writes, because each one waits for blocks that other ranks are writing."""
         if view:
             self._small.append((bytes(view), offset))
             self._small_bytes += len(view)
@@ -84,11 +80,7 @@ class DirectFile:
             _write_all(self._descriptor, view[:count], offset)
 
     def close(self) -> None:
-        """Write what remains, make the file durable and close it.
-
-        Raises:
-            OSError: the disk is full or fails.
-        """
+        """Write what remains, make the file durable and close it."""
         try:
             self._write_small()
             os.fsync(self._descriptor)
@@ -165,7 +157,7 @@ class ChecksummedStream(io.RawIOBase):
 
 
 def split_at_blocks(view: memoryview, offset: int) -> tuple[memoryview, memoryview, memoryview]:
-    """Split the bytes for `offset` of a file into its full blocks, what comes before them, and what comes after."""
+    """Split bytes to be written at `offset` into those before the first full block, the full blocks, and the rest."""
     first = min(-offset % BLOCK_BYTES, len(view))
     last = max(first, len(view) - (offset + len(view)) % BLOCK_BYTES)
     return view[:first], view[first:last], view[last:]

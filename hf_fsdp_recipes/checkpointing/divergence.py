@@ -44,9 +44,6 @@ def check_run(model: torch.nn.Module, state: "TrainerState", output_dir: str | o
     """Check the trained weights when training ends, and warn if the last logged loss or gradient norm is not finite.
 
     Collective: every rank must call this.
-
-    Raises:
-        DivergenceError: a weight is NaN or infinite, on any rank.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with distributed.sync_errors():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def capture(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, plugin: "FullyShardedDataParallelPlugin"
 ) -> dict[str, dict[str, Any]]:
-    """Return the sharded state of model and optimizer under FSDP1, which is a copy. Collective: every rank must call this.
+    """Return a copy of the sharded state of model and optimizer under FSDP1. Collective: every rank must call this.
 
     The copy is on the accelerator if every rank has room for it there, and in host memory otherwise.
     """
@@ -41,7 +41,7 @@ def _has_room_on_device(model: torch.nn.Module, optimizer: torch.optim.Optimizer
     num_bytes = sum(tensor.nbytes for tensor in shards if tensor.device.type != "cpu")
     if not num_bytes:
         return True
-    # Not what torch's allocator has cached: the next forward and backward need that.
+    # Memory that torch's allocator has cached does not count: the next forward and backward need it.
     return num_bytes <= torch.accelerator.get_memory_info()[0]
 
 

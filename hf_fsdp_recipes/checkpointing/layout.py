@@ -4,11 +4,14 @@ A checkpoint is complete if its directory has its final name and its files match
 then the directory is renamed. Uses neither torch nor collectives.
 """
 
+import errno
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,29 +19,19 @@ from typing import Any
 
 import xxhash
 
-from hf_fsdp_recipes.checkpointing.fsync import sync_path
-from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.errors import UNREADABLE, CheckpointError
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 STATE_FILE = "trainer_state.json"
+STATE_KEY = "hf_fsdp_recipes"  # in `stateful_callbacks` there, which Trainer saves and restores with its state
 MODEL_DIRECTORY = "pytorch_model_fsdp_0"
 PARTS = {"model": MODEL_DIRECTORY, "optimizer": "optimizer_0"}  # directories of DCP files, in the order of writing
 METADATA_FILE = ".metadata"  # of each part
-UNREADABLE = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)  # damaged JSON
 _NAME = re.compile(r"checkpoint-(\d+)")
 _INCOMPLETE = re.compile(r"\.checkpoint-(\d+)\.incomplete")
-_READ_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -78,11 +71,8 @@ def incomplete_directory_for(output_dir: str | os.PathLike[str], step: int) -> P
 
 def checksum(file: Path) -> str:
     """Return the 64-bit XXH3 of a file in hexadecimal. It detects accidental corruption, not tampering."""
-    value = xxhash.xxh3_64()
     with file.open("rb", buffering=0) as stream:
-        while block := stream.read(_READ_BYTES):
-            value.update(block)
-    return value.hexdigest()
+        return str(hashlib.file_digest(stream, xxhash.xxh3_64).hexdigest())
 
 
 def manifest_entries(directory: Path, files: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -93,11 +83,29 @@ def manifest_entries(directory: Path, files: Iterable[str]) -> dict[str, dict[st
 
 
 def find_size(file: Path) -> int | None:
-    """Return the number of bytes of a file, or None if it does not exist or its name is not a valid path."""
+    """Return a file's bytes, or None if it does not exist; raise a CheckpointError if the file system fails."""
     try:
-        return file.stat().st_size if file.is_file() else None
-    except (OSError, ValueError):
+        found = file.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            return None
+        raise _unreadable(file, error) from error
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def _unreadable(file: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{file} cannot be read: {error.strerror}. Check the file system, then start again.")
+
+
+def sync_path(path: Path) -> None:
+    """Flush a file, or a directory's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def files_in(directory: Path) -> list[str]:
@@ -107,16 +115,10 @@ def files_in(directory: Path) -> list[str]:
 
 
 def start(output_dir: str | os.PathLike[str], step: int) -> Path:
-    """Create the empty directory that a step is written into, and delete interrupted saves. Rank 0 only.
-
-    Raises:
-        CheckpointError: the directory cannot be created.
-    """
+    """Create the empty directory that a step is written into, and delete interrupted saves. Rank 0 only."""
     incomplete = incomplete_directory_for(output_dir, step)
     try:
-        for old in Path(output_dir).glob(".checkpoint-*.incomplete") if Path(output_dir).is_dir() else ():
-            if _INCOMPLETE.fullmatch(old.name):
-                shutil.rmtree(old)
+        remove_interrupted(output_dir)
         for part in PARTS.values():
             (incomplete / part).mkdir(parents=True)
     except OSError as error:
@@ -126,22 +128,21 @@ def start(output_dir: str | os.PathLike[str], step: int) -> Path:
     return incomplete
 
 
-def commit(incomplete: Path, final: Path, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
-    """Write the manifest, make everything durable, and give the directory its final name. Rank 0 only.
+def remove_interrupted(output_dir: str | os.PathLike[str]) -> None:
+    """Delete saves that were interrupted. Rank 0 only, while no save is being written."""
+    for old in Path(output_dir).glob(".checkpoint-*.incomplete"):
+        if is_incomplete_name(old.name):
+            old.unlink() if old.is_symlink() else shutil.rmtree(old)
 
-    Raises:
-        CheckpointError: files were added or removed during the save, or the disk fails.
-    """
+
+def commit(incomplete: Path, final: Path, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+    """Write the manifest, make everything durable, and give the directory its final name. Rank 0 only."""
     present = set(files_in(incomplete))
     if present != set(files):
         changed = sorted(present ^ set(files))[:3]
         raise CheckpointError(f"{incomplete}: another process added or removed {changed} during the save")
-    manifest = {"format": MANIFEST_FORMAT, **facts, "files": {name: dict(files[name]) for name in sorted(files)}}
     try:
-        (incomplete / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        sync_path(incomplete / MANIFEST)
-        for directory in {incomplete, *((incomplete / name).parent for name in files)}:
-            sync_path(directory)
+        _write_manifest(incomplete, files, facts)
         if final.exists():
             set_aside(final)
         incomplete.rename(final)
@@ -150,6 +151,31 @@ def commit(incomplete: Path, final: Path, files: Mapping[str, Mapping[str, Any]]
         raise CheckpointError(
             f"{final} could not be completed: {error.strerror}. Earlier checkpoints are intact."
         ) from error
+
+
+def complete_in_place(directory: Path, facts: Mapping[str, Any]) -> None:
+    """Flush a checkpoint that Trainer has written, and add a manifest; raise a CheckpointError if the disk fails. Rank 0 only."""
+    try:
+        (directory / MANIFEST).unlink(missing_ok=True)
+        names = files_in(directory)
+        for name in names:
+            sync_path(directory / name)
+        _write_manifest(directory, manifest_entries(directory, names), facts)
+        sync_path(directory.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} could not be completed: {error.strerror}. Earlier checkpoints are intact."
+        ) from error
+
+
+def _write_manifest(directory: Path, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+    manifest = {"format": MANIFEST_FORMAT, **facts, "files": {name: dict(files[name]) for name in sorted(files)}}
+    part = directory / f"{MANIFEST}.part"
+    part.write_text(json.dumps(manifest, indent=1))
+    sync_path(part)
+    part.replace(directory / MANIFEST)
+    for each in {directory, *((directory / name).parent for name in files)}:
+        sync_path(each)
 
 
 def set_aside(path: Path) -> Path:
@@ -166,6 +192,9 @@ def validate(directory: Path, verify: bool = False, part: int = 0, num_parts: in
     """Return why a checkpoint cannot be resumed from, or None if it can.
 
     Checks names and sizes, and with `verify` the checksums of one of `num_parts` parts of the files.
+
+    Raises:
+        CheckpointError: the file system fails, so the checkpoint may be complete.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
@@ -173,6 +202,8 @@ def validate(directory: Path, verify: bool = False, part: int = 0, num_parts: in
     except FileNotFoundError:
         return f"no {MANIFEST}: the save did not finish, or another program wrote it"
     except UNREADABLE as error:
+        if isinstance(error, OSError) and not isinstance(error, IsADirectoryError | NotADirectoryError):
+            raise _unreadable(directory / MANIFEST, error) from error
         return f"{MANIFEST} cannot be read ({error!r})"
     match = _NAME.fullmatch(directory.name)
     if match and manifest.get("step") != int(match.group(1)):
@@ -191,24 +222,36 @@ def validate(directory: Path, verify: bool = False, part: int = 0, num_parts: in
 
 
 def list_checkpoints(output_dir: str | os.PathLike[str], verify: bool = False) -> list[Checkpoint]:
-    """Return all checkpoints of a run by step, complete or not."""
+    """Return all checkpoints in an output directory, complete or not, sorted by step."""
     found = []
     directory = Path(output_dir)
     for path in directory.iterdir() if directory.is_dir() else ():
         match = _NAME.fullmatch(path.name)
         if match and path.is_dir():
-            run = read_manifest(path).get("run")
+            run = (read_manifest(path) or _read_run_facts(path)).get("run")
             found.append(Checkpoint(path, int(match.group(1)), validate(path, verify), run))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Return a checkpoint's manifest, or an empty one if it cannot be read."""
+    return read_json(directory / MANIFEST)
+
+
+def _read_run_facts(directory: Path) -> dict[str, Any]:
+    """Return the run's id from Trainer's state, for a checkpoint without a manifest."""
+    callbacks = read_json(directory / STATE_FILE).get("stateful_callbacks")
+    facts = callbacks.get(STATE_KEY) if isinstance(callbacks, dict) else None
+    return facts if isinstance(facts, dict) else {}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file, or an empty dict if it cannot be read."""
     try:
-        manifest = json.loads((directory / MANIFEST).read_text())
+        content = json.loads(file.read_text())
     except UNREADABLE:
         return {}
-    return manifest if isinstance(manifest, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def quarantine_incomplete(output_dir: str | os.PathLike[str]) -> list[Path]:
@@ -227,19 +270,23 @@ def quarantine_incomplete(output_dir: str | os.PathLike[str]) -> list[Path]:
 def remove_old(
     output_dir: str | os.PathLike[str], keep: int, protect: Iterable[Path | str] = (), run: str | None = None
 ) -> list[Path]:
-    """Delete a run's oldest complete checkpoints beyond `keep`, never the newest or a protected one. Rank 0 only.
+    """Delete a run's oldest complete checkpoints beyond `keep`, never the newest, a protected one or a link. Rank 0 only.
 
     Call it after a newer checkpoint is complete. Only directories named exactly `checkpoint-<step>` whose manifest has the
     id `run` are counted and deleted.
     """
     old = find_old([one for one in list_checkpoints(output_dir) if one.run == run], keep, protect)
-    for checkpoint in old:
-        shutil.rmtree(checkpoint.path)
-    return [checkpoint.path for checkpoint in old]
+    links = [checkpoint.path for checkpoint in old if checkpoint.path.is_symlink()]
+    if links:
+        logger.warning("%s is a symbolic link and is not deleted", ", ".join(map(str, links)))
+    removed = [checkpoint.path for checkpoint in old if checkpoint.path not in links]
+    for path in removed:
+        shutil.rmtree(path)
+    return removed
 
 
 def find_old(checkpoints: Iterable[Checkpoint], keep: int, protect: Iterable[Path | str] = ()) -> list[Checkpoint]:
-    """Return the oldest complete ones of a run's checkpoints beyond `keep`, never the newest or a protected one."""
+    """Return a run's oldest complete checkpoints beyond `keep`, never the newest or a protected one."""
     protected = {Path(path).resolve() for path in protect}
     complete = [checkpoint for checkpoint in checkpoints if checkpoint.is_complete]
     candidates = [checkpoint for checkpoint in complete[:-1] if checkpoint.path.resolve() not in protected]

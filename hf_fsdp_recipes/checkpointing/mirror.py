@@ -1,7 +1,8 @@
 """Uploads checkpoints and exports to object storage while training continues, and downloads a checkpoint to resume from.
 
-A mirror is a URL that fsspec opens, such as s3://bucket/run, or a path. Each rank uploads a part of the files. Rank 0 uploads the
-manifest once all ranks are done, so a checkpoint in the mirror is complete or absent. Credentials and endpoints are fsspec's own.
+A mirror is a URL that fsspec opens, such as s3://bucket/run, or a path. Each rank uploads a part of the files. Rank 0 uploads
+the manifest once all ranks are done, so a checkpoint in the mirror is complete or absent. Set credentials and endpoints as
+fsspec's documentation describes.
 """
 
 import contextlib
@@ -10,7 +11,6 @@ import json
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -20,78 +20,15 @@ import torch.distributed as dist
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.checkpointing.run_identity import EXPORTS
+from hf_fsdp_recipes.checkpointing.storage import UNFINISHED, Storage
 from hf_fsdp_recipes.errors import CheckpointError, SaveError, summarize
 
 Value = TypeVar("Value")
 logger = logging.getLogger(__name__)
 
-RETRY_SECONDS = (1.0, 4.0, 16.0)
-UNFINISHED = "upload.json"  # in a checkpoint whose upload has not finished; holds the run's id
-
-
-class Storage:
-    """The directory at a URL. Failed operations are retried."""
-
-    def __init__(self, url: str) -> None:
-        import fsspec
-
-        self.url = url.rstrip("/")
-        self.is_local = fsspec.utils.get_protocol(self.url) in ("file", "local")
-        try:
-            self.fs, self.root = fsspec.core.url_to_fs(self.url, **({"auto_mkdir": True} if self.is_local else {}))
-        except (ImportError, ValueError) as error:  # fsspec's message names the missing package
-            raise CheckpointError(
-                f"{url} cannot be opened: {summarize(error)}. For s3, run pip install 'hf-fsdp-recipes[mirror]'."
-            ) from error
-
-    def attempt(self, method: str, *arguments: Any, retry: bool = True) -> Any:
-        """Call a method of the file system; return None if what it reads does not exist."""
-        for delay_seconds in [*(RETRY_SECONDS if retry else ()), None]:
-            try:
-                return getattr(self.fs, method)(*arguments)
-            except Exception as error:  # each file system raises its own
-                if isinstance(error, FileNotFoundError) and method in ("cat_file", "ls"):
-                    return None
-                if delay_seconds is None:
-                    raise CheckpointError(summarize(error, "sentence")) from error
-                time.sleep(delay_seconds)
-
-    def read_json(self, name: str) -> dict[str, Any]:
-        """Return a file's content, or nothing if it does not exist or was not fully written."""
-        try:
-            content = json.loads(self.attempt("cat_file", f"{self.root}/{name}") or "{}")
-        except ValueError:
-            return {}
-        return content if isinstance(content, dict) else {}
-
-    def rename_manifest(self, checkpoint: layout.Checkpoint, name: str) -> None:
-        """Make a checkpoint incomplete without deleting its files."""
-        directory = f"{self.root}/{checkpoint.path}"
-        self.attempt("mv", f"{directory}/{layout.MANIFEST}", f"{directory}/{name}")
-
-    def remove(self, checkpoint: layout.Checkpoint) -> None:
-        """Delete a checkpoint. It is incomplete first, so that an interruption leaves nothing to resume from."""
-        if checkpoint.is_complete:
-            self.rename_manifest(checkpoint, UNFINISHED)
-        self.fs.invalidate_cache()
-        self.attempt("rm", f"{self.root}/{checkpoint.path}", True)
-
-    def list_checkpoints(self) -> list[layout.Checkpoint]:
-        """Return all checkpoints by step; their paths are names."""
-        self.fs.invalidate_cache()
-        found = []
-        for path in self.attempt("ls", self.root, False) or ():
-            name = PurePosixPath(path).name
-            if layout.is_checkpoint_name(name):
-                manifest = self.read_json(f"{name}/{layout.MANIFEST}")
-                fault = None if "files" in manifest else "its upload did not finish"
-                run = (manifest or self.read_json(f"{name}/{UNFINISHED}")).get("run")
-                found.append(layout.Checkpoint(Path(name), int(name.partition("-")[2]), fault, run))
-        return sorted(found, key=lambda checkpoint: checkpoint.step)
-
 
 class Mirror:
-    """Uploads what `add` names, one directory at a time, from a thread of each rank.
+    """Uploads the directories passed to `add`, one at a time, from a thread on each rank.
 
     Every rank has one and calls its methods in the same order. If uploads are slower than saves, only the newest checkpoint is
     uploaded. Without a URL it does nothing.
@@ -107,16 +44,13 @@ class Mirror:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._added: list[tuple[Path, str]] = []  # directories with the names of their manifests
-        self._num_done = self._current = 0  # of those added: done, or skipped; up to the one that is uploaded now
-        self._failures: dict[str, str | None] = {}  # of the last checkpoint and export, by the name of their manifests
+        # Positions in `_added`, from 1: of the last directory that is finished or skipped, and of the current upload.
+        self._num_done = self._current = 0
+        self._failures: dict[str, str | None] = {}  # of the last checkpoint and the last export, by manifest name
         self._has_skipped = False
 
     def check(self, output_dir: str | os.PathLike[str], is_fsdp: bool = True) -> None:
-        """Check that every rank can write to the mirror. Collective: every rank must call this.
-
-        Raises:
-            CheckpointError: it cannot be opened or written, or is the output directory, or this is not an FSDP run.
-        """
+        """Raise a CheckpointError if a rank cannot write to the mirror, or without FSDP. Collective: every rank must call this."""
         if self._url is None:
             return
         if not is_fsdp:
@@ -137,12 +71,8 @@ class Mirror:
                     f"checkpoint_mirror {self._url} cannot be written: {error}. Check the address and the credentials."
                 ) from error
 
-    def claim(self, run: str | None, step: int) -> None:
-        """Refuse a mirror that another run uses, and set checkpoints aside whose steps will be repeated. Rank 0 only.
-
-        Raises:
-            CheckpointError: the mirror holds another run's checkpoint or export.
-        """
+    def claim(self, run: str | None, step: int, *, is_starting: bool = True) -> None:
+        """Refuse a mirror of another run; when training starts, set aside checkpoints of steps that it repeats. Rank 0 only."""
         if self._url is None:
             return
         self._run, storage = run, self._storage
@@ -155,10 +85,10 @@ class Mirror:
                 f"{self._url} holds {others[0]} of another run. Resume that run with resume_from_checkpoint={self._url}/auto, "
                 f"or choose another checkpoint_mirror."
             )
-        for checkpoint in complete:
+        for checkpoint in complete if is_starting else ():
             if checkpoint.step > step:
                 storage.rename_manifest(checkpoint, f"{layout.MANIFEST}.set-aside")
-                logger.warning("%s/%s is set aside, because its step is repeated", self._url, checkpoint.path)
+                logger.warning("%s/%s is set aside, because the run repeats its step", self._url, checkpoint.path)
 
     def start(self, output_dir: str, step: int, keep: int | None, best: Callable[[], str | None]) -> None:
         """Start the thread, and upload the checkpoint that the run resumes from if it is not in the mirror. Collective.
@@ -218,10 +148,14 @@ class Mirror:
                         self._changed.wait()
                     self._current = number
                 directory, manifest = self._added[number - 1]
-                self._report_skipped()
+                if number > self._num_done + 1 and not self._has_skipped:
+                    self._has_skipped = True
+                    distributed.warn_main(
+                        f"uploads to {self._url} are slower than saves; older checkpoints are skipped"
+                    )
                 self._upload(directory, manifest)
                 self._failures[manifest] = None
-            except Exception as error:  # of the upload: the same on every rank; or another rank has exited
+            except Exception as error:  # the upload failed on every rank, or another rank has exited
                 self._failures[manifest] = (
                     f"{directory} was not uploaded to {self._url}: {summarize(error)}. It is complete on this machine. Check the "
                     f"network and the credentials; resuming the run from it uploads it."
@@ -231,18 +165,13 @@ class Mirror:
                 self._num_done = self._current
                 self._changed.notify_all()
 
-    def _report_skipped(self) -> None:
-        if self._current > self._num_done + 1 and not self._has_skipped:
-            self._has_skipped = True
-            distributed.warn_main(f"uploads to {self._url} are slower than saves; older checkpoints are skipped")
-
     def _upload(self, directory: Path, manifest: str) -> None:
         files = distributed.run_on_main(functools.partial(self._start, directory, manifest), self._group)
         own = None
         with contextlib.suppress(OSError):
             own = layout.checksum(directory / manifest)
         found = distributed.gather_objects(own, self._group)
-        # The others do not see rank 0's directory.
+        # Only ranks that see rank 0's directory upload.
         uploaders = [rank for rank, value in enumerate(found) if value == found[0]]
         with distributed.sync_errors(self._group):
             if distributed.rank() in uploaders:
@@ -276,23 +205,15 @@ class Mirror:
             self._storage.attempt("rm_file", f"{self._storage.root}/{directory.name}/{UNFINISHED}")
             own = [one for one in self._storage.list_checkpoints() if one.run == self._run]
             newest = max((one.step for one in own if one.is_complete), default=0)
-            # A later best may not be uploaded yet.
-            best = [Path(path).name for path in (self._best(), _read_best(directory)) if path]
+            # A newer best checkpoint may not be uploaded yet.
+            saved_best = layout.read_json(directory / layout.STATE_FILE).get("best_model_checkpoint")
+            best = [Path(path).name for path in (self._best(), saved_best) if path]
             old = layout.find_old(own, self._keep, best) if self._keep else []
             old += [one for one in own if not one.is_complete and one.step < newest and one.run]
             for checkpoint in old:
                 self._storage.remove(checkpoint)
         except CheckpointError as error:
             logger.warning("old checkpoints were not deleted: %s", error)
-
-
-def _read_best(checkpoint: Path) -> str | None:
-    """Return the path of the best checkpoint when this one was saved, if it is one."""
-    try:
-        path = json.loads((checkpoint / layout.STATE_FILE).read_text())["best_model_checkpoint"]
-    except layout.UNREADABLE:
-        return None
-    return path if isinstance(path, str) else None
 
 
 def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path | None = None) -> Path | None:
@@ -302,12 +223,13 @@ def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path 
     Collective: every rank must call this, after the process group has started.
 
     Args:
-        url: of a checkpoint, or of a mirror with or without /auto for its newest complete checkpoint.
+        url: URL of a checkpoint, or of a mirror (with or without /auto) for its newest complete checkpoint.
         output_dir: the run's output directory.
-        newest: the newest complete checkpoint there, if any. Returned unless the mirror has a later one of the same run.
+        newest: the newest complete checkpoint in `output_dir`, if any. With a mirror's URL, only a later checkpoint of the
+            same run is downloaded.
 
     Returns:
-        The checkpoint in `output_dir`, or `newest` if the mirror has no complete one.
+        The downloaded checkpoint in `output_dir`, or `newest` if there is nothing to download.
 
     Raises:
         CheckpointError: the named checkpoint is not complete, or its files do not match its manifest.
@@ -338,7 +260,7 @@ def _choose(url: str, newest: Path | None) -> tuple[str, dict[str, Any]] | None:
 
 
 def _download(url: str, manifest: dict[str, Any], output_dir: Path) -> Path:
-    """Download one checkpoint unless it is there, verify it and give it its final name. One rank of a node at a time."""
+    """Download one checkpoint unless it is there, verify it and give it its final name. Called by `main_first`."""
     step, files = int(manifest["step"]), manifest["files"]
     final = layout.directory_for(output_dir, step)
     output_dir.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,19 +19,14 @@ import torch.distributed as dist
 from hf_fsdp_recipes import distributed
 
 EXIT_PREEMPTED = 85  # a signal ended the run after a checkpoint; run the same command again to continue
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG = 1  # prctl(2), linux/prctl.h
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class SignalWatch:
-    """Watches for signals on this rank and shares them with the others. Every rank has one.
+    """Watches for signals on this rank and shares them with the others. Every rank has one."""
 
-    Args:
-        every_steps: number of steps between exchanges, and thus the longest that a signal waits.
-    """
-
-    def __init__(self, every_steps: int = 1) -> None:
-        self._every_steps = max(1, every_steps)
+    def __init__(self) -> None:
         self._received = 0
         # Of the last exchange: a signal's number, and whether a rank has failed.
         self._flags = torch.zeros(2, dtype=torch.int32)
@@ -39,7 +35,13 @@ class SignalWatch:
         self._previous: dict[signal.Signals, Any] = {}
 
     def start(self) -> None:
-        """Install the handlers. Call it on every rank, from its main thread."""
+        """Install the handlers. Call it on every rank.
+
+        Python allows handlers in the main thread only. Elsewhere, as in Ray Train, signals keep their effect and a line says so.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            distributed.print_main("not the main thread: SIGTERM and SIGUSR1 end the run without a last checkpoint")
+            return
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._record)
         _end_with_launcher()
@@ -56,12 +58,12 @@ class SignalWatch:
         """Whether the ranks have agreed to stop."""
         return self._is_agreed
 
-    def start_exchange(self, step: int, has_failed: bool) -> None:
+    def start_exchange(self, has_failed: bool) -> None:
         """Start to share this rank's signal, and whether it has failed, while the optimizer steps.
 
-        Collective: every rank must call this at the same steps, before the optimizer's step.
+        Collective: every rank must call this before the optimizer's step.
         """
-        if self._is_agreed or step % self._every_steps:
+        if self._is_agreed:
             return
         self._flags = torch.tensor([self._received, has_failed], dtype=torch.int32)
         if distributed.is_distributed():
@@ -85,11 +87,7 @@ class SignalWatch:
         return self._is_agreed, bool(any_failed)
 
     def exit_if_signaled(self, completed: Path | None) -> None:
-        """Exit with EXIT_PREEMPTED if the ranks agreed to stop.
-
-        Raises:
-            SystemExit: on every rank.
-        """
+        """Exit every rank with EXIT_PREEMPTED if they agreed to stop. Collective."""
         if self._is_agreed:
             distributed.print_main(f"stopped by a signal; resume from {completed} with --resume_from_checkpoint auto")
             distributed.barrier()
@@ -100,14 +98,8 @@ class SignalWatch:
 
 
 def _end_with_launcher() -> None:
-    """Have the kernel send SIGTERM to this rank when its launcher dies. Linux only.
-
-    torchrun starts ranks in their own sessions. If it is killed, they would keep training and write to the same directory
-    as the run that replaces them.
-
-    Source: prctl(2), PR_SET_PDEATHSIG.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+    """Have the kernel send SIGTERM to this rank when its launcher dies: torchrun starts ranks in their own sessions."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -24,12 +24,16 @@ from hf_fsdp_recipes.checkpointing.dcp_metadata import (
     stored_tensors,
 )
 from hf_fsdp_recipes.checkpointing.layout import PARTS
+from hf_fsdp_recipes.checkpointing.run_end import PATIENCE, read_patience
+from hf_fsdp_recipes.checkpointing.run_identity import read_run
+from hf_fsdp_recipes.checkpointing.run_inputs import checksum_weights, describe_rows
 from hf_fsdp_recipes.checkpointing.state import capture
+from hf_fsdp_recipes.checkpointing.verification import check_once, check_small_files, read_tensor_file
 from hf_fsdp_recipes.environment import package_version
-from hf_fsdp_recipes.errors import CheckpointError, summarize
+from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.parameter_names import is_adapter, without_adapter_name
 from hf_fsdp_recipes.patches.transformers import register_resume_check
-from hf_fsdp_recipes.peft_models import active_adapter, find_peft_model
+from hf_fsdp_recipes.peft_models import active_adapter, describe_class, find_peft_model
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerState, TrainingArguments
@@ -53,14 +57,16 @@ def global_batch_size(args: "TrainingArguments") -> int:
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size()
 
 
-def manifest_facts(args: "TrainingArguments", state: "TrainerState") -> dict[str, Any]:
+def manifest_facts(args: "TrainingArguments", state: "TrainerState", callbacks: Iterable[object]) -> dict[str, Any]:
     """Return the manifest entries that describe the run."""
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     return {
         "world_size": distributed.world_size(),
         "global_batch_size": global_batch_size(args),
+        "run": read_run(state),
         "epoch": state.epoch,
         "loss": losses[-1] if losses else None,
+        PATIENCE: read_patience(callbacks),
     }
 
 
@@ -90,9 +96,19 @@ def _model_facts(model: torch.nn.Module) -> dict[str, Any]:
     facts: dict[str, Any] = {"model_name_or_path": getattr(getattr(base, "config", None), "name_or_path", None)}
     if peft_model is not None:
         name = active_adapter(peft_model)
-        config = peft_model.peft_config[name].to_dict()
-        facts |= {"adapter_name": name, "adapter": json.loads(json.dumps(config, default=_as_plain))}
+        config = peft_model.peft_config[name].to_dict() | {"auto_mapping": describe_class(base)}
+        facts |= {
+            "adapter_name": name,
+            "base_weights": _checksum_base(base),
+            "adapter": json.loads(json.dumps(config, default=_as_plain)),
+        }
     return facts
+
+
+def _checksum_base(base: Any) -> int | None:
+    config = getattr(base, "config", None)
+    name = getattr(config, "name_or_path", None)
+    return checksum_weights(name, getattr(config, "_commit_hash", None)) if name else None
 
 
 def _as_plain(value: Any) -> Any:
@@ -100,11 +116,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def read_train_params(checkpoint: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's `train_params.yaml`, or None if a stock Trainer wrote the checkpoint.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """Return a checkpoint's `train_params.yaml`, or None without one; raise a CheckpointError if it cannot be read."""
     try:
         params = yaml.safe_load((checkpoint / PARAMS_FILE).read_text())
     except FileNotFoundError:
@@ -117,17 +129,9 @@ def read_train_params(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _read_batch_facts(checkpoint: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's `train_params.yaml` if it tells the batch size; another program's may not."""
-    params = read_train_params(checkpoint)
-    if params is None or "global_batch_size" not in params:
-        return None
-    required: dict[str, type] = {"arguments": dict, "global_batch_size": int, "world_size": int}
-    for name, kind in required.items():
-        if not isinstance(params.get(name), kind):
-            raise CheckpointError(
-                f"{checkpoint}/{PARAMS_FILE} is damaged: {name} is {params.get(name)!r:.80}. Use another checkpoint."
-            )
-    return params
+    """Return a checkpoint's `train_params.yaml` if it records the batch size; another program's may not."""
+    params = read_train_params(checkpoint) or {}
+    return params if "global_batch_size" in params else None
 
 
 def keep_global_batch(args: "TrainingArguments", checkpoint: Path) -> None:
@@ -168,7 +172,8 @@ def keep_global_batch(args: "TrainingArguments", checkpoint: Path) -> None:
 
 def _check_optimizer(params: dict[str, Any], checkpoint: Path) -> None:
     optimizer = str(params["arguments"].get("optim"))
-    if "8bit" in optimizer and params["world_size"] != distributed.world_size():
+    is_sharded = (checkpoint / PARTS["optimizer"]).is_dir()
+    if is_sharded and "8bit" in optimizer and params["world_size"] != distributed.world_size():
         raise CheckpointError(
             f"{checkpoint} holds {optimizer} states of {params['world_size']} ranks, but this run has "
             f"{distributed.world_size()}. 8-bit states cannot be resharded: resume on {params['world_size']} ranks, or "
@@ -177,11 +182,7 @@ def _check_optimizer(params: dict[str, Any], checkpoint: Path) -> None:
 
 
 def check_data_position(args: "TrainingArguments", state: "TrainerState") -> None:
-    """Check that a resumed run has the checkpoint's global batch size.
-
-    Raises:
-        CheckpointError: it does not, so rows would be skipped or repeated.
-    """
+    """Raise a CheckpointError if a resumed run would skip or repeat rows, because its global batch size has changed."""
     checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
     params = _read_batch_facts(checkpoint) if checkpoint.is_dir() else None
     if params is None:
@@ -203,18 +204,25 @@ def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def enable_checks() -> None:
-    """Compare the checkpoints that Trainer resumes from with the run. Idempotent; not a collective."""
+    """Make Trainer compare each checkpoint that it resumes from with the run. Idempotent; not a collective."""
     register_resume_check(_check_checkpoint)
 
 
 def _check_checkpoint(trainer: "Trainer", checkpoint: Path, is_sharded: bool) -> None:
-    """Refuse a checkpoint of another model or optimizer, and report what else has changed. Collective."""
+    """Refuse a damaged checkpoint or one of another model or optimizer, and report what else has changed. Collective."""
     if is_sharded:
         _check_state(trainer, checkpoint)
         return
+    check_once(checkpoint)
     with distributed.sync_errors():
         check_small_files(checkpoint)
+        record_rows(trainer)
     model: Any = trainer.model
+    if not trainer.is_fsdp_enabled:  # Trainer's reader compares the tensors
+        optimizer = trainer.create_optimizer()
+        distributed.run_on_main(lambda: _compare_optimizer(checkpoint, optimizer))
+        distributed.run_on_main(lambda: _compare_runs(checkpoint, trainer))
+        return
     peft_model = find_peft_model(model)
     # PEFT renames some tensors when it saves them; the adapter's name is not in every checkpoint.
     rename = functools.partial(without_adapter_name, adapter_name=active_adapter(peft_model)) if peft_model else str
@@ -226,11 +234,28 @@ def _check_checkpoint(trainer: "Trainer", checkpoint: Path, is_sharded: bool) ->
         tied = set(getattr(model, "all_tied_weights_keys", None) or {}) - stored.keys()
         wanted = {name: facts for name, facts in tensors.items() if name not in tied}
         _refuse(checkpoint, find_mismatch(stored, wanted, compare_names=not peft_model))
-        changes = describe_changes(read_train_params(checkpoint) or {}, train_params(trainer.args, model))
-        if changes:
-            print(f"resume: changed since {checkpoint.name}: {changes}", flush=True)
+        _compare_runs(checkpoint, trainer)
 
     distributed.run_on_main(check)
+
+
+def _compare_runs(checkpoint: Path, trainer: "Trainer") -> None:
+    """Refuse an adapter of another base model, and print what else has changed. Rank 0 only."""
+    before, now = read_train_params(checkpoint) or {}, train_params(trainer.args, trainer.model)
+    weights = [params.get("base_weights") for params in (before, now)]
+    if None not in weights and weights[0] != weights[1]:
+        names = [params["model_name_or_path"] for params in (before, now)]
+        _refuse(checkpoint, f"holds an adapter of {names[0]}, whose weights differ from those of this run's {names[1]}")
+    changes = describe_changes(before, now)
+    if changes:
+        print(f"resume: changed since {checkpoint.name}: {changes}", flush=True)
+
+
+def record_rows(trainer: "Trainer") -> None:
+    """Let checkpoints record a trainer's rows, unless a recipe has described them. Not a collective."""
+    args: Any = trainer.args
+    if not hasattr(args, "recipe_facts"):
+        args.recipe_facts = describe_rows(trainer.train_dataset)
 
 
 def _check_state(trainer: "Trainer", checkpoint: Path) -> None:
@@ -252,14 +277,29 @@ def _check_state(trainer: "Trainer", checkpoint: Path) -> None:
         metadata = read_dcp_metadata(checkpoint / PARTS["optimizer"])
         stored = _last_parts(metadata.state_dict_metadata, "optimizer.state.")
         if stored != kept:
-            recorded = (read_train_params(checkpoint) or {}).get("arguments", {}).get("optim", "another optimizer")
-            raise CheckpointError(
-                f"{checkpoint} was trained with {recorded}, which keeps {_join(stored)}, but this run's "
-                f"{type(optimizer.optimizer).__name__} keeps {_join(kept)}. Set optim as in that run, or start a "
-                f"new run from its export."
-            )
+            raise _other_optimizer(checkpoint, optimizer.optimizer, f"keeps {_join(stored)}", f"keeps {_join(kept)}")
 
     distributed.run_on_main(check)
+
+
+def _compare_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse another optimizer's state: each has settings that the other lacks. A new version may add or remove some."""
+    if not (checkpoint / "optimizer.pt").is_file():
+        return
+    state = read_tensor_file(checkpoint / "optimizer.pt", mmap=True)
+    stored, own = (set(one["param_groups"][0]) - {"params", "initial_lr"} for one in (state, optimizer.state_dict()))
+    if stored - own and own - stored:
+        raise _other_optimizer(
+            checkpoint, optimizer, f"has the settings {_join(stored - own)}", f"has {_join(own - stored)} instead"
+        )
+
+
+def _other_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer, stored: str, own: str) -> CheckpointError:
+    recorded = (read_train_params(checkpoint) or {}).get("arguments", {}).get("optim", "another optimizer")
+    return CheckpointError(
+        f"{checkpoint} was trained with {recorded}, which {stored}, but this run's {type(optimizer).__name__} {own}. Set optim "
+        f"as in that run, or start a new run from its export."
+    )
 
 
 def _read_tensors(checkpoint: Path) -> dict[str, TensorFacts]:
@@ -281,28 +321,3 @@ def _refuse(checkpoint: Path, mismatch: str | None) -> None:
 
 def _join(names: set[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
-
-
-def check_small_files(checkpoint: Path) -> None:
-    """Read the small files that Trainer will read on this rank. Not a collective.
-
-    Raises:
-        CheckpointError: one cannot be read, or contains objects other than plain data.
-    """
-    from transformers import PreTrainedConfig, TrainerState
-    from transformers.trainer_pt_utils import safe_globals
-
-    tensors = ("scheduler.pt", "scaler.pt", "rng_state.pth", f"rng_state_{distributed.rank()}.pth")
-    readers: dict[str, Any] = dict.fromkeys(
-        tensors, functools.partial(torch.load, map_location="cpu", weights_only=True)
-    )
-    readers |= {"trainer_state.json": TrainerState.load_from_json, "config.json": PreTrainedConfig.from_json_file}
-    for name, read in readers.items():
-        try:
-            if (checkpoint / name).exists():
-                with safe_globals():
-                    read(checkpoint / name)
-        except Exception as error:
-            raise CheckpointError(
-                f"{checkpoint / name} cannot be read: {summarize(error, 'line')}. Use another checkpoint."
-            ) from error

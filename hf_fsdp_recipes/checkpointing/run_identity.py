@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hf_fsdp_recipes.checkpointing import layout
+from hf_fsdp_recipes.checkpointing.layout import STATE_FILE, STATE_KEY
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.metrics.metrics_callback import MODEL_FILE
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
 PreviousRun = Literal["refuse", "archive"]
 
 EXPORT, MERGED_EXPORT = EXPORTS = ("export", "export_merged")
-_EXPORT = re.compile(rf"({'|'.join(EXPORTS)})(-\d+)?")  # the number is of an export whose directory was taken
+_EXPORT = re.compile(rf"({'|'.join(EXPORTS)})(-\d+)?")  # with a number if the directory was taken
 SIDE_FILES = (METRICS_FILE, REPORT_FILE, LOSS_PLOT, THROUGHPUT_PLOT, MEMORY_PLOT, MODEL_FILE)
-STATE_KEY = "hf_fsdp_recipes"  # in `stateful_callbacks`, which Trainer saves and restores with its state
 
 
 def read_run(state: "TrainerState") -> str | None:
@@ -33,18 +33,25 @@ def read_run(state: "TrainerState") -> str | None:
 
 
 def claim_directory(
-    output_dir: str | os.PathLike[str], state: "TrainerState", previous_run: PreviousRun, run: str | None = None
+    output_dir: str | os.PathLike[str],
+    state: "TrainerState",
+    previous_run: PreviousRun,
+    run: str | None = None,
+    *,
+    is_starting: bool = True,
 ) -> None:
     """Make room for a run in its output directory, and give a new run its id.
 
-    If another run has written there, the new run is refused or those files are moved to `previous-<n>`. The run's own complete
-    checkpoints after the step that it resumes from are renamed. Rank 0 only, with the directory locked, before anything is written.
+    If another run has written there, the new run is refused, or the earlier files are moved to `previous-<n>` when training
+    starts. Then checkpoints after the step that it resumes from are renamed. Rank 0 only, with the directory locked, before
+    anything is written.
 
     Args:
         output_dir: the run's output directory.
         state: Trainer's state when training starts; a new run is at step 0.
         previous_run: what to do with another run's checkpoints and export.
         run: the run's id, if this process has already started it once.
+        is_starting: whether training starts now. Until then, the run may be refused for another reason, so nothing is moved.
 
     Raises:
         CheckpointError: the directory holds another run's checkpoints or export, and `previous_run` is refuse.
@@ -53,23 +60,31 @@ def claim_directory(
     if state.global_step == 0:
         state.stateful_callbacks[STATE_KEY] = {"run": run or secrets.token_hex(8)}
     own = read_run(state)
-    complete = [checkpoint for checkpoint in layout.list_checkpoints(directory) if checkpoint.is_complete]
-    found = [checkpoint.path for checkpoint in complete if checkpoint.run != own]
-    is_own = len(found) < len(complete) or (state.global_step > 0 and not complete) or run is not None
+    # A stock Trainer's checkpoint has no manifest. If it also lacks its state file, its save was interrupted, and it may be
+    # this run's.
+    written = [
+        one for one in layout.list_checkpoints(directory) if one.is_complete or (one.path / STATE_FILE).is_file()
+    ]
+    found = [checkpoint.path for checkpoint in written if checkpoint.run != own]
+    is_own = len(found) < len(written) or run is not None
     if not is_own:  # the other files are not this run's either
         found += [path for path in directory.glob("export*") if _EXPORT.fullmatch(path.name)]
         found += [directory / name for name in SIDE_FILES if found and (directory / name).is_file()]
     if found and previous_run == "refuse":
-        raise CheckpointError(_describe(directory, found[0], has_checkpoint=layout.is_checkpoint_name(found[0].name)))
+        raise CheckpointError(_describe(directory, found[0]))
+    if not is_starting:
+        return
     if found:
         _archive(directory, found)
-    for checkpoint in complete:
-        if checkpoint.run == own and checkpoint.step > state.global_step:
-            layout.set_aside(checkpoint.path)  # from steps that the run will repeat
+    for checkpoint in layout.list_checkpoints(directory):
+        if checkpoint.step > state.global_step:
+            layout.set_aside(checkpoint.path)  # complete or not: the run will repeat its step
 
 
-def _describe(directory: Path, found: Path, has_checkpoint: bool) -> str:
-    resume = "Resume it with resume_from_checkpoint=auto, set" if has_checkpoint else "Set"
+def _describe(directory: Path, found: Path) -> str:
+    named = "auto" if (found / layout.MANIFEST).is_file() else found
+    is_checkpoint = layout.is_checkpoint_name(found.name)
+    resume = f"Resume it with resume_from_checkpoint={named}, set" if is_checkpoint else "Set"
     return (
         f"{directory} holds {found.name} of another run. {resume} previous_run=archive to move it to "
         f"{_archive_for(directory)}, or choose another output_dir."

@@ -2,13 +2,14 @@
 
 import copy
 import dataclasses
+import io
 import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
+from transformers.trainer_callback import ExportableState
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import layout, resume
@@ -25,30 +26,38 @@ def collect(
     random: dict[str, Any],
     rank_files: Mapping[str, str],
     assets: Mapping[str, bytes],
-) -> dict[str, Callable[[Path], None]]:
-    """Return this rank's small files as they are now: for each name, a function that writes the file to a path.
+) -> dict[str, bytes]:
+    """Return the content of this rank's small files as they are now, by name.
 
     `event` holds a callback's keyword arguments. Rank 0 also writes `assets`, the config and tokenizer files.
     """
     name = f"rng_state_{distributed.rank()}.pth" if distributed.world_size() > 1 else "rng_state.pth"
-    files = {name: _save_tensors(random or random_state())}
-    files |= {name: _save_bytes(text.encode()) for name, text in rank_files.items()}
+    files = {name: _dump(random or random_state())} | {name: text.encode() for name, text in rank_files.items()}
     if distributed.is_main():
-        params = yaml.safe_dump(resume.train_params(args, event["model"]), sort_keys=True)
         trainer_state = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
-        files |= {name: _save_bytes(content) for name, content in assets.items()}
-        files["scheduler.pt"] = _save_tensors(copy.deepcopy(event["lr_scheduler"].state_dict()))
-        files[layout.STATE_FILE] = _save_bytes(trainer_state.encode())
-        files[resume.PARAMS_FILE] = _save_bytes(params.encode())
+        files |= assets
+        files["scheduler.pt"] = _dump(event["lr_scheduler"].state_dict())
+        files[layout.STATE_FILE] = trainer_state.encode()
+        files[resume.PARAMS_FILE] = format_params(args, event["model"])
     return files
 
 
-def _save_tensors(value: Any) -> Callable[[Path], None]:
-    return lambda path: torch.save(value, path)
+def export_callbacks(state: "TrainerState", callbacks: Iterable[object]) -> None:
+    """Update the callbacks' states in Trainer's state, as Trainer does before it saves."""
+    states: dict[str, list[Any]] = {}
+    for callback in callbacks:
+        if isinstance(callback, ExportableState):
+            states.setdefault(type(callback).__name__, []).append(copy.deepcopy(callback.state()))
+    state.stateful_callbacks |= {name: found[0] if len(found) == 1 else found for name, found in states.items()}
 
 
-def _save_bytes(content: bytes) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        path.write_bytes(content)
+def format_params(args: "TrainingArguments", model: torch.nn.Module) -> bytes:
+    """Return the content of `train_params.yaml`."""
+    return yaml.safe_dump(resume.train_params(args, model), sort_keys=True).encode()
 
-    return write
+
+def _dump(value: Any) -> bytes:
+    """Return what `torch.save` writes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

@@ -1,11 +1,11 @@
 """Copies this rank's shards to host memory, reusing the same memory for every save.
 
-Shards on an accelerator are copied into pinned memory on a stream of their own, which starts when the work that training has
-queued is done. New memory for each save would cost page faults or pinning, and twice the memory, because the allocator does
-not reuse one thread's freed memory in another.
+Shards on an accelerator are copied into pinned memory on a separate stream, once the work that training has queued is done.
+Every save reuses the same host memory. New memory would cause page faults or have to be pinned again, and use would double,
+because the allocator does not reuse memory that another thread has freed.
 
-Not torch's `DefaultStager`: in torch 2.13 its stream does not wait for training's, its thread works on device 0 on every
-rank, and it pins memory on CUDA only.
+torch's `DefaultStager` is not used: in torch 2.13 its stream does not wait for training's stream, its thread works on
+device 0 on every rank, and it pins memory on CUDA only.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ KeyPath = tuple[Any, ...]  # the keys that lead to a tensor
 
 
 class CopyStream:
-    """A stream of the accelerator that holds a state, for copies to host memory during training.
+    """A stream for copying a state to host memory during training, on the accelerator that holds the state.
 
     Create it on the thread that trains. If the state is in host memory, all methods do nothing.
     """
@@ -55,7 +55,7 @@ class CopyStream:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make this the calling thread's stream and its device the current one.
+        """Make this stream and its device the current ones of the calling thread.
 
         A new thread works on device 0 by default, and on the stream that training uses.
         """
@@ -78,16 +78,13 @@ class HostStaging:
     """Host memory for one state dict, whose structure and shapes stay the same from save to save."""
 
     def __init__(self) -> None:
-        self._buffers: dict[KeyPath, tuple[torch.Tensor, bool]] = {}  # with whether it is pinned
+        self._buffers: dict[KeyPath, tuple[torch.Tensor, bool]] = {}  # (buffer, whether it is pinned)
         self._can_pin = True
 
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy in host memory. Overwrites the previous copy.
 
         Copies from an accelerator are queued on the current stream; they may not be done when this returns.
-
-        Raises:
-            MemoryError, RuntimeError: there is too little host memory.
         """
         sizes = {True: 0, False: 0}
         for _, tensor in local_tensors(state):
@@ -120,7 +117,7 @@ class HostStaging:
         for number, shard in enumerate(tensor.local_shards()):
             values = self._copy_tensor(shard.tensor, (*path, number), memory)
             shards.append(Shard(values, on_host[tuple(shard.metadata.shard_offsets)]))
-        # Not ShardedTensor's own, which compares with the other ranks and refuses pinned memory.
+        # Not ShardedTensor's own constructor, which communicates with other ranks and refuses pinned memory.
         return ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, metadata)
 
     def _copy_tensor(self, tensor: torch.Tensor, path: KeyPath, memory: "dict[bool, _HostMemory]") -> torch.Tensor:
@@ -144,7 +141,7 @@ class HostStaging:
 class _HostMemory:
     """Gives out parts of large allocations, because torch rounds each pinned allocation up to a power of two.
 
-    A tensor that is larger than CHUNK_BYTES gets an allocation of its own.
+    A tensor that is larger than CHUNK_BYTES gets a separate allocation.
     """
 
     def __init__(self, num_expected_bytes: int, is_pinned: bool) -> None:
@@ -153,7 +150,7 @@ class _HostMemory:
         self._free = memoryview(b"")
 
     def expect(self, num_bytes: int) -> None:
-        """Expect requests for more bytes."""
+        """Add to the number of bytes that `empty_like` will be asked for."""
         self.num_expected_bytes += num_bytes
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import fsdp1
+from hf_fsdp_recipes.configs.optimizers import optimizer_errors, optimizer_name
 from hf_fsdp_recipes.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -17,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_arguments(args: "TrainingArguments", plugin: "FullyShardedDataParallelPlugin") -> None:
-    """Check that a run saves complete, sharded checkpoints. Not a collective.
-
-    Raises:
-        CheckpointError: names the argument to change.
-    """
+    """Raise a CheckpointError if a run would not save complete, sharded checkpoints. Not a collective."""
     if plugin.state_dict_type.name != "SHARDED_STATE_DICT":
         raise CheckpointError(
             f"fsdp_state_dict_type is {plugin.state_dict_type.name}, but ShardedCheckpointCallback writes "
@@ -31,6 +28,8 @@ def check_arguments(args: "TrainingArguments", plugin: "FullyShardedDataParallel
         raise CheckpointError(
             "save_only_model is set, but a checkpoint without an optimizer cannot be resumed. Remove save_only_model."
         )
+    if errors := optimizer_errors(optimizer_name(args), plugin.fsdp_version):
+        raise CheckpointError(*errors)
 
 
 def capture(
@@ -45,10 +44,10 @@ def capture(
 
     if plugin.fsdp_version == 1:
         return fsdp1.capture(model, optimizer, plugin)
-    # Accelerate's options copy everything to the host at once, on this thread.
+    # Accelerate's options would copy everything to the host at once, on this thread.
     options = replace(fsdp_utils._prepare_sd_options(plugin), cpu_offload=False)
     model_state = fsdp_utils._get_model_state_dict(model, adapter_only=True, sd_options=options)
-    # Forward may change buffers, which are plain tensors, before they are staged.
+    # Clone buffers, which are plain tensors, because forward may change them before they are copied.
     model_state = {name: value.clone() if type(value) is torch.Tensor else value for name, value in model_state.items()}
     return {"model": model_state, "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
 
@@ -70,6 +69,7 @@ def local_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
 def random_state() -> dict[str, Any]:
     """Return this rank's random state in the form that Trainer restores."""
     import numpy
+    from accelerate import PartialState
 
     states: dict[str, Any] = {
         "python": random.getstate(),
@@ -77,7 +77,10 @@ def random_state() -> dict[str, Any]:
         "cpu": torch.random.get_rng_state(),
     }
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is not None:
+    if accelerator is not None and PartialState().device.type == "cpu":
+        # Reading the generators would create a context on every device, but Trainer expects the entry on each rank.
+        states[accelerator.type] = []
+    elif accelerator is not None:
         module = torch.get_device_module(accelerator)
         has_several_ranks = distributed.world_size() > 1
         states[accelerator.type] = module.get_rng_state_all() if has_several_ranks else module.get_rng_state()

@@ -1,11 +1,19 @@
 """Chooses the checkpoint to resume from. The ranks share the work of verifying it."""
 
+import functools
 import os
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import layout
-from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.errors import CheckpointError, summarize
+
+read_tensor_file = functools.partial(torch.load, map_location="cpu", weights_only=True)
+_verified: set[Path] = set()  # by this process
 
 
 def latest_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
@@ -18,7 +26,7 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
     each other without a timeout.
 
     Raises:
-        CheckpointError: on every rank, if another rank does not see the files that rank 0 sees.
+        CheckpointError: on every rank, if another rank does not see the files that rank 0 sees, or a file system fails.
     """
     found = distributed.run_on_main(lambda: layout.list_checkpoints(output_dir), distributed.patient_group())
     for checkpoint in reversed(found):
@@ -34,10 +42,10 @@ def check_named(directory: Path) -> None:
 
     One without a manifest, such as a stock Trainer's, is accepted with a warning.
 
-    Collective, as `latest_checkpoint`.
+    Collective, like `latest_checkpoint`.
 
     Raises:
-        CheckpointError: it does not exist or does not match its manifest; names the file.
+        CheckpointError: the checkpoint does not exist, or a file does not match the manifest; the message names it.
     """
 
     def has_manifest() -> bool:
@@ -57,18 +65,23 @@ def check_named(directory: Path) -> None:
         )
 
 
-def _verify(directory: Path) -> str | None:
-    """Return why a checkpoint cannot be resumed from, after each rank has read its part of the files. Collective.
+def check_once(directory: Path) -> None:
+    """Check a checkpoint unless this process has already verified it. Collective, like `check_named`."""
+    if not all(distributed.gather_objects(directory.resolve() in _verified)):
+        check_named(directory)
 
-    Raises:
-        CheckpointError: on every rank, if another rank does not see the files that rank 0 sees.
-    """
+
+def _verify(directory: Path) -> str | None:
+    """Return why a checkpoint cannot be resumed from, after each rank has read its part of the files. Collective."""
     part, num_parts = (distributed.rank(), distributed.world_size()) if distributed.is_distributed() else (0, 1)
-    unseen = layout.validate(directory)
+    with distributed.sync_errors(distributed.patient_group()):
+        unseen = layout.validate(directory)
     try:
         fault = unseen or layout.validate(directory, verify=True, part=part, num_parts=num_parts)
     except OSError as error:
         fault = f"{error.filename or 'a file'} cannot be read: {error.strerror}"
+    except CheckpointError as error:
+        fault = str(error)
     found = distributed.gather_objects((unseen, fault), distributed.patient_group())
     for rank, (unseen, _) in enumerate(found):
         if unseen is not None and found[0][0] is None:
@@ -76,4 +89,32 @@ def _verify(directory: Path) -> str | None:
                 f"{directory} is complete on rank 0, but rank {rank} sees another one: {unseen}. Mount the same output_dir on "
                 f"every node."
             )
-    return next((fault for _, fault in found if fault is not None), None)
+    fault = next((fault for _, fault in found if fault is not None), None)
+    if fault is None:
+        _verified.add(directory.resolve())
+    return fault
+
+
+def check_small_files(checkpoint: Path) -> None:
+    """Read the small files that Trainer will read on this rank. Not a collective.
+
+    Raises:
+        CheckpointError: a file cannot be read, or contains objects other than plain data.
+    """
+    from transformers import PreTrainedConfig, TrainerState
+    from transformers.trainer_pt_utils import safe_globals
+
+    tensors = ("scheduler.pt", "scaler.pt", "rng_state.pth", f"rng_state_{distributed.rank()}.pth")
+    readers: dict[str, Any] = dict.fromkeys(tensors, read_tensor_file)
+    readers["optimizer.pt"] = functools.partial(read_tensor_file, mmap=True)  # does not read the tensors yet
+    readers |= {file.name: functools.partial(safe_open, framework="pt") for file in checkpoint.glob("*.safetensors")}
+    readers |= {"trainer_state.json": TrainerState.load_from_json, "config.json": PreTrainedConfig.from_json_file}
+    for name, read in readers.items():
+        try:
+            if (checkpoint / name).exists():
+                with safe_globals():
+                    read(checkpoint / name)
+        except Exception as error:
+            raise CheckpointError(
+                f"{checkpoint / name} cannot be read: {summarize(error, 'line')}. Use another checkpoint."
+            ) from error

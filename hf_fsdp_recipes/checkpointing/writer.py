@@ -3,14 +3,13 @@
 `Writer.save` starts two threads: one copies this rank's state to host memory, the other writes it to files with fsync and
 checksums. Rank 0 renames the directory when every rank is done. The threads have their own process group, and on an
 accelerator their own stream. The copy overlaps the next forward and backward; only the next optimizer step waits for it. One
-save is in flight at a time; a failure is kept and raised at the next call.
+save is in flight at a time; the next call of `save` or `wait` raises its error.
 """
 
 import contextlib
 import logging
 import shutil
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -24,8 +23,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.checkpointing.dcp_writer import CachedPlanner, DirectWriter, forget_plans
 from hf_fsdp_recipes.checkpointing.divergence import check_weights
-from hf_fsdp_recipes.checkpointing.fsync import sync_path
-from hf_fsdp_recipes.checkpointing.layout import METADATA_FILE, PARTS
+from hf_fsdp_recipes.checkpointing.layout import METADATA_FILE, PARTS, sync_path
 from hf_fsdp_recipes.checkpointing.lock import check_lock
 from hf_fsdp_recipes.checkpointing.staging import CopyStream, HostStaging
 from hf_fsdp_recipes.checkpointing.state import local_tensors
@@ -40,19 +38,12 @@ StagedState = tuple[State, torch.Event | None]  # in host memory once the event 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The contents of one checkpoint.
-
-    Attributes:
-        step: the global step.
-        state: {"model": ..., "optimizer": ...}, sharded tensors.
-        small_files: this rank's other files: for each name, a function that writes the file to a path.
-        facts: additional manifest entries, used on rank 0.
-    """
+    """The contents of one checkpoint."""
 
     step: int
-    state: Mapping[str, State]
-    small_files: Mapping[str, Callable[[Path], None]]
-    facts: Mapping[str, Any]
+    state: Mapping[str, State]  # {"model": ..., "optimizer": ...}, sharded tensors
+    small_files: Mapping[str, bytes]  # the content of this rank's other files, by name
+    facts: Mapping[str, Any]  # additional manifest entries, used on rank 0
 
 
 class Writer:
@@ -60,7 +51,7 @@ class Writer:
 
     Args:
         output_dir: the run's output directory.
-        asynchronous: whether training continues meanwhile.
+        asynchronous: whether training continues while a snapshot is written.
         on_complete: called with each complete checkpoint on every rank, from the thread that wrote it.
     """
 
@@ -78,7 +69,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._staging: dict[str, HostStaging] = {}
-        self._is_staged = threading.Event()  # on an accelerator: the copies are queued
+        self._is_staged = threading.Event()  # on an accelerator, as soon as the copies are queued
         self._copies: CopyStream | None = None
         self._completed: Path | None = None
 
@@ -104,7 +95,8 @@ class Writer:
         returns when the checkpoint is complete.
 
         Raises:
-            CheckpointError: on every rank, if the previous save failed or this one cannot start.
+            CheckpointError: on every rank, if the previous save failed or this one cannot start; from a synchronous writer,
+                also if this one fails.
         """
         self.wait()
         self._group = distributed.patient_group("checkpoint-writer")
@@ -121,16 +113,8 @@ class Writer:
             )
             self._thread.start()
         else:
-            started = time.perf_counter()
             self._write_guarded(snapshot, snapshot.state.__getitem__)
             self.wait()
-            self._report_written(time.perf_counter() - started)
-
-    def _report_written(self, seconds: float) -> None:
-        """Print the size and duration of a synchronous save, if progress bars are shown."""
-        if self._completed is not None and progress.is_shown():
-            num_bytes = sum(file.stat().st_size for file in self._completed.rglob("*") if file.is_file())
-            progress.say(f"{self._completed.name}: {num_bytes / 1e6:,.1f} MB written in {seconds:.1f} s")
 
     def wait_until_staged(self) -> None:
         """Wait until the state may change again. Not a collective.
@@ -178,7 +162,7 @@ class Writer:
                         future.set_result((copied, copies.record_copies()))
                     self._is_staged.set()
                     copies.synchronize()
-                state.clear()  # FSDP1's is a temporary copy on the device
+                state.clear()  # frees FSDP1's temporary copy on the device
             except (MemoryError, RuntimeError) as error:
                 copies.synchronize()  # before the memory is freed; raises if the accelerator has failed
                 # Fall back to writing the state without a copy.
@@ -224,17 +208,14 @@ class Writer:
         except DivergenceError as error:
             self._failure = error
         except BaseException as error:  # DCP's CheckpointException is not an Exception
-            self._failure = CheckpointError(
-                f"the checkpoint of step {snapshot.step} was not written: {_cause(error)}. Earlier checkpoints are intact. Check "
-                f"free space and permissions of {self.output_dir}."
-            )
+            self._failure = CheckpointError(describe_failure(snapshot.step, error, self.output_dir))
         if self._failure is not None:
             self._discard(snapshot.step)
 
     def _discard(self, step: int) -> None:
         """Delete what a failed save has written, once every rank has stopped writing."""
         forget_plans()
-        with contextlib.suppress(RuntimeError, RecipeError):  # a rank has exited; another run has the directory
+        with contextlib.suppress(RuntimeError, RecipeError):  # a rank has exited, or another run has the directory
             distributed.gather_objects(None, self._group)
             if distributed.is_main():
                 check_lock(self.output_dir)
@@ -253,8 +234,8 @@ class Writer:
             if distributed.is_main():
                 names.append(f"{folder}/{METADATA_FILE}")
         with distributed.sync_errors(self._group):
-            for name, write in snapshot.small_files.items():
-                write(directory / name)
+            for name, content in snapshot.small_files.items():
+                (directory / name).write_bytes(content)
             for name in names:
                 sync_path(directory / name)
             entries |= layout.manifest_entries(directory, names)
@@ -289,6 +270,14 @@ class Writer:
         return {f"{directory.name}/{name}": entry for name, entry in writer.manifest_entries.items()}
 
 
+def describe_failure(step: int, error: BaseException, output_dir: str | Path) -> str:
+    """Return why a checkpoint was not written, and what to do."""
+    return (
+        f"the checkpoint of step {step} was not written: {_cause(error)}. Earlier checkpoints are intact. Check free space "
+        f"and permissions of {output_dir}."
+    )
+
+
 def _cause(error: BaseException) -> str:
     """Return the most useful part of an error: the operating system's message, or else the last line."""
     failures = getattr(error, "failures", None)  # DCP collects the errors of all ranks
@@ -297,4 +286,6 @@ def _cause(error: BaseException) -> str:
         return _cause(next((cause for cause in causes if isinstance(cause, OSError)), causes[0]))
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    if "inline_container.cc" in str(error):  # torch's position in the file
+        return "torch.save could not write a file"
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, Optional
 import typer
 
 from hf_fsdp_recipes.configs import templates, validate
+from hf_fsdp_recipes.configs.model_configs import describe_source
+from hf_fsdp_recipes.configs.shipped_files import find_file, shipped_directory
 from hf_fsdp_recipes.errors import TemplateError
 from hf_fsdp_recipes.units import count
 
@@ -23,21 +25,29 @@ def register(app: typer.Typer) -> None:
 def list_templates() -> None:
     """List the shipped templates and what each is for."""
     for template in templates.shipped_templates():
-        print(f"{template.name:<27} {template.notes[-1][0]}")
+        *others, last = [note[0] for note in template.notes[1:] or template.notes]
+        also = "".join(f"{other.partition(':')[0]}. " for other in others if ":" in other)
+        print(f"{template.name:<34} {also}{last}")
 
 
 @config_app.command("path")
-def print_path() -> None:
-    """Print the directory of the shipped templates."""
-    print(templates.template_directory())
+def print_path(
+    name: Annotated[Optional[str], typer.Argument(help="Name of a shipped template; default: all of them.")] = None,
+) -> None:
+    """Print the path of a shipped template, or of their directory."""
+    print(find_file("accelerate_configs", name) if name else shipped_directory("accelerate_configs"))
 
 
 @config_app.command("show")
 def show(
     name: Annotated[str, typer.Argument(help="Name of a template: one from `config list`, or its variant.")],
 ) -> None:
-    """Print a template."""
-    print(templates.render(templates.find_template(name)), end="")
+    """Print a template: the file of that name in the current directory or among the shipped ones, or else a variant."""
+    try:
+        text = find_file("accelerate_configs", name).read_text(encoding="utf-8")
+    except TemplateError:
+        text = templates.render(templates.find_template(name.removeprefix("accelerate_configs/").removesuffix(".yaml")))
+    print(text, end="")
 
 
 @config_app.command("render")
@@ -52,7 +62,9 @@ def render(
     min_num_params: Annotated[
         Optional[int], typer.Option(help="Wrap modules with more than this many parameters; implies --wrap size.")
     ] = None,
-    wrap_class: Annotated[Optional[str], typer.Option(help="Layer class to wrap; default: the model's own.")] = None,
+    wrap_class: Annotated[
+        Optional[str], typer.Option(help="Layer classes to wrap, comma-separated; default: the model's own.")
+    ] = None,
     num_machines: Annotated[Optional[int], typer.Option(help="Number of nodes.")] = None,
     num_processes: Annotated[Optional[int], typer.Option(help="Total number of ranks on all nodes.")] = None,
     output: Annotated[Optional[Path], typer.Option("--output", "-o", help="File to write; default: stdout.")] = None,
@@ -87,7 +99,7 @@ def render(
 def render_all() -> None:
     """Rewrite the shipped files of a checkout."""
     for template in templates.shipped_templates():
-        file = templates.template_directory() / f"{template.name}.yaml"
+        file = shipped_directory("accelerate_configs") / f"{template.name}.yaml"
         file.write_text(templates.render(template), encoding="utf-8")
 
 
@@ -100,6 +112,8 @@ def check(
 ) -> None:
     """Report all faults of a config at once; exit status 1 if there are any."""
     classes = {type(module).__name__ for module in validate.build_on_meta(model).modules()} if model else None
+    for line in describe_source(model) if model else ():
+        print(line)
     faults = validate.find_faults(validate.read_config(file), classes)
     if faults:
         raise TemplateError(f"{file} has {count(len(faults), 'fault')}:\n  - " + "\n  - ".join(faults))

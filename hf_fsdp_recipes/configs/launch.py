@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def check_launch(training: "TrainingArguments | None" = None) -> None:
     """Raise a TemplateError that lists unsupported parallelism or precision, and ranks that Trainer does not see.
 
-    Without a run's arguments only the launcher's settings are checked. Not a collective, but every rank reaches the same result.
+    Without `training`, only the launcher's settings are checked. Not a collective, but every rank reaches the same result.
     """
     config = getattr(training, "parallelism_config", None)
     faults = list(find_unsupported(parallel_sizes() if config is None else vars(config), mixed_precision()))
@@ -29,13 +29,23 @@ def check_launch(training: "TrainingArguments | None" = None) -> None:
             f"number of nodes and dp_shard_size to the ranks per node."
         )
     if training is not None and training.world_size < launched:
-        faults.append(
-            f"WORLD_SIZE is {launched} but Trainer sees {training.world_size} "
-            f"process{'es' * (training.world_size > 1)}. Start the script with accelerate launch --config_file and a template "
-            f"from accelerate_configs/."
-        )
+        faults.append(_describe_unseen(training.world_size, launched))
     if faults:
         raise TemplateError(" ".join(faults))
+
+
+def check_num_processes(seen: int) -> None:
+    """Raise a TemplateError if Trainer or Accelerator sees fewer processes than were launched. Not a collective."""
+    launched = max(int(os.environ.get("WORLD_SIZE", "1")), distributed.world_size())
+    if seen < launched:
+        raise TemplateError(_describe_unseen(seen, launched))
+
+
+def _describe_unseen(seen: int, launched: int) -> str:
+    return (
+        f"WORLD_SIZE is {launched} but Trainer sees {seen} process{'es' * (seen > 1)}. Start the script with accelerate launch "
+        f"--config_file and a template from accelerate_configs/."
+    )
 
 
 def check_wrap_classes(model_classes: Iterable[str]) -> None:

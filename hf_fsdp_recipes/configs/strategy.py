@@ -1,4 +1,4 @@
-"""Read from an Accelerate config how a model is sharded."""
+"""Reads how an Accelerate config shards a model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ class Strategy:
     version: int = 2  # of FSDP
     sharding: str = "full_shard"  # or shard_grad_op, hybrid_shard, hybrid_shard_zero2, no_shard
     is_offloaded: bool = False  # keeps parameters, gradients and optimizer state in host memory
-    min_num_params: int | None = None  # that an FSDP unit must exceed; None to wrap by layer class
+    min_num_params: int | None = None  # parameter count that an FSDP unit must exceed; None to wrap by layer class
     wrap_class: str | None = None  # layer classes to wrap, comma-separated; None for those that the model declares
     precision: str = "bf16"  # `mixed_precision`, as Accelerate spells it
     on_cpu: bool = False
@@ -39,7 +39,7 @@ class Strategy:
 
 
 def find_strategy(name_or_file: str) -> Strategy:
-    """Return the strategy of a template name or of the path of an Accelerate config; raise a TemplateError if it is neither."""
+    """Return the strategy of a template, by name, or of an Accelerate config file; raise a TemplateError if it is neither."""
     return read_strategy(read_config(name_or_file), Path(name_or_file).stem)
 
 
@@ -51,6 +51,9 @@ def read_strategy(config: dict[str, Any], name: str) -> Strategy:
             f"{name} does not turn on FSDP (distributed_type: {config.get('distributed_type')}). Use a config with "
             f"distributed_type: FSDP and an fsdp_config."
         )
+    wrap_class = fsdp.get("transformer_layer_cls_to_wrap")
+    if wrap_class is not None and not isinstance(wrap_class, str):
+        raise TemplateError(f"{name}: transformer_layer_cls_to_wrap is {wrap_class}. Write one string: A,B.")
     is_by_size = str(fsdp.get("auto_wrap_policy", "")).upper() == "SIZE_BASED_WRAP"
     return Strategy(
         name=name,
@@ -58,7 +61,7 @@ def read_strategy(config: dict[str, Any], name: str) -> Strategy:
         sharding=read_sharding(config),
         is_offloaded=is_true(fsdp.get("offload_params", False)),
         min_num_params=int(fsdp.get("min_num_params", 10**8)) if is_by_size else None,
-        wrap_class=fsdp.get("transformer_layer_cls_to_wrap"),
+        wrap_class=wrap_class,
         precision=str(config.get("mixed_precision", "no")),
         on_cpu=is_true(config.get("use_cpu", False)),
         num_processes=int(config.get("num_processes", 1)),

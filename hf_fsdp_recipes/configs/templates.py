@@ -8,7 +8,6 @@ Source of the interconnect advice: the strategy section of Prime Intellect's "Ru
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Literal
 
 from hf_fsdp_recipes.errors import TemplateError
@@ -69,10 +68,10 @@ MAIN_PROCESS_IP = (
 class Template:
     """One Accelerate FSDP config."""
 
-    version: int = 2  # of FSDP; no_shard needs 1
+    version: int = 2  # FSDP version; no_shard needs 1
     strategy: Strategy = "full_shard"
     is_offloaded: bool = False  # keeps parameters and optimizer state in host memory
-    min_num_params: int | None = None  # that an FSDP unit must exceed with size-based wrapping; None to wrap by layer
+    min_num_params: int | None = None  # parameter count that an FSDP unit must exceed; None to wrap by layer
     wrap_class: str | None = None  # comma-separated layer classes to wrap; None for the class that the model declares
     on_cpu: bool = False
     on_gaudi: bool = False
@@ -111,6 +110,7 @@ SHIPPED = (
     *(f"fsdp2_{strategy}" for strategy in STRATEGIES if strategy != "no_shard"),
     "fsdp2_full_shard_offload",
     "fsdp2_full_shard_size_wrap",
+    "fsdp2_full_shard_offload_size_wrap",
     "fsdp2_cpu",
     "no_shard",
     "fsdp1_full_shard",
@@ -145,19 +145,8 @@ def find_template(name: str) -> Template:
     raise TemplateError(f"There is no template {name!r}. `hf-fsdp config list` shows the templates.")
 
 
-def template_directory() -> Path:
-    """Return the directory of the shipped files, in a checkout or in an installed wheel."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "accelerate_configs"
-    return inside if inside.is_dir() else package.parent / "accelerate_configs"
-
-
 def render(template: Template) -> str:
-    """Return a template as YAML, with a comment on every key whose value is not Accelerate's default.
-
-    Raises:
-        TemplateError: the node and rank counts do not match, or settings conflict.
-    """
+    """Return a template as commented YAML; raise a TemplateError if its counts do not match or its settings conflict."""
     _check(template)
     lines = [f"# {line}".rstrip() for line in _header(template)] + [""]
     for path, value, comment in _entries(template):
@@ -184,14 +173,13 @@ def _check(template: Template) -> None:
 
 
 def _header(template: Template) -> Iterator[str]:
-    launch = f"accelerate launch --config_file {'accelerate_configs/' * (template in shipped_templates())}{template.name}.yaml"
-    recipe = "recipes/sft.py --config recipes/X.yaml"
+    launch = f"hf-fsdp sft --accelerate_config {template.name} --config RECIPE"
     if template.num_machines > 1:
-        yield "On every node, with its own MACHINE_RANK (recipes/launch.slurm does this):"
+        yield "On every node, with its own MACHINE_RANK (launch.slurm does this):"
         yield f"  {launch} --machine_rank $MACHINE_RANK \\"
-        yield f"    --main_process_ip $MASTER_ADDR --main_process_port 29500 {recipe}"
+        yield "    --main_process_ip $MASTER_ADDR --main_process_port 29500"
     else:
-        yield f"{launch} {recipe}"
+        yield launch
     yield ""
     for note in template.notes:
         yield from note
@@ -244,7 +232,8 @@ def _fsdp_entries(template: Template) -> Iterator[tuple[str, object, str]]:
         comment = "one FSDP unit per decoder layer, the class the model declares"
         yield "auto_wrap_policy", "TRANSFORMER_BASED_WRAP", comment
         if template.wrap_class:
-            yield "transformer_layer_cls_to_wrap", template.wrap_class, "overrides the class the model declares"
+            classes = template.wrap_class.replace(" ", "")  # Accelerate splits at commas only
+            yield "transformer_layer_cls_to_wrap", classes, "overrides the class the model declares"
     if template.is_offloaded:
         yield "offload_params", "true", "parameters and the optimizer step on the CPU"
     comment = "each rank saves its shard; FULL_STATE_DICT gathers everything on rank 0"

@@ -6,6 +6,7 @@ combinations that fail hours into a run or silently do something else.
 Source: accelerate 1.15 `commands/config/config_args.py`, `commands/launch.py`, `parallelism_config.py`.
 """
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from math import prod
@@ -14,9 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from hf_fsdp_recipes import model_class
+from hf_fsdp_recipes.configs.model_configs import find_config
+from hf_fsdp_recipes.configs.shipped_files import find_file
 from hf_fsdp_recipes.configs.templates import MAIN_PROCESS_IP, find_template, render
+from hf_fsdp_recipes.configs.yaml_file import read_yaml
 from hf_fsdp_recipes.environment import is_true
-from hf_fsdp_recipes.errors import TemplateError, summarize
+from hf_fsdp_recipes.errors import LoadError, TemplateError, summarize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,30 +39,20 @@ FSDP1_ONLY = {
 
 
 def read_config(source: str | Path) -> Section:
-    """Read an Accelerate config from a file, or from a template's name such as fsdp1_hybrid_shard_offload.
-
-    Raises:
-        TemplateError: there is no such file or template, or the file is not a YAML mapping.
-    """
+    """Read an Accelerate config from a file or a template's name; raise a TemplateError if there is neither."""
     path = Path(source)
-    try:
-        # Not every template has a file, so accept the path that its file would have.
-        is_name = not path.exists() and path.parent.name in ("", "accelerate_configs")
-        text = render(find_template(path.stem)) if is_name else path.read_text(encoding="utf-8")
-        config = yaml.safe_load(text)
-    except OSError as error:
-        raise TemplateError(f"Cannot read {path}: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise TemplateError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(config, dict):
-        raise TemplateError(f"{path} is not a YAML mapping. `hf-fsdp config render` writes a valid config.")
-    return config
+    with contextlib.suppress(TemplateError):
+        path = find_file("accelerate_configs", source)
+    # Not every template has a file, so accept the path that its file would have.
+    if path.parent.name in ("", "accelerate_configs") and not path.exists():
+        return dict(yaml.safe_load(render(find_template(path.stem))))
+    return read_yaml(path, TemplateError, "`hf-fsdp config render` writes a valid config.")
 
 
 def find_faults(config: Section, model_classes: Collection[str] | None = None) -> list[str]:
     """Return all faults of a parsed config, each with the value and what to change.
 
-    With the names of a model's module classes, the wrap classes are checked too.
+    If `model_classes`, the names of a model's module classes, is given, the wrap classes are checked too.
     """
     fsdp = _with_prefix(config.get("fsdp_config"), "fsdp_")
     parallel = _with_prefix(config.get("parallelism_config"), "parallelism_config_")
@@ -89,15 +84,15 @@ def find_unsupported(sizes: Mapping[str, Any], precision: str | None) -> Iterato
 
 
 def build_on_meta(model: str, trust_remote_code: bool = False) -> "PreTrainedModel":
-    """Build a model on meta from its config, a directory or Hub id; raise a TemplateError if that is not possible."""
+    """Build a model on meta from its config; raise a TemplateError if that is not possible. See `find_config`."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(find_config(model), trust_remote_code=trust_remote_code)
         with torch.device("meta"):  # init_empty_weights would briefly allocate each parameter
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+            return model_class.build(config, trust_remote_code=trust_remote_code)
+    except (LoadError, OSError, ValueError) as error:
         raise TemplateError(f"Cannot read the config of {model}: {summarize(error, 'line')}") from error
 
 
@@ -183,14 +178,20 @@ def _check_wrapping(fsdp: Section, model_classes: Collection[str] | None) -> Ite
         )
     if policy == "SIZE_BASED_WRAP" and not fsdp.get("fsdp_min_num_params", 1):
         yield "fsdp_min_num_params is 0, which turns wrapping off. Set it to 100000000, for example."
-    if model_classes is not None:
-        yield from find_unknown_layers(str(fsdp.get("fsdp_transformer_layer_cls_to_wrap") or ""), model_classes)
+    names = fsdp.get("fsdp_transformer_layer_cls_to_wrap") or ""
+    if not isinstance(names, str) or " " in names:
+        yield (
+            f"fsdp_transformer_layer_cls_to_wrap is {names!r}, which Accelerate cannot read. Write the classes as one "
+            f"string without spaces, such as LlamaAttention,LlamaMLP."
+        )
+    elif model_classes is not None:
+        yield from find_unknown_layers(names, model_classes)
 
 
 def find_unknown_layers(names: str, model_classes: Collection[str]) -> Iterator[str]:
-    """Yield the layer classes to wrap, separated by commas, that a model does not have."""
+    """Yield an error for each of the comma-separated layer classes to wrap that a model does not have."""
     layers = ", ".join(sorted(name for name in model_classes if name.endswith(("Layer", "Block"))))
-    for name in names.replace(" ", "").split(","):
+    for name in names.split(","):
         if name and name not in model_classes:
             yield (
                 f"fsdp_transformer_layer_cls_to_wrap is {name}, but the model has no such class. Remove the key to use "

@@ -5,6 +5,8 @@ from typing import Annotated, Optional
 
 import typer
 
+from hf_fsdp_recipes.errors import ExportError
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the `hf-fsdp` application."""
@@ -42,12 +44,20 @@ def export(
 
 def generate(
     model: Annotated[Path, typer.Argument(help="An export: a model or an adapter.")],
-    prompt_file: Annotated[Path, typer.Option(help="Text file with the prompt.")],
+    prompt: Annotated[Optional[str], typer.Option(help="The prompt.")] = None,
+    prompt_file: Annotated[Optional[Path], typer.Option(help="Text file with the prompt.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Format the prompt with the model's chat template.")] = False,
     system: Annotated[Optional[str], typer.Option(help="System message, with --chat.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Number of tokens to generate.")] = 200,
 ) -> None:
-    """Generate greedily from an export, to check its weights."""
-    from hf_fsdp_recipes.export.generate import generate as generate_text
+    """Generate greedily from an export, to check its weights. The inference time goes to stderr."""
+    from hf_fsdp_recipes.export.generate import generate_timed
 
-    print(generate_text(model, prompt_file, chat, system, max_new_tokens))
+    source = prompt if prompt_file is None else prompt_file
+    if source is None or (prompt is not None and prompt_file is not None):
+        raise ExportError("there is no prompt, or more than one. Pass either --prompt or --prompt-file.")
+    text, num_tokens, seconds = generate_timed(model, source, chat, system, max_new_tokens)
+    print(text)
+    typer.echo(
+        f"inference time: {seconds:.2f} s for {num_tokens} tokens ({num_tokens / seconds:.1f} tokens/s)", err=True
+    )

@@ -1,43 +1,29 @@
-"""The directory of an export: where it may be written, its marker, and the step that makes it appear.
+"""The directory of an export: where it may be written, its marker, and the rename that completes it.
 
 The marker lists the export's files and is written last. A directory is only replaced if its marker lists everything in it.
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 import xxhash
+from filelock import FileLock, Timeout
 
-from hf_fsdp_recipes.checkpointing.fsync import sync_path
-from hf_fsdp_recipes.checkpointing.layout import UNREADABLE, find_size
-from hf_fsdp_recipes.errors import ExportError, summarize
+from hf_fsdp_recipes.checkpointing.layout import sync_path
+from hf_fsdp_recipes.errors import ExportError, LoadError, summarize
+from hf_fsdp_recipes.loading.export_marker import MARKER, MARKER_FORMAT, Checksums, read_marker
 
 logger = logging.getLogger(__name__)
 
-MARKER = "export_manifest.json"
-MARKER_FORMAT = 1
-Checksums = dict[str, list[tuple[int, int, str]]]  # by file: first byte, number of bytes and XXH3 of each written range
-
-
-class Entry(NamedTuple):
-    """Size of a file in an export, and (first byte, number of bytes, XXH3) of each range that was written."""
-
-    num_bytes: int
-    checksums: list[tuple[int, int, str]]
-
 
 def parse_shard_size(size: int | str, argument: str = "max_shard_size") -> int:
-    """Convert a file size that `save_pretrained` accepts, such as "5GB", to bytes. Any rank may call this.
-
-    Raises:
-        ExportError: the size is invalid or not positive; names `argument`.
-    """
+    """Convert a file size that `save_pretrained` accepts, such as "5GB", to bytes. The ExportError for others names `argument`."""
     from huggingface_hub.serialization._base import parse_size_to_int
 
     try:
@@ -56,18 +42,10 @@ def check_target(
     source: str | os.PathLike[str] | None = None,
     use_free_name: bool = False,
 ) -> None:
-    """Find out before any work whether an export can be written. Rank 0 only; changes nothing.
+    """Find out before any work whether an export can be written; raise an ExportError if not. Rank 0 only; changes nothing.
 
-    Args:
-        output_dir: the export's directory; a symbolic link stands for its target.
-        max_shard_size: as in `export_model`.
-        num_bytes: size of the export, if known.
-        source: the directory to export, if the export is made from one.
-        use_free_name: as in `export_model`.
-
-    Raises:
-        ExportError: the size is invalid, or the directory cannot be created, is not an export, contains other files, or is
-            on a full disk.
+    `num_bytes` is the export's size, if known; `source` is the directory that is exported, or None for a model in memory. A
+    symbolic link as `output_dir` stands for its target.
     """
     parse_shard_size(max_shard_size)
     try:
@@ -85,12 +63,17 @@ def check_target(
         raise ExportError(f"{output_dir} cannot be used for an export: {error}. Choose another directory.") from error
 
 
-def check_free_space(directory: Path, num_bytes: int) -> None:
-    """Check that a directory's file system has room for an export.
+def check_base_model(output_dir: str | os.PathLike[str], name: str | os.PathLike[str] | None) -> None:
+    """Raise an ExportError if an export would replace the model that it is based on (a directory or Hub id, if known)."""
+    if name and Path(name).is_dir() and os.path.realpath(name) == os.path.realpath(output_dir):
+        raise ExportError(
+            f"{output_dir} is the model that this export is based on, so it will not be replaced. Choose another output "
+            f"directory."
+        )
 
-    Raises:
-        ExportError: there is too little.
-    """
+
+def check_free_space(directory: Path, num_bytes: int) -> None:
+    """Raise an ExportError if a directory's file system has too little room for an export."""
     free = shutil.disk_usage(directory).free
     if num_bytes > free:
         raise ExportError(
@@ -112,7 +95,10 @@ def _check_replaceable(final: Path) -> None:
             f"{final} exists and has no {MARKER}, so it is not an export and will not be replaced. Move it, or choose another "
             f"directory."
         )
-    files = read_marker(final)
+    try:
+        files = read_marker(final)
+    except LoadError as error:
+        raise ExportError(str(error)) from error
     known = {final / name for name in [MARKER, *files]} | set(_folders(final, files))
     foreign = sorted(path for path in final.rglob("*") if path not in known)
     if foreign:
@@ -123,38 +109,15 @@ def _check_replaceable(final: Path) -> None:
 
 
 def _folders(directory: Path, files: Iterable[str]) -> list[Path]:
-    """Return the subfolders of listed files, the innermost first."""
+    """Return the subfolders of listed files, the innermost first, without symbolic links, which an export never has."""
     parents = {directory / parent for name in files for parent in PurePosixPath(name).parents}
-    return sorted(parents - {directory}, reverse=True)
+    return sorted((folder for folder in parents - {directory} if not folder.is_symlink()), reverse=True)
 
 
-def read_marker(directory: Path) -> dict[str, Entry]:
-    """Return the sizes and checksums of an export's files by name, relative to the export.
-
-    Raises:
-        ExportError: the marker cannot be read, or names a file outside the export.
-    """
-    try:
-        marker = json.loads((directory / MARKER).read_text())
-        files = {
-            str(name): Entry(int(entry["bytes"]), [(int(a), int(n), str(found)) for a, n, found in entry["xxh3"]])
-            for name, entry in marker["files"].items()
-        }
-    except UNREADABLE as error:
-        raise ExportError(f"{directory / MARKER} cannot be read ({error!r}). Move the directory.") from error
-    outside = [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
-    if outside or marker.get("format") != MARKER_FORMAT:
-        what = f"lists {outside[0]!r}" if outside else f"has format {marker.get('format')!r}, not {MARKER_FORMAT}"
-        raise ExportError(f"{directory / MARKER} {what}. Move the directory.")
-    return files
-
-
-def write_marker(directory: Path, checksums: Iterable[Checksums]) -> None:
+def write_marker(directory: Path, checksums: Iterable[dict[str, Checksums]]) -> None:
     """Write the marker that lists all files, then flush everything to disk. Rank 0 only, when the files are complete.
 
-    Args:
-        directory: the export.
-        checksums: of the weights; other files are read.
+    `checksums` are those of the weights; other files are read.
     """
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     parts = list(checksums)
@@ -169,38 +132,35 @@ def write_marker(directory: Path, checksums: Iterable[Checksums]) -> None:
         sync_path(path)
 
 
-def check_files(directory: Path) -> None:
-    """Check names, sizes and checksums of an export's files, if it has a marker. Any process may call this.
-
-    Raises:
-        ExportError: a file is missing or has changed.
-    """
-    if not (directory / MARKER).is_file():
-        return
-    for name, (num_bytes, checksums) in read_marker(directory).items():
-        file = directory / name
-        found = find_size(file)
-        if found != num_bytes or not _has_checksums(file, checksums):
-            state = "is missing" if found is None else "differs from its checksum"
-            state = state if found in (None, num_bytes) else f"has {found:,} bytes, not {num_bytes:,}"
-            raise ExportError(
-                f"{file} {state}: it changed after the export. Export again, or delete {MARKER} if you changed it on purpose."
-            )
-
-
-def _has_checksums(file: Path, checksums: list[tuple[int, int, str]]) -> bool:
-    with contextlib.suppress(OSError, ValueError, OverflowError), file.open("rb") as stream:
-        for start, num_bytes, expected in checksums:
-            stream.seek(start)
-            if xxhash.xxh3_64_hexdigest(stream.read(num_bytes)) != expected:
-                return False
-        return True
-    return False
-
-
 def incomplete_directory_for(final: Path) -> Path:
     """Return the path that an export is written to before it is complete."""
-    return final.with_name(f".{final.name}.incomplete")
+    return final.with_name(f".{final.name}.export")  # a save of checkpoint-<step> uses another suffix
+
+
+@contextlib.contextmanager
+def lock(final: Path) -> Iterator[None]:
+    """Keep other processes from exporting to the same place, if the file system has locks; ExportError if one does. Rank 0 only."""
+    file = final.with_name(f".{final.name}.export.lock")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    found = FileLock(file)
+    try:
+        found.acquire(timeout=0)
+        if not file.exists():  # its holder deleted it between open and lock, so it locks nothing
+            found.release()
+            raise Timeout(str(file))
+    except Timeout as error:
+        raise ExportError(
+            f"another export to {final} is running. Wait for it or choose another directory; if none is running, delete {file}."
+        ) from error
+    except (NotImplementedError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+        found.release()
 
 
 def start(final: Path) -> None:
@@ -213,6 +173,7 @@ def start(final: Path) -> None:
     if replaced.exists() and not final.exists():
         replaced.rename(final)
     elif replaced.exists():
+        _check_replaceable(replaced)
         _delete(replaced)
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir()
@@ -223,19 +184,10 @@ def _replaced(final: Path) -> Path:
 
 
 def replace(final: Path, use_free_name: bool = False) -> Path:
-    """Give a finished export its final name, then delete the files of the one that it replaces. Rank 0 only.
+    """Give a finished export its final name, delete the one that it replaces, and return its directory. Rank 0 only.
 
-    After a crash between the two renames, `start` restores the earlier export.
-
-    Args:
-        final: the export's directory.
-        use_free_name: if `final` cannot be replaced, choose the first free `<final>-<n>` and log a warning.
-
-    Returns:
-        The export's directory.
-
-    Raises:
-        ExportError: other files were added to the earlier export in the meantime; it is kept.
+    If `final` cannot be replaced, raise an ExportError, or with `use_free_name` take the first free `<final>-<n>` and log a
+    warning. After a crash between the two renames, `start` restores the earlier export.
     """
     incomplete, replaced = incomplete_directory_for(final), _replaced(final)
     if final.exists():
@@ -263,7 +215,7 @@ def _choose_free_name(final: Path) -> Path:
 
 
 def _delete(directory: Path) -> None:
-    """Delete the files that an export's marker lists, the marker last, and the directory if nothing else is left."""
+    """Delete the files that a checked export's marker lists, the marker last, and the directory."""
     files = list(read_marker(directory)) if (directory / MARKER).is_file() else []
     for name in files:
         (directory / name).unlink(missing_ok=True)

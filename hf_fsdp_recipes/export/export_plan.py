@@ -1,6 +1,7 @@
 """What an export writes: which tensors, in which dtype, from which elements of which parameters."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_fsdp_recipes import parameter_names
+from hf_fsdp_recipes.distributed import warn_main
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export.tensor_files import FilePlan
-from hf_fsdp_recipes.loading.weight_mapping import TensorRange, stored_ranges
+from hf_fsdp_recipes.loading.weight_mapping import TensorRange, WeightMapping, stored_ranges
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,43 +23,27 @@ ADAPTER_PATTERN = "adapter_model{suffix}.safetensors"
 
 @dataclass(frozen=True)
 class ShardExport:
-    """This rank's part of one parameter.
+    """This rank's part of one parameter: `count` elements from `first`, in the parameter's row-major order."""
 
-    Attributes:
-        name: key in the model's state dict.
-        shape: shape of the full parameter.
-        held_dtype: dtype that `read` returns.
-        first, count: the elements that this rank writes, in the parameter's row-major order.
-        parts: the stored tensors that the parameter becomes, as ranges of its elements.
-        dtype: dtype in the file.
-        read: `read(start, count)` returns `count` final values (1-D), starting `start` elements after `first`.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    held_dtype: torch.dtype
+    name: str  # key in the model's state dict
+    shape: tuple[int, ...]  # of the full parameter
+    held_dtype: torch.dtype  # that `read` returns
     first: int
     count: int
-    parts: list[TensorRange]
-    dtype: torch.dtype
-    read: Callable[[int, int], torch.Tensor]
+    parts: list[TensorRange]  # the stored tensors that the parameter becomes
+    dtype: torch.dtype  # in the file
+    read: Callable[[int, int], torch.Tensor]  # (start, count): final values (1-D), from `start` elements after `first`
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Everything that an export writes.
+    """Everything that an export writes."""
 
-    Attributes:
-        shards: this rank's parts; the same parameters in the same order on every rank.
-        model: the transformers model, possibly on meta, whose conversions name the tensors; None for an adapter.
-        pattern: file name with `{suffix}`.
-        write_assets: writes configs and tokenizer into a directory, given the file plan; rank 0 calls it.
-    """
-
-    shards: list[ShardExport]
-    model: "PreTrainedModel | None"
-    pattern: str
-    write_assets: Callable[[Path, FilePlan], None]
+    shards: list[ShardExport]  # this rank's parts; the same parameters in the same order on every rank
+    model: "PreTrainedModel | None"  # possibly on meta; its conversions name the tensors; None for an adapter
+    pattern: str  # file name with `{suffix}`
+    write_assets: Callable[[Path, FilePlan], None]  # writes configs and tokenizer into a directory; rank 0 calls it
+    base_directory: Path | None = None  # of the config and, for a merge, weights; verified before anything is written
 
     @property
     def is_adapter(self) -> bool:
@@ -66,11 +52,7 @@ class ExportPlan:
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a floating-point dtype given by name or as a dtype.
-
-    Raises:
-        ExportError: there is no floating-point dtype of that name.
-    """
+    """Return a floating-point dtype given by name or as a dtype; raise an ExportError for any other name."""
     if isinstance(dtype, str):
         found = getattr(torch, dtype, None)
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
@@ -84,19 +66,42 @@ def written_dtype(held: torch.dtype, requested: torch.dtype | None) -> torch.dty
     return requested if requested is not None and held.is_floating_point else held
 
 
-def split_parameter(model: "PreTrainedModel", name: str, shape: tuple[int, ...]) -> list[TensorRange]:
-    """Split a parameter into the tensors that `save_pretrained` writes.
+def split_parameters(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[TensorRange]]:
+    """Split parameters into the tensors that `save_pretrained` writes.
+
+    A parameter that shares a stored tensor with others, or whose rows the conversion mixes, keeps transformers' own name, which
+    `from_pretrained` and `load_model` accept. Rank 0 logs how many there are.
 
     Raises:
-        ExportError: a stored tensor is not a range of the parameter's rows.
+        ExportError: loading would convert such a parameter again.
     """
-    try:
-        return stored_ranges(model, parameter_names.in_base_model(name), shape)
-    except ValueError as error:
-        raise ExportError(
-            f"{name} cannot be written shard by shard ({error}). Gather the model with accelerator.get_state_dict and call "
-            f"save_pretrained."
-        ) from error
+    parts: dict[str, list[TensorRange]] = {}
+    reasons = {}
+    for name, shape in shapes.items():
+        try:
+            parts[name] = stored_ranges(model, parameter_names.in_base_model(name), shape)
+        except ValueError as error:
+            reasons[name] = str(error)
+    users = Counter(part.tensor for ranges in parts.values() for part in ranges)
+    for name, ranges in parts.items():
+        shared = [part.tensor for part in ranges if users[part.tensor] > 1]
+        if shared:
+            reasons[name] = f"{shared[0]} also holds other parameters"
+    if reasons:
+        mapping, names = WeightMapping(model), {parameter_names.in_base_model(name) for name in shapes}
+        for name, reason in reasons.items():
+            own = parameter_names.in_base_model(name)
+            if not mapping.is_unchanged(own, names):
+                raise ExportError(
+                    f"{name} cannot be written shard by shard ({reason}). Gather the model with accelerator.get_state_dict "
+                    f"and call save_pretrained."
+                )
+            parts[name] = [full_range(own, shapes[name])]
+        warn_main(
+            f"{len(reasons)} tensors are exported under transformers' own names, such as {next(iter(reasons))}, because "
+            f"{next(iter(reasons.values()))}."
+        )
+    return {name: parts[name] for name in shapes}
 
 
 def full_range(stored_name: str, shape: tuple[int, ...]) -> TensorRange:

@@ -18,7 +18,7 @@ from hf_fsdp_recipes.checkpointing.dcp_reader import DcpTensor
 from hf_fsdp_recipes.checkpointing.resume import PARAMS_FILE, read_train_params
 from hf_fsdp_recipes.errors import CheckpointError, ExportError, LoadError, summarize
 from hf_fsdp_recipes.export import lora_merge, model_assets
-from hf_fsdp_recipes.export.export_directory import check_files
+from hf_fsdp_recipes.export.export_directory import check_base_model
 from hf_fsdp_recipes.export.export_plan import (
     ADAPTER_PATTERN,
     MODEL_PATTERN,
@@ -26,12 +26,13 @@ from hf_fsdp_recipes.export.export_plan import (
     ShardExport,
     full_range,
     parse_dtype,
-    split_parameter,
+    split_parameters,
     written_dtype,
 )
 from hf_fsdp_recipes.export.tensor_files import FilePlan
 from hf_fsdp_recipes.export.write_export import check_arguments, write_export
 from hf_fsdp_recipes.loading.build_on_meta import build_on_meta, resolve_directory
+from hf_fsdp_recipes.loading.export_marker import check_files
 from hf_fsdp_recipes.loading.read_ranges import read_elements
 from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, open_index
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange, WeightMapping, set_conversions
@@ -66,7 +67,8 @@ def export_checkpoint(
         output_dir: as in `export_model`.
         base_model: directory or Hub id to take the config and tokenizer from, and the base weights when merging an adapter.
             None uses the model in the checkpoint's train_params.yaml.
-        dtype, max_shard_size: as in `export_model`.
+        dtype: as in `export_model`.
+        max_shard_size: as in `export_model`.
         merge_adapter: for a LoRA checkpoint or adapter, write the base model with the adapter merged in. An adapter
             trained on a 4-bit base is merged into the unquantized base.
         use_free_name: as in `export_model`.
@@ -75,12 +77,13 @@ def export_checkpoint(
         The export's directory: `output_dir`, or the free name.
 
     Raises:
-        ExportError: on every process, if the checkpoint cannot be read, differs from its manifest or does not match its
-            model, the base model is unknown, `output_dir` is not an export, or the disk is full.
+        ExportError: on every process, if the checkpoint cannot be read or does not match its manifest or model, the base
+            model is unknown, `output_dir` exists and is not an export, or the disk is full.
     """
-    checkpoint, output = Path(checkpoint_dir), Path(output_dir)
+    # Resolve "." and links, because the checkpoint's name and its parent matter.
+    checkpoint, output = Path(os.path.realpath(checkpoint_dir)), Path(output_dir)
     check_arguments(
-        checkpoint_dir=str(checkpoint),
+        checkpoint_dir=str(checkpoint_dir),
         output_dir=str(output),
         base_model=base_model,
         dtype=dtype,
@@ -91,22 +94,27 @@ def export_checkpoint(
 
     def describe() -> ExportPlan:
         try:
-            return _describe(checkpoint, base_model, parse_dtype(dtype), merge_adapter)
-        except CheckpointError as error:
+            return _describe(checkpoint, output, base_model, parse_dtype(dtype), merge_adapter)
+        except (CheckpointError, LoadError) as error:
             raise ExportError(str(error)) from error
 
     return write_export(output, describe, max_shard_size, "auto", lambda: None, checkpoint, use_free_name)
 
 
-def _describe(checkpoint: Path, base_model: ModelName, dtype: torch.dtype | None, merge_adapter: bool) -> ExportPlan:
+def _describe(
+    checkpoint: Path, output: Path, base_model: ModelName, dtype: torch.dtype | None, merge_adapter: bool
+) -> ExportPlan:
     if (checkpoint / lora_merge.ADAPTER_CONFIG_FILE).is_file():
-        return _describe_adapter_directory(checkpoint, base_model, dtype, merge_adapter)
+        return _describe_adapter_directory(checkpoint, output, base_model, dtype, merge_adapter)
     tensors = _without_prefix(dcp_reader.read_index(dcp_reader.find_directory(checkpoint)))
     params = read_train_params(checkpoint) or read_train_params(checkpoint.parent) or {}
     own_config = model_assets.find_directory(checkpoint, model_assets.CONFIG_FILE)
     own_tokenizer = model_assets.find_directory(checkpoint, model_assets.TOKENIZER_FILE)
     # llama-recipes calls it model_name.
-    name = str(base_model or params.get("model_name_or_path") or params.get("model_name") or "")
+    trained = str(params.get("model_name_or_path") or params.get("model_name") or "")
+    name = str(base_model or trained)
+    check_base_model(output, name)
+    check_base_model(output, trained)
     is_adapter = any(parameter_names.is_adapter(tensor) or ".lora_" in tensor for tensor in tensors)
     if is_adapter and not merge_adapter:
         return _describe_adapter(tensors, params, name, dtype, own_tokenizer)
@@ -117,16 +125,16 @@ def _describe(checkpoint: Path, base_model: ModelName, dtype: torch.dtype | None
             f"{checkpoint} does not record its model. Pass base_model (--base-model): a directory or Hub id with its config "
             f"and tokenizer."
         )
-    model, base = _build(name, read_weights=is_adapter)
+    config: Any = _adapter_config(params, name) if is_adapter else None
+    model, base = _build(name, config, tensors)
     if base is not None:
-        config: Any = _adapter_config(params, name)
         adapter = lora_merge.StoredAdapter(config, tensors, params["adapter_name"])
         return _describe_merged(adapter, model, base, name, dtype, own_tokenizer)
     return _describe_model(tensors, model, name, dtype, own_tokenizer)
 
 
 def _describe_adapter_directory(
-    directory: Path, base_model: ModelName, dtype: torch.dtype | None, merge_adapter: bool
+    directory: Path, output: Path, base_model: ModelName, dtype: torch.dtype | None, merge_adapter: bool
 ) -> ExportPlan:
     """Describe the merge of an exported adapter into its base model."""
     if not merge_adapter:
@@ -138,7 +146,8 @@ def _describe_adapter_directory(
     name = str(base_model or config.base_model_name_or_path or "")
     if not name:
         raise ExportError(f"{directory} does not record its base model. Pass base_model (--base-model).")
-    model, base = _build(name, read_weights=True)
+    check_base_model(output, name)
+    model, base = _build(name, config, tensors)
     assert base is not None
     return _describe_merged(lora_merge.StoredAdapter(config, tensors), model, base, name, dtype, directory)
 
@@ -153,17 +162,21 @@ def _without_prefix(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
     return {parameter_names.without_wrappers(name): tensor for name, tensor in tensors.items()}
 
 
-def _build(name: str, read_weights: bool) -> tuple["PreTrainedModel", BaseWeights | None]:
-    """Build the model of a directory or Hub id on meta, and open its weights if they are needed."""
+def _build(
+    name: str, adapter: "PeftConfig | None", tensors: Mapping[str, Any]
+) -> tuple["PreTrainedModel", BaseWeights | None]:
+    """Build a model on meta from its directory or Hub id. For an adapter with these tensors, also open the model's weights."""
     from transformers import AutoConfig, GenerationConfig
 
     try:
-        directory = resolve_directory(name, {})
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        model = build_on_meta(config, torch.float32)
+        is_recorded = adapter is not None and adapter.base_model_name_or_path == name
+        directory = resolve_directory(name, {"revision": adapter.revision if adapter and is_recorded else None})
+        auto_class, fields = lora_merge.recorded_class(adapter, tensors) if adapter is not None else (None, {})
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False, **fields)
+        model = build_on_meta(config, torch.float32, auto_class=auto_class)
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory)
-        if not read_weights:
+        if adapter is None:
             set_conversions(model)
             return model, None
         index = open_index(directory)
@@ -175,7 +188,7 @@ def _build(name: str, read_weights: bool) -> tuple["PreTrainedModel", BaseWeight
 
 
 def _own_count(number: int, count: int) -> int:
-    """Return how many of parameter `number`'s `count` elements this process writes: all or none."""
+    """Return `count` if this process writes the parameter with index `number`, else 0."""
     return count if number % distributed.world_size() == distributed.rank() else 0
 
 
@@ -197,13 +210,13 @@ def _describe_model(
             f"{mismatched[:3]}. Pass the trained model as base_model (--base-model)."
         )
     shards = []
-    for number, key in enumerate(key for key in state if key in tensors and key not in tied):
+    written_shapes = {key: tensors[key].shape for key in state if key in tensors and key not in tied}
+    for number, (key, parts) in enumerate(split_parameters(model, written_shapes).items()):
         tensor = tensors[key]
         count = _own_count(number, math.prod(tensor.shape))
         written = written_dtype(tensor.dtype, dtype)
-        parts = split_parameter(model, key, tensor.shape)
         shards.append(ShardExport(key, tensor.shape, tensor.dtype, 0, count, parts, written, tensor.read))
-    return ExportPlan(shards, model, MODEL_PATTERN, _model_assets(model, tokenizer_directory or name))
+    return ExportPlan(shards, model, MODEL_PATTERN, _model_assets(model, tokenizer_directory or name), Path(name))
 
 
 def _model_assets(model: "PreTrainedModel", tokenizer: str | Path) -> Callable[[Path, FilePlan], None]:
@@ -248,11 +261,7 @@ def _describe_adapter(
 
 
 def _adapter_config(params: dict[str, Any], name: str) -> "PeftConfig":
-    """Return the PEFT config that the checkpoint recorded.
-
-    Raises:
-        ExportError: the checkpoint has no PEFT config; a stock Trainer's checkpoints have none.
-    """
+    """Return the PEFT config that the checkpoint recorded; raise an ExportError if there is none, as in a stock Trainer's."""
     from peft import PeftConfig
 
     if "adapter" not in params:
@@ -262,7 +271,8 @@ def _adapter_config(params: dict[str, Any], name: str) -> "PeftConfig":
         )
     config = PeftConfig.from_peft_type(**params["adapter"])
     config.inference_mode = True
-    config.base_model_name_or_path = name or config.base_model_name_or_path
+    if name and name != config.base_model_name_or_path:
+        config.base_model_name_or_path, config.revision = name, None
     return config
 
 
@@ -278,17 +288,29 @@ def _describe_merged(
     adapter.check_fits({key: tuple(value.shape) for key, value in model.state_dict().items()})
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     shards = []
-    for number, (key, value) in enumerate((k, v) for k, v in model.state_dict().items() if k not in tied):
-        if key not in ranges:
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items() if key not in tied}
+    for number, (key, parts) in enumerate(split_parameters(model, shapes).items()):
+        if key not in ranges and not adapter.replaces(key):
             raise ExportError(f"the base model {name} lacks {key}")
-        shape, held = tuple(value.shape), index.tensors[ranges[key][0].tensor].dtype
+        stored = ranges[key][0].tensor if key in ranges else next(iter(index.tensors))
+        shape, held = shapes[key], index.tensors[stored].dtype
 
-        def read(start: int, count: int, key: str = key, shape: Any = shape, held: torch.dtype = held) -> torch.Tensor:
+        def read_base(start: int, count: int, key: str = key, held: torch.dtype = held) -> torch.Tensor:
             values = torch.empty(count, dtype=held)
-            read_elements(index, ranges[key], start, values)
-            return adapter.merge(key, shape, start, values)
+            if not adapter.replaces(key):
+                read_elements(index, ranges[key], start, values)
+            return values
+
+        def read(
+            start: int,
+            count: int,
+            key: str = key,
+            shape: Any = shape,
+            read_base: Callable[[int, int], torch.Tensor] = read_base,
+        ) -> torch.Tensor:
+            return adapter.merge(key, shape, start, read_base(start, count), read_base)
 
         count = _own_count(number, math.prod(shape))
-        parts, written = split_parameter(model, key, shape), written_dtype(held, dtype)
+        written = written_dtype(held, dtype)
         shards.append(ShardExport(key, shape, held, 0, count, parts, written, read))
-    return ExportPlan(shards, model, MODEL_PATTERN, _model_assets(model, tokenizer_directory or name))
+    return ExportPlan(shards, model, MODEL_PATTERN, _model_assets(model, tokenizer_directory or name), Path(name))

@@ -1,4 +1,4 @@
-"""Exports a model in training as Hugging Face safetensors, like FULL_STATE_DICT.
+"""Exports a model in training to Hugging Face safetensors, without gathering a FULL_STATE_DICT.
 
 A rank's shard of a row-major tensor is a contiguous range of the safetensors file, so every rank writes its own shard at disk
 speed, without a gather or a second copy.
@@ -14,7 +14,7 @@ import torch
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export import lora_merge, model_assets
-from hf_fsdp_recipes.export.export_directory import check_target
+from hf_fsdp_recipes.export.export_directory import check_base_model, check_target
 from hf_fsdp_recipes.export.export_plan import (
     ADAPTER_PATTERN,
     MODEL_PATTERN,
@@ -22,7 +22,7 @@ from hf_fsdp_recipes.export.export_plan import (
     ShardExport,
     full_range,
     parse_dtype,
-    split_parameter,
+    split_parameters,
     written_dtype,
 )
 from hf_fsdp_recipes.export.slices import local_slices
@@ -53,10 +53,10 @@ def export_model(
 
     Args:
         model: FSDP2, FSDP1, DDP or plain. With PEFT adapters only the adapter is written, unless `merge_adapter`.
-        output_dir: created, or replaced if it is an earlier export and holds no other files, when the new export is complete.
+        output_dir: appears when the export is complete; replaces an earlier export there if that holds no other files.
         dtype: floating-point dtype to cast to while writing; None keeps the parameters' own.
         max_shard_size: bytes or "5GB", as in `save_pretrained`.
-        method: `direct`: every rank writes its shards to shared files. `gather`: the others send theirs to rank 0.
+        method: `direct`: every rank writes its shards to shared files. `gather`: rank 0 receives and writes all shards.
             `auto`: `direct` if all ranks see the same storage, else `gather`.
         tokenizer: saved next to the weights, with its chat template.
         merge_adapter: write the base model with the LoRA weights merged in.
@@ -86,7 +86,7 @@ def export_model(
         merger = lora_merge.ShardMerger(model) if merge_adapter else None
 
     def describe() -> ExportPlan:
-        return _describe(model, target_dtype, tokenizer, merger)
+        return _describe(model, directory, target_dtype, tokenizer, merger)
 
     prepare = merger.gather if merger is not None else lambda: None
     return write_export(directory, describe, max_shard_size, method, prepare, use_free_name=use_free_name)
@@ -99,22 +99,23 @@ def check_export(
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
     merge_adapter: bool = False,
-) -> None:
-    """Find out before training whether `export_model` will be able to write a model there.
+    other_bytes: int = 0,
+    use_free_name: bool = False,
+) -> int:
+    """Find out before training whether `export_model` will be able to write a model there; return the export's size in bytes.
 
-    Collective: every rank must call this. The model may be on meta, sharded or not.
-
-    Raises:
-        ExportError: on every rank, as `export_model` would.
+    Collective: every rank must call this. The model may be on meta, sharded or not. The arguments are those of `export_model`,
+    and `other_bytes`, the size of other exports that need room on the same disk. Raises what `export_model` would.
     """
     check_arguments(output_dir=str(output_dir), max_shard_size=max_shard_size)
     model = _without_data_parallel(model)
     with distributed.sync_errors():
         merger = lora_merge.ShardMerger(model) if merge_adapter else None
-        shards = _describe(model, parse_dtype(dtype), None, merger).shards
+        shards = _describe(model, output_dir, parse_dtype(dtype), None, merger).shards
+        num_bytes = sum(math.prod(shard.shape) * shard.dtype.itemsize for shard in shards)
         if distributed.is_main():
-            num_bytes = sum(math.prod(shard.shape) * shard.dtype.itemsize for shard in shards)
-            check_target(output_dir, max_shard_size, num_bytes)
+            check_target(output_dir, max_shard_size, num_bytes + other_bytes, use_free_name=use_free_name)
+    return num_bytes
 
 
 def _without_data_parallel(model: torch.nn.Module) -> torch.nn.Module:
@@ -124,11 +125,13 @@ def _without_data_parallel(model: torch.nn.Module) -> torch.nn.Module:
 
 def _describe(
     model: torch.nn.Module,
+    output_dir: str | os.PathLike[str],
     dtype: torch.dtype | None,
     tokenizer: "PreTrainedTokenizerBase | None",
     merger: lora_merge.ShardMerger | None,
 ) -> ExportPlan:
     base = _find_transformers_model(model)
+    check_base_model(output_dir, base.config.name_or_path)
     set_conversions(base)
     slices = local_slices(model)
     is_adapter = has_adapter(model) and merger is None
@@ -139,11 +142,9 @@ def _describe(
             for name, stored in stored_names.items()
         ]
     else:
-        shards = [
-            _shard(local_slice, split_parameter(base, local_slice.name, local_slice.shape), dtype, merger)
-            for local_slice in slices.values()
-            if not lora_merge.is_merged_or_unused(local_slice.name)
-        ]
+        written = {name: piece for name, piece in slices.items() if not lora_merge.is_merged_or_unused(name)}
+        parts = split_parameters(base, {name: piece.shape for name, piece in written.items()})
+        shards = [_shard(piece, parts[name], dtype, merger) for name, piece in written.items()]
 
     def write_assets(directory: Path, plan: FilePlan) -> None:
         if is_adapter:
@@ -171,23 +172,11 @@ def _find_transformers_model(model: torch.nn.Module) -> "PreTrainedModel":
 
 
 def _shard(
-    local_slice: Slice,
-    parts: list[TensorRange],
-    dtype: torch.dtype | None,
-    merger: lora_merge.ShardMerger | None = None,
+    own: Slice, parts: list[TensorRange], dtype: torch.dtype | None, merger: lora_merge.ShardMerger | None = None
 ) -> ShardExport:
     def read(start: int, count: int) -> torch.Tensor:
-        values = local_slice.values[start : start + count]
-        return merger.merge(local_slice, start, values) if merger is not None else values
+        values = own.values[start : start + count]
+        return merger.merge(own, start, values) if merger is not None else values
 
-    written = written_dtype(local_slice.dtype, dtype)
-    return ShardExport(
-        local_slice.name,
-        local_slice.shape,
-        local_slice.dtype,
-        local_slice.first,
-        local_slice.values.numel(),
-        parts,
-        written,
-        read,
-    )
+    written = written_dtype(own.dtype, dtype)
+    return ShardExport(own.name, own.shape, own.dtype, own.first, own.values.numel(), parts, written, read)

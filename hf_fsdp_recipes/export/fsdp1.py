@@ -3,7 +3,6 @@
 Source: torch 2.13 `distributed/fsdp/_flat_param.py`, `FlatParamHandle` and `_ShardParamInfo`.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,10 +11,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._flat_param import FlatParameter
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.loading.shard_layout import Slice
 from hf_fsdp_recipes.parameter_names import without_wrappers
-from hf_fsdp_recipes.patches.registry import versions_of
 
 
 def is_flat(tensor: torch.Tensor) -> bool:
@@ -24,34 +21,22 @@ def is_flat(tensor: torch.Tensor) -> bool:
 
 
 def flat_slices(model: torch.nn.Module) -> dict[str, Slice]:
-    """Return this rank's slices of the parameters that FSDP1 has flattened, by name; none under FSDP2.
-
-    Raises:
-        ExportError: the installed torch stores flat parameters differently.
-    """
-    return dict(_slices(model))
-
-
-def _slices(model: torch.nn.Module) -> Iterator[tuple[str, Slice]]:
+    """Return this rank's slices of the parameters that FSDP1 has flattened, by name; none under FSDP2."""
+    slices: dict[str, Slice] = {}
     prefixes = {id(module): name for name, module in model.named_modules()}
     for module in FSDP.fsdp_modules(model):
         handle = module._handle
         if handle is None:
             continue
-        flat = handle.flat_param
-        if not hasattr(flat, "_shard_param_infos"):
-            raise ExportError(
-                f"torch {torch.__version__} stores FSDP1's flat parameters in an unknown format. Install {versions_of('torch')}, "
-                f"or use FSDP2."
-            )
-        is_replica = _is_replica(module, handle)
+        flat, is_replica = handle.flat_param, _is_replica(module, handle)
         infos = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
         for (leaf, owner, _), shape, info in infos:
             name = without_wrappers(f"{prefixes[id(owner)]}.{leaf}")
             is_held = info.in_shard and not is_replica
             start, count = (info.offset_in_shard, info.numel_in_shard) if is_held else (0, 0)
             values = flat.detach().reshape(-1)[start : start + count]
-            yield name, Slice(name, tuple(shape), flat.dtype, info.intra_param_start_idx or 0, values)
+            slices[name] = Slice(name, tuple(shape), flat.dtype, info.intra_param_start_idx or 0, values)
+    return slices
 
 
 def _is_replica(module: Any, handle: Any) -> bool:

@@ -1,5 +1,6 @@
 """Generates from an export with plain transformers, to check its weights."""
 
+import time
 from pathlib import Path
 
 import torch
@@ -9,24 +10,34 @@ from hf_fsdp_recipes.export.load_export import load_export
 
 
 def generate(
-    model: Path, prompt_file: Path, chat: bool = False, system: str | None = None, max_new_tokens: int = 200
+    model: Path, prompt: str | Path, chat: bool = False, system: str | None = None, max_new_tokens: int = 200
 ) -> str:
-    """Return an export's greedy continuation of a prompt; an adapter is loaded onto its base.
+    """Return the text of `generate_timed`."""
+    return generate_timed(model, prompt, chat, system, max_new_tokens)[0]
 
-    Raises:
-        ExportError: the export or prompt cannot be read, `max_new_tokens` is below 1, or the chat template is missing or fails.
+
+def generate_timed(
+    model: Path, prompt: str | Path, chat: bool = False, system: str | None = None, max_new_tokens: int = 200
+) -> tuple[str, int, float]:
+    """Return an export's greedy continuation of a prompt or of a file's text, its number of tokens and the seconds it took.
+
+    An adapter is loaded onto its base. Runs on the accelerator if there is one; loading is not timed. Raises an ExportError if
+    an argument or a file cannot be used.
     """
     if max_new_tokens < 1:
         raise ExportError(f"max_new_tokens is {max_new_tokens}. Set it to at least 1.")
     if not model.is_dir():
         raise ExportError(f"{model} is not a directory. Pass the directory of an export.")
-    try:
-        prompt = prompt_file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ExportError(f"{prompt_file} cannot be read as text: {error}. Check --prompt-file.") from error
+    prompt = _read_prompt(prompt) if isinstance(prompt, Path) else prompt.strip()
+    if not prompt:
+        raise ExportError("the prompt is empty. Write a question, or the beginning of a text.")
     from transformers import AutoTokenizer
 
     network = load_export(model)
+    if not network.can_generate():
+        raise ExportError(
+            f"{model} is a {network.config.architectures[0]}, which classifies text. Use the model itself, not generate."
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many types
@@ -47,7 +58,19 @@ def generate(
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
     inputs = {key: value.to(network.device) for key, value in inputs.items() if key != "token_type_ids"}
+    started = time.perf_counter()
     with torch.no_grad():
-        output = network.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-    new_tokens = output[0, inputs["input_ids"].shape[1] :]
-    return tokenizer.decode(new_tokens if chat else output[0], skip_special_tokens=True)
+        output = network.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)[0].tolist()
+    seconds = time.perf_counter() - started
+    new_tokens = output[inputs["input_ids"].shape[1] :]
+    return tokenizer.decode(new_tokens if chat else output, skip_special_tokens=True), len(new_tokens), seconds
+
+
+def _read_prompt(file: Path) -> str:
+    try:
+        prompt = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExportError(f"{file} cannot be read as text: {error}. Check --prompt-file.") from error
+    if not prompt:
+        raise ExportError(f"{file} is empty. Write the prompt into it.")
+    return prompt

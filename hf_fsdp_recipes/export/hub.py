@@ -5,7 +5,6 @@ private unless `hub_private_repo` is false. A failed push does not end the run; 
 Writes to `<output_dir>/.hub` only.
 """
 
-import argparse
 import logging
 import os
 import shutil
@@ -30,46 +29,40 @@ RANK_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_CONFIG_")
 
 @dataclass(frozen=True)
 class HubTarget:
-    """Where and what to push, by Trainer's own arguments.
+    """Where and what to push, from Trainer's own arguments."""
 
-    Attributes:
-        repo_id: `hub_model_id`, or the output directory's name.
-        strategy: `hub_strategy`: end (the export, when the run ends), every_save (also each checkpoint, as a model),
-            checkpoint (also the checkpoint itself, as `last-checkpoint`), all_checkpoints.
-        is_private: True unless `hub_private_repo` is false.
-        token: `hub_token`; None uses the token that is logged in.
-    """
-
-    repo_id: str
+    repo_id: str  # `hub_model_id`, or the output directory's name
+    # `hub_strategy`: end (the export, when the run ends), every_save (also each checkpoint, as a model), checkpoint (also the
+    # checkpoint itself, as `last-checkpoint`) or all_checkpoints
     strategy: str = "every_save"
-    is_private: bool = True
-    token: str | None = None
+    is_private: bool = True  # unless `hub_private_repo` is false
+    token: str | None = None  # `hub_token`; None uses the token that is logged in
 
 
-def read_target(training: "TrainingArguments") -> HubTarget | None:
-    """Return the target that `push_to_hub` and related arguments describe, or None. Any rank may call this.
+def read_target(training: "TrainingArguments", needs_access: bool = True) -> HubTarget | None:
+    """Return the target that `push_to_hub` and its options describe, or None; raise a RecipeError if it is no repository id.
 
-    Raises:
-        RecipeError: pushing is on, but there is no token or the Hub is switched off.
+    With `needs_access`, also raise one if there is no token or the Hub is switched off.
     """
     if not training.push_to_hub:
         return None
     from huggingface_hub import constants, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    if constants.HF_HUB_OFFLINE:
+    repo_id = training.hub_model_id or Path(str(training.output_dir)).name
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise RecipeError(f"hub_model_id is {training.hub_model_id}: {error} Set it to user/name.") from error
+    if needs_access and constants.HF_HUB_OFFLINE:
         raise RecipeError("push_to_hub is on, but HF_HUB_OFFLINE is set. Unset one of them.")
-    if not (training.hub_token or get_token()):
+    if needs_access and not (training.hub_token or get_token()):
         raise RecipeError(
             "push_to_hub is on, but there is no Hub token with write access. Run hf auth login, set HF_TOKEN, or set "
             "push_to_hub: false."
         )
-    try:
-        validate_repo_id(training.hub_model_id or Path(str(training.output_dir)).name)
-    except HFValidationError as error:
-        raise RecipeError(f"hub_model_id is {training.hub_model_id}: {error} Set it to user/name.") from error
     return HubTarget(
-        training.hub_model_id or Path(str(training.output_dir)).name,
+        repo_id,
         str(getattr(training.hub_strategy, "value", training.hub_strategy)),
         training.hub_private_repo is not False,
         training.hub_token,
@@ -112,9 +105,9 @@ class Pusher:
         return is_pushed
 
     def _start(self, source: Path) -> None:
-        command = [sys.executable, "-m", "hf_fsdp_recipes.export.hub", str(source), "--repo", self.target.repo_id]
-        command += ["--strategy", self.target.strategy, "--folder", str(self._folder)]
-        command += ["--private"] if self.target.is_private else []
+        visibility = "private" if self.target.is_private else "public"
+        command = [sys.executable, "-m", "hf_fsdp_recipes.export.hub", str(source), str(self._folder)]
+        command += [self.target.repo_id, self.target.strategy, visibility]
         environment = {
             key: value
             for key, value in os.environ.items()
@@ -164,20 +157,14 @@ def upload(source: Path, repo: str, strategy: str, is_private: bool, folder: Pat
 
 def main() -> None:
     """Push one directory; the last line of stdout is its URL, or why the push failed."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("source", type=Path)
-    parser.add_argument("--repo", required=True)
-    parser.add_argument("--strategy", required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--private", action="store_true")
-    arguments = parser.parse_args()
+    source, folder, repo, strategy, visibility = sys.argv[1:]
     os.nice(10)  # training comes first
     try:
-        url = upload(arguments.source, arguments.repo, arguments.strategy, arguments.private, arguments.folder)
+        url = upload(Path(source), repo, strategy, visibility == "private", Path(folder))
     except Exception as error:  # huggingface_hub raises many types
         print(f"{type(error).__name__}: {summarize(error, 'line')}")
         sys.exit(1)
-    print(f"pushed: {arguments.source.name} to {url}")
+    print(f"pushed: {Path(source).name} to {url}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
 """Exports LoRA adapters, or merges them into base weights.
 
-Merging adds `scaling * B @ A` to a range of rows at a time, so no process ever holds a full merged layer.
+Merging adds `scaling * B @ A` to a range of rows at a time, so no process ever holds a full merged layer. For DoRA, the norms of
+the rows are computed first.
 
-Source: peft 0.21 `utils/save_and_load.py` (names), `tuners/lora/layer.py` (`get_delta_weight`).
+Source: peft 0.21 `utils/save_and_load.py` (names), `tuners/lora/layer.py` (`get_delta_weight`), `tuners/lora/variants.py`
+(`DoraLinearVariant.merge_unsafe`).
 """
 
 import copy
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,40 +23,30 @@ from hf_fsdp_recipes.export.slices import gather_full, local_slices
 from hf_fsdp_recipes.loading.read_ranges import as_bytes
 from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, read_header
 from hf_fsdp_recipes.loading.shard_layout import Slice
-from hf_fsdp_recipes.peft_models import active_adapter, find_peft_model
+from hf_fsdp_recipes.model_class import task_type_of
+from hf_fsdp_recipes.peft_models import HEAD_FIELDS, active_adapter, describe_class, find_peft_model
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
 
+    from hf_fsdp_recipes.checkpointing.dcp_reader import DcpTensor
+
+logger = logging.getLogger(__name__)
+
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
-
-
-class StoredValues(Protocol):
-    """A tensor on disk that can be read in ranges of elements."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-
-    def read(self, start: int, count: int) -> torch.Tensor:
-        """Return `count` elements starting at `start` (1-D, CPU)."""
+CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")  # values of init_lora_weights that change base weights
+CHUNK_ELEMENTS = 4 * 1024**2
+HEAD_WEIGHT = re.compile(r"\.(score|classifier)\.(?!original_module).*weight$")  # PEFT's names of a classifier's head
 
 
 def is_merged_or_unused(name: str) -> bool:
-    """Return whether a merged export omits a parameter.
-
-    Adapter matrices are merged into the base weight, and trained copies of modules replace the originals.
-    """
+    """Return whether a merged export omits a parameter: an adapter matrix, or the original of a module trained as a copy."""
     return ".original_module." in name or (parameter_names.is_adapter(name) and ".modules_to_save." not in name)
 
 
 def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[str, str]:
-    """Map the adapter's parameters to their names in `adapter_model.safetensors`. Any rank may call this.
-
-    Raises:
-        ExportError: PEFT finds no adapter parameters, or parameters that the model does not have.
-    """
+    """Map the adapter's parameters to their names in `adapter_model.safetensors`; ExportError if PEFT lists others."""
     from peft import get_peft_model_state_dict
 
     peft_model = find_peft_model(model)
@@ -80,14 +74,13 @@ def _without_wrappers(model: torch.nn.Module, peft_model: "PeftModel") -> "PeftM
         return peft_model
     from accelerate import init_empty_weights
     from peft import get_peft_model
-    from transformers import AutoModelForCausalLM
 
     adapter = active_adapter(peft_model)
     config = copy.deepcopy(peft_model.peft_config[adapter])
     config.init_lora_weights = False  # only the names are needed
     with init_empty_weights():
-        base = AutoModelForCausalLM.from_config(peft_model.get_base_model().config)
-        return get_peft_model(base, config, adapter_name=adapter)
+        base = peft_model.get_base_model()
+        return get_peft_model(type(base)._from_config(base.config), config, adapter_name=adapter)
 
 
 def save_config(model: torch.nn.Module, directory: Path) -> None:
@@ -95,24 +88,56 @@ def save_config(model: torch.nn.Module, directory: Path) -> None:
     peft_model = find_peft_model(model)
     assert peft_model is not None
     config = copy.deepcopy(peft_model.peft_config[active_adapter(peft_model)])
+    base = peft_model.get_base_model()
     if config.base_model_name_or_path is None:
-        config.base_model_name_or_path = peft_model.get_base_model().config.name_or_path
+        config.base_model_name_or_path = base.config.name_or_path
+    config.auto_mapping = describe_class(base) or config.auto_mapping
     config.inference_mode = True
     config.save_pretrained(str(directory))
+    if (start := str(config.init_lora_weights).lower()).startswith(CHANGES_BASE):
+        logger.warning(
+            "%s: the adapter was initialized with %s, so load it with PEFT, which changes the base weights again; vLLM does not. "
+            "The merged model (merge_adapter) works everywhere.",
+            directory.name,
+            start,
+        )
+
+
+def recorded_class(config: "PeftConfig", tensors: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Return the class name of an adapter's base model, or None, and the config fields that its head needs.
+
+    `tensors` are the adapter's, by name; each has a shape.
+    """
+    import transformers
+
+    heads = [tensor.shape[0] for name, tensor in tensors.items() if HEAD_WEIGHT.search(name)]
+    is_classifier = config.task_type in ("SEQ_CLS", "TOKEN_CLS")
+    mapping = config.auto_mapping or {}
+    name = mapping.get("base_model_class")
+    found = getattr(transformers, name or "", None)
+    if not str(mapping.get("parent_library")).startswith("transformers") or found is None or not task_type_of(found):
+        name = None  # the base model's own class
+    fields = {field: mapping[field] for field in HEAD_FIELDS if mapping.get(field) is not None}
+    if "id2label" in fields:
+        fields["id2label"] = {int(number): label for number, label in fields["id2label"].items()}  # JSON has strings
+    return name, ({"num_labels": heads[-1]} if is_classifier and heads else {}) | fields
 
 
 def _check_mergeable(config: Any) -> None:
-    if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA" or config.use_dora:
-        raise ExportError("merge_adapter supports LoRA and rsLoRA only. Export the adapter and merge it with PEFT.")
+    if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
+        raise ExportError(
+            "merge_adapter supports LoRA, rsLoRA and DoRA only. Export the adapter and merge it with PEFT."
+        )
+    if config.use_dora and config.fan_in_fan_out:
+        raise ExportError(
+            "merge_adapter cannot merge DoRA into Conv1D layers. Export the adapter and merge it with PEFT."
+        )
 
 
 class ShardMerger:
-    """Merges LoRA into this rank's shards of the base weights.
+    """Merges LoRA into this rank's shards of the base weights, or raises an ExportError that says why it cannot.
 
     Construct it on every rank; `gather` is a collective, `merge` is not.
-
-    Raises:
-        ExportError: the model has no adapter, a 4-bit base, or an adapter that cannot be merged by rows.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -137,13 +162,24 @@ class ShardMerger:
             )
         self._slices = local_slices(model)
         self._matrices: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._magnitudes: dict[str, torch.Tensor] = {}  # of DoRA
+        self._factors: dict[str, torch.Tensor] = {}
+        dora_layers = [name for name, module in self._layers.items() if self._adapter in module.lora_magnitude_vector]
+        for piece in (self._slices[f"{name}.base_layer.weight"] for name in dora_layers):
+            if piece.first % piece.shape[1] or piece.values.numel() % piece.shape[1]:
+                raise ExportError(
+                    "merge_adapter merges DoRA under FSDP2 only. Export the adapter and merge it with PEFT."
+                )
 
     def gather(self) -> None:
-        """Gather A and B of every layer on every rank. Collective: every rank must call this."""
-        for name in self._layers:
+        """Gather the adapter of every layer on every rank. Collective: every rank must call this."""
+        for name, module in self._layers.items():
             a, b = (self._slices[f"{name}.lora_{x}.{self._adapter}.weight"] for x in "AB")
-            device = a.values.device
-            self._matrices[f"{name}.base_layer.weight"] = (gather_full(a, device), gather_full(b, device))
+            device, weight = a.values.device, f"{name}.base_layer.weight"
+            self._matrices[weight] = (gather_full(a, device), gather_full(b, device))
+            if self._adapter in module.lora_magnitude_vector:
+                magnitude = self._slices[f"{name}.lora_magnitude_vector.{self._adapter}.weight"]
+                self._magnitudes[weight] = gather_full(magnitude, device)
 
     def merge(self, piece: Slice, start: int, values: torch.Tensor) -> torch.Tensor:
         """Return `values`, which start at element `start` of a slice, with the adapter merged in."""
@@ -151,8 +187,21 @@ class ShardMerger:
         if matrices is None or not values.numel():
             return values
         layer = self._layers[piece.name.removesuffix(".base_layer.weight")]
-        scaling = layer.scaling[self._adapter]
-        return add_rows(values, piece.first + start, piece.shape, *matrices, scaling, layer.fan_in_fan_out)
+        scaling, factors = layer.scaling[self._adapter], self._factors.get(piece.name)
+        if factors is None and piece.name in self._magnitudes:
+            width = piece.shape[1]
+            own, first_row = piece.values.view(-1, width), piece.first // width
+            magnitude, rows = self._magnitudes[piece.name], range(first_row, first_row + len(own))
+            factors = self._factors[piece.name] = dora_factors(
+                lambda top, bottom: own[top - first_row : bottom - first_row],
+                rows,
+                width,
+                magnitude,
+                *matrices,
+                scaling,
+            )
+        first = piece.first + start
+        return add_rows(values, first, piece.shape, *matrices, scaling, layer.fan_in_fan_out, factors)
 
 
 def add_rows(
@@ -163,31 +212,50 @@ def add_rows(
     b: torch.Tensor,
     scaling: float,
     fan_in_fan_out: bool,
+    factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add `scaling * B @ A` to a range of a weight's elements.
+    """Add `scaling * B @ A` to a range of a weight's elements (1-D, from element `first`), computed as in PEFT.
 
-    Args:
-        values: the range, 1-D.
-        first: position of the range's first element in the weight.
-        shape: shape of the weight: (out, in), or (in, out) with `fan_in_fan_out`.
-        a, b: LoRA's matrices, (r, in) and (out, r).
-        scaling: alpha / r, or alpha / sqrt(r) for rsLoRA.
-        fan_in_fan_out: whether the weight is stored transposed (GPT-2's Conv1D).
-
-    Returns:
-        The sum in the weight's dtype, computed as in PEFT.
+    The weight has `shape` (out, in), or (in, out) with `fan_in_fan_out` (GPT-2's Conv1D); A is (r, in) and B is (out, r).
+    `scaling` is alpha / r, or alpha / sqrt(r) for rsLoRA. DoRA multiplies the sum by `factors` (out,) afterwards.
     """
     left, right = (a.T, b.T) if fan_in_fan_out else (b, a)
     width = shape[1]
     top, bottom = first // width, -(-(first + values.numel()) // width)
     delta = (left[top:bottom] @ right) * scaling
     skipped = first - top * width
-    return values + delta.reshape(-1)[skipped : skipped + values.numel()].to(values.dtype)
+    part = delta.reshape(-1)[skipped : skipped + values.numel()]
+    if factors is None:
+        return values + part.to(values.dtype)
+    by_element = factors[top:bottom].repeat_interleave(width)[skipped : skipped + values.numel()]
+    return (by_element * (values + part)).to(values.dtype)
+
+
+def dora_factors(
+    read_rows: Callable[[int, int], torch.Tensor],
+    rows: range,
+    width: int,
+    magnitude: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Return what DoRA multiplies each row of `W + scaling * B @ A` by (out,); NaN for rows outside `rows`.
+
+    `read_rows(top, bottom)` returns rows of W (bottom - top, width). A few megabytes are read at a time.
+    """
+    factors = torch.full_like(magnitude, torch.nan)
+    step = max(1, CHUNK_ELEMENTS // width)
+    for top in range(rows.start, rows.stop, step):
+        bottom = min(top + step, rows.stop)
+        adapted = read_rows(top, bottom) + (b[top:bottom] @ a) * scaling
+        factors[top:bottom] = magnitude[top:bottom] / torch.linalg.norm(adapted, dim=1).to(adapted.dtype)
+    return factors
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor of an adapter's safetensors file, as `StoredValues`."""
+    """One tensor of an adapter's safetensors file; `read` is that of a checkpoint's DcpTensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -202,11 +270,7 @@ class FileTensor:
 
 
 def read_adapter(directory: Path) -> tuple["PeftConfig", dict[str, FileTensor]]:
-    """Return the PEFT config and the tensors of an exported adapter. Any rank may call this.
-
-    Raises:
-        ExportError: the adapter cannot be read.
-    """
+    """Return the PEFT config and the tensors of an exported adapter; raise an ExportError if it cannot be read."""
     from peft import PeftConfig
 
     try:
@@ -218,59 +282,88 @@ def read_adapter(directory: Path) -> tuple["PeftConfig", dict[str, FileTensor]]:
 
 
 class StoredAdapter:
-    """A LoRA adapter on disk, to merge into base weights that are read from disk.
-
-    Raises:
-        ExportError: the adapter cannot be merged by rows.
-    """
+    """A LoRA adapter on disk, to merge into base weights on disk; raises an ExportError if it cannot be merged by rows."""
 
     def __init__(
-        self, config: "LoraConfig", tensors: Mapping[str, StoredValues], adapter_name: str = "default"
+        self, config: "LoraConfig", tensors: "Mapping[str, DcpTensor | FileTensor]", adapter_name: str = "default"
     ) -> None:
         _check_mergeable(config)
+        start = str(config.init_lora_weights).lower()
+        if start.startswith(CHANGES_BASE):
+            raise ExportError(
+                f"the adapter was initialized with {start}, which changes the base weights, so it cannot be merged into the base "
+                f"model's files. Merge it with PEFT: PeftModel.from_pretrained(base, adapter).merge_and_unload()."
+            )
         self._config = config
-        self._matrices: dict[str, dict[str, StoredValues]] = {}
-        self._saved_modules: dict[str, StoredValues] = {}
+        self._matrices: dict[str, dict[str, DcpTensor | FileTensor]] = {}
+        self._saved_modules: dict[str, DcpTensor | FileTensor] = {}
         for name, tensor in tensors.items():
             plain = name.removeprefix("base_model.model.").replace(f".modules_to_save.{adapter_name}.", ".")
             layer, marker, matrix = plain.replace(f".{adapter_name}.", ".").rpartition(".lora_")
             if marker and matrix in ("A.weight", "B.weight"):
                 self._matrices.setdefault(f"{layer}.weight", {})[matrix[0]] = tensor
+            elif marker and matrix.removesuffix(".weight") == "magnitude_vector" and config.use_dora:
+                self._matrices.setdefault(f"{layer}.weight", {})["magnitude"] = tensor
             elif marker:
                 raise ExportError(f"merge_adapter cannot merge {name}. Export the adapter and merge it with PEFT.")
             elif ".original_module." not in name:
                 self._saved_modules[plain.replace(".modules_to_save.", ".")] = tensor
-        self._latest: tuple[str, tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._latest: tuple[str, tuple[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None
 
     def check_fits(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that every adapter tensor has a base parameter of the right shape.
-
-        Raises:
-            ExportError: names what does not match.
-        """
+        """Raise an ExportError that names the adapter tensors without a base parameter of the right shape."""
         unmatched = [name for name in [*self._matrices, *self._saved_modules] if name not in shapes]
         unmatched += [n for n, tensor in self._saved_modules.items() if n in shapes and tensor.shape != shapes[n]]
         if unmatched:
             raise ExportError(
-                f"the adapter's {unmatched[:3]} have no match in the base model, or one of another shape. Pass the base model "
+                f"the base model lacks the adapter's {unmatched[:3]}, or has them in another shape. Pass the base model "
                 f"that the adapter was trained on."
             )
 
-    def merge(self, name: str, shape: tuple[int, ...], first: int, values: torch.Tensor) -> torch.Tensor:
-        """Return a range of a base weight with the adapter merged in; other tensors are returned unchanged."""
+    def replaces(self, name: str) -> bool:
+        """Return whether the adapter has a trained copy of a base weight."""
+        return name in self._saved_modules
+
+    def merge(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        first: int,
+        values: torch.Tensor,
+        read_base: Callable[[int, int], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return a range of a base weight with the adapter merged in; other tensors are returned unchanged.
+
+        `read_base(start, count)` returns other elements of the base weight.
+        """
         if name in self._saved_modules and values.numel():
             return self._saved_modules[name].read(first, values.numel()).to(values.dtype)
         if name not in self._matrices or not values.numel():
             return values
-        a, b = self._read(name)
-        return add_rows(values, first, shape, a, b, self._scaling(name, a.shape[0]), self._config.fan_in_fan_out)
-
-    def _read(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         if self._latest is None or self._latest[0] != name:
-            found = self._matrices[name]
-            a, b = (found[m].read(0, torch.Size(found[m].shape).numel()).reshape(found[m].shape) for m in "AB")
-            self._latest = (name, (a, b))
-        return self._latest[1]
+            self._latest = (name, *self._read(name, shape, read_base))
+        _, (a, b), factors = self._latest
+        scaling = self._scaling(name, a.shape[0])
+        return add_rows(values, first, shape, a, b, scaling, self._config.fan_in_fan_out, factors)
+
+    def _read(
+        self, name: str, shape: tuple[int, ...], read_base: Callable[[int, int], torch.Tensor]
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
+        """Return A and B of a layer, and DoRA's factors."""
+        full = {
+            key: tensor.read(0, torch.Size(tensor.shape).numel()).reshape(tensor.shape)
+            for key, tensor in self._matrices[name].items()
+        }
+        if "magnitude" not in full:
+            return (full["A"], full["B"]), None
+
+        def read_rows(top: int, bottom: int) -> torch.Tensor:
+            return read_base(top * shape[1], (bottom - top) * shape[1]).view(-1, shape[1])
+
+        scaling = self._scaling(name, full["A"].shape[0])
+        rows = range(shape[0])
+        factors = dora_factors(read_rows, rows, shape[1], full["magnitude"].view(-1), full["A"], full["B"], scaling)
+        return (full["A"], full["B"]), factors
 
     def _scaling(self, name: str, rank: int) -> float:
         from peft.utils.other import get_pattern_key

@@ -3,7 +3,9 @@
 Every checkpoint includes them, as Trainer's do, because training may have added embeddings or changed the tokenizer.
 """
 
+import contextlib
 import copy
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +15,17 @@ import torch
 from hf_fsdp_recipes.peft_models import has_adapter
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 TOKENIZER_FILE = "tokenizer_config.json"
 CONFIG_FILE = "config.json"
+# A tokenizer or processor that is saved later writes its own.
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
 
 
 def collect(model: torch.nn.Module, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, bytes]:
@@ -31,7 +40,7 @@ def collect(model: torch.nn.Module, tokenizer: "PreTrainedTokenizerBase | None")
 
 
 def save_configs(model: torch.nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Write config and generation config, set for inference, and the model's own code. Rank 0 only."""
+    """Write config and generation config, set for inference, the processor's files and the model's own code. Rank 0 only."""
     from transformers import PreTrainedModel
     from transformers.dynamic_module_utils import custom_object_save
 
@@ -45,9 +54,24 @@ def save_configs(model: torch.nn.Module, directory: Path, dtype: torch.dtype | N
     config.use_cache = True  # training turns it off
     if (custom := find_custom_class(model)) is not None:
         custom_object_save(custom, directory)
+    _copy_processor(inner.config, directory)
     config.save_pretrained(directory)
     if inner.can_generate():
         inner.generation_config.save_pretrained(directory)
+
+
+def _copy_processor(config: "PreTrainedConfig", directory: Path) -> None:
+    """Copy the files of a multimodal model's processor, because training may use only the tokenizer."""
+    from transformers.utils import cached_file
+
+    if config.get_text_config() is config or not config.name_or_path:
+        return
+    for name in PROCESSOR_FILES:
+        with contextlib.suppress(OSError):
+            revision = getattr(config, "_commit_hash", None)
+            shutil.copy(
+                cached_file(config.name_or_path, name, revision=revision, local_files_only=True), directory / name
+            )
 
 
 def find_custom_class(model: torch.nn.Module) -> type | None:

@@ -8,27 +8,34 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export import fsdp1
-from hf_fsdp_recipes.loading.shard_layout import Slice, row_range
+from hf_fsdp_recipes.loading.shard_layout import Slice, find_shard
 from hf_fsdp_recipes.parameter_names import without_wrappers
 
 
 def local_slices(model: torch.nn.Module) -> dict[str, Slice]:
     """Return this rank's slices of all parameters and persistent buffers, in state-dict order; tied tensors appear once.
 
-    Every rank gets the same names, shapes and dtypes; not a collective. Each element is in exactly one rank's slice.
-
-    Raises:
-        ExportError: a parameter is neither sharded on dimension 0 nor replicated.
+    Every rank gets the same names, shapes and dtypes, and each element is in exactly one rank's slice. Not a collective. Raises
+    an ExportError for a parameter that is neither sharded on dimension 0 nor replicated.
     """
     slices: dict[str, Slice] = {}
+    names = [*model.named_parameters(remove_duplicate=False), *_persistent_buffers(model)]
+    copies = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for name in getattr(module, "all_tied_weights_keys", None) or ()
+    }
+    names.sort(
+        key=lambda item: item[0] in copies
+    )  # tied tensors are written under the name that from_pretrained expects
     flat = fsdp1.flat_slices(model)
     seen: set[int] = set()
-    for full_name, tensor in [*model.named_parameters(remove_duplicate=False), *_persistent_buffers(model)]:
+    for full_name, tensor in names:
         name = without_wrappers(full_name)
         if id(tensor) in seen or name in slices:
             continue
@@ -58,26 +65,14 @@ def _slice(name: str, tensor: torch.Tensor) -> Slice:
     if not isinstance(data, DTensor):
         values = data.reshape(-1)
         return Slice(name, shape, data.dtype, 0, values if distributed.is_main() else values[:0])
-    first, is_replica = _first_element(name, data)
+    found = find_shard(data)
+    if found is None:
+        raise ExportError(
+            f"{name} has placements {tuple(data.placements)}; only sharding on dimension 0 and replication can be exported."
+        )
+    first, _, is_replica = found
     local = data.to_local().reshape(-1)
     return Slice(name, shape, data.dtype, first, local[:0] if is_replica else local)
-
-
-def _first_element(name: str, tensor: DTensor) -> tuple[int, bool]:
-    """Return the first element of this rank's shard, and whether the shard is a replica of another rank's."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    sharded = [dim for dim, placement in enumerate(tensor.placements) if placement == Shard(0)]
-    replicated = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    if len(sharded) > 1 or len(sharded) + len(replicated) != len(tensor.placements):
-        raise ExportError(
-            f"{name} has placements {tuple(tensor.placements)}; only sharding on dimension 0 and replication can be exported."
-        )
-    is_replica = any(coordinate[dim] != 0 for dim in replicated)
-    if not sharded:
-        return 0, is_replica
-    num_shards = tensor.device_mesh.size(sharded[0])
-    return row_range(tensor.shape, num_shards, coordinate[sharded[0]])[0], is_replica
 
 
 def gather_full(piece: Slice, device: torch.device) -> torch.Tensor:

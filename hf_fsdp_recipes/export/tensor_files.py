@@ -1,4 +1,4 @@
-"""Writes safetensors files headers first, so that ranks can then fill in tensors in any order.
+"""Writes safetensors files: first the headers, so that ranks can then fill in tensors in any order.
 
 Source: the safetensors format, https://github.com/huggingface/safetensors#format
 """
@@ -16,7 +16,8 @@ import xxhash
 
 from hf_fsdp_recipes.checkpointing.direct_io import DirectFile, new_buffer, split_at_blocks
 from hf_fsdp_recipes.export.borders import Border
-from hf_fsdp_recipes.export.export_directory import Checksums, check_free_space
+from hf_fsdp_recipes.export.export_directory import check_free_space
+from hf_fsdp_recipes.loading.export_marker import Checksums
 from hf_fsdp_recipes.loading.safetensors_index import DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -55,7 +56,7 @@ class FilePlan:
         }
         return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
-    def header_checksums(self) -> Checksums:
+    def header_checksums(self) -> dict[str, Checksums]:
         """Return the checksums of the files' headers."""
         return {file: [(0, len(text), xxhash.xxh3_64_hexdigest(text))] for file, text in self.headers.items()}
 
@@ -74,12 +75,8 @@ def plan_files(
 ) -> FilePlan:
     """Assign tensors to files as `save_pretrained` does, and lay out each file. Any rank may call this.
 
-    The one difference: `save_pretrained` keeps tensors that share memory, such as fused experts, in one file.
-
-    Args:
-        tensors: name, shape and dtype, in the order of the state dict.
-        max_shard_bytes: size of the largest file; a larger tensor gets its own.
-        pattern: the file name, with `{suffix}` for `-00001-of-00002`.
+    `tensors` are name, shape and dtype in the order of the state dict; `pattern` has `{suffix}` for `-00001-of-00002`. The one
+    difference: `save_pretrained` keeps tensors that share memory, such as fused experts, in one file.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -111,13 +108,10 @@ def plan_files(
 
 
 def create_files(plan: FilePlan, directory: Path) -> None:
-    """Create all files with their headers and full sizes, if there is enough space. One rank calls this.
+    """Create all files with their headers and full sizes; raise an ExportError if there is not enough space. One rank only.
 
     They are closed before other ranks open them, so that other nodes see their headers and sizes. The files are sparse, because
     writing to blocks reserved by `fallocate` took ten times as long on a new ext4 disk.
-
-    Raises:
-        ExportError: there is not enough free space; nothing was written.
     """
     check_free_space(directory, sum(plan.num_bytes.values()))
     for file, header in plan.headers.items():
@@ -134,7 +128,7 @@ class FileWriter:
 
     Attributes:
         checksums: of everything written so far.
-        borders: with `keeps_borders`, what does not fill a page; it is left to rank 0.
+        borders: with `keeps_borders`, the bytes that do not fill a page; rank 0 writes them.
     """
 
     def __init__(self, plan: FilePlan, directory: Path, keeps_borders: bool = False) -> None:
@@ -144,7 +138,7 @@ class FileWriter:
         self._directory = directory
         self._files: dict[str, DirectFile] = {}
         self._buffer = new_buffer()
-        self.checksums: Checksums = {}
+        self.checksums: dict[str, Checksums] = {}
 
     def write(self, name: str, first: int, values: torch.Tensor) -> None:
         """Write elements (1-D, contiguous, CPU, in the planned dtype) of a tensor, starting at element `first`."""

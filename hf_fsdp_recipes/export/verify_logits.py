@@ -25,22 +25,13 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 2e-2}
 
 
 def check_logits(model: torch.nn.Module, export: Path, tokenizer: "PreTrainedTokenizerBase") -> float:
-    """Compare the logits of a model in training with those of its export.
+    """Compare a model in training, sharded or not, with its export; return the largest difference relative to the largest logit.
 
-    Collective: every rank must call this, because the sharded forward needs all of them.
-
-    Args:
-        model: the exported model, sharded or not.
-        export: a model directory, or an adapter whose base model can be loaded.
-        tokenizer: the model's tokenizer.
-
-    Returns:
-        The largest difference, relative to the largest logit.
-
-    Raises:
-        ExportError: on every rank, if the export cannot be loaded or its logits differ.
+    Collective: every rank must call this, because the sharded forward needs all of them. All raise an ExportError if the export
+    cannot be loaded or its logits differ.
     """
     device = next((buffer.device for buffer in model.buffers()), torch.device("cpu"))
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's own
     inputs = {"input_ids": tokenizer(PROMPT, return_tensors="pt")["input_ids"].to(device)}
     was_training = model.training
     model.eval()

@@ -19,24 +19,19 @@ from hf_fsdp_recipes.errors import ExportError, summarize
 from hf_fsdp_recipes.export import borders, export_directory, verify_files
 from hf_fsdp_recipes.export.export_plan import ExportPlan, ShardExport
 from hf_fsdp_recipes.export.tensor_files import FilePlan, FileWriter, create_files, plan_files
+from hf_fsdp_recipes.loading.export_marker import check_together
 from hf_fsdp_recipes.loading.verify import is_finite
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 from hf_fsdp_recipes.metrics import progress
 
-CHUNK_BYTES = 8 * 1024 * 1024  # half of the memory of a rank beyond its shard while it writes
+CHUNK_BYTES = 8 * 1024 * 1024  # while a rank writes, it needs two chunks of memory beyond its shard
 PROGRESS_TITLE = "export weights"
 Method = Literal["auto", "direct", "gather"]
-Chunk = tuple[str, int, torch.Tensor]  # (stored tensor, first element of it, values)
+Chunk = tuple[str, int, torch.Tensor]  # (stored tensor, offset into it in elements, values)
 
 
 def check_arguments(method: str = "auto", **arguments: Any) -> None:
-    """Check that all ranks pass the same arguments, so that none waits for the others later.
-
-    Collective: every rank must call this.
-
-    Raises:
-        ExportError: on every rank; names an argument that differs and two of its values, or an unknown method.
-    """
+    """Raise an ExportError on every rank if an argument differs between ranks or `method` is invalid. Collective."""
     arguments["method"] = method
     gathered = distributed.gather_objects({name: repr(value) for name, value in arguments.items()})
     with distributed.sync_errors():
@@ -59,67 +54,67 @@ def write_export(
     source: Path | None = None,
     use_free_name: bool = False,
 ) -> Path:
-    """Write an export under a temporary name, verify it, and rename it.
+    """Write an export under a temporary name, verify it, rename it, and return its directory.
 
-    Collective: every rank must call this, after `check_arguments`.
-
-    Args:
-        output_dir: the directory to create or replace.
-        describe: returns this rank's plan; may fail on some ranks, must not call collectives.
-        max_shard_size: bytes or "5GB".
-        method: direct, gather, or auto to probe whether all ranks see the same storage.
-        prepare: called on every rank between planning and writing; may call collectives.
-        source: the directory to export, if the export is made from one.
-        use_free_name: as in `export_model`.
-
-    Returns:
-        The export's directory.
-
-    Raises:
-        ExportError: on every rank; `output_dir` is unchanged.
+    Collective: every rank must call this, after `check_arguments`. `describe` returns this rank's plan; it may fail on some
+    ranks but must not call collectives. `prepare` is called on every rank between planning and writing, and may. `source` is the
+    directory that is exported, if there is one. After an ExportError, which every rank raises, `output_dir` is unchanged.
     """
-    with distributed.sync_errors(), _failed_write(output_dir):
-        if distributed.is_main():
-            export_directory.check_target(output_dir, max_shard_size, source=source, use_free_name=use_free_name)
-        final = output_dir.resolve()
-        temporary = export_directory.incomplete_directory_for(final)
-        if distributed.is_main():
-            export_directory.start(final)
-    try:
-        method, has_several_caches = _choose_method(temporary, method)
-        with distributed.sync_errors():
-            export = describe()
-            files = plan_files(
-                _in_saved_order(export), export_directory.parse_shard_size(max_shard_size), export.pattern
-            )
+    with contextlib.ExitStack() as stack:
+        with distributed.sync_errors(), _failed_write(output_dir):
             if distributed.is_main():
-                with _failed_write(final):
-                    create_files(files, temporary)
-        prepare()
-        with ThreadPoolExecutor(max_workers=1) as executor:  # writes the small files in the background
-            assets = executor.submit(_write_assets, export, files, temporary) if distributed.is_main() else None
-            writer = FileWriter(files, temporary, keeps_borders=has_several_caches)
-            non_finite = _write_weights(export.shards, writer, temporary, method)
-            checksums = distributed.gather_objects(writer.checksums)
-            # All ranks have closed the files: now, and not before, they are read.
-            with distributed.sync_errors(distributed.patient_group()), _failed_write(final):
-                borders.check_borders(temporary, writer.borders)
-                if assets is not None:
-                    assets.result()
-                    verify_files.check_headers(temporary, files)
-                    if export.is_adapter:
-                        verify_files.check_adapter_rows(temporary, files)
-                    export_directory.write_marker(temporary, [files.header_checksums(), *checksums])
-        verify_files.warn_non_finite(non_finite)
-        with distributed.sync_errors(), _failed_write(final):
+                export_directory.check_target(output_dir, max_shard_size, source=source, use_free_name=use_free_name)
+            final = output_dir.resolve()
             if distributed.is_main():
-                directory = export_directory.replace(final, use_free_name)
-                output_dir = output_dir if directory == final else directory
-    except BaseException:
-        if distributed.is_main():
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+                stack.enter_context(export_directory.lock(final))
+                export_directory.start(final)
+        try:
+            _write_files(final, describe, max_shard_size, method, prepare)
+            with distributed.sync_errors(), _failed_write(final):
+                if distributed.is_main():
+                    directory = export_directory.replace(final, use_free_name)
+                    output_dir = output_dir if directory == final else directory
+        except BaseException:
+            if distributed.is_main():
+                shutil.rmtree(export_directory.incomplete_directory_for(final), ignore_errors=True)
+            raise
     return distributed.broadcast_object(output_dir)
+
+
+def _write_files(
+    final: Path,
+    describe: Callable[[], ExportPlan],
+    max_shard_size: int | str,
+    method: Method,
+    prepare: Callable[[], None],
+) -> None:
+    """Write and verify all files, under the temporary name. Collective."""
+    temporary = export_directory.incomplete_directory_for(final)
+    method, has_several_caches = _choose_method(temporary, method)
+    with distributed.sync_errors():
+        export = describe()
+        files = plan_files(_in_saved_order(export), export_directory.parse_shard_size(max_shard_size), export.pattern)
+        if distributed.is_main():
+            with _failed_write(final):
+                create_files(files, temporary)
+    if export.base_directory is not None:
+        check_together(export.base_directory, is_read_by_all=True, error_class=ExportError)
+    prepare()
+    with ThreadPoolExecutor(max_workers=1) as executor:  # writes the small files in the background
+        assets = executor.submit(_write_assets, export, files, temporary) if distributed.is_main() else None
+        writer = FileWriter(files, temporary, keeps_borders=has_several_caches)
+        non_finite = _write_weights(export.shards, writer, temporary, method)
+        checksums = distributed.gather_objects(writer.checksums)
+        # Read the files only now that all ranks have closed them.
+        with distributed.sync_errors(distributed.patient_group()), _failed_write(final):
+            borders.check_borders(temporary, writer.borders)
+            if assets is not None:
+                assets.result()
+                verify_files.check_headers(temporary, files)
+                if export.is_adapter:
+                    verify_files.check_adapter_rows(temporary, files)
+                export_directory.write_marker(temporary, [files.header_checksums(), *checksums])
+    verify_files.warn_non_finite(non_finite)
 
 
 @contextlib.contextmanager
@@ -133,7 +128,7 @@ def _failed_write(directory: Path) -> Iterator[None]:
 
 
 def _choose_method(directory: Path, method: Method) -> tuple[Literal["direct", "gather"], bool]:
-    """Probe whether all ranks see a file that rank 0 creates, and whether through several page caches. Collective."""
+    """Probe whether all ranks see a file that rank 0 creates, and whether they use several page caches. Collective."""
     if method == "gather" or distributed.world_size() == 1:
         return "gather", False
 
@@ -141,7 +136,7 @@ def _choose_method(directory: Path, method: Method) -> tuple[Literal["direct", "
     probe = directory / f".probe-{distributed.broadcast_object(uuid.uuid4().hex)}"
     distributed.run_on_main(_failed_write(directory)(probe.touch))
     seen = None
-    with contextlib.suppress(OSError):  # or an NFS client may look in the earlier directory of the same name
+    with contextlib.suppress(OSError):  # otherwise an NFS client may look in the earlier directory of the same name
         list(directory.parent.iterdir())
     with contextlib.suppress(OSError):
         seen = distributed.node_id(), probe.stat().st_dev  # two mounts on one node have two caches
@@ -225,7 +220,7 @@ def _chunks(shard: ShardExport, non_finite: dict[str, int], download: Download) 
 
 
 def _pieces(shard: ShardExport, first: int, count: int) -> Iterator[tuple[TensorRange, int, int]]:
-    """Split elements of a parameter into chunks: (stored tensor, first element of the parameter, number of elements)."""
+    """Split a range of a parameter into chunks: (stored tensor, offset into the parameter, number of elements)."""
     step = max(1, CHUNK_BYTES // max(shard.dtype.itemsize, shard.held_dtype.itemsize))
     for part in shard.parts:
         start, stop = max(first, part.start), min(first + count, part.start + part.num_elements)
@@ -248,7 +243,7 @@ def _write_gathered(shards: list[ShardExport], writer: FileWriter, directory: Pa
 
 
 def _send_chunks(shards: list[ShardExport], non_finite: dict[str, int]) -> Exception | None:
-    """Send this rank's chunks to rank 0, which waits for all of them even after an error; return the error."""
+    """Send this rank's chunks to rank 0, or zeros after an error, because rank 0 waits for all of them; return the error."""
     chunks, error = _all_chunks(shards, non_finite), None
     sending: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
     for shard in shards:

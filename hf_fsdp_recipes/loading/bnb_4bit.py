@@ -1,4 +1,4 @@
-"""Quantizes weights to 4 bits while they load: one rank reads and quantizes a weight and sends every rank its shard.
+"""Quantizes weights to 4 bits while they load: one rank reads and quantizes a weight, and every rank gets its shard.
 
 No rank holds more than one unquantized weight (two copies while one is transposed). Every rank gets all scales
 (bitsandbytes' quant state), because dequantizing a gathered weight needs them.
@@ -8,7 +8,7 @@ from the module if FSDP has replaced its parameter); transformers 5.23 `quantize
 """
 
 import copy
-import zlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError, summarize
+from hf_fsdp_recipes.loading.distribute import WeightStream
 from hf_fsdp_recipes.loading.read_ranges import as_bytes, byte_ranges, read_elements
-from hf_fsdp_recipes.loading.safetensors_index import Prefetcher, SafetensorsIndex
-from hf_fsdp_recipes.loading.shard_layout import ShardGroup, ShardTarget
-from hf_fsdp_recipes.loading.verify import SAMPLE_ELEMENTS, Checksums, is_finite
+from hf_fsdp_recipes.loading.safetensors_index import Prefetcher, SafetensorsIndex, stored_in_memory
+from hf_fsdp_recipes.loading.shard_layout import ShardTarget
+from hf_fsdp_recipes.loading.verify import is_finite
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 from hf_fsdp_recipes.metrics import progress
 from hf_fsdp_recipes.precision import mixed_precision_dtype
@@ -159,13 +160,15 @@ def read_and_quantize(
 
 
 Packed = tuple[ShardTarget, Quant4bitSpec, "Linear4bit"]
+Tensors = dict[str, torch.Tensor]
+PACKED = "packed weight"
 
 
-def scatter(
+def fill(
     work: Sequence[Packed],
     index: SafetensorsIndex | None,
-    group: ShardGroup,
-    checksums: Checksums | None,
+    stream: WeightStream,
+    do_all_ranks_read: bool,
     device: torch.device,
 ) -> None:
     """Fill every rank's shards of the packed weights, and every layer's quant state.
@@ -173,38 +176,38 @@ def scatter(
     Collective: every rank must call this, with the same work in the same order.
 
     Args:
-        work: for each 4-bit weight, its packed target, how to quantize it, and its layer.
-        index: the checkpoint on global rank 0 or, without `checksums`, on every rank.
-        checksums: rank 0 adds a checksum of what it sends; None if the first replica's ranks take turns reading.
+        work: for each 4-bit weight: the target of its packed bytes, with the ranges of the unpacked weight; how to quantize
+            it; and its layer.
+        index: the checkpoint; needed only on the ranks that read.
+        stream: sends what rank 0 has to all ranks.
+        do_all_ranks_read: whether each rank reads and quantizes an equal part of the weights; else rank 0 does all.
+        device: this rank's compute device, where it quantizes.
     """
-    readers = group.ranks if checksums is None else group.ranks[:1]
-    sizes = [sum(count for _, count in target.shard_ranges) * target.dtype.itemsize for target, _, _ in work]
-    own: Iterator[tuple[torch.Tensor, QuantState]] = iter(())
-    if index is not None and distributed.rank() in readers:
-        own = _quantize_each(work[list(readers).index(distributed.rank()) :: len(readers)], index, device)
-    quantized: Future[tuple[torch.Tensor, QuantState]] = Future()
+    if not work:
+        return
+    num_readers = distributed.world_size() if do_all_ranks_read else 1
+    own: Iterator[Tensors] = iter(())
+    if index is not None and distributed.rank() < num_readers:
+        own = _quantize_each(work[distributed.rank() :: num_readers], index, device)
+    quantized: Future[Tensors] = Future()
 
     def describe() -> Shapes:
-        return scale_shapes(quantized.result()[1])
+        return {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in quantized.result().items()}
 
+    sizes = [target.local.nbytes for target, _, _ in work]
     for number, (target, _, layer) in enumerate(progress.each(work, "load 4-bit weights", sizes=sizes)):
-        turn = number % len(readers)
-        if turn == 0:  # all readers quantize at the same time
+        reader = number % num_readers
+        if reader == 0:  # all readers quantize at the same time
             quantized = _next_quantized(own)
-        is_reader = distributed.rank() == readers[turn]
         # Every rank gets the shapes of the scales, or the reader's error.
-        shapes = distributed.run_on_main(describe, source=readers[turn])
-        packed, state = quantized.result() if is_reader else (None, None)
-        if packed is not None and checksums is not None:
-            for shard_rank, (first, count) in enumerate(target.shard_ranges):
-                checksums.add(target.name, shard_rank, 0, packed.view(-1)[first : first + count].cpu())
-        _send_shards(target, packed, group, turn)
-        layer.quant_state = broadcast_state(state, shapes, readers[turn], device)
+        shapes = distributed.run_on_main(describe, distributed.patient_group(), reader)
+        values = quantized.result() if distributed.rank() == reader else {}
+        _distribute(_bring_to_main(values, shapes, reader), shapes, target, layer, stream, device)
 
 
-def _next_quantized(own: "Iterator[tuple[torch.Tensor, QuantState]]") -> "Future[tuple[torch.Tensor, QuantState]]":
-    """Quantize this rank's next weight, and keep an error for its turn."""
-    quantized: Future[tuple[torch.Tensor, QuantState]] = Future()
+def _next_quantized(own: Iterator[Tensors]) -> "Future[Tensors]":
+    """Quantize this rank's next weight. An error is kept until it is this rank's turn to send."""
+    quantized: Future[Tensors] = Future()
     try:
         quantized.set_result(next(own))
     except Exception as error:
@@ -212,67 +215,55 @@ def _next_quantized(own: "Iterator[tuple[torch.Tensor, QuantState]]") -> "Future
     return quantized
 
 
-def scale_shapes(state: "QuantState") -> Shapes:
-    """Return the shapes and dtypes of a quant state's tensors, for the ranks that receive it."""
-    return {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in state.as_dict(packed=True).items()}
-
-
-def _quantize_each(
-    work: Sequence[Packed], index: SafetensorsIndex, device: torch.device
-) -> Iterator[tuple[torch.Tensor, "QuantState"]]:
-    """Yield this rank's quantized weights, one at a time."""
+def _quantize_each(work: Sequence[Packed], index: SafetensorsIndex, device: torch.device) -> Iterator[Tensors]:
+    """Yield this rank's quantized weights with their scales, in host memory, one at a time."""
     prefetcher = Prefetcher(index, (part for target, _, _ in work for part in byte_ranges(index, target.ranges)))
     for target, spec, _ in work:
-        yield read_and_quantize(index, target.ranges, spec, device)
+        packed, state = read_and_quantize(index, target.ranges, spec, device)
+        tensors = {PACKED: packed.view(-1), **state.as_dict(packed=True)}
+        yield {key: tensor.cpu() for key, tensor in tensors.items()}
         prefetcher.advance(sum(num_bytes for _, _, num_bytes in byte_ranges(index, target.ranges)))
 
 
-def _send_shards(target: ShardTarget, packed: torch.Tensor | None, group: ShardGroup, reader: int) -> None:
-    local = target.local
-    if group.is_first_replica:
-        longest = max(count for _, count in target.shard_ranges)
-        shards = None
-        if packed is not None:
-            flat = packed.view(-1)
-            shards = [_pad(flat[first : first + count], longest) for first, count in target.shard_ranges]
-        received = torch.empty(longest, dtype=local.dtype, device=local.device)
-        if dist.is_initialized():
-            outgoing = None if shards is None else [as_bytes(shard.to(local.device)) for shard in shards]
-            dist.scatter(as_bytes(received), outgoing, src=group.ranks[reader], group=group.group)
-        elif shards is not None:
-            received = shards[0]
-        local.copy_(received[: local.numel()])
-    if group.replicate_group is not None and local.numel():
-        dist.broadcast(as_bytes(local), group_src=0, group=group.replicate_group)
+def _bring_to_main(values: Tensors, shapes: Shapes, reader: int) -> Tensors:
+    """Return the reader's tensors on rank 0. Collective: every rank must call this."""
+    if reader == 0:
+        return values
+    group = distributed.patient_group()
+    if distributed.rank() == reader:
+        for tensor in values.values():
+            dist.send(as_bytes(tensor), 0, group=group)
+    elif distributed.is_main():
+        values = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in shapes.items()}
+        for tensor in values.values():
+            dist.recv(as_bytes(tensor), reader, group=group)
+    return values
 
 
-def _pad(values: torch.Tensor, length: int) -> torch.Tensor:
-    padding = length - values.numel()
-    return torch.nn.functional.pad(values, (0, padding)) if padding else values.contiguous()
-
-
-def broadcast_state(state: "QuantState | None", shapes: Shapes, source: int, device: torch.device) -> "QuantState":
-    """Return one rank's quant state, of tensors of the given shapes, on every rank. Collective: every rank must call this."""
+def _distribute(
+    values: Tensors,
+    shapes: Shapes,
+    target: ShardTarget,
+    layer: "Linear4bit",
+    stream: WeightStream,
+    device: torch.device,
+) -> None:
+    """Fill a weight's shards and its layer's quant state from rank 0's tensors. Collective: every rank must call this."""
     from bitsandbytes.functional import QuantState
 
-    if not dist.is_initialized():
-        assert state is not None
-        return state
-    tensors: dict[str, torch.Tensor] = {} if state is None else state.as_dict(packed=True)
-    received = {}
+    index = SafetensorsIndex(())
+    scales: Tensors = {}
+    shards, full = [], []
     for key, (shape, dtype) in shapes.items():
-        tensor = tensors[key].to(device) if key in tensors else torch.empty(shape, dtype=dtype, device=device)
-        dist.broadcast(tensor, src=source)
-        received[key] = tensor
-    return state if state is not None else QuantState.from_dict(received, device=device)
-
-
-def check_states(layers: Sequence["Linear4bit"]) -> None:
-    """Raise a LoadError on every rank if a sample of the scales differs. Collective: every rank must call this."""
-    crc = 0
-    for layer in layers:
-        crc = zlib.crc32(as_bytes(layer.quant_state.absmax[:SAMPLE_ELEMENTS].cpu().contiguous()).numpy(), crc)
-    gathered = distributed.gather_objects(crc)
-    different = [rank for rank, theirs in enumerate(gathered) if theirs != gathered[0]]
-    if different:
-        raise LoadError(f"the scales of 4-bit weights on ranks {different} differ from rank 0's. Check the network.")
+        if distributed.is_main():
+            index.add_in_memory(stored_in_memory(key, dtype, shape), values[key])
+        ranges = [TensorRange(key, shape, 0, torch.Size(shape).numel())]
+        if key == PACKED:
+            shards.append(dataclasses.replace(target, ranges=ranges, stored_dtype=dtype))
+            continue
+        scales[key] = torch.empty(shape, dtype=dtype, device=device)
+        full.append(ShardTarget(f"{target.name} {key}", ranges, dtype, dtype, 0, scales[key].view(-1)))
+    for targets in (shards, full):
+        stream.fill(targets, index)
+        stream.verify(targets, index)
+    layer.quant_state = QuantState.from_dict(scales, device=device)

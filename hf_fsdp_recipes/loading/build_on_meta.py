@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_fsdp_recipes import model_class
 from hf_fsdp_recipes.errors import LoadError, summarize
 from hf_fsdp_recipes.loading.safetensors_index import StoredTensor
 
@@ -16,11 +17,7 @@ HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", 
 
 
 def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
-    """Return the local directory of a model; a Hub id is downloaded. `kwargs` are `from_pretrained`'s.
-
-    Raises:
-        LoadError: the name is neither a directory nor a Hub id, or the download fails.
-    """
+    """Return a model's directory; a Hub id is downloaded with `from_pretrained`'s `kwargs`, or a LoadError raised."""
     if Path(name_or_path).is_dir():
         return Path(name_or_path) / (kwargs.get("subfolder") or "")
     from huggingface_hub import snapshot_download
@@ -42,11 +39,7 @@ def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
 
 
 def read_config(name: str, overrides: str | None = None) -> "PreTrainedConfig":
-    """Read a config from a file, a directory or the Hub, and override fields: `hidden_size=768,num_hidden_layers=12`.
-
-    Raises:
-        LoadError: the config does not exist, or an override is invalid.
-    """
+    """Read a config and override fields (`hidden_size=768,num_hidden_layers=12`); raise a LoadError if that is not possible."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -72,11 +65,7 @@ def check_has_layers(config: "PreTrainedConfig") -> None:
 
 
 def resolve_dtype(dtype: Any, config: "PreTrainedConfig", stored: dict[str, StoredTensor]) -> torch.dtype:
-    """Return the parameters' dtype as `from_pretrained` would choose it.
-
-    Raises:
-        LoadError: `dtype` is not a dtype.
-    """
+    """Return the parameters' dtype as `from_pretrained` would choose it; raise a LoadError if `dtype` is not a dtype."""
     if isinstance(dtype, str) and dtype != "auto":
         found = getattr(torch, dtype, None)
         if not isinstance(found, torch.dtype):
@@ -91,24 +80,31 @@ def resolve_dtype(dtype: Any, config: "PreTrainedConfig", stored: dict[str, Stor
     return next((tensor.dtype for tensor in stored.values() if tensor.dtype.is_floating_point), torch.float32)
 
 
-def build_on_meta(config: "PreTrainedConfig", dtype: torch.dtype, trust_remote_code: bool = False) -> "PreTrainedModel":
-    """Build the causal language model of a config with meta parameters and real buffers, in evaluation mode.
+def build_on_meta(
+    config: "PreTrainedConfig",
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    auto_class: model_class.AutoClass = None,
+) -> "PreTrainedModel":
+    """Build the model of a config with meta parameters and real buffers, in evaluation mode.
 
-    Raises:
-        LoadError: transformers cannot build it.
+    Its class is `auto_class`, or the one that the config declares; see `model_class.choose_class`.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            model = model_class.build(config, auto_class, dtype=dtype, trust_remote_code=trust_remote_code)
     except (ValueError, ImportError, RuntimeError) as error:
         raise LoadError(
             f"a {config.model_type!r} model cannot be built: {summarize(error)}. Check its config.json and the arguments."
         ) from error
-    for module in model.modules():  # run the model's own init, on modules with buffers only
+    present = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = present & set(
+        model._no_split_modules or ()
+    )  # Accelerate refuses classes that the model lacks
+    for module in model.modules():  # run the model's own init, but only on modules with buffers
         module._is_hf_initialized = next(module.buffers(recurse=False), None) is None
     model.initialize_weights()
     model.tie_weights()  # init_empty_weights unties parameters

@@ -1,22 +1,25 @@
-"""Records on a meta model which bytes of which files fill each parameter and buffer."""
+"""Records which bytes of which files fill each parameter and buffer of a model on meta."""
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import torch
 
-from hf_fsdp_recipes import distributed, parameter_names
+from hf_fsdp_recipes import parameter_names
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading import dora
 from hf_fsdp_recipes.loading.bnb_4bit import Quant4bitSpec
-from hf_fsdp_recipes.loading.distribute import broadcast_full
-from hf_fsdp_recipes.loading.safetensors_index import DeferredErrorIndex, SafetensorsIndex, StoredTensor
+from hf_fsdp_recipes.loading.distribute import WeightStream
+from hf_fsdp_recipes.loading.safetensors_index import (
+    InMemory,
+    SafetensorsIndex,
+    StoredTensor,
+    stored_in_memory,
+)
 from hf_fsdp_recipes.loading.shard_layout import ShardTarget
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 
-IN_MEMORY = Path("<initialized>")
 Source = Literal["rank0", "direct", "auto"]
 Verify = Literal["sample", "full"]
 
@@ -30,19 +33,20 @@ class CheckpointSource:
     stored: dict[str, StoredTensor]  # the checkpoint's tensors by name, on every rank
     ranges: dict[str, list[TensorRange]]  # for each entry of the model's state dict, the stored ranges that fill it
     is_direct: bool = False  # every rank reads its own shards
-    verify: Verify = "sample"  # checksums cover a sample of every shard or all of it
+    verify: Verify = "sample"  # how much of every tensor is read again and compared
     new_rows: Literal["mean", "random"] | None = None  # how to fill rows added to embeddings; None if none were added
     quantized: dict[str, Quant4bitSpec] = field(default_factory=dict)  # how each 4-bit weight is quantized
 
-    def add_tensor(
-        self, key: str, dtype: torch.dtype, shape: tuple[int, ...], values: torch.Tensor | None
-    ) -> TensorRange:
-        """Add a tensor that is not in the files. Ranks that read pass its values."""
-        num_elements = math.prod(shape)
-        self.stored[key] = StoredTensor(key, IN_MEMORY, dtype, shape, 0, num_elements * dtype.itemsize)
+    def stream(self) -> WeightStream:
+        """Return a stream that fills shards from rank 0."""
+        return WeightStream(self.index, verifies_all=self.verify == "full")
+
+    def add_tensor(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], values: InMemory | None) -> TensorRange:
+        """Add a tensor that is not in the files. Ranks that read pass its values, or a function that creates them."""
+        self.stored[key] = stored_in_memory(key, dtype, shape)
         if self.index is not None and values is not None:
-            self.index.add_in_memory(self.stored[key], values.to(dtype))
-        return TensorRange(key, shape, 0, num_elements)
+            self.index.add_in_memory(self.stored[key], values.to(dtype) if isinstance(values, torch.Tensor) else values)
+        return TensorRange(key, shape, 0, math.prod(shape))
 
 
 def check_sources(model: torch.nn.Module, source: CheckpointSource) -> None:
@@ -65,18 +69,13 @@ def full_target(name: str, tensor: torch.Tensor, source: CheckpointSource) -> Sh
     """Return the target for a tensor that every rank holds in full."""
     ranges = source.ranges[parameter_names.in_base_model(name)]
     stored_dtype = source.stored[ranges[0].tensor].dtype
-    return ShardTarget(name, ranges, stored_dtype, tensor.dtype, [(0, tensor.numel())], tensor.detach().view(-1))
+    return ShardTarget(name, ranges, stored_dtype, tensor.dtype, 0, tensor.detach().view(-1))
 
 
-def fill_buffers(model: torch.nn.Module, source: CheckpointSource, device: torch.device) -> None:
+def fill_buffers(model: torch.nn.Module, source: CheckpointSource, stream: WeightStream) -> None:
     """Fill the buffers that are in the checkpoint, on every rank. Collective: every rank must call this."""
     for name, buffer in model.named_buffers():
         if parameter_names.in_base_model(name) in source.ranges:
-            staging = torch.empty_like(buffer, device=buffer.device)
-            broadcast_full(full_target(name, staging, source), source.index, device)
+            staging = torch.empty_like(buffer, memory_format=torch.contiguous_format)
+            stream.fill([full_target(name, staging, source)])
             buffer.copy_(staging)
-
-
-def raise_read_errors(source: CheckpointSource) -> None:
-    """Raise the reading rank's deferred error on every rank. Collective: every rank must call this."""
-    distributed.raise_together(source.index.error if isinstance(source.index, DeferredErrorIndex) else None)

@@ -1,315 +1,342 @@
-"""Distributes a checkpoint from global rank 0, the only rank that reads, to the shards of all ranks.
+"""Distributes weights from global rank 0, the only rank that reads them, to the shards of all ranks.
 
-Bytes are sent in buckets, in the checkpoint's dtype, and cast on arrival. Rank 0 reads buckets ahead into a ring of slots. The
-ranks of its node share the ring's memory and copy their parts out of it; other ranks get messages. No rank keeps more than
-the ring and two buffers of its own beyond its shards.
+The weights are one stream of buckets, in the checkpoint's dtype, whatever the number of ranks. Rank 0 reads buckets ahead into
+memory that the ranks of its node share. The first rank of each node passes every bucket on to the next node. All ranks
+copy their own elements out of their node's memory and cast them. So rank 0 reads and sends each byte once, to one rank, and
+shards, replicas and full tensors are filled alike.
 """
 
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.device_copies import Upload
-from hf_fsdp_recipes.loading.read_ranges import (
-    PROGRESS_TITLE,
-    READ_BYTES,
-    as_bytes,
-    byte_ranges,
-    count_readers,
-    fill_shard,
-    read_bytes,
-    read_elements,
-)
+from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.loading.read_ranges import READ_BYTES, as_bytes, byte_ranges, count_readers, read_bytes
 from hf_fsdp_recipes.loading.safetensors_index import Prefetcher, SafetensorsIndex
-from hf_fsdp_recipes.loading.shard_layout import ShardGroup, ShardTarget
+from hf_fsdp_recipes.loading.shard_layout import ShardTarget
 from hf_fsdp_recipes.loading.shared_memory import share_memory
-from hf_fsdp_recipes.loading.verify import Checksums
-from hf_fsdp_recipes.metrics import progress
 
-BUCKET_BYTES = 16 * 1024 * 1024  # for up to MAX_PARTS ranks
-MAX_PARTS = 64  # for more ranks buckets grow instead: smaller reads and messages would cost more than they carry
-NUM_SLOTS = 4
+BUCKET_BYTES = 16 * 1024 * 1024  # a multiple of ALIGNMENT
+NUM_SLOTS = 4  # for buckets, in each node's memory
+ALIGNMENT = 64  # of each tensor's bytes in a bucket; every dtype's size divides it
+UPLOAD_BYTES = 4 * 1024 * 1024  # of each of a rank's two pinned buffers; a multiple of ALIGNMENT
+SAMPLE_SPANS = 8  # per tensor
+SAMPLE_ELEMENTS = 64  # per span
+
+Span = tuple[ShardTarget, int, int]  # (target, offset into the full tensor, number of elements)
+Use = Callable[
+    [ShardTarget, int, torch.Tensor], None
+]  # (target, offset into the shard in elements, values in the stored dtype)
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """Elements [start, start + length) of every rank's shard of one target."""
+class _Piece:
+    """Elements [first, first + count) of a full tensor, `offset` bytes into a bucket."""
 
     target: ShardTarget
-    start: int
-    length: int
+    first: int
+    count: int
+    offset: int
 
-    def range(self, shard_rank: int) -> tuple[int, int]:
-        """Return (first element of the full parameter, number of elements) for one rank."""
-        first, count = self.target.shard_ranges[shard_rank]
-        return first + self.start, max(0, min(count - self.start, self.length))
-
-    def num_bytes(self, shard_rank: int) -> int:
-        return self.range(shard_rank)[1] * self.target.stored_dtype.itemsize
+    @property
+    def num_bytes(self) -> int:
+        return self.count * self.target.stored_dtype.itemsize
 
 
-_Bucket = Sequence[_Entry]
+_Bucket = Sequence[_Piece]
 
 
-@dataclass(frozen=True)
-class _Ring:
-    """The slots that rank 0 reads buckets into."""
+class WeightStream:
+    """Sends weights from rank 0 to every rank, and reads a sample again to verify that they arrived.
 
-    memory: torch.Tensor | None  # (slot, shard rank, byte) uint8; None if this rank gets messages
-    sharing: set[int]  # the ranks that see rank 0's memory
-
-    def slot(self, number: int) -> torch.Tensor:
-        """Return the slot of a bucket."""
-        assert self.memory is not None
-        return self.memory[number % NUM_SLOTS]
-
-
-@torch.no_grad()
-def scatter(
-    targets: Sequence[ShardTarget], index: SafetensorsIndex | None, group: ShardGroup, checksums: Checksums
-) -> None:
-    """Fill the shards of all ranks from a checkpoint that only global rank 0 reads.
-
-    Collective: every rank must call this, with the same targets in the same order.
+    Collective: every rank must create it and call all its methods, with the same targets in the same order.
 
     Args:
-        targets: the parameters, in the order of their bytes in the files, all sharded over the same group.
-        index: the checkpoint on global rank 0; None elsewhere.
-        group: how the parameters are sharded and replicated.
-        checksums: rank 0 adds a checksum of what it reads for each shard.
+        index: the checkpoint on global rank 0; ignored elsewhere.
+        verifies_all: verify every element instead of a sample.
     """
-    if not targets:
+
+    def __init__(self, index: SafetensorsIndex | None, verifies_all: bool) -> None:
+        self._index = index
+        self._verifies_all = verifies_all
+        self._uploads: dict[torch.device, Upload] = {}
+        # By device, so that reading the flags of all tensors there takes one synchronization.
+        self._differs: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+        self._error: Exception | None = None  # of the first failed read
+
+    def fill(
+        self,
+        targets: Sequence[ShardTarget],
+        index: SafetensorsIndex | None = None,
+        advance: Callable[[int], Any] = lambda num_bytes: None,
+    ) -> None:
+        """Fill every rank's shard of the targets, from `index` if it is given.
+
+        `advance` is called on rank 0 with the number of bytes of each bucket. A read error is raised by `check`.
+        """
+        self._send([(target, 0, target.num_elements) for target in targets], _copy, index or self._index, advance)
+
+    def verify(self, targets: Sequence[ShardTarget], index: SafetensorsIndex | None = None) -> None:
+        """Read a sample of the targets again and compare it with every rank's shards; `check` raises what differs."""
+
+        def compare(target: ShardTarget, start: int, values: torch.Tensor) -> None:
+            local = target.local[start : start + values.numel()]
+            differs = (as_bytes(local) != as_bytes(values.to(target.dtype))).any()
+            self._differs.setdefault(local.device, []).append((target.name, differs))
+
+        spans = [span for target in targets for span in _spans(target, self._verifies_all)]
+        self._send(spans, compare, index or self._index, lambda num_bytes: None)
+
+    def check(self) -> None:
+        """Raise an error on every rank: the first failed read, or a LoadError if a rank's elements differ from those read."""
+        distributed.raise_together(self._error)
+        names = [
+            name
+            for compared in self._differs.values()
+            for (name, _), differs in zip(compared, torch.stack([flag for _, flag in compared]).tolist(), strict=True)
+            if differs
+        ]
+        self._differs = {}
+        with distributed.sync_errors():
+            if names:
+                raise LoadError(
+                    f"{names[0]}: rank {distributed.rank()} received different bytes than rank 0 read. Check the network and "
+                    f"the memory."
+                )
+
+    @torch.no_grad()
+    def _send(
+        self, spans: Sequence[Span], use: Use, index: SafetensorsIndex | None, advance: Callable[[int], Any]
+    ) -> None:
+        if not spans:
+            return
+        upload = self._connect(spans[0][0].local.device)
+        upload.start()
+        buckets = enumerate(_buckets(spans))
+        if distributed.is_main():
+            assert index is not None
+            self._read_and_pass_on(buckets, spans, use, upload, index, advance)
+        elif distributed.rank() == self._node.ranks[0]:
+            self._pass_on(buckets, use, upload, self._receive)
+        else:
+            for number, bucket in buckets:
+                self._signal(dist.irecv, self._node.ranks[0]).wait()
+                _take(bucket, self._slot(number), use, upload)
+                self._signal(dist.isend, self._node.ranks[0]).wait()
+        upload.finish()
+
+    def _read_and_pass_on(
+        self,
+        buckets: Iterable[tuple[int, _Bucket]],
+        spans: Sequence[Span],
+        use: Use,
+        upload: Upload,
+        index: SafetensorsIndex,
+        advance: Callable[[int], Any],
+    ) -> None:
+        prefetcher = Prefetcher(
+            index, (part for t, *elements in spans for part in byte_ranges(index, t.ranges, *elements))
+        )
+        with ThreadPoolExecutor(count_readers(1)) as pool:
+
+            def read(bucket: _Bucket, slot: torch.Tensor) -> list[Callable[[], Any]]:
+                return [pool.submit(self._read, pieces, slot, index).result for pieces in _split(bucket)]
+
+            def note(bucket: _Bucket) -> None:
+                num_bytes = sum(piece.num_bytes for piece in bucket)
+                prefetcher.advance(num_bytes)
+                advance(num_bytes)
+
+            self._pass_on(buckets, use, upload, read, note)
+
+    def _read(self, pieces: Sequence[_Piece], slot: torch.Tensor, index: SafetensorsIndex) -> None:
+        """Read pieces into a slot. After an error, which is kept, write zeros so that the exchange between ranks completes."""
+        for piece in pieces:
+            buffer = slot[piece.offset : piece.offset + piece.num_bytes]
+            try:
+                if self._error is None:
+                    read_bytes(index, piece.target.ranges, piece.first, piece.count, buffer)
+            except Exception as error:
+                self._error = error
+            if self._error is not None:
+                buffer.zero_()
+
+    def _receive(self, bucket: _Bucket, slot: torch.Tensor) -> list[Callable[[], Any]]:
+        first_ranks = self._node.first_ranks
+        before = first_ranks[first_ranks.index(distributed.rank()) - 1]
+        return [self._transfer(dist.irecv, slot[: _end(bucket)], before).wait]
+
+    def _pass_on(
+        self,
+        buckets: Iterable[tuple[int, _Bucket]],
+        use: Use,
+        upload: Upload,
+        fetch: Callable[[_Bucket, torch.Tensor], list[Callable[[], Any]]],
+        note: Callable[[_Bucket], None] = lambda bucket: None,
+    ) -> None:
+        """Pass buckets on to the next node and to this node's ranks, NUM_SLOTS - 1 of them fetched ahead.
+
+        `fetch` starts to fill a slot and returns what to wait for; `note` is called with each bucket that is done.
+        """
+        after = self._node.first_ranks[self._node.first_ranks.index(distributed.rank()) + 1 :][:1]
+        fetching: deque[tuple[int, _Bucket, list[Callable[[], Any]]]] = deque()
+        in_use: deque[list[dist.Work]] = deque()  # requests of buckets that other ranks may still need
+
+        def pass_on(number: int, bucket: _Bucket, arrivals: list[Callable[[], Any]]) -> None:
+            for wait in arrivals:
+                wait()
+            slot = self._slot(number)
+            requests = [self._transfer(dist.isend, slot[: _end(bucket)], rank) for rank in after]
+            for rank in self._node.ranks[1:]:
+                requests += [self._signal(dist.isend, rank), self._signal(dist.irecv, rank)]
+            in_use.append(requests)
+            _take(bucket, slot, use, upload)
+            note(bucket)
+
+        for number, bucket in buckets:
+            if len(fetching) == NUM_SLOTS - 1:
+                pass_on(*fetching.popleft())
+            if number >= NUM_SLOTS:
+                _wait(in_use.popleft())
+            fetching.append((number, bucket, fetch(bucket, self._slot(number))))
+        for item in fetching:
+            pass_on(*item)
+        for requests in in_use:
+            _wait(requests)
+
+    def _slot(self, number: int) -> torch.Tensor:
+        start = number % NUM_SLOTS * BUCKET_BYTES
+        return self._node.values[start : start + BUCKET_BYTES]
+
+    def _signal(self, operation: Callable[..., dist.Work | None], peer: int) -> dist.Work:
+        """Send or receive a message without content: a bucket is in its slot, or a rank has taken its elements."""
+        return self._transfer(operation, torch.zeros(1, dtype=torch.uint8), peer)
+
+    def _transfer(self, operation: Callable[..., dist.Work | None], values: torch.Tensor, peer: int) -> dist.Work:
+        request = operation(values, peer, group=self._group)
+        assert request is not None
+        return request
+
+    def _connect(self, device: torch.device) -> Upload:
+        """Prepare on first use what the ranks share, and what this rank needs for a device."""
+        if not self._uploads:
+            self._group = distributed.patient_group()  # storage may keep rank 0 waiting
+            self._node = share_memory(NUM_SLOTS * BUCKET_BYTES)
+        if device not in self._uploads:
+            with distributed.sync_errors():
+                self._uploads[device] = Upload(device, UPLOAD_BYTES)
+        return self._uploads[device]
+
+
+def _spans(target: ShardTarget, is_full: bool) -> Iterator[Span]:
+    """Yield the elements of a target to verify: all, or a few at places that differ from target to target."""
+    segment = target.num_elements // SAMPLE_SPANS
+    if is_full or segment <= SAMPLE_ELEMENTS:
+        yield target, 0, target.num_elements
         return
-    shape = (NUM_SLOTS, len(group.ranks), _shard_bytes(len(group.ranks)))
-    memory, sharing = share_memory(torch.Size(shape).numel())
-    ring = _Ring(None if memory is None else memory.view(shape), sharing)
-    with distributed.sync_errors():
-        upload = Upload(targets[0].local.device, max(shape[2], READ_BYTES))
-    if index is not None:
-        _send_all(targets, index, group, checksums, ring, upload)
-    else:
-        _receive_all(targets, group, ring, upload)
-    upload.finish()
+    for number in range(SAMPLE_SPANS):
+        shift = zlib.crc32(f"{target.name} {number}".encode()) % (segment - SAMPLE_ELEMENTS)
+        yield target, number * segment + shift, SAMPLE_ELEMENTS
 
 
-def _shard_bytes(num_shards: int) -> int:
-    """Return the most bytes of one bucket for one shard, a multiple of every dtype's size."""
-    return max(BUCKET_BYTES // min(num_shards, MAX_PARTS) // 64, 1) * 64
-
-
-def _buckets(targets: Sequence[ShardTarget], num_shards: int) -> Iterator[_Bucket]:
-    """Split the targets into buckets of at most BUCKET_BYTES for up to MAX_PARTS shards; the same on every rank."""
-    bucket: list[_Entry] = []
-    free = budget = _shard_bytes(num_shards)
-    for target in targets:
-        item_bytes = target.stored_dtype.itemsize
-        longest = max(count for _, count in target.shard_ranges)
-        start = 0
-        while start < longest:
-            if free < item_bytes:
+def _buckets(spans: Iterable[Span]) -> Iterator[_Bucket]:
+    """Split spans into buckets of at most BUCKET_BYTES; the same on every rank."""
+    bucket: list[_Piece] = []
+    used = 0
+    for target, start, num_elements in spans:
+        first, end = start, start + num_elements
+        while first < end:
+            count = min((BUCKET_BYTES - used) // target.stored_dtype.itemsize, end - first)
+            if count <= 0:
                 yield bucket
-                bucket, free = [], budget
-            length = min(longest - start, free // item_bytes)
-            bucket.append(_Entry(target, start, length))
-            start, free = start + length, free - length * item_bytes
+                bucket, used = [], 0
+                continue
+            piece = _Piece(target, first, count, used)
+            bucket.append(piece)
+            first, used = first + count, _align(used + piece.num_bytes)
     if bucket:
         yield bucket
 
 
-def _send_all(
-    targets: Sequence[ShardTarget],
-    index: SafetensorsIndex,
-    group: ShardGroup,
-    checksums: Checksums,
-    ring: _Ring,
-    upload: Upload,
-) -> None:
-    total_bytes = sum(count * target.stored_dtype.itemsize for target in targets for _, count in target.shard_ranges)
-    prefetcher = Prefetcher(index, (part for target in targets for part in byte_ranges(index, target.ranges)))
-    others = [r for r in range(len(group.ranks)) if r != group.shard_rank]
-    reading: deque[tuple[int, _Bucket, list[Future[None]]]] = deque()
-    in_use: dict[int, list[dist.Work]] = {}  # until other ranks have the bytes of a bucket
-
-    with ThreadPoolExecutor(count_readers(1)) as pool, progress.bar(total_bytes, PROGRESS_TITLE) as bar:
-
-        def send(number: int, bucket: _Bucket, reads: list[Future[None]]) -> None:
-            for read in reads:
-                read.result()
-            buffers = {r: ring.slot(number)[r, : _num_bytes(bucket, r)] for r in others if _num_bytes(bucket, r)}
-            in_use[number] = _offer(buffers, bucket, group, ring)
-            _fill_own(bucket, index, group, upload)
-            num_bytes = sum(_num_bytes(bucket, r) for r in range(len(group.ranks)))
-            prefetcher.advance(num_bytes)
-            bar.update(num_bytes)
-
-        for number, bucket in enumerate(_buckets(targets, len(group.ranks))):
-            if len(reading) == NUM_SLOTS - 1:
-                send(*reading.popleft())
-            _wait(in_use.pop(number - NUM_SLOTS, []))
-            slot = ring.slot(number)
-            reads = [pool.submit(_read_bucket, bucket, slot[r], index, r) for r in others]
-            checked = others if group.replicate_group is None else range(len(group.ranks))
-            reads += [pool.submit(_add_checksums, checksums, bucket, r, index) for r in checked]
-            reading.append((number, bucket, reads))
-        for item in reading:
-            send(*item)
-        for requests in in_use.values():
-            _wait(requests)
+def _split(bucket: _Bucket) -> Iterator[Sequence[_Piece]]:
+    """Split a bucket for the reading threads, into pieces of at most READ_BYTES together."""
+    batch: list[_Piece] = []
+    used = 0
+    for piece in bucket:
+        item_bytes = piece.target.stored_dtype.itemsize
+        step = READ_BYTES // item_bytes
+        for start in range(0, piece.count, step):
+            count = min(step, piece.count - start)
+            if batch and used + count * item_bytes > READ_BYTES:
+                yield batch
+                batch, used = [], 0
+            used += count * item_bytes
+            batch.append(_Piece(piece.target, piece.first + start, count, piece.offset + start * item_bytes))
+    if batch:
+        yield batch
 
 
-def _num_bytes(bucket: _Bucket, shard_rank: int) -> int:
-    return sum(entry.num_bytes(shard_rank) for entry in bucket)
-
-
-def _offer(buffers: Mapping[int, torch.Tensor], bucket: _Bucket, group: ShardGroup, ring: _Ring) -> list[dist.Work]:
-    """Send a bucket to other ranks, or tell them that it is in the ring; return what to wait for before reusing its slot."""
-    device = bucket[0].target.local.device
-    remote = {group.ranks[r]: b.to(device) for r, b in buffers.items() if group.ranks[r] not in ring.sharing}
-    requests = _exchange(dist.isend, remote, group)
-    for shard_rank in buffers:
-        peer = group.ranks[shard_rank]
-        if peer in ring.sharing:
-            requests += [_signal(dist.isend, peer), _signal(dist.irecv, peer)]
-    return requests
-
-
-def _signal(operation: Callable[..., dist.Work | None], peer: int) -> dist.Work:
-    """Send or receive a message without content between hosts: the bucket is in its slot, or has been copied out of it."""
-    request = operation(torch.zeros(1, dtype=torch.uint8), peer, group=distributed.host_group())
-    assert request is not None
-    return request
-
-
-def _read_bucket(bucket: _Bucket, buffer: torch.Tensor, index: SafetensorsIndex, shard_rank: int) -> None:
-    for entry, part in _parts(bucket, buffer, shard_rank):
-        read_bytes(index, entry.target.ranges, *entry.range(shard_rank), part)
-
-
-def _add_checksums(checksums: Checksums, bucket: _Bucket, shard_rank: int, index: SafetensorsIndex) -> None:
-    """Add checksums of one rank's shards of the parameters that begin in a bucket. Rereads them, in full or a sample."""
-    for target in (entry.target for entry in bucket if entry.start == 0):
-        first, count = target.shard_ranges[shard_rank]
-        count = checksums.num_covered(count)
-        step = BUCKET_BYTES // target.stored_dtype.itemsize
-        for start in range(0, count, step):
-            elements = torch.empty(min(step, count - start), dtype=target.stored_dtype)
-            read_elements(index, target.ranges, first + start, elements)
-            checksums.add(target.name, shard_rank, start, elements.to(target.dtype))
-
-
-def _parts(bucket: _Bucket, buffer: torch.Tensor, shard_rank: int) -> Iterator[tuple[_Entry, torch.Tensor]]:
-    """Split one rank's byte buffer into the entries of a bucket."""
-    offset = 0
-    for entry in bucket:
-        num_bytes = entry.num_bytes(shard_rank)
-        if num_bytes:
-            yield entry, buffer[offset : offset + num_bytes]
-        offset += num_bytes
-
-
-def _fill_own(bucket: _Bucket, index: SafetensorsIndex, group: ShardGroup, upload: Upload) -> None:
-    """Fill rank 0's shards, and those of its replicas."""
-    if group.replicate_group is None:
-        for entry in bucket:
-            _, count = entry.range(group.shard_rank)
-            fill_shard(entry.target, index, group.shard_rank, entry.start, count, upload)
+def _take(bucket: _Bucket, slot: torch.Tensor, use: Use, upload: Upload) -> None:
+    """Use this rank's elements of a bucket. The slot is free afterwards; an accelerator may still be copying."""
+    parts = []
+    for piece in bucket:
+        target, item_bytes = piece.target, piece.target.stored_dtype.itemsize
+        start = max(piece.first, target.first)
+        end = min(piece.first + piece.count, target.first + target.local.numel())
+        if start < end:
+            offset = piece.offset + (start - piece.first) * item_bytes
+            parts.append((target, start - target.first, slot[offset : offset + (end - start) * item_bytes]))
+    if not upload.is_asynchronous:
+        for target, start, values in parts:
+            use(target, start, values.view(target.stored_dtype))
         return
-    own = upload.buffer(_num_bytes(bucket, group.shard_rank))
-    _read_bucket(bucket, own, index, group.shard_rank)
-    with upload.uploaded(own) as values:
-        _send_to_replicas(values, group)
-        _unpack(values, bucket, group.shard_rank)
+    batch: list[tuple[ShardTarget, int, torch.Tensor]] = []
+    used = 0
+    for target, start, values in parts:
+        for offset in range(0, values.numel(), UPLOAD_BYTES):
+            chunk = values[offset : offset + UPLOAD_BYTES]
+            if used + chunk.numel() > UPLOAD_BYTES:
+                _upload(batch, use, upload)
+                batch, used = [], 0
+            batch.append((target, start + offset // target.stored_dtype.itemsize, chunk))
+            used += _align(chunk.numel())
+    if batch:
+        _upload(batch, use, upload)
 
 
-def _receive_all(targets: Sequence[ShardTarget], group: ShardGroup, ring: _Ring, upload: Upload) -> None:
-    """Receive all buckets, from rank 0 or from another replica, and forward them to further replicas."""
-    buckets = enumerate(_buckets(targets, len(group.ranks)))
-    if group.is_first_replica and ring.memory is not None:
-        _copy_from_ring(buckets, group, ring, upload)
-        return
-    pending = None
-    device = targets[0].local.device
-    memory = torch.empty((2, _shard_bytes(len(group.ranks))), dtype=torch.uint8, device=device)
-    for number, bucket in buckets:
-        buffer = memory[number % 2, : _num_bytes(bucket, group.shard_rank)]
-        requests = []
-        if group.is_first_replica and buffer.numel():
-            requests = _exchange(dist.irecv, {group.ranks[0]: buffer}, group)
-        if pending:
-            _receive(*pending, group)
-        pending = (bucket, buffer, requests)
-    if pending:
-        _receive(*pending, group)
+def _upload(batch: Sequence[tuple[ShardTarget, int, torch.Tensor]], use: Use, upload: Upload) -> None:
+    """Use values on the device, through one pinned buffer."""
+    buffer, used = upload.buffer(UPLOAD_BYTES), 0
+    places = []
+    for _, _, values in batch:
+        places.append((used, used + values.numel()))
+        buffer[slice(*places[-1])].copy_(values)
+        used = _align(used + values.numel())
+    with upload.uploaded(buffer[: places[-1][1]]) as on_device:
+        for (target, start, _), place in zip(batch, places, strict=True):
+            use(target, start, on_device[slice(*place)].view(target.stored_dtype))
 
 
-def _copy_from_ring(buckets: Iterator[tuple[int, _Bucket]], group: ShardGroup, ring: _Ring, upload: Upload) -> None:
-    on_device = upload.is_asynchronous
-    for number, bucket in buckets:
-        num_bytes = _num_bytes(bucket, group.shard_rank)
-        if not num_bytes:
-            continue
-        _signal(dist.irecv, group.ranks[0]).wait()
-        shared = ring.slot(number)[group.shard_rank, :num_bytes]
-        if on_device:  # the slot is free once its bytes are in pinned memory
-            shared = upload.buffer(num_bytes).copy_(shared)
-            freed = _signal(dist.isend, group.ranks[0])
-        with upload.uploaded(shared) as values:
-            _send_to_replicas(values, group)
-            _unpack(values, bucket, group.shard_rank)
-        if not on_device:
-            freed = _signal(dist.isend, group.ranks[0])
-        freed.wait()
+def _copy(target: ShardTarget, start: int, values: torch.Tensor) -> None:
+    target.local[start : start + values.numel()].copy_(values)
 
 
-def _receive(bucket: _Bucket, buffer: torch.Tensor, requests: Sequence[dist.Work], group: ShardGroup) -> None:
-    _wait(requests)
-    _send_to_replicas(buffer, group)
-    _unpack(buffer, bucket, group.shard_rank)
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _send_to_replicas(buffer: torch.Tensor, group: ShardGroup) -> None:
-    """Broadcast one shard's bytes from the first replica. Collective over `group.replicate_group`."""
-    if group.replicate_group is not None and buffer.numel():
-        dist.broadcast(buffer, group_src=0, group=group.replicate_group)
-
-
-def _unpack(buffer: torch.Tensor, bucket: _Bucket, shard_rank: int) -> None:
-    for entry, part in _parts(bucket, buffer, shard_rank):
-        stored_dtype = entry.target.stored_dtype
-        aligned = part if part.storage_offset() % stored_dtype.itemsize == 0 else part.clone()
-        _, count = entry.range(shard_rank)
-        entry.target.local[entry.start : entry.start + count].copy_(aligned.view(stored_dtype))
-
-
-def _exchange(
-    operation: Callable[..., dist.Work | None], buffers: Mapping[int, torch.Tensor], group: ShardGroup
-) -> list[dist.Work]:
-    operations = [dist.P2POp(operation, buffer, peer, group=group.group) for peer, buffer in buffers.items()]
-    return dist.batch_isend_irecv(operations) if operations else []
+def _end(bucket: _Bucket) -> int:
+    return bucket[-1].offset + bucket[-1].num_bytes
 
 
 def _wait(requests: Sequence[dist.Work]) -> None:
     for request in requests:
         request.wait()
-
-
-@torch.no_grad()
-def broadcast_full(target: ShardTarget, index: SafetensorsIndex | None, device: torch.device) -> None:
-    """Read a full parameter or buffer on global rank 0 and broadcast it.
-
-    Collective: every rank must call this, with a `target` whose `local` holds the full tensor.
-    """
-    step = max(1, BUCKET_BYTES // target.stored_dtype.itemsize)
-    for start in range(0, target.local.numel(), step):
-        staging = torch.empty(min(step, target.local.numel() - start), dtype=target.stored_dtype)
-        if index is not None:
-            read_elements(index, target.ranges, start, staging)
-        if dist.is_initialized():
-            staging = staging.to(device)
-            dist.broadcast(as_bytes(staging), src=0)
-        target.local[start : start + staging.numel()].copy_(staging)

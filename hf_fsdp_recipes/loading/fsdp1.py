@@ -5,14 +5,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed, parameter_names
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading import bnb_4bit, dora, resize, verify
-from hf_fsdp_recipes.loading.checkpoint_source import CheckpointSource, check_sources, full_target, raise_read_errors
-from hf_fsdp_recipes.loading.distribute import broadcast_full
-from hf_fsdp_recipes.loading.read_ranges import PROGRESS_TITLE, as_bytes
+from hf_fsdp_recipes.loading import bnb_4bit, dora, lora_init, resize, verify
+from hf_fsdp_recipes.loading.checkpoint_source import (
+    CheckpointSource,
+    check_sources,
+    fill_buffers,
+    full_target,
+)
+from hf_fsdp_recipes.loading.distribute import WeightStream
+from hf_fsdp_recipes.loading.read_ranges import PROGRESS_TITLE
 from hf_fsdp_recipes.metrics import progress
 
 
@@ -21,10 +25,15 @@ def prepare(
 ) -> torch.nn.Module:
     """Run Accelerate's `prepare_model` with FSDP1's units filled from the checkpoint. Collective: every rank must call this."""
     plugin = accelerator.state.fsdp_plugin
-    plugin.param_init_fn = _unit_filler(model, source, accelerator.device)
+    stream = source.stream()
+    fill_buffers(model, source, stream)
     plugin.sync_module_states = False
-    model = prepare_model()
-    raise_read_errors(source)
+    original, plugin.param_init_fn = plugin.param_init_fn, _unit_filler(model, source, accelerator.device, stream)
+    try:
+        model = prepare_model()
+    finally:
+        plugin.param_init_fn = original
+    stream.check()
     _refresh_parameter_views(model)
     names = ((parameter_names.in_base_model(name), parameter) for name, parameter in model.named_parameters())
     verify.check_finite([pair for pair in names if pair[0] not in source.quantized], source.name_or_path)
@@ -32,7 +41,7 @@ def prepare(
 
 
 def _unit_filler(
-    model: torch.nn.Module, source: CheckpointSource, device: torch.device
+    model: torch.nn.Module, source: CheckpointSource, device: torch.device, stream: WeightStream
 ) -> Callable[[torch.nn.Module], torch.nn.Module]:
     """Return FSDP1's `param_init_fn`, which fills one module's own meta parameters and leaves real buffers alone. Collective."""
     with distributed.sync_errors():
@@ -41,6 +50,10 @@ def _unit_filler(
             raise LoadError(
                 "use_dora is not supported under FSDP1: DoRA needs the shape of lora_A, which FSDP1 flattens. Use an fsdp2 "
                 "template or plain LoRA."
+            )
+        if lora_init.has_deferred_adapters(model):
+            raise LoadError(
+                "PiSSA and OLoRA are not supported under FSDP1, which flattens the weights. Use an fsdp2 template or plain LoRA."
             )
         check_sources(model, source)
     full_names = {id(module): name for name, module in model.named_modules()}
@@ -56,11 +69,14 @@ def _unit_filler(
             real = shared.get(id(parameter))
             if real is None:
                 name = f"{full_names[id(module)]}.{leaf}".lstrip(".")
-                if parameter_names.in_base_model(name) in source.quantized:
-                    real = _packed_weight(source, parameter_names.in_base_model(name), module, device)
+                real = torch.nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                target = full_target(name, real, source)
+                spec = source.quantized.get(parameter_names.in_base_model(name))
+                if spec is not None:  # FSDP1 flattens packed 4-bit weights, too
+                    bnb_4bit.fill([(target, spec, module)], source.index, stream, False, device)
                 else:
-                    real = torch.nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-                    broadcast_full(full_target(name, real, source), source.index, device)
+                    stream.fill([target])
+                    stream.verify([target])
                 bar.update(sizes[id(parameter)])
                 if bar.n == bar.total:
                     bar.close()  # FSDP1 does not signal the last call
@@ -70,23 +86,6 @@ def _unit_filler(
         return module
 
     return fill
-
-
-def _packed_weight(source: CheckpointSource, name: str, layer: Any, device: torch.device) -> torch.nn.Parameter:
-    """Return one full packed 4-bit weight, which FSDP1 flattens into its unit. Collective."""
-    packed, state = torch.empty_like(layer.weight, device=device).data, None
-
-    def read() -> bnb_4bit.Shapes:
-        nonlocal packed, state
-        assert source.index is not None
-        packed, state = bnb_4bit.read_and_quantize(source.index, source.ranges[name], source.quantized[name], device)
-        return bnb_4bit.scale_shapes(state)
-
-    shapes = distributed.run_on_main(read)
-    if dist.is_initialized():
-        dist.broadcast(as_bytes(packed), src=0)
-    layer.quant_state = bnb_4bit.broadcast_state(state, shapes, 0, device)
-    return torch.nn.Parameter(packed.view(-1, 1), requires_grad=False)
 
 
 def _refresh_parameter_views(model: torch.nn.Module) -> None:

@@ -4,14 +4,17 @@ Global rank 0 reads the config and headers, and every rank builds the same model
 shards the model (`materialize.py`).
 """
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from hf_fsdp_recipes import distributed
+import torch
+
+from hf_fsdp_recipes import distributed, model_class
 from hf_fsdp_recipes.configs.launch import check_launch
 from hf_fsdp_recipes.environment import is_fsdp_requested, is_true
-from hf_fsdp_recipes.errors import LoadError, summarize
+from hf_fsdp_recipes.errors import UNREADABLE, LoadError, summarize
 from hf_fsdp_recipes.loading import bnb_4bit, missing
 from hf_fsdp_recipes.loading.build_on_meta import (
     build_on_meta,
@@ -21,9 +24,10 @@ from hf_fsdp_recipes.loading.build_on_meta import (
     resolve_dtype,
 )
 from hf_fsdp_recipes.loading.checkpoint_source import CheckpointSource, Source, Verify
+from hf_fsdp_recipes.loading.export_marker import check_together
+from hf_fsdp_recipes.loading.hub_kernels import take_arguments
 from hf_fsdp_recipes.loading.materialize import MetaModelLoader
 from hf_fsdp_recipes.loading.safetensors_index import (
-    DeferredErrorIndex,
     SafetensorsIndex,
     StoredTensor,
     open_index,
@@ -31,7 +35,7 @@ from hf_fsdp_recipes.loading.safetensors_index import (
 )
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange, WeightMapping
 from hf_fsdp_recipes.metrics import stages
-from hf_fsdp_recipes.patches import cpu_ranks, registry
+from hf_fsdp_recipes.patches import cpu_ranks, registry, trl
 from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
 if TYPE_CHECKING:
@@ -56,22 +60,28 @@ def load_model(
     source: Source = "rank0",
     verify: Verify = "sample",
     ignore_mismatched: bool = False,
+    auto_class: model_class.AutoClass = None,
     **from_pretrained_kwargs: Any,
 ) -> "PreTrainedModel":
-    """Load a causal language model with no more host memory per rank than its shard and a small constant.
+    """Load a language model with no more host memory per rank than its shard and a small constant.
 
     Collective: every rank must call this. Turns on FSDP for CPU ranks if the launcher requests it.
 
     Args:
         name_or_path: a local directory or a Hub id, as in `from_pretrained`.
-        source: which ranks read the weights. `rank0`: global rank 0 reads them and sends every rank its shard. `direct`:
+        source: which ranks read the weights. `rank0`: global rank 0 reads them for all ranks. `direct`:
             every rank reads its own byte ranges, so every rank needs access to the files. `auto`: `direct` if every rank
             sees rank 0's files, else `rank0`.
-        verify: compare checksums of a `sample` of every shard, or of all of it (`full`).
+        verify: read a `sample` of every tensor again, or all of it (`full`), and compare it with every rank's shards. Shards
+            that ranks read themselves are not compared.
         ignore_mismatched: initialize parameters that the checkpoint lacks or has in another shape, instead of refusing them.
+        auto_class: class to load, as a class or its name: AutoModelForCausalLM, AutoModelForImageTextToText,
+            AutoModelForSequenceClassification, AutoModelForTokenClassification, or a model class. By default the class that
+            the checkpoint's config declares in `architectures`, or AutoModelForCausalLM if transformers does not have it. A
+            classifier's head is newly initialized if the checkpoint is of another class.
         **from_pretrained_kwargs: as in `from_pretrained`: dtype, attn_implementation, revision, token, trust_remote_code,
-            config, quantization_config (4-bit bitsandbytes; weights are quantized while they load), and overrides of
-            config fields.
+            config, use_kernels, kernel_config, allow_all_kernels, quantization_config (4-bit bitsandbytes; weights are
+            quantized while they load), and overrides of config fields.
 
     Returns:
         The model. Under FSDP its parameters stay on meta until Accelerate prepares the model with its optimizer, which
@@ -79,8 +89,9 @@ def load_model(
 
     Raises:
         LoadError: on every rank, before any weight is read, if the model does not exist, the checkpoint is pickled,
-            truncated or inconsistent, parameters are missing or shapes differ from the config's, an argument is not
-            supported, or a weight cannot be read shard by shard.
+            truncated or inconsistent, a file of an export has changed since it was written, parameters are missing or shapes
+            differ from the config's, an argument is not supported, the class cannot be trained or is only the text part of
+            the declared model and was not requested, or a weight cannot be read shard by shard.
         TemplateError: the launch uses unsupported parallelism or precision.
     """
     if source not in get_args(Source) or verify not in get_args(Verify):
@@ -89,7 +100,7 @@ def load_model(
         )
     _prepare_process()
     if not is_fsdp_requested():
-        return _load_without_fsdp(str(name_or_path), ignore_mismatched, from_pretrained_kwargs)
+        return _load_without_fsdp(str(name_or_path), ignore_mismatched, auto_class, from_pretrained_kwargs)
     faults = [
         f"{name}={from_pretrained_kwargs[name]!r} does not apply under FSDP. {cure}"
         for name, cure in REFUSED_ARGUMENTS.items()
@@ -98,21 +109,28 @@ def load_model(
     if faults:
         raise LoadError(" ".join(faults))
     with stages.record("build on meta"):
-        return _load_on_meta(str(name_or_path), source, verify, ignore_mismatched, from_pretrained_kwargs)
+        return _load_on_meta(str(name_or_path), source, verify, ignore_mismatched, auto_class, from_pretrained_kwargs)
 
 
 def initialize_model(
-    config_name: str, *, overrides: str | None = None, dtype: Any = "float32", **from_config_kwargs: Any
+    config_name: str,
+    *,
+    overrides: str | None = None,
+    dtype: Any = "float32",
+    auto_class: model_class.AutoClass = None,
+    attn_implementation: str | None = None,
 ) -> "PreTrainedModel":
-    """Build a causal language model with new weights, which rank 0 creates with the model's own init.
+    """Build the model that a config declares with new weights from the model's own init, the same for any number of ranks.
 
-    Collective: every rank must call this. Rank 0 holds the full new model until it is sharded.
+    Collective: every rank must call this. Rank 0 creates the weights module by module while they are sent into the
+    shards, so no rank holds the full new model.
 
     Args:
         config_name: a config.json, a directory with one, or a Hub id.
         overrides: config fields to change, such as `hidden_size=768,num_hidden_layers=12`.
         dtype: dtype of the parameters.
-        **from_config_kwargs: as in `AutoModelForCausalLM.from_config`: attn_implementation.
+        auto_class: as in `load_model`. A config that declares a model without a head gets a causal language model.
+        attn_implementation: as in `from_config`.
 
     Raises:
         LoadError: on every rank, if the config does not exist or an override is invalid.
@@ -120,16 +138,14 @@ def initialize_model(
     _prepare_process()
     with distributed.sync_errors():
         config = read_config(config_name, overrides)
-    attention = from_config_kwargs.get("attn_implementation")
-    if attention is not None:
-        config._attn_implementation = attention
+        auto_class = model_class.for_new_model(config, auto_class)
+    if attn_implementation is not None:
+        config._attn_implementation = attn_implementation
     if not is_fsdp_requested():
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_config(config, dtype=resolve_dtype(dtype, config, {}))
-    with distributed.sync_errors(distributed.patient_group()):  # rank 0 initializes the weights
-        model = build_on_meta(config, resolve_dtype(dtype, config, {}))
-        found = CheckpointSource("the new model", DeferredErrorIndex(()) if distributed.is_main() else None, {}, {})
+        return model_class.build(config, auto_class, dtype=resolve_dtype(dtype, config, {}))
+    with distributed.sync_errors():
+        model = build_on_meta(config, resolve_dtype(dtype, config, {}), auto_class=auto_class)
+        found = CheckpointSource("the new model", SafetensorsIndex(()) if distributed.is_main() else None, {}, {})
         missing.complete_ranges(model, found, is_new=True)
     MetaModelLoader(model, found).attach()
     return model
@@ -147,35 +163,79 @@ def _prepare_process() -> None:
     if is_fsdp_requested():
         registry.apply("size wrap")
         registry.apply("loading")
+        trl.load_hooks[:] = [load_model]
 
 
-def _load_without_fsdp(name_or_path: str, ignore_mismatched: bool, kwargs: dict[str, Any]) -> "PreTrainedModel":
-    from transformers import AutoModelForCausalLM
+def _load_without_fsdp(
+    name_or_path: str, ignore_mismatched: bool, auto_class: model_class.AutoClass, kwargs: dict[str, Any]
+) -> "PreTrainedModel":
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, PreTrainedConfig
 
     kwargs = {"trust_remote_code": False, "ignore_mismatched_sizes": ignore_mismatched} | kwargs
-    distributed.main_first(lambda: resolve_directory(name_or_path, kwargs))
+    directory = distributed.main_first(lambda: resolve_directory(name_or_path, kwargs))
+    adapter_file = directory / "adapter_config.json"
+    with distributed.sync_errors():
+        try:
+            is_adapter = adapter_file.is_file() and not (directory / "config.json").is_file()
+            adapter = dict(json.loads(adapter_file.read_text())) if is_adapter else {}
+        except UNREADABLE as error:
+            raise LoadError(f"{adapter_file} cannot be read ({error!r}). Export or copy the adapter again.") from error
+    base = adapter.get("base_model_name_or_path")  # transformers loads it
+    for source in (Path(name_or_path, kwargs.get("subfolder") or ""), base or ""):
+        check_together(source, is_read_by_all=True)
+    if adapter.get("revision") and Path(name_or_path).is_dir():
+        kwargs.setdefault("revision", adapter["revision"])  # of the base model
     with distributed.sync_errors(distributed.patient_group()):
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs, output_loading_info=True)
-        except (OSError, ValueError) as error:
+            config = kwargs.get("config")
+            if not isinstance(config, PreTrainedConfig):
+                hub = {key: kwargs[key] for key in ("revision", "token", "trust_remote_code") if key in kwargs}
+                config = AutoConfig.from_pretrained(config or base or directory, **hub)
+                config.name_or_path = name_or_path
+            declared = model_class.declared_class(config)
+            chosen, part = model_class.choose_class(config, auto_class, kwargs["trust_remote_code"])
+            if part is not config:
+                kwargs["config"] = part
+                _print_text_part(config, chosen)
+            model, report = chosen.from_pretrained(name_or_path, **kwargs, output_loading_info=True)
+            model.config.architectures = [type(model).__name__]
+        except (*UNREADABLE, SafetensorError) as error:
             raise LoadError(f"{name_or_path} cannot be loaded: {error}") from error
-        lacking = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
-        loaded = model.state_dict().keys() - set(lacking) - set(getattr(model, "all_tied_weights_keys", None) or {})
+        absent = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
+        lacking = missing.without_new_head(model, absent, declared, name_or_path)
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        loaded = model.state_dict().keys() - {*absent, *lacking, *tied}
         missing.check_complete(name_or_path, lacking, bool(loaded), ignore_mismatched)
     return model
 
 
+def _print_text_part(config: "PreTrainedConfig", chosen: type) -> None:
+    distributed.print_main(
+        f"load: {chosen.__name__} is the text part of {config.name_or_path}; the other parts are not loaded, and the export "
+        f"will be a text-only model"
+    )
+
+
 def _load_on_meta(
-    name_or_path: str, source: Source, verify: Verify, ignore_mismatched: bool, kwargs: dict[str, Any]
+    name_or_path: str,
+    source: Source,
+    verify: Verify,
+    ignore_mismatched: bool,
+    auto_class: model_class.AutoClass,
+    kwargs: dict[str, Any],
 ) -> "PreTrainedModel":
     from transformers import GenerationConfig
 
     kwargs = {"trust_remote_code": False} | kwargs
+    with distributed.sync_errors():
+        kernels = take_arguments(kwargs)
     dtype = kwargs.pop("dtype", "auto")
     quantization = kwargs.pop("quantization_config", None)
     index: SafetensorsIndex | None = None
+    check_together(Path(name_or_path, kwargs.get("subfolder") or ""), is_read_by_all=source != "rank0")
 
-    def describe() -> tuple[Any, Any, dict[str, StoredTensor]]:
+    def describe() -> tuple[Any, Any, dict[str, StoredTensor], torch.Tensor]:
         nonlocal index
         directory = resolve_directory(name_or_path, kwargs)
         config = _read_config(name_or_path, directory, kwargs)
@@ -185,17 +245,21 @@ def _load_on_meta(
         index = open_index(directory)
         # Custom code exists only on ranks that have imported it, so objects of its classes cannot be broadcast.
         is_custom = kwargs["trust_remote_code"] and hasattr(config, "auto_map")
-        return None if is_custom else config, generation_config, index.tensors
+        return None if is_custom else config, generation_config, index.tensors, torch.get_rng_state()
 
     # Rank 0 may have to download the model.
-    config, generation_config, stored = distributed.run_on_main(describe, distributed.patient_group())
+    config, generation_config, stored, random_state = distributed.run_on_main(describe, distributed.patient_group())
     if config is None:
-        config = distributed.main_first(lambda: _read_custom_config(name_or_path, kwargs))
-    is_direct = source == "direct" or (source == "auto" and _do_all_ranks_see(stored))
+        config = distributed.main_first(lambda: _read_custom_config(name_or_path, auto_class, kwargs))
+    is_direct = source == "direct" or distributed.world_size() == 1 or (source == "auto" and _do_all_ranks_see(stored))
     directory = distributed.main_first(lambda: resolve_directory(name_or_path, kwargs)) if source == "direct" else None
     with distributed.sync_errors():
         dtype = resolve_dtype(dtype, config, stored)
-        model = build_on_meta(config, dtype, kwargs["trust_remote_code"])
+        declared = model_class.declared_class(config)
+        with kernels.building(config, auto_class, kwargs["trust_remote_code"]):
+            model = build_on_meta(config, dtype, kwargs["trust_remote_code"], auto_class)
+        if type(model.config) is not type(config):
+            _print_text_part(config, type(model))
         quantizer = None
         if quantization is not None:
             quantizer = bnb_4bit.replace_linears(model, quantization, dtype)
@@ -204,22 +268,25 @@ def _load_on_meta(
         ranges = _map_ranges(model, stored, name_or_path, ignore_mismatched)
         if is_direct and index is None:
             index = SafetensorsIndex(stored.values()) if directory is None else open_index(directory)
-        if not is_direct and index is not None:
-            index = DeferredErrorIndex(index.tensors.values())
         found = CheckpointSource(name_or_path, index, stored, ranges, is_direct, verify)
-        missing.complete_ranges(model, found, ignore_mismatched=ignore_mismatched)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(random_state)  # every rank that reads creates the same new values
+            missing.complete_ranges(model, found, ignore_mismatched=ignore_mismatched, declared=declared)
         if quantizer is not None:
             found.quantized = bnb_4bit.pack_weights(model, quantizer, dtype)
-    MetaModelLoader(model, found).attach()
+    MetaModelLoader(model, found, kernels).attach()
     return model
 
 
-def _read_custom_config(name_or_path: str, kwargs: dict[str, Any]) -> "PreTrainedConfig":
+def _read_custom_config(
+    name_or_path: str, auto_class: model_class.AutoClass, kwargs: dict[str, Any]
+) -> "PreTrainedConfig":
     """Read the config of a model with custom code, and import the code of the model."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     config = _read_config(name_or_path, resolve_directory(name_or_path, kwargs), kwargs)
-    reference = config.auto_map.get("AutoModelForCausalLM")
+    chosen, _ = model_class.choose_class(config, auto_class, trust_remote_code=True)
+    reference = config.auto_map.get(chosen.__name__)
     if reference is not None:
         get_class_from_dynamic_module(reference, name_or_path, revision=kwargs.get("revision"))
     return config
@@ -236,7 +303,8 @@ def _read_config(name_or_path: str, directory: Path, kwargs: dict[str, Any]) -> 
             unknown = sorted(set(unused) - {"attn_implementation", "trust_remote_code", "use_cache"})
             if unknown:
                 raise LoadError(
-                    f"{unknown} are neither from_pretrained arguments nor fields of {type(config).__name__}. Remove them."
+                    f"{', '.join(unknown)}: load_model has no such argument, and {type(config).__name__} no such field. Remove "
+                    f"{'it' if len(unknown) == 1 else 'them'}."
                 )
     except (OSError, ValueError) as error:
         raise LoadError(
@@ -257,14 +325,9 @@ def _read_config(name_or_path: str, directory: Path, kwargs: dict[str, Any]) -> 
 
 def _do_all_ranks_see(stored: dict[str, StoredTensor]) -> bool:
     """Return whether every rank sees rank 0's files, with the same headers. Collective."""
-    by_file: dict[Path, dict[str, StoredTensor]] = {}
-    for tensor in stored.values():
-        by_file.setdefault(tensor.file, {})[tensor.name] = tensor
     try:
-        sees = all(
-            expected.items() <= {tensor.name: tensor for tensor in read_header(file)}.items()
-            for file, expected in by_file.items()
-        )
+        found = {tensor for file in {tensor.file for tensor in stored.values()} for tensor in read_header(file)}
+        sees = found.issuperset(stored.values())
     except (OSError, LoadError):
         sees = False
     blind = [rank for rank, sees_files in enumerate(distributed.gather_objects(sees)) if not sees_files]

@@ -3,6 +3,7 @@
 This module handles FSDP2; `fsdp1.py` materializes FSDP1's units.
 """
 
+import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,36 +11,39 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed, parameter_names
+from hf_fsdp_recipes.configs.launch import check_num_processes
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading import bnb_4bit, dora, fsdp1, resize, verify
+from hf_fsdp_recipes.loading import bnb_4bit, dora, fsdp1, lora_init, resize, verify
 from hf_fsdp_recipes.loading.checkpoint_source import (
     CheckpointSource,
     check_sources,
     fill_buffers,
     full_target,
-    raise_read_errors,
 )
-from hf_fsdp_recipes.loading.distribute import broadcast_full, scatter
-from hf_fsdp_recipes.loading.read_ranges import read_direct
-from hf_fsdp_recipes.loading.shard_layout import ShardGroup, ShardTarget, find_shard_group, row_range
-from hf_fsdp_recipes.metrics import stages
+from hf_fsdp_recipes.loading.hub_kernels import HubKernels
+from hf_fsdp_recipes.loading.read_ranges import PROGRESS_TITLE, read_direct
+from hf_fsdp_recipes.loading.shard_layout import ShardTarget, find_shard
+from hf_fsdp_recipes.metrics import progress, stages
 from hf_fsdp_recipes.patches.accelerate import LOADER_ATTRIBUTE
+from hf_fsdp_recipes.peft_models import has_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 class MetaModelLoader:
-    """Fills a model on meta while Accelerate prepares it; `patches/accelerate.py` finds it on the model.
+    """Fills a model on meta while Accelerate prepares it. It is an attribute of the model, where `patches/accelerate.py` finds it.
 
     Args:
         model: from `build_on_meta`.
         source: its checkpoint.
+        kernels: the kernels from the Hub that its layers are to use.
     """
 
-    def __init__(self, model: "PreTrainedModel", source: CheckpointSource) -> None:
+    def __init__(self, model: "PreTrainedModel", source: CheckpointSource, kernels: HubKernels | None = None) -> None:
         self.source = source
         self._model = model
+        self._kernels = kernels or HubKernels()
 
     def attach(self) -> None:
         """Attach the loader to its model until the model is filled, and track calls of `resize_token_embeddings`."""
@@ -49,9 +53,11 @@ class MetaModelLoader:
     def shard_fsdp2(
         self, accelerator: Any, model: torch.nn.Module, shard: Callable[[Any, torch.nn.Module], torch.nn.Module]
     ) -> torch.nn.Module:
-        """Shard the model with Accelerate's own step, then fill the shards. Collective: every rank must call this."""
+        """Let Accelerate shard the model, then fill the shards. Collective: every rank must call this."""
         from torch.distributed.fsdp import CPUOffloadPolicy
 
+        check_num_processes(accelerator.num_processes)
+        self._kernels.apply(self._model, accelerator)
         plugin = accelerator.state.fsdp_plugin
         broadcast_real_parameters(model, accelerator.device)
         was_efficient, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
@@ -62,19 +68,58 @@ class MetaModelLoader:
         with stages.record("read into shards"):
             fill_sharded(model, self.source, accelerator.device, isinstance(plugin.cpu_offload, CPUOffloadPolicy))
         self._finish()
+        self._model._is_fsdp_managed_module = True  # `generate` then waits for the rank with the longest text
         return model
 
     def prepare_fsdp1(
         self, accelerator: Any, model: torch.nn.Module, prepare: Callable[[], torch.nn.Module]
     ) -> torch.nn.Module:
         """Run Accelerate's own `prepare_model` with units materialized one by one. Collective: every rank must call this."""
+        check_num_processes(accelerator.num_processes)
+        self._kernels.apply(self._model, accelerator)
         broadcast_real_parameters(model, accelerator.device)
-        fill_buffers(model, self.source, accelerator.device)
         with stages.record("read into shards"):
             model = fsdp1.prepare(accelerator, model, self.source, prepare)
         self._finish()
         verify.check_buffers(model)
         return model
+
+    def prepare_frozen(self, accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
+        """Shard and fill a model that is not trained, such as a reference model. Collective: every rank must call this."""
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        plugin = accelerator.state.fsdp_plugin
+        names = ("auto_wrap_policy", "transformer_cls_names_to_wrap")
+        kept = {name: getattr(plugin, name) for name in names}  # Accelerate sets them for this model's classes
+        model.requires_grad_(False)  # or Accelerate would upcast it
+        try:
+            if plugin.fsdp_version == 1:
+                model = accelerator.prepare_model(model)
+                accelerator._models.remove(model)
+            else:
+                model = self.shard_fsdp2(accelerator, model, fsdp2_prepare_model)
+                model.set_reshard_after_forward(True)  # no backward pass would free the root and the head
+        finally:
+            vars(plugin).update(kept)
+        return model.eval()
+
+    def fingerprint(self, model: torch.nn.Module) -> str:
+        """Return a hash of the checkpoint's files and the model's shapes, on rank 0; elsewhere an arbitrary text.
+
+        Raises:
+            LoadError: the model has adapters.
+        """
+        if has_adapter(model):
+            raise LoadError(
+                "precompute_ref_log_probs needs the base model before TRL shards the one with adapters. Pass "
+                "ref_model=load_model(...) to the trainer."
+            )
+        if self.source.index is None:
+            return ""
+        files = {stored.file for stored in self.source.stored.values()}
+        stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files) if file.exists()]
+        shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()]
+        return hashlib.sha256(repr((stats, shapes)).encode()).hexdigest()
 
     def _finish(self) -> None:
         stages.show()
@@ -99,48 +144,49 @@ def fill_sharded(model: torch.nn.Module, source: CheckpointSource, device: torch
     Collective: every rank must call this, after `fully_shard` and before the first forward.
 
     Args:
-        model: an FSDP2 model with DTensors sharded on dimension 0 over one mesh; plain tensors are replicated.
+        model: an FSDP2 model with DTensors sharded on dimension 0; plain tensors are replicated.
         source: the checkpoint.
         device: this rank's compute device.
         is_offloaded: whether shards are on the CPU (CPUOffloadPolicy).
 
     Raises:
-        LoadError: on every rank, if a parameter has no source or an unsupported placement, or a checksum differs.
+        LoadError: on every rank, if a parameter has no source or an unsupported placement, or a weight cannot be read or
+            is not the same after it was sent.
     """
     with distributed.sync_errors():
         resize.apply_resize(model, source)
         check_sources(model, source)
-        sharded, replicated, packed, group = _allocate(model, source, torch.device("cpu") if is_offloaded else device)
-    checksums = None if source.is_direct else verify.Checksums(covers_all=source.verify == "full")
-    if group is not None and checksums is None:
+        sharded, replicated, packed = _allocate(model, source, torch.device("cpu") if is_offloaded else device)
+    stream = source.stream()
+    if source.is_direct:
         with distributed.sync_errors(distributed.patient_group()):
             assert source.index is not None
-            read_direct(sharded, source.index, group.shard_rank)
-    elif group is not None and checksums is not None:
-        scatter(sharded, source.index, group, checksums)
-    if group is not None and packed:
-        bnb_4bit.scatter(packed, source.index, group, checksums, device)
-        bnb_4bit.check_states([layer for _, _, layer in packed])
-    for target in replicated:
-        broadcast_full(target, source.index, device)
-    fill_buffers(model, source, device)
-    raise_read_errors(source)
+            read_direct(sharded, source.index)
+    else:
+        num_bytes = sum(target.num_elements * target.stored_dtype.itemsize for target in sharded)
+        with progress.bar(num_bytes, PROGRESS_TITLE) as bar:
+            stream.fill(sharded, advance=bar.update)
+        stream.verify(sharded)
+    bnb_4bit.fill(packed, source.index, stream, source.is_direct, device)
+    stream.fill(replicated)
+    stream.verify(replicated)
+    fill_buffers(model, source, stream)
+    stream.check()
+    lora_init.compute_adapters(model, device)
     dora.fill_magnitudes(model)
-    targets = [*sharded, *replicated, *(target for target, _, _ in packed)]
     verify.check_finite([(target.name, target.local) for target in [*sharded, *replicated]], source.name_or_path)
-    verify.check_model(model, targets, checksums, group.shard_rank if group else 0)
+    verify.check_model(model)
     if source.index is not None:
         source.index.close()
 
 
 def _allocate(
     model: torch.nn.Module, source: CheckpointSource, device: torch.device
-) -> tuple[list[ShardTarget], list[ShardTarget], list[bnb_4bit.Packed], ShardGroup | None]:
+) -> tuple[list[ShardTarget], list[ShardTarget], list[bnb_4bit.Packed]]:
     """Replace meta parameters with real ones; return the targets to fill, in file order."""
     sharded: list[ShardTarget] = []
     replicated: list[ShardTarget] = []
     packed: list[bnb_4bit.Packed] = []
-    group: ShardGroup | None = None
     owners: dict[int, list[tuple[Any, str]]] = {}  # by id of the parameter
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
@@ -156,11 +202,11 @@ def _allocate(
         if not hasattr(parameter, "device_mesh"):
             replicated.append(full_target(name, real, source))
             continue
-        group = group or find_shard_group(parameter.device_mesh, parameter.placements)
-        target = _shard_target(name, real, source, group)
-        if target.is_packed:
+        target = _shard_target(name, real, source)
+        spec = source.quantized.get(parameter_names.in_base_model(name))
+        if spec is not None:
             layer, _ = owners[id(parameter)][0]
-            packed.append((target, source.quantized[parameter_names.in_base_model(name)], layer))
+            packed.append((target, spec, layer))
         else:
             sharded.append(target)
 
@@ -170,18 +216,16 @@ def _allocate(
 
     sharded.sort(key=position_in_files)
     packed.sort(key=lambda item: position_in_files(item[0]))
-    return sharded, replicated, packed, group
+    return sharded, replicated, packed
 
 
-def _shard_target(name: str, parameter: Any, source: CheckpointSource, group: ShardGroup) -> ShardTarget:
-    base_name = parameter_names.in_base_model(name)
-    ranges = source.ranges[base_name]
-    is_packed = base_name in source.quantized
-    stored_dtype = parameter.dtype if is_packed else source.stored[ranges[0].tensor].dtype
+def _shard_target(name: str, parameter: Any, source: CheckpointSource) -> ShardTarget:
+    found = find_shard(parameter)
     local = parameter.detach().to_local().view(-1)
-    num_shards = len(group.ranks)
-    shard_ranges = [row_range(parameter.shape, num_shards, shard_rank) for shard_rank in range(num_shards)]
-    expected = shard_ranges[group.shard_rank][1]
-    if expected != local.numel():
-        raise LoadError(f"{name}: this rank holds {local.numel()} elements; sharding by rows gives it {expected}")
-    return ShardTarget(name, ranges, stored_dtype, parameter.dtype, shard_ranges, local, is_packed)
+    if found is None or found[1] != local.numel():
+        raise LoadError(
+            f"{name}: this rank holds {local.numel()} elements under {tuple(parameter.placements)}; only full and hybrid "
+            f"sharding by rows are supported. Remove tensor, context and expert parallelism from the Accelerate config."
+        )
+    ranges = source.ranges[parameter_names.in_base_model(name)]
+    return ShardTarget(name, ranges, source.stored[ranges[0].tensor].dtype, parameter.dtype, found[0], local)

@@ -1,9 +1,9 @@
-"""Handles parameters that are missing from the checkpoint: ties them to another, or initializes them.
+"""Handles parameters that are missing from the checkpoint: ties them to another parameter, or initializes them.
 
-Runs before any weight is read. New values stay on rank 0 until they are distributed like the others.
+Runs before any weight is read. The values of a new model are created when they are distributed (`new_values.py`).
 """
 
-import copy
+import functools
 import re
 from typing import TYPE_CHECKING
 
@@ -12,19 +12,26 @@ import torch
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.checkpoint_source import CheckpointSource
+from hf_fsdp_recipes.loading.new_values import NewValues
 from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, StoredTensor
+from hf_fsdp_recipes.model_class import task_type_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def complete_ranges(
-    model: "PreTrainedModel", source: CheckpointSource, is_new: bool = False, ignore_mismatched: bool = False
+    model: "PreTrainedModel",
+    source: CheckpointSource,
+    is_new: bool = False,
+    ignore_mismatched: bool = False,
+    declared: str | None = None,
 ) -> None:
     """Complete `source.ranges`: tied names share ranges, missing names get newly initialized tensors.
 
-    Every rank calls this with the same model; not a collective. Only rank 0 and ranks that read create values. `is_new`
-    means that there is no checkpoint; with one, missing names are an error unless `ignore_mismatched`.
+    Every rank calls this with the same model; not a collective. `is_new` means that there is no checkpoint. Otherwise
+    missing names are an error, unless `ignore_mismatched` is set or they belong to the head of a classifier and the
+    checkpoint is `declared` to be of another class.
 
     Raises:
         LoadError: parameters or buffers are missing; or, on a reading rank, tied parameters differ in the checkpoint.
@@ -37,15 +44,40 @@ def complete_ranges(
     if not is_new:
         optional = model._keys_to_ignore_on_load_missing or ()
         lacking = [name for name in absent if not any(re.search(pattern, name) for pattern in optional)]
+        lacking = without_new_head(model, lacking, declared, source.name_or_path)
         check_complete(source.name_or_path, lacking, bool(source.ranges), ignore_mismatched)
     buffers = {name for name, _ in model.named_buffers()}
-    _initialize(model, source, [name for name in absent if name not in buffers])
+    _initialize(model, source, [name for name in absent if name not in buffers], is_new)
     for names in tied_groups:
         _share_ranges(source, names)
 
 
+def without_new_head(
+    model: "PreTrainedModel", lacking: list[str], declared: str | None, name_or_path: str
+) -> list[str]:
+    """Return the missing names without a classifier's head if the checkpoint is of another class; print where the head is from.
+
+    Every rank calls this; not a collective.
+    """
+    if task_type_of(type(model)) not in ("SEQ_CLS", "TOKEN_CLS"):
+        return lacking
+    head = [name for name in lacking if not name.startswith(f"{model.base_model_prefix}.")]
+    if not head:
+        labels = list(map(str, model.config.id2label.values()))
+        listed = ", ".join(labels[:5]) + ", ..." * (len(labels) > 5)
+        distributed.print_main(f"load: {name_or_path} is a {declared}; its head is reused for the labels {listed}")
+    if declared == type(model).__name__:
+        return lacking
+    if head:
+        distributed.print_main(
+            f"load: {name_or_path} is a {declared or model.config.model_type} without {', '.join(head)}, so "
+            f"{type(model).__name__} starts with a new head"
+        )
+    return [name for name in lacking if name not in head]
+
+
 def check_complete(name_or_path: str, lacking: list[str], has_any: bool, ignore_mismatched: bool) -> None:
-    """Raise a LoadError if a checkpoint lacks the model or parts of it; with `ignore_mismatched`, only warn about parts.
+    """Raise a LoadError if a checkpoint lacks the model or parts of it; with `ignore_mismatched`, only warn about the parts.
 
     Every rank calls this; not a collective.
     """
@@ -104,24 +136,19 @@ def _bytes_equal(index: SafetensorsIndex, one: StoredTensor, other: StoredTensor
     return True
 
 
-def _initialize(model: "PreTrainedModel", source: CheckpointSource, names: list[str]) -> None:
-    """Initialize missing parameters as the model does, module by module."""
+def _initialize(model: "PreTrainedModel", source: CheckpointSource, names: list[str], is_new: bool) -> None:
+    """Add missing parameters to the source, with the model's own initialization."""
+    if not names:
+        return
+    created = NewValues(model, int(torch.randint(2**31, ())) if is_new else 0)
     by_module: dict[str, list[str]] = {}
     for name in names:
-        module_name, _, leaf = name.rpartition(".")
-        by_module.setdefault(module_name, []).append(leaf)
-    for module_name, leaves in by_module.items():
-        module = model.get_submodule(module_name)
-        real = None
-        if distributed.is_main() or source.index is not None:
-            real = copy.deepcopy(module)
-            buffers = {n: b.clone() for n, b in real.named_buffers(recurse=False)}
-            real.to_empty(device="cpu", recurse=False)
-            for buffer_name, buffer in buffers.items():
-                setattr(real, buffer_name, buffer)
-            with torch.no_grad():
-                model._init_weights(real)
-        for leaf in leaves:
-            name, meta = f"{module_name}.{leaf}", getattr(module, leaf)
-            value = None if real is None else getattr(real, leaf).detach()
-            source.ranges[name] = [source.add_tensor(f"<initialized>{name}", meta.dtype, tuple(meta.shape), value)]
+        by_module.setdefault(name.rpartition(".")[0], []).append(name)
+    for number, (module_name, parameters) in enumerate(by_module.items()):
+        # What a checkpoint lacks is small, a head for example, and gets the values that from_pretrained would draw.
+        is_created = not is_new and (distributed.is_main() or source.index is not None)
+        values = created.create(module_name) if is_created else {}
+        for name in parameters:
+            leaf, meta = name.rpartition(".")[2], model.get_parameter(name)
+            read = functools.partial(created.read, number, module_name, leaf) if is_new else values.get(leaf)
+            source.ranges[name] = [source.add_tensor(f"<initialized>{name}", meta.dtype, tuple(meta.shape), read)]

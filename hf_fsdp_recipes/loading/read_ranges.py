@@ -16,7 +16,7 @@ from hf_fsdp_recipes.metrics import progress
 
 PROGRESS_TITLE = "load weights"
 MAX_READERS = 4
-READ_BYTES = 2 * 1024 * 1024  # per read; fits in a core's cache for the cast
+READ_BYTES = 2 * 1024 * 1024  # per read; small enough to stay in a core's cache until it is cast
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -57,28 +57,11 @@ def read_bytes(
         filled += num_bytes
 
 
-def fill_shard(
-    target: ShardTarget, index: SafetensorsIndex, shard_rank: int, start: int, length: int, upload: Upload
-) -> None:
-    """Read and cast `length` elements of this rank's shard, from element `start` of the shard, with buffers of READ_BYTES."""
-    first = target.shard_ranges[shard_rank][0] + start
-    step = READ_BYTES // target.stored_dtype.itemsize
-    for offset in range(0, length, step):
-        local = target.local[start + offset : start + min(offset + step, length)]
-        if local.device.type == "cpu" and local.dtype == target.stored_dtype:
-            read_elements(index, target.ranges, first + offset, local)
-            continue
-        staging = upload.buffer(local.numel() * target.stored_dtype.itemsize)
-        read_elements(index, target.ranges, first + offset, staging.view(target.stored_dtype))
-        with upload.uploaded(staging) as values:
-            local.copy_(values.view(target.stored_dtype))
-
-
-def read_direct(targets: Sequence[ShardTarget], index: SafetensorsIndex, shard_rank: int) -> None:
+def read_direct(targets: Sequence[ShardTarget], index: SafetensorsIndex) -> None:
     """Fill all of this rank's shards from the files. Any rank may call this."""
     if not targets:
         return
-    sizes = [target.shard_ranges[shard_rank][1] * target.stored_dtype.itemsize for target in targets]
+    sizes = [target.local.numel() * target.stored_dtype.itemsize for target in targets]
     num_readers = count_readers()
     uploads: SimpleQueue[Upload] = SimpleQueue()
     for _ in range(num_readers):
@@ -87,12 +70,12 @@ def read_direct(targets: Sequence[ShardTarget], index: SafetensorsIndex, shard_r
     def read(target: ShardTarget) -> None:
         upload = uploads.get()
         try:
-            fill_shard(target, index, shard_rank, 0, target.shard_ranges[shard_rank][1], upload)
+            _fill_shard(target, index, upload)
         finally:
             uploads.put(upload)
 
     prefetcher = Prefetcher(
-        index, (part for t in targets for part in byte_ranges(index, t.ranges, *t.shard_ranges[shard_rank]))
+        index, (part for t in targets for part in byte_ranges(index, t.ranges, t.first, t.local.numel()))
     )
     with ThreadPoolExecutor(num_readers) as pool, progress.bar(sum(sizes), PROGRESS_TITLE) as bar:
         for num_bytes, _ in zip(sizes, pool.map(read, targets), strict=True):
@@ -102,8 +85,22 @@ def read_direct(targets: Sequence[ShardTarget], index: SafetensorsIndex, shard_r
         uploads.get().finish()
 
 
+def _fill_shard(target: ShardTarget, index: SafetensorsIndex, upload: Upload) -> None:
+    """Read and cast this rank's shard, with buffers of READ_BYTES."""
+    step = READ_BYTES // target.stored_dtype.itemsize
+    for start in range(0, target.local.numel(), step):
+        local = target.local[start : start + step]
+        if local.device.type == "cpu" and local.dtype == target.stored_dtype:
+            read_elements(index, target.ranges, target.first + start, local)
+            continue
+        staging = upload.buffer(local.numel() * target.stored_dtype.itemsize)
+        read_elements(index, target.ranges, target.first + start, staging.view(target.stored_dtype))
+        with upload.uploaded(staging) as values:
+            local.copy_(values.view(target.stored_dtype))
+
+
 def count_readers(num_reading_ranks: int | None = None) -> int:
-    """Return the number of reading threads: up to 4, which storage needs, but not more than this rank's share of the cores.
+    """Return the number of reading threads: up to 4, enough for storage, but not more than this rank's share of the cores.
 
     The ranks of this node that read at the same time share the cores; by default all ranks do.
     """

@@ -1,6 +1,6 @@
 """Locates the tensors of a safetensors checkpoint on disk and reads byte ranges of them.
 
-The index is built from headers alone and fully checked, so a corrupt checkpoint is a clear error before any weight is read.
+The index is built from headers alone and fully checked, so a corrupt checkpoint is reported before any weight is read.
 
 Source: the safetensors format, https://github.com/huggingface/safetensors#format
 """
@@ -10,21 +10,20 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from hf_fsdp_recipes.errors import LoadError
-
-if TYPE_CHECKING:
-    from huggingface_hub.utils import TensorInfo
+from hf_fsdp_recipes.errors import LoadError, summarize
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+IN_MEMORY = Path("<in memory>")
 PREFETCH_BYTES = 64 * 1024 * 1024  # enough read-ahead to keep a disk busy
 PREFETCH_REQUEST_BYTES = 4 * 1024 * 1024  # of that, per system call
 
@@ -56,6 +55,12 @@ class StoredTensor:
     num_bytes: int
 
 
+def stored_in_memory(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor:
+    """Describe a tensor that is not in a file, such as newly initialized weights."""
+    return StoredTensor(name, IN_MEMORY, dtype, shape, 0, math.prod(shape) * dtype.itemsize)
+
+
+InMemory: TypeAlias = torch.Tensor | Callable[[], torch.Tensor]  # values, or what creates them
 ByteRange = tuple[StoredTensor, int, int]  # (tensor, first byte within it, number of bytes)
 
 
@@ -66,21 +71,20 @@ class SafetensorsIndex:
         self.tensors = {tensor.name: tensor for tensor in tensors}
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()  # reads come from several threads
-        self._in_memory: dict[str, torch.Tensor] = {}
+        self._in_memory: dict[str, InMemory] = {}
 
-    def add_in_memory(self, tensor: StoredTensor, values: torch.Tensor) -> None:
-        """Add a tensor that is not in a file, such as newly initialized weights."""
+    def add_in_memory(self, tensor: StoredTensor, values: InMemory) -> None:
+        """Add the values of a tensor from `stored_in_memory`, or a function that is called for every read."""
         self.tensors[tensor.name] = tensor
-        self._in_memory[tensor.name] = values.contiguous().reshape(-1).view(torch.uint8)
+        self._in_memory[tensor.name] = values
 
     def read_into(self, buffer: torch.Tensor, tensor: StoredTensor, start_bytes: int) -> None:
-        """Fill `buffer` (uint8, 1-D, CPU) with the bytes of `tensor`, starting at `start_bytes`.
-
-        Raises:
-            LoadError: the file was truncated after its header was checked.
-        """
+        """Fill `buffer` (uint8, 1-D, CPU) with bytes of `tensor` from `start_bytes`; raise a LoadError if the file has changed."""
         if tensor.name in self._in_memory:
-            buffer.copy_(self._in_memory[tensor.name][start_bytes : start_bytes + buffer.numel()])
+            values = self._in_memory[tensor.name]
+            values = values if isinstance(values, torch.Tensor) else values()
+            stored = values.contiguous().reshape(-1).view(torch.uint8)
+            buffer.copy_(stored[start_bytes : start_bytes + buffer.numel()])
             return
         view = memoryview(buffer.numpy())
         offset = tensor.start + start_bytes
@@ -97,9 +101,11 @@ class SafetensorsIndex:
         """Ask the kernel to read bytes that are needed soon, unless they are cached. Returns at once."""
         if tensor.name in self._in_memory or not hasattr(os, "posix_fadvise"):
             return
-        descriptor, first = self._descriptor(tensor.file), tensor.start + start_bytes
-        if num_bytes and not _is_cached(descriptor, first + num_bytes - 1):
-            with contextlib.suppress(OSError):  # advice only; some file systems refuse it
+        with contextlib.suppress(
+            OSError
+        ):  # advice only: some file systems refuse it, and the read will report what is wrong
+            descriptor, first = self._descriptor(tensor.file), tensor.start + start_bytes
+            if num_bytes and not _is_cached(descriptor, first + num_bytes - 1):
                 os.posix_fadvise(descriptor, first, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
@@ -116,30 +122,8 @@ class SafetensorsIndex:
             return self._descriptors[file]
 
 
-class DeferredErrorIndex(SafetensorsIndex):
-    """An index for rank 0 when it reads for all ranks.
-
-    A failed read is kept in `error` instead of raised, so that the exchange with the other ranks completes and all of them
-    can then raise the same error.
-    """
-
-    def __init__(self, tensors: Iterable[StoredTensor]) -> None:
-        super().__init__(tensors)
-        self.error: Exception | None = None
-
-    def read_into(self, buffer: torch.Tensor, tensor: StoredTensor, start_bytes: int) -> None:
-        """Fill `buffer` as `SafetensorsIndex.read_into` does; after the first error, which is kept, with zeros."""
-        try:
-            if self.error is None:
-                super().read_into(buffer, tensor, start_bytes)
-        except Exception as error:
-            self.error = error
-        if self.error is not None:
-            buffer.zero_()
-
-
 class Prefetcher:
-    """Keeps PREFETCH_BYTES of upcoming reads requested from the kernel. Not thread-safe."""
+    """Asks the kernel to read ahead, always PREFETCH_BYTES of what is needed next. Not thread-safe."""
 
     def __init__(self, index: SafetensorsIndex, ranges: Iterable[ByteRange]) -> None:
         self._index = index
@@ -188,37 +172,21 @@ def open_index(directory: Path) -> SafetensorsIndex:
 
 def read_header(file: Path) -> list[StoredTensor]:
     """Read the header of a safetensors file; raise a LoadError if the file is damaged or in another format."""
-    from huggingface_hub import parse_local_safetensors_file_metadata
-    from huggingface_hub.errors import SafetensorsParsingError
-
-    file_bytes = file.stat().st_size
-    try:
-        header = parse_local_safetensors_file_metadata(file)
-    except (SafetensorsParsingError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _broken(file, f"its header cannot be read ({error})") from error
     with file.open("rb") as stream:
-        end = data_start = 8 + int.from_bytes(stream.read(8), "little")
-    tensors = [_stored_tensor(file, name, info, data_start) for name, info in header.tensors.items()]
-    tensors.sort(key=lambda tensor: (tensor.start, tensor.num_bytes))
-    for tensor in tensors:
-        if tensor.start != end:
-            raise _broken(file, f"tensor {tensor.name!r} starts at byte {tensor.start}, not at {end}")
-        end += tensor.num_bytes
-    if end != file_bytes:
-        raise _broken(file, f"its tensors end at byte {end}, the file at {file_bytes}")
-    return tensors
-
-
-def _stored_tensor(file: Path, name: str, info: "TensorInfo", data_start: int) -> StoredTensor:
+        start = 8 + int.from_bytes(stream.read(8), "little")
+    tensors = []
     try:
-        dtype, shape = DTYPES[info.dtype], tuple(int(size) for size in info.shape)
-        begin, end = (int(offset) for offset in info.data_offsets)
-    except (KeyError, TypeError, ValueError) as error:
-        raise _broken(file, f"the entry of tensor {name!r} cannot be read ({error!r})") from error
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if end - begin != num_bytes or min(begin, *shape, 0) < 0:
-        raise _broken(file, f"tensor {name!r} of shape {list(shape)} needs {num_bytes} bytes but has {end - begin}")
-    return StoredTensor(name, file, dtype, shape, data_start + begin, num_bytes)
+        with safe_open(file, "pt") as opened:  # checks that the tensors fill the file
+            for name in opened.offset_keys():
+                part = opened.get_slice(name)
+                dtype, shape = DTYPES[part.get_dtype()], tuple(part.get_shape())
+                num_bytes = math.prod(shape) * dtype.itemsize
+                tensors.append(StoredTensor(name, file, dtype, shape, start, num_bytes))
+                start += num_bytes
+    except (SafetensorError, KeyError) as error:
+        problem = f"its header cannot be read, or its tensors are not its {file.stat().st_size:,} bytes"
+        raise _broken(file, f"{problem} ({summarize(error)})") from error
+    return tensors
 
 
 def _find_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:

@@ -1,7 +1,7 @@
-"""Memory that the ranks of one node share, without a name that could outlive them.
+"""Memory that the ranks of each node share, without a name that could outlive them.
 
-Global rank 0 creates an anonymous file and the other ranks of its node open it through /proc. Ranks that cannot, such as those
-of another node or container, are told apart by the attempt.
+The ranks of a node open an anonymous file of the node's first rank through /proc. Ranks that cannot, such as
+those in another container, get separate memory.
 
 Source: memfd_create(2).
 """
@@ -9,6 +9,8 @@ Source: memfd_create(2).
 import mmap
 import os
 import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,48 +20,56 @@ from hf_fsdp_recipes import distributed
 _KEY_BYTES = 4096  # for a random key that identifies the memory, one page
 
 
-def share_memory(num_bytes: int) -> tuple[torch.Tensor | None, set[int]]:
-    """Share memory between global rank 0 and the ranks that see it. Collective: every rank must call this.
+@dataclass(frozen=True)
+class NodeMemory:
+    """Memory of one node, and the ranks that see it."""
 
-    Returns:
-        The memory, uint8 of `num_bytes`, or None if this rank cannot see rank 0's; and the ranks that can. Rank 0 always
-        has memory, shared or not.
-    """
+    values: torch.Tensor  # uint8
+    ranks: Sequence[int]  # that share it, the first rank of the node first
+    first_ranks: Sequence[int]  # of all nodes; global rank 0 first
+
+
+def share_memory(num_bytes: int) -> NodeMemory:
+    """Return memory that the ranks of this node share. Collective: every rank must call this."""
     key = uuid.uuid4().bytes
-    memory, descriptor = _create(num_bytes, key) if distributed.is_main() else (None, None)
+    descriptor = _create(key)
     address = None if descriptor is None else f"/proc/{os.getpid()}/fd/{descriptor}"
-    address, key = distributed.broadcast_object((address, key))
-    if not distributed.is_main() and address is not None:
-        memory = _open(Path(address), num_bytes, key)
-    seen = distributed.gather_objects(memory is not None)
+    ranks = distributed.gather_objects((distributed.node_id(), address, key))
+    own_rank = distributed.rank()
+    nodes = [node for node, *_ in ranks]
+    first_of_node = nodes.index(nodes[own_rank])
+    _, address, key = ranks[first_of_node]
+    memory = None if address is None else _open(Path(address), num_bytes, key)
+    has_opened = distributed.gather_objects(memory is not None)
     if descriptor is not None:
         os.close(descriptor)  # the memory lasts as long as a rank maps it
-    return memory, {rank for rank, sees in enumerate(seen) if sees}
+    # A rank shares the memory of its node's first rank if both have opened it.
+    owners = [nodes.index(node) for node in nodes]
+    owners = [owner if has_opened[owner] and has_opened[rank] else rank for rank, owner in enumerate(owners)]
+    sharing = [rank for rank, owner in enumerate(owners) if owner == owners[own_rank]]
+    if memory is None or owners[own_rank] != first_of_node:
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+    return NodeMemory(memory, sharing, sorted(set(owners)))
 
 
-def _create(num_bytes: int, key: bytes) -> tuple[torch.Tensor, int | None]:
+def _create(key: bytes) -> int | None:
+    """Create a file in memory that holds only a key, and return its descriptor."""
     try:
-        descriptor = os.memfd_create("hf_fsdp_recipes")  # Linux only
-    except (OSError, AttributeError):
-        return torch.empty(num_bytes, dtype=torch.uint8), None
-    try:
-        os.posix_fallocate(descriptor, 0, _KEY_BYTES + num_bytes)
-        memory = mmap.mmap(descriptor, _KEY_BYTES + num_bytes)
+        descriptor = os.memfd_create("hf_fsdp_recipes")
+        os.write(descriptor, key)
+        return descriptor
     except OSError:
-        os.close(descriptor)
-        return torch.empty(num_bytes, dtype=torch.uint8), None
-    memory[: len(key)] = key
-    return _view(memory), descriptor
+        return None
 
 
 def _open(path: Path, num_bytes: int, key: bytes) -> torch.Tensor | None:
+    """Map a file in memory and give it its size, if it holds the key."""
     try:
         with path.open("r+b") as file:
+            if file.read(len(key)) != key:
+                return None
+            os.posix_fallocate(file.fileno(), 0, _KEY_BYTES + num_bytes)
             memory = mmap.mmap(file.fileno(), _KEY_BYTES + num_bytes)
+            return torch.frombuffer(memory, dtype=torch.uint8)[_KEY_BYTES:]
     except (OSError, ValueError):
         return None
-    return _view(memory) if memory[: len(key)] == key else None
-
-
-def _view(memory: mmap.mmap) -> torch.Tensor:
-    return torch.frombuffer(memory, dtype=torch.uint8)[_KEY_BYTES:]

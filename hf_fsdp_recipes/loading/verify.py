@@ -1,62 +1,22 @@
-"""Verifies a freshly loaded model: nothing on meta, weights tied and finite, equal buffers, matching checksums.
-
-Checksums cover a sample of each shard unless `verify="full"`.
-"""
+"""Verifies a freshly loaded model: nothing is on meta, weights are tied and finite, and buffers are equal on all ranks."""
 
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 import torch
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.read_ranges import as_bytes
-from hf_fsdp_recipes.loading.shard_layout import ShardTarget
-
-SAMPLE_ELEMENTS = 1024  # of each shard
 
 
-@dataclass
-class Checksums:
-    """Running CRC-32 by (parameter, shard rank), over elements in the parameter's own dtype."""
-
-    covers_all: bool
-    values: dict[tuple[str, int], int] = field(default_factory=dict)
-
-    def num_covered(self, count: int) -> int:
-        """Return how many of a shard's `count` elements the checksum covers."""
-        return count if self.covers_all else min(count, SAMPLE_ELEMENTS)
-
-    def add(self, name: str, shard_rank: int, start: int, elements: torch.Tensor) -> None:
-        """Add elements (1-D, in the parameter's dtype, CPU) that lie `start` elements into the shard."""
-        if not self.covers_all:
-            elements = elements[: max(0, SAMPLE_ELEMENTS - start)]
-        if elements.numel():
-            key = (name, shard_rank)
-            self.values[key] = zlib.crc32(as_bytes(elements.contiguous()).numpy(), self.values.get(key, 0))
-
-
-def check_model(
-    model: torch.nn.Module, targets: Sequence[ShardTarget], expected: Checksums | None, shard_rank: int
-) -> None:
-    """Raise a LoadError on every rank if a check of a freshly loaded model fails. Collective: every rank must call this.
-
-    Args:
-        model: the model, sharded or not.
-        targets: the targets that were filled.
-        expected: rank 0's checksums of what it read; None if every rank read its own shards.
-        shard_rank: index of this rank's shard.
-    """
-    if expected is not None:
-        expected.values = distributed.broadcast_object(expected.values)
+def check_model(model: torch.nn.Module) -> None:
+    """Raise a LoadError on every rank if a check of a freshly loaded model fails. Collective: every rank must call this."""
     with distributed.sync_errors():
         left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
         if left:
             raise LoadError(f"{len(left)} tensors are still on meta after loading: {left[:3]}")
         _check_ties(model)
-        if expected is not None:
-            _check_bytes(targets, expected, shard_rank)
     check_buffers(model)
 
 
@@ -77,9 +37,6 @@ def check_finite(parameters: Iterable[tuple[str, torch.Tensor]], name_or_path: s
     """Check that no loaded parameter contains NaN or infinity, with one device synchronization.
 
     `parameters` are names and this rank's part of each. Collective: every rank must call this.
-
-    Raises:
-        LoadError: on every rank, with the number of such parameters and the first three.
     """
     own = find_non_finite(parameters)
     found = list(dict.fromkeys(name for names in distributed.gather_objects(own) for name in names))
@@ -106,7 +63,8 @@ def find_non_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 def is_finite(values: torch.Tensor) -> torch.Tensor:
     """Return whether all values are finite, as a tensor, without a device synchronization.
 
-    `aminmax` propagates NaN and infinity and is 30 times faster than `isfinite`. float8, which it lacks, is not checked.
+    `aminmax` propagates NaN and infinity and is 30 times faster than `isfinite`. It does not support float8, which is not
+    checked.
     """
     if not values.is_floating_point() or not values.numel() or values.itemsize == 1:
         return torch.ones((), dtype=torch.bool, device=values.device)
@@ -124,20 +82,3 @@ def check_buffers(model: torch.nn.Module) -> None:
             different = [name for name in own if theirs.get(name) != own[name]]
             if different:
                 raise LoadError(f"buffer {different[0]!r} differs between ranks {distributed.rank()} and {rank}")
-
-
-def _check_bytes(targets: Sequence[ShardTarget], expected: Checksums, shard_rank: int) -> None:
-    actual = Checksums(expected.covers_all)
-    step = 4 * 1024 * 1024
-    for target in targets:
-        key = (target.name, shard_rank)
-        if key not in expected.values:
-            continue
-        covered = target.local[: expected.num_covered(target.local.numel())]
-        for start in range(0, covered.numel(), step):
-            actual.add(target.name, shard_rank, start, covered[start : start + step].cpu())
-        if actual.values[key] != expected.values[key]:
-            raise LoadError(
-                f"{target.name}: rank {distributed.rank()} received different bytes than rank 0 read (CRC-32 "
-                f"{actual.values[key]:08x}, expected {expected.values[key]:08x}). Check the network and the memory."
-            )

@@ -10,7 +10,7 @@ Source: transformers 5.18 to 5.23, `core_model_loading.rename_source_key`, `reve
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,9 +51,6 @@ class WeightMapping:
 
         Returns:
             The ranges of each parameter in the checkpoint, and the stored names that match no parameter.
-
-        Raises:
-            LoadError: a conversion does more than rearrange full rows.
         """
         names = dict.fromkeys(parameter_shapes, True)
         ranges: dict[str, list[TensorRange]] = {}
@@ -73,6 +70,10 @@ class WeightMapping:
         for target, (pattern, sources) in converted.items():
             ranges.update(self._convert(target, pattern, sources, stored_shapes, parameter_shapes))
         return ranges, unexpected
+
+    def is_unchanged(self, name: str, names: Iterable[str]) -> bool:
+        """Return whether a stored tensor with a parameter's name is read as it is, given the names of all parameters."""
+        return self._rename(name, dict.fromkeys(names, True)) == (name, None)
 
     def _rename(self, stored: str, names: Mapping[str, bool]) -> tuple[str, str | None]:
         prefix = self._model.base_model_prefix

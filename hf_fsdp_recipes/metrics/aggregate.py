@@ -32,7 +32,7 @@ def pack(counts: torch.Tensor, memory_bytes: Sequence[int], seconds: Mapping[str
     Args:
         counts: (3,) int64 on the rank's device: the fields of `TokenCounts`.
         memory_bytes: the values of MEMORY.
-        seconds: time by phase of the clock; it becomes microseconds.
+        seconds: time by phase of the clock, stored as microseconds.
     """
     integers = [*memory_bytes, *(round(seconds[phase] * 1e6) for phase in PHASES)]
     return torch.cat([counts, torch.tensor(integers, dtype=torch.int64).to(counts.device, non_blocking=True)])

@@ -9,11 +9,6 @@ from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE
 
 
-def register(app: typer.Typer) -> None:
-    """Add the `report` command to `hf-fsdp`."""
-    app.command("report")(report)
-
-
 def report(
     directory: Annotated[Path, typer.Argument(help="A run's output directory; the run may still be running.")],
 ) -> None:

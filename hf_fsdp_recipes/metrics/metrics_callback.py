@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 MODEL_FILE = "model.txt"
 MAX_LINES_PRINTED = 60
-SHOWN_IN_LOGS = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "hfu")
+LOGGED = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "hfu", "step_seconds")
+MIN_SAVE_SECONDS = 1e-3  # less is the check whether a save is due
+LOGGED_MEMORY = {"host_memory_gb": "host_bytes", "device_peak_memory_gb": "device_peak_bytes"}
 
 
 def _mark(phase: str) -> Callable[..., None]:
@@ -43,8 +45,8 @@ class MetricsCallback(TrainerCallback):
       time per phase of a step, throughput, MFU, and the memory of every rank;
     - `report.md`, `loss.png`, `throughput.png` and `memory.png` at the end. `hf-fsdp report` rewrites them at any time.
 
-    It also adds `tokens_per_second`, `tokens_per_second_per_device`, `mfu` and `hfu` to Trainer's logs, and their averages
-    to the final log. Call `place_before_reporters(trainer)` so that wandb and other reporters log them too.
+    It also adds throughput, MFU, times and memory to Trainer's logs (docs/trackers.md lists them), and their averages to the
+    final log. Call `place_before_reporters(trainer)` so that wandb, TensorBoard and other trackers log them too.
 
     A step without logging costs no synchronization. At a logged step the ranks gather 14 integers each, right after
     Trainer has gathered the loss. A failure to count tokens or to write a file is logged as a warning. Files are written
@@ -65,7 +67,8 @@ class MetricsCallback(TrainerCallback):
         self._hook: RemovableHandle | None = None
         self._start_step = self._logged_step = 0
         self._measured: list[dict[str, Any]] = []  # entries since this start, for the averages
-        self._first_entries: list[dict[str, Any]] | None = None  # of this start, until its first step
+        self._load_seconds: float | None = None  # until they are logged
+        self._first_entries: list[dict[str, Any]] | None = None  # of this start; written and cleared at its first step
         self._is_recording = False  # rank 0, from the first step on
         self._can_write = True
 
@@ -78,7 +81,7 @@ class MetricsCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start measuring, and drop the entries of steps that a resumed run repeats."""
+        """Start measuring. Files are written from the first step on; see `_begin`."""
         model = kwargs["model"]
         if self._flops is None and not self._no_flops_reason:
             self._count_model(model)
@@ -88,6 +91,7 @@ class MetricsCallback(TrainerCallback):
         if hasattr(dataset, "__len__"):  # not a stream
             start["num_rows"] = len(dataset)
         self._first_entries, self._is_recording = [*map(asdict, stages.gathered), start], False
+        self._load_seconds = stages.count_seconds(stages.gathered)
         stages.gathered.clear()
         self._memory = memory.DeviceMemory(device)
         self._counts = torch.zeros(aggregate.NUM_COUNTS, dtype=torch.int64, device=args.device)
@@ -125,7 +129,9 @@ class MetricsCallback(TrainerCallback):
         entry: dict[str, Any] = {"step": state.global_step, "epoch": state.epoch, **_numbers(logs)}
         if "loss" in logs:
             entry |= self._measure(state)
-            logs |= {name: entry[name] for name in SHOWN_IN_LOGS if name in entry}
+            logs |= _select_logged(entry)
+            if self._load_seconds is not None:
+                logs["load_seconds"], self._load_seconds = self._load_seconds, None
         self._append(args, entry)
 
     on_evaluate = _mark("evaluation")
@@ -149,7 +155,7 @@ class MetricsCallback(TrainerCallback):
             logger.warning("cannot write the report: %s", error)
 
     def _begin(self, args: TrainingArguments, state: TrainerState, model: torch.nn.Module) -> None:
-        """Write the first entries of this start, and print the model; has no effect after the first call."""
+        """On its first call, write the entries of this start, drop those that a resumed run repeats, and print the model."""
         if self._first_entries is None:
             return
         entries, self._first_entries, self._is_recording = self._first_entries, None, distributed.is_main()
@@ -172,7 +178,7 @@ class MetricsCallback(TrainerCallback):
             self._can_write = False
 
     def _count_model(self, model: torch.nn.Module) -> None:
-        self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._num_parameters = sum(_num_elements(parameter) for parameter in model.parameters())
         try:
             self._flops = count_flops(model)
         except Exception as error:  # models from outside transformers may raise anything
@@ -256,6 +262,20 @@ def place_before_reporters(trainer: "Trainer") -> None:
             if not isinstance(callback, MetricsCallback):
                 trainer.remove_callback(callback)
                 trainer.add_callback(callback)
+
+
+def _num_elements(parameter: torch.nn.Parameter) -> int:
+    """Return the number of weights; a 4-bit parameter packs two into a byte."""
+    is_4bit = type(parameter).__name__ == "Params4bit"
+    return parameter.numel() * (2 * parameter.element_size() if is_4bit else 1)
+
+
+def _select_logged(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values of an entry that trackers get; memory is that of the largest rank."""
+    logged = {name: entry[name] for name in LOGGED if name in entry}
+    logged |= {name: max(entry[key]) / 1e9 for name, key in LOGGED_MEMORY.items() if any(entry[key])}
+    save_seconds = entry["seconds"]["save"]
+    return logged | ({"save_seconds": save_seconds} if save_seconds > MIN_SAVE_SECONDS else {})
 
 
 def _numbers(entry: Mapping[str, Any]) -> dict[str, int | float]:

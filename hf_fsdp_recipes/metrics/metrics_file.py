@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
+_NEED_STEP = {"loss", "eval_loss", "ended_at_step"}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a metrics.jsonl, skipping incomplete and invalid lines."""
+    """Return the entries of a metrics.jsonl, skipping incomplete lines and those without a step that they need."""
     entries = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(entry, dict) and isinstance(entry.get("step", 0), int):
+        if isinstance(entry, dict) and type(entry.get("step", None if _NEED_STEP & entry.keys() else 0)) is int:
             entries.append(entry)
     return entries
 
@@ -34,7 +35,7 @@ def append(path: Path, entry: dict[str, Any]) -> None:
 def begin(path: Path, step: int, entries: Sequence[dict[str, Any]]) -> None:
     """Create the file of a run, or continue it after a resume. Rank 0 only.
 
-    Entries after `step`, the last one before this start, are dropped, because the run repeats them; step 0 drops all. The new
+    Entries after `step`, from which the run continues, are dropped, because the run repeats them; step 0 drops all. The new
     file replaces the old one atomically.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Peak FLOP/s of devices per dtype: dense (without structured sparsity), from the vendors' documents.
 
-A device needs an exact match of its full name, because no MFU is better than a wrong one: MIG slices and laptop GPUs do not
-match. Tensor-core figures assume fp32 accumulation, as in PyTorch. A card that clocks higher than its rating can exceed its
-peak by a few percent.
+A device needs an exact match of its full name, because a missing MFU is better than a wrong one: MIG slices and laptop GPUs
+do not match. Tensor-core figures assume fp32 accumulation, as in PyTorch. A card that clocks higher than its rating can exceed
+its peak by a few percent.
 """
 
 import re

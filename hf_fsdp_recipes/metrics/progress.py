@@ -50,12 +50,6 @@ def each(items: Sequence[Item], title: str, unit: str = "B", sizes: Sequence[int
             shown.update(step)
 
 
-def say(line: str) -> None:
-    """Print a line to the terminal above the bars, if bars are shown."""
-    if is_shown():
-        tqdm.write(line, file=sys.__stderr__)
-
-
 def print_above(line: str) -> None:
     """Print a line to standard output, above any bars."""
     tqdm.write(line, file=sys.stdout)

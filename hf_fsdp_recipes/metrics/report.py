@@ -1,4 +1,4 @@
-"""Renders a run's report, report.md and its plots, from metrics.jsonl alone.
+"""Renders a run's report from metrics.jsonl alone: report.md, its plots, and a log named after the run.
 
 A report can therefore be written for a run that is in progress, was killed, or was resumed.
 """
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.metrics import aggregate, stages
 from hf_fsdp_recipes.metrics.clock import PHASES
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, last_of_each_step, read_metrics
@@ -20,26 +21,53 @@ Row = tuple[str, str]
 
 
 def write_report(output_dir: Path, notes: Sequence[str] = ()) -> Path:
-    """Write `report.md` and its plots next to a run's metrics.jsonl, with notes as paragraphs at the end. Rank 0 only."""
-    entries = read_metrics(output_dir / METRICS_FILE)
-    starts = [entry for entry in entries if "run" in entry]
-    steps = last_of_each_step(entries, "loss")
-    lines = [f"# {starts[-1]['run'] if starts else output_dir.name}", ""]
-    if steps:
-        evaluations = last_of_each_step(entries, "eval_loss")
-        rows = _run_rows(starts, steps) + _loss_rows(steps, evaluations)
-        rows += _throughput_rows(starts, steps) + _memory_rows(steps)
-        lines += [*_table("metric", "value", rows), *_write_plots(output_dir, steps, evaluations)]
-        lines += _phase_section(steps + last_of_each_step(entries, "ended_at_step")[-1:])
-    else:
-        lines += ["No steps logged.", ""]
-    if loaded := [stages.Stage(**entry) for entry in entries if "stage" in entry]:
-        lines += ["## Loading", "", "```", stages.format_table(loaded), "```", ""]
+    """Write a run's report.md, with notes at its end, plots and `<run name>.txt`. Rank 0 only.
+
+    Raises a DataError if metrics.jsonl is invalid.
+    """
+    file = output_dir / METRICS_FILE
+    try:
+        lines = _render(output_dir, read_metrics(file))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:  # values of the wrong type
+        raise DataError(
+            f"a line of {file} has missing or invalid values ({error!r:.200}). Correct or delete it."
+        ) from error
     for note in notes:
         lines += [note, ""]
     report = output_dir / REPORT_FILE
     report.write_text("\n".join(lines))
     return report
+
+
+def _render(output_dir: Path, entries: list[Entry]) -> list[str]:
+    starts = [entry for entry in entries if "run" in entry]
+    steps = last_of_each_step(entries, "loss")
+    run = str(starts[-1]["run"]) if starts else output_dir.name
+    lines = [f"# {run}", ""]
+    if steps:
+        evaluations = last_of_each_step(entries, "eval_loss")
+        rows = _run_rows(starts, steps) + _loss_rows(steps, evaluations)
+        rows += _throughput_rows(starts, steps) + _memory_rows(steps)
+        lines += _table("metric", "value", rows)
+        (output_dir / f"{Path(run).name}.txt").write_text("\n".join(_log_lines(rows, steps)))
+        lines += _write_plots(output_dir, steps, evaluations)
+        lines += _phase_section(steps + last_of_each_step(entries, "ended_at_step")[-1:])
+    else:
+        lines += ["No steps logged.", ""]
+    if loaded := [stages.Stage(**entry) for entry in entries if "stage" in entry]:
+        lines += ["## Loading", "", "```", stages.format_table(loaded), "```", ""]
+    return lines
+
+
+def _log_lines(rows: Sequence[Row], steps: list[Entry]) -> list[str]:
+    """Return the run's figures and its steps as text. Source: the log files of AMD's article on FSDP with ROCm."""
+    lines = [f"{name}: {value}" for name, value in rows]
+    lines += ["", f"{'step':>8} {'loss':>10} {'seconds':>10} {'peak memory, largest rank':>26}"]
+    for entry in steps:
+        peak_bytes = max(entry.get("device_peak_bytes") or [0]) or max(entry.get("host_bytes") or [0])
+        seconds = f"{entry['step_seconds']:10.3f}" if "step_seconds" in entry else " " * 10
+        lines.append(f"{entry['step']:>8} {entry['loss']:>10.4f} {seconds} {peak_bytes / 1e9:>23.2f} GB")
+    return [*lines, ""]
 
 
 def _write_plots(output_dir: Path, steps: list[Entry], evaluations: list[Entry]) -> list[str]:
@@ -88,7 +116,7 @@ def _run_rows(starts: list[Entry], steps: list[Entry]) -> list[Row]:
 
 
 def _loss_rows(steps: list[Entry], evaluations: list[Entry]) -> list[Row]:
-    losses = [entry["loss"] for entry in steps]
+    losses = [entry["loss"] + 0.0 for entry in steps]  # raises TypeError for a string or null
     edge = max(1, min(5, len(losses) // 2))
     first, last = sum(losses[:edge]) / edge, sum(losses[-edge:]) / edge
     change = f" ({(last - first) / first:+.0%})" if first else ""

@@ -50,6 +50,12 @@ def show() -> None:
     distributed.print_main(format_table(found))
 
 
+def count_seconds(stages: Sequence[Stage]) -> float | None:
+    """Return the loading time of the slowest rank; None if nothing was recorded."""
+    ranks = {stage.rank for stage in stages}
+    return max((sum(stage.seconds for stage in stages if stage.rank == rank) for rank in ranks), default=None)
+
+
 def format_table(stages: Sequence[Stage]) -> str:
     """Return the stages of the first ranks as a table in MB."""
     has_device = any(stage.device_peak_bytes for stage in stages)

@@ -5,17 +5,19 @@ from typing import Any
 
 import torch
 
+from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.patches.registry import Patch
 
 LOADER_ATTRIBUTE = "_meta_model_loader"
 
 
 def find_meta_model_loader(model: torch.nn.Module) -> Any:
-    """Return the loader of a model on meta, which is an attribute of it or of the model that it wraps, or None.
+    """Return the loader attached to a model on meta, which may be wrapped; None if there is none.
 
-    `loader.shard_fsdp2(accelerator, model, shard)` returns `shard(accelerator, model)`, Accelerate's own step, with the shards
-    filled, and `loader.prepare_fsdp1(accelerator, model, prepare)` returns `prepare()` with FSDP1's units filled. Both are
-    collective.
+    `loader.shard_fsdp2(accelerator, model, shard)` calls Accelerate's `shard(accelerator, model)` and returns its result with
+    the shards filled. `loader.prepare_fsdp1(accelerator, model, prepare)` does the same with `prepare()` and FSDP1's units,
+    and `loader.prepare_frozen(accelerator, model)` with a model that is not trained. All are collective.
+    `loader.fingerprint(model)` identifies the checkpoint.
     """
     found = (module.__dict__.get(LOADER_ATTRIBUTE) for module in model.modules())
     return next((loader for loader in found if loader is not None), None)
@@ -62,8 +64,8 @@ def _turn_cpu_ranks_into_fsdp(original: Any, self: Any, *args: Any, **kwargs: An
     "torch.distributed.fsdp.fully_shard(module, mesh)",
     feature="cpu ranks",
     changes="Without a mesh, FSDP2 shards over the CPU ranks.",
-    reason="Accelerate passes a mesh for hybrid sharding only, and torch's default mesh is for the machine's accelerator, which "
-    "gloo ranks cannot use: 'No backend type associated with device type cuda'.",
+    reason="Accelerate passes a mesh for hybrid sharding only, and torch's default mesh is for the machine's accelerator, "
+    "which gloo ranks cannot use: 'No backend type associated with device type cuda'.",
     upstream="to file: `fully_shard` without a mesh ignores that the default process group is for CPU tensors",
     depends_on=("accelerate",),
 )
@@ -78,7 +80,7 @@ def _shard_over_cpu_ranks(original: Any, module: Any, *args: Any, **kwargs: Any)
     "accelerate.state.PartialState.wait_for_everyone(self)",
     feature="cpu ranks",
     changes="CPU ranks wait without naming a device.",
-    reason="Accelerate passes `device_ids`, which torch takes for an index of the machine's accelerator, also with gloo.",
+    reason="Accelerate passes `device_ids`, which torch reads as an index of the machine's accelerator, even with gloo.",
     upstream="to file: `wait_for_everyone` passes device_ids on CPU ranks and fails on a machine with an accelerator",
     depends_on=("torch",),
 )
@@ -153,10 +155,51 @@ def _prepare_with_distinct_pointers(original: Any, self: Any, *args: Any) -> Any
 @Patch(
     "accelerate.accelerator.fsdp2_prepare_model(accelerator, model)",
     feature="loading",
-    changes="After sharding a model from `load_model`, its shards are filled from the checkpoint.",
+    changes="After a model from `load_model` is sharded, its shards are filled from the checkpoint.",
     reason="Accelerate can only fill meta parameters from a full state dict, which takes a full copy of the model on rank 0.",
     upstream="to file: a hook between `fully_shard` and the first forward, to load sharded weights",
 )
 def _shard_then_fill(original: Any, accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
     loader = find_meta_model_loader(model)
     return original(accelerator, model) if loader is None else loader.shard_fsdp2(accelerator, model, original)
+
+
+@Patch(
+    "accelerate.accelerator.Accelerator.prepare_model(self, model, device_placement, evaluation_mode)",
+    feature="loading",
+    changes="A model from `load_model` is materialized one FSDP1 unit at a time; with `evaluation_mode`, it is sharded and filled.",
+    reason="Under FSDP1, Accelerate keeps the full model in rank 0's memory, and in every rank's while it synchronizes module "
+    "states. With `evaluation_mode` it does not shard at all, and parameters stay on meta.",
+    upstream="to file: `prepare_model(evaluation_mode=True)` does not shard under FSDP",
+)
+def _prepare_on_meta(
+    original: Any,
+    self: Any,
+    model: torch.nn.Module,
+    device_placement: bool | None = None,
+    evaluation_mode: bool = False,
+) -> torch.nn.Module:
+    plugin, loader = getattr(self.state, "fsdp_plugin", None), find_meta_model_loader(model)
+    if loader is not None and plugin is not None:
+        if evaluation_mode:
+            return loader.prepare_frozen(self, model)
+        if plugin.fsdp_version == 1:
+            return loader.prepare_fsdp1(self, model, lambda: original(self, model, device_placement))
+    return original(self, model, device_placement, evaluation_mode)
+
+
+@Patch(
+    "accelerate.accelerator.Accelerator.prepare_optimizer(self, optimizer, device_placement)",
+    feature="loading",
+    changes="Under FSDP1, an optimizer that was created before its model was sharded is refused if the parameters are on meta.",
+    reason="FSDP1 replaces the parameters, so the optimizer would update none of them.",
+    upstream="to file: an optimizer of parameters on meta is accepted under FSDP1 and trains nothing",
+)
+def _prepare_unless_on_meta(original: Any, self: Any, optimizer: Any, device_placement: bool | None = None) -> Any:
+    is_on_meta = any(parameter.is_meta for group in optimizer.param_groups for parameter in group["params"])
+    if is_on_meta and getattr(getattr(self.state, "fsdp_plugin", None), "fsdp_version", None) == 1:
+        raise LoadError(
+            "the optimizer was created before FSDP1 sharded the model, so it would train nothing. Call "
+            "accelerator.prepare(model) before you create the optimizer, or use an fsdp2_*.yaml template."
+        )
+    return original(self, optimizer, device_placement)

@@ -26,11 +26,7 @@ STEP_PARAMETERS = ["self", "group", "p", "gindex", "pindex"]
 
 
 def shard_optimizer_class(optimizer_class: type) -> type:
-    """Return a subclass of a bitsandbytes optimizer that also supports DTensors.
-
-    Raises:
-        RecipeError: this version of bitsandbytes is not supported.
-    """
+    """Return a subclass of a bitsandbytes optimizer that also supports DTensors; raise a RecipeError if it has changed."""
     for name in ("init_state", "update_step"):
         found = list(inspect.signature(getattr(optimizer_class, name, int)).parameters)
         if found != STEP_PARAMETERS:
@@ -45,7 +41,7 @@ def shard_optimizer_class(optimizer_class: type) -> type:
 class _LocalStep:
     """Mixin for a bitsandbytes optimizer that passes it this rank's local tensors instead of DTensors."""
 
-    state: dict[torch.Tensor, dict[str, Any]]  # these three belong to the optimizer
+    state: dict[torch.Tensor, dict[str, Any]]  # the optimizer defines these three
     is_paged: bool
     get_state_buffer: Callable[..., torch.Tensor]
 

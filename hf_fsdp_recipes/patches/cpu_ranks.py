@@ -23,11 +23,11 @@ def is_requested() -> bool:
 def enable() -> None:
     """Make Accelerate treat CPU ranks as FSDP ranks, if the launcher requests that. Idempotent.
 
-    Call it on every rank before the first Accelerator. Collective if a TrainingArguments exists: ranks then join here.
+    Call it on every rank before the first Accelerator. Collective if a TrainingArguments exists: ranks then join a group here.
 
     Raises:
         TemplateError: an Accelerator already exists.
-        PatchError: this Accelerate or torch is not supported.
+        PatchError: this version of Accelerate or torch is not supported.
     """
     if not is_requested():
         return

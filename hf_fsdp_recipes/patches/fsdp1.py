@@ -3,12 +3,15 @@
 import functools
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.constants import OPTIMIZER_NAME
 
-from hf_fsdp_recipes.parameter_names import is_adapter
-from hf_fsdp_recipes.patches.accelerate import find_heads, find_meta_model_loader, is_size_based
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.parameter_names import is_adapter, without_wrappers
+from hf_fsdp_recipes.patches.accelerate import find_heads, is_size_based
 from hf_fsdp_recipes.patches.registry import Patch
 
 _patch = functools.partial(Patch, upstream="not filed; FSDP1 is in maintenance mode")
@@ -65,22 +68,6 @@ def _set_policy_without_heads(original: Any, self: Any, model: torch.nn.Module) 
         )
 
 
-# Models on meta.
-
-
-@_patch(
-    "accelerate.accelerator.Accelerator.prepare_model(self, model)",
-    feature="loading",
-    changes="A model from `load_model` is materialized one FSDP1 unit at a time.",
-    reason="Accelerate keeps the full model in rank 0's memory, and in every rank's while it synchronizes module states.",
-)
-def _prepare_by_units(original: Any, self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    plugin, loader = getattr(self.state, "fsdp_plugin", None), find_meta_model_loader(model)
-    if loader is None or plugin is None or plugin.fsdp_version != 1:
-        return original(self, model, *args, **kwargs)
-    return loader.prepare_fsdp1(self, model, lambda: original(self, model, *args, **kwargs))
-
-
 # Checkpoints.
 
 
@@ -122,25 +109,62 @@ def _set_state_with_adapters(
 @_patch(
     "transformers.trainer.load_fsdp_optimizer(fsdp_plugin, accelerator, optimizer)",
     feature="checkpointing",
-    changes="The optimizer's state is allocated before a checkpoint is loaded.",
-    reason="A new optimizer has no state, so nothing is loaded and Adam silently restarts from zero.",
+    changes="Parameters that had no optimizer state when a checkpoint was saved have none afterwards. Under FSDP1, the others' "
+    "state is allocated before.",
+    reason="torch asks the checkpoint for the state of every trained parameter, but one that no row has used, such as a vision "
+    "tower's, has none. Under FSDP1 a new optimizer has no state, so nothing is loaded and Adam silently restarts from zero.",
     depends_on=("torch",),
 )
 def _load_into_allocated_state(
-    original: Any, fsdp_plugin: Any, accelerator: Any, optimizer: Any, *args: Any, **kwargs: Any
+    original: Any,
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    input_dir: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
+    names = distributed.run_on_main(lambda: _read_names_with_state(Path(input_dir) / f"{OPTIMIZER_NAME}_0"))
+    trained = {
+        without_wrappers(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    new = [name for name in trained if names and name not in names]
+    unused = [trained[name] for name in new] if len(new) < len(trained) else []
+    if unused:
+        distributed.print_main(
+            f"resume: {len(unused)} trained parameters had no optimizer state yet and start without, such as {new[0]}"
+        )
+    for parameter in unused:  # torch ignores the state of frozen parameters
+        optimizer.state.pop(parameter, None)
+        parameter.requires_grad_(False)
     if fsdp_plugin.fsdp_version == 1:
         from torch.distributed.checkpoint.state_dict import _init_optim_state
 
         _init_optim_state(getattr(optimizer, "optimizer", optimizer))
-    return original(fsdp_plugin, accelerator, optimizer, *args, **kwargs)
+    try:
+        return original(fsdp_plugin, accelerator, optimizer, model, input_dir, *args, **kwargs)
+    finally:
+        for parameter in unused:
+            parameter.requires_grad_(True)
+
+
+def _read_names_with_state(directory: Path) -> set[str]:
+    """Return the names of the parameters with optimizer state in a checkpoint; none if it is not a DCP directory."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    if not (directory / ".metadata").is_file():
+        return set()
+    prefix = "optimizer.state."
+    keys = FileSystemReader(directory).read_metadata().state_dict_metadata
+    return {key.removeprefix(prefix).rpartition(".")[0] for key in keys if key.startswith(prefix)}
 
 
 @_patch(
     "torch.distributed.checkpoint.default_planner._flatten_sharded_tensors(state_dict)",
     feature="checkpointing",
     changes="A tensor stays in the state dict of a rank that holds no part of it.",
-    reason="DCP drops it and takes the checkpoint for one of torch 2.3, so a run cannot resume if an adapter has fewer rows "
+    reason="DCP drops it and mistakes the checkpoint for one of torch 2.3, so a run cannot resume if an adapter has fewer rows "
     "than there are ranks.",
 )
 def _keep_empty_shards(original: Any, state_dict: Any) -> Any:

@@ -63,19 +63,46 @@ def _defer_magnitude(original: Any, self: Any, *, base_layer: Any, lora_A: Any, 
     self.weight = torch.nn.Parameter(torch.empty(lora_B.shape[0], dtype=dtype, device="meta"))
 
 
+DEFERRED_INIT = "_deferred_init"  # attribute of a LoRA layer: the adapter's name, and PEFT's function without the layer
+
+
+def _defer_init(original: Any, self: Any, adapter_name: str, *args: Any) -> None:
+    base = self.get_base_layer()
+    if not base.weight.is_meta:
+        original(self, adapter_name, *args)
+        return
+    kind = type(base).__name__
+    if kind not in ("Linear", "Conv1D"):
+        raise LoadError(
+            f"PiSSA and OLoRA are not supported for {kind} layers: load_model only computes their adapters for unquantized linear "
+            f"layers. Remove these layers from target_modules, or use LoRA."
+        )
+    setattr(self, DEFERRED_INIT, (adapter_name, lambda layer: original(layer, adapter_name, *args)))
+
+
+for _init in ("pissa_init(self, adapter_name, init_lora_weights)", "olora_init(self, adapter_name)"):
+    _patch(
+        f"peft.tuners.lora.layer.LoraLayer.{_init}",
+        changes="An adapter that is computed from a base weight on meta is computed when the weight is loaded.",
+        reason="PEFT would decompose a weight without values.",
+    )(_defer_init)
+
+
 @_patch(
     "peft.tuners.tuners_utils.BaseTuner.inject_adapter(self, model, adapter_name)",
-    changes="Adapters that are computed from the base weights (PiSSA, OLoRA, LoftQ, ...) raise an error on meta.",
+    changes="Adapters that are computed from the base weights in other ways (pissa_niter_*, LoftQ, CorDA, ...) raise an error on "
+    "meta.",
     reason="The weights are not loaded yet, so PEFT would fail in the middle of a decomposition.",
 )
 def _inject_unless_weights_are_needed(
     original: Any, self: Any, model: torch.nn.Module, adapter_name: str, *args: Any, **kwargs: Any
 ) -> Any:
     init = getattr(self.peft_config[adapter_name], "init_lora_weights", True)
-    if init not in (True, False, "gaussian", "orthogonal") and any(p.is_meta for p in model.parameters()):
+    is_supported = init in (True, False, "gaussian", "orthogonal", "pissa") or str(init).lower() == "olora"
+    if not is_supported and any(p.is_meta for p in model.parameters()):
         raise LoadError(
-            f"init_lora_weights={init!r} computes the adapter from the base weights, which load_model fills in later. Use the "
-            f"default, gaussian or orthogonal, or load the model with from_pretrained."
+            f"init_lora_weights={init!r} computes the adapter from the base weights, which load_model fills in later. Use pissa, "
+            f"olora, gaussian, orthogonal or the default, or load the model with from_pretrained."
         )
     return original(self, model, adapter_name, *args, **kwargs)
 

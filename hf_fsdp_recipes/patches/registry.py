@@ -8,6 +8,7 @@ import contextlib
 import functools
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -17,11 +18,11 @@ from typing import Any, Literal
 from hf_fsdp_recipes.errors import PatchError
 
 Feature = Literal["cpu ranks", "size wrap", "loading", "checkpointing", "reduction dtype"]
-# Of this package; importing one declares its patches.
-MODULES = ("accelerate", "fsdp1", "peft", "torch", "transformers")
-# What `make test-versions` passed with; a test compares it with setup.cfg.
+# Modules of this package that declare patches when imported.
+MODULES = ("accelerate", "fsdp1", "peft", "torch", "transformers", "trl")
+# Versions with which `make test-versions` passed; a test compares it with setup.cfg.
 TESTED_VERSIONS = {
-    "torch": "2.11 to 2.15",
+    "torch": "2.13 to 2.15",
     "accelerate": "1.15",
     "transformers": "5.18 to 5.23",
     "trl": "1.16",
@@ -35,11 +36,12 @@ class Patch:
     """Declares the decorated function as the replacement of an upstream function: `replacement(original, *args, **kwargs)`."""
 
     signature: str  # dotted path of the function and the first parameters it must have: `package.Class.method(self, x)`
-    feature: Feature  # that needs the patch; the argument of `apply`
+    feature: Feature  # the feature that needs the patch; the argument of `apply`
     changes: str  # difference from upstream
     reason: str  # why upstream's behavior is not sufficient
     upstream: str  # an issue or pull request, or the title of one to file
     depends_on: tuple[str, ...] = ()  # other packages whose versions matter
+    is_copied: bool = False  # whether other modules import the function by name, so that their copies are replaced, too
     replacement: Callable[..., Any] = field(init=False)
 
     def __call__(self, replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +102,10 @@ def apply(feature: Feature) -> None:
     pending = [patch for patch in all_patches() if patch.feature == feature and patch.target not in _applied]
     found = [(patch, *patch.find()) for patch in pending]
     for patch, owner, name, original in found:
-        setattr(owner, name, _wrap(patch.replacement, original))
+        loaded = list(sys.modules.values()) if patch.is_copied else []
+        copies = [module for module in loaded if getattr(module, "__dict__", {}).get(name) is original]
+        for module in [owner, *copies]:
+            setattr(module, name, _wrap(patch.replacement, original))
         _applied.add(patch.target)
 
 

@@ -10,11 +10,13 @@ Source: torch 2.13 `ProcessGroupGloo.cpp`, `runLoop`; https://github.com/pytorch
 """
 
 import atexit
+import functools
+import gc
 import pickle
 import sys
 import time
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import torch
@@ -77,7 +79,7 @@ def set_local_tensor(dtensor: Any, local: torch.Tensor) -> Any:
     return dtensor
 
 
-# Gradients that are reduced in another dtype than the parameters'.
+# Gradients that are reduced in a dtype other than the parameters'.
 
 
 if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):  # torch 2.15 no longer reads the gathered parameter
@@ -98,7 +100,7 @@ if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):  # torch 2.15 no longer 
 # Checkpoints that could run code.
 
 _METADATA = "Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata BytesStorageMetadata "
-# By module: plain data, whose construction runs no code from the file.
+# Classes by module: plain data that is built without running code from the file.
 _ALLOWED = {
     "torch": "Size",
     "torch.serialization": "_get_layout",
@@ -112,31 +114,59 @@ _ALLOWED = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles instances of the allowed classes. A class that the file alters is restored."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(stream)
+        self._attributes: dict[type, dict[str, Any]] = {}
+
+    def load(self) -> Any:
+        try:
+            return super().load()
+        finally:
+            for each, before in self._attributes.items():
+                if vars(each) != before:
+                    for name in vars(each).keys() - before.keys():
+                        delattr(each, name)
+                    for name in before:
+                        if vars(each)[name] is not before[name]:
+                            setattr(each, name, before[name])
+                    raise pickle.UnpicklingError(f"it alters the class {each.__name__}")
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if name not in _ALLOWED.get(module, "").split():
             raise pickle.UnpicklingError(f"it refers to {module}.{name}, which torch does not write there")
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        if not isinstance(found, type):
+            return functools.partial(found)  # a function's own attributes stay out of reach
+        self._attributes.setdefault(found, dict(vars(found)))
+        return found
 
 
 def load_metadata(stream: IO[bytes]) -> Any:
-    """Return the DCP `Metadata` in a `.metadata` file without running code from it.
-
-    Raises:
-        CheckpointError: the file is damaged, or refers to classes that DCP does not write.
-    """
+    """Return the DCP `Metadata` in a `.metadata` file without running code from it; raise a CheckpointError if it is invalid."""
     from torch.distributed.checkpoint.metadata import Metadata
 
     name = getattr(stream, "name", ".metadata")
+    is_collecting = gc.isenabled()
+    gc.disable()  # garbage collection would take most of the time for a million chunks from hundreds of ranks
     try:
         metadata = _MetadataUnpickler(stream).load()
+        paths = {PurePosixPath(info.relative_path) for info in (getattr(metadata, "storage_data", None) or {}).values()}
     except Exception as error:  # damaged pickles raise almost any exception
         raise CheckpointError(
             f"{name} cannot be read: {str(error) or type(error).__name__}. Use another checkpoint."
         ) from error
+    finally:
+        if is_collecting:
+            gc.enable()
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{name} is not the metadata of a checkpoint. Use another checkpoint.")
+    for path in paths:
+        if path.is_absolute() or ".." in path.parts:
+            raise CheckpointError(f"{name} refers to {path}, which is outside the checkpoint. Use another checkpoint.")
     return metadata
 
 

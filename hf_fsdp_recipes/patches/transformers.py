@@ -14,10 +14,10 @@ _check: ResumeCheck | None = None
 
 
 def register_resume_check(check: ResumeCheck) -> None:
-    """Set the function that checks the checkpoint from which an FSDP run resumes.
+    """Set the function that checks the checkpoint from which a run resumes.
 
     It is called with the trainer, the checkpoint and whether the model is sharded: once before the model is sharded and its
-    weights are read, and once after. Collective.
+    weights are read, and under FSDP once after. Collective.
     """
     global _check
     _check = check
@@ -25,8 +25,10 @@ def register_resume_check(check: ResumeCheck) -> None:
 
 @_patch(
     "transformers.trainer.Trainer._prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint)",
-    changes="A checkpoint is checked before the model is sharded, and DCP's errors become one CheckpointError.",
-    reason="Trainer loads whatever matches by name, so resuming a larger model's checkpoint raises no error.",
+    changes="A checkpoint is checked before the model is sharded, DCP's errors become one CheckpointError, and training after an "
+    "evaluation under FSDP1 is refused. Callbacks that have `see_trainer` get the trainer.",
+    reason="Trainer loads whatever matches by name, so resuming a larger model's checkpoint raises no error. A callback that "
+    "saves checkpoints has no other way to the states of the others.",
     upstream="to file: resuming a sharded checkpoint of another model is not refused",
 )
 def _check_then_prepare(
@@ -34,8 +36,16 @@ def _check_then_prepare(
 ) -> Any:
     from torch.distributed.checkpoint import CheckpointException
 
+    if type(self.model).__name__ == "FullyShardedDataParallel" and self.optimizer is None:
+        raise RecipeError(
+            "train() was called after evaluate(), which sharded the model without an optimizer under FSDP1. Call train() first, "
+            "or set eval_on_start to evaluate before the first step."
+        )
     if resume_from_checkpoint is not None and _check is not None and self.is_fsdp_enabled:
         _check(self, Path(resume_from_checkpoint), False)
+    for callback in self.callback_handler.callbacks:
+        if hasattr(callback, "see_trainer"):
+            callback.see_trainer(self)
     try:
         return original(self, max_steps, train_dataloader, resume_from_checkpoint)
     except CheckpointException as error:  # not an Exception; the same on every rank
@@ -45,14 +55,39 @@ def _check_then_prepare(
 
 @_patch(
     "transformers.trainer.Trainer._load_from_checkpoint(self, resume_from_checkpoint, model)",
-    changes="A checkpoint is compared with the sharded model and its optimizer before it is loaded.",
+    changes="A checkpoint is compared with the sharded model and its optimizer before it is loaded. Without FSDP, its files are "
+    "verified.",
     reason="As for `_prepare_for_training`; the optimizer's state and the dtypes are known only once the model is sharded.",
     upstream="to file: resuming a sharded checkpoint of another optimizer is not refused",
 )
 def _check_then_load(original: Any, self: Any, resume_from_checkpoint: Any, model: Any = None) -> Any:
-    if _check is not None and self.is_fsdp_enabled:
-        _check(self, Path(resume_from_checkpoint), True)
+    if _check is not None:
+        _check(self, Path(resume_from_checkpoint), self.is_fsdp_enabled)
     return original(self, resume_from_checkpoint, model)
+
+
+@_patch(
+    "transformers.trainer.Trainer._issue_warnings_after_load(self, load_result)",
+    changes="Without FSDP, a checkpoint that lacks tensors of the model or has others is refused, on resume and when the best "
+    "model is loaded. Tied weights may be absent.",
+    reason="Without FSDP, Trainer loads whatever matches by name and only logs a warning.",
+    upstream="to file: resuming from a checkpoint of another model is only a warning",
+)
+def _refuse_other_model(original: Any, self: Any, load_result: Any) -> None:
+    missing = set(load_result.missing_keys) - set(getattr(self.model, "_keys_to_ignore_on_save", None) or ())
+    if missing:
+        state = self.model.state_dict()
+        loaded = {tensor.data_ptr() for name, tensor in state.items() if name not in load_result.missing_keys}
+        missing = {name for name in missing if state[name].data_ptr() not in loaded}  # without tied weights
+    lacking, unused = "lacks {} tensors of this run's model", "has {} tensors that this run's model lacks"
+    for text, names in {unused: sorted(load_result.unexpected_keys), lacking: sorted(missing)}.items():
+        if names:
+            raise CheckpointError(
+                f"the checkpoint {text.format(len(names))}, such as {names[0]}. Use the model of the checkpoint's run. Without "
+                f"FSDP, Trainer cannot read its own checkpoints of models whose tensors transformers renames, such as mixtures "
+                f"of experts: launch those with an FSDP template."
+            )
+    original(self, load_result)
 
 
 @_patch(
@@ -78,6 +113,34 @@ def _save_sharded(original: Any, self: Any, output_dir: str | None = None, _inte
         if hasattr(callback, "save_sharded_model") and not _internal_call:
             callback.save_sharded_model(self, output_dir or self.args.output_dir)
     original(self, output_dir, _internal_call)
+
+
+@_patch(
+    "transformers.trainer.Trainer._save_checkpoint(self, model, trial)",
+    changes="A callback that `handles_failed_saves` gets the error, and its `end_save` is called on every rank.",
+    reason="On a full disk, Trainer ends the run with a traceback and leaves an unusable checkpoint.",
+    upstream="to file: a failed save ends the run and leaves an incomplete checkpoint directory",
+)
+def _pass_on_failed_save(original: Any, self: Any, model: Any, trial: Any) -> None:
+    handlers = [one for one in self.callback_handler.callbacks if getattr(one, "handles_failed_saves", False)]
+    if not handlers:
+        return original(self, model, trial)
+    save_model, failures = self.save_model, []
+
+    def save_model_first(*args: Any, **kwargs: Any) -> None:
+        try:
+            save_model(*args, **kwargs)
+        except Exception as error:  # the other ranks may wait for this one after the model is saved
+            failures.append(error)
+
+    self.save_model = save_model_first
+    try:
+        original(self, model, trial)
+    except Exception as error:
+        failures.append(error)
+    finally:
+        del self.save_model
+    handlers[0].end_save(self.args, self.state, failures[0] if failures else None)
 
 
 @_patch(

@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import torch
 
-from hf_fsdp_recipes.configs.templates import template_directory
+from hf_fsdp_recipes.configs.shipped_files import shipped_directory
 from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import RecipeError
 
-SFT_SCRIPT = template_directory().with_name("recipes") / "sft.py"
+SFT_SCRIPT = shipped_directory("recipes") / "sft.py"
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # torchrun sets this for several ranks but not for one; runs must be comparable
     # Return freed memory to the system at once. By default glibc raises this threshold to 32 MB and keeps freed units,
@@ -117,7 +117,7 @@ def launch(
 ) -> AbstractContextManager[Run]:
     """Start a script with `accelerate launch` on this machine; see `start`. RecipeError if there is no such script."""
     if not script.is_file():
-        raise RecipeError(f"The training script {script} does not exist. Install hf-fsdp-recipes from a checkout.")
+        raise RecipeError(f"The training script {script} does not exist. Check the path after --script.")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file)]
     command += ["--main_process_port", "0", str(script), *arguments]  # port 0: torchrun picks a free one
     return start(command, _launch_environment(on_cpu), log_file)

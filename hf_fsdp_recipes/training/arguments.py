@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from hf_fsdp_recipes.configs.launch import check_launch
+from hf_fsdp_recipes.configs.shipped_files import PATH_FIELDS, find_file
 from hf_fsdp_recipes.environment import fsdp_version, mixed_precision
 from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError, first_sentence, summarize
 from hf_fsdp_recipes.export.export_directory import parse_shard_size
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training.feature_checks import check_features
+from hf_fsdp_recipes.training.trainers import KINDS, check_trainer, find_kind, script_class
 from hf_fsdp_recipes.training.value_checks import (
     check_adapter,
     check_numbers,
@@ -48,7 +50,10 @@ class RecipeArguments:
     """The arguments that this package adds to TRL's."""
 
     attention: Literal["auto", "flash", "sdpa", "eager", "flex"] = _argument(
-        "auto", "Attention implementation; auto picks the newest installed FlashAttention, or else the model's default."
+        "auto",
+        "Attention implementation; auto picks the newest FlashAttention that is installed, or else, for packed documents on a "
+        "GPU, FlashAttention 2 from the Hub or flex, or else the model's default; the Hub is used if the kernels package is "
+        "installed, also by flash.",
     )
     config_name: str | None = _argument(
         None,
@@ -91,7 +96,7 @@ class RecipeArguments:
     )
     reduce_dtype: Literal["float32", "bfloat16"] = _argument(
         "float32",
-        "Dtype in which ranks add their gradients in mixed precision; bfloat16 halves the communication and keeps 8 bits.",
+        "Dtype in which ranks add their gradients in mixed precision; bfloat16 halves communication, with 8 bits of precision.",
     )
     verify_export: Literal["auto", "logits", "off"] = _argument(
         "auto", "Compare the export's logits with the trained model's; auto does so below 3 billion parameters."
@@ -130,34 +135,38 @@ class RecipeArguments:
 
 
 class Arguments(NamedTuple):
-    """All arguments of a run: TRL's script, SFT, model and mixture arguments, and this package's."""
+    """All arguments of a run: TRL's script, trainer, model and mixture arguments, and this package's."""
 
     script: "ScriptArguments"
-    training: "SFTConfig"
+    training: "SFTConfig"  # or the config of another trainer, which has fewer fields
     model: "ModelConfig"
     recipe: RecipeArguments
     mixture: "DatasetMixtureConfig"
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """Read a recipe (`--config X.yaml`) and command-line overrides. Every rank calls this, but it is not a collective.
+def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> Arguments:
+    """Read a recipe (`--config X.yaml`) and command-line overrides; a RecipeError says what is wrong with them.
 
-    Enables FSDP on CPU ranks first, because TrainingArguments initializes Accelerate's state.
-
-    Raises:
-        RecipeError: an unknown key, an invalid value, or a recipe that is not YAML.
-        TemplateError, DataError: conflicting arguments.
+    `trainer` is one of `KINDS`, in trainers.py. Every rank calls this, but it is not a collective. Enables FSDP on CPU ranks
+    first, because TrainingArguments initializes Accelerate's state.
     """
     cpu_ranks.enable()
     argv = list(sys.argv[1:] if argv is None else argv)
     # Imported after `enable`, which silences what bitsandbytes prints on every CPU rank when TRL imports it.
-    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+    import trl
+    from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
-    classes = (ScriptArguments, SFTConfig, ModelConfig, RecipeArguments, DatasetMixtureConfig)
+    kind = KINDS[trainer]
+    config_class = getattr(trl, f"{kind.title}Config")
+    classes = (script_class(kind), config_class, ModelConfig, RecipeArguments, DatasetMixtureConfig)
     values = {name.lstrip("-"): value for name, value in itertools.pairwise(argv) if name.startswith("--")}
+    recipe: dict[str, Any] = {}
     if "config" in values:
-        values = check_recipe(values["config"], classes) | values
+        argv[argv.index("--config") + 1] = str(find_file("recipes", values["config"]))
+        recipe = check_recipe(values["config"], classes)
+        values = recipe | values
     parser = TrlParser(classes)
+    parser.allow_abbrev = False  # --model_name would set model_name_or_path, and the recipe would set it back
     parser.set_defaults(**_launcher_defaults())
     usage_errors = io.StringIO()
     try:
@@ -180,22 +189,36 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         reason = f"{name_settings(line, values)}{line}.{_suggest_name(str(error), parser)}"
         raise RecipeError(f"{reason} {PARSE_ADVICE}") from error
     arguments = Arguments(*parsed)
+    _set_paths(arguments, {name: value for name, value in recipe.items() if name not in _flag_names(argv)})
     model = arguments.model
     if isinstance(model.lora_modules_to_save, str):  # a single name in YAML; PEFT would iterate over its letters
         model.lora_modules_to_save = [model.lora_modules_to_save]
     if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
-        # TRL unpacks a list of one name, and PEFT would take that for a pattern.
+        # TRL unpacks a list of one name, and PEFT would take the name for a pattern.
         model.lora_target_modules = [model.lora_target_modules]
     config = arguments.training.accelerator_config
     if arguments.training.dataloader_pin_memory and "accelerator_config" not in values:
-        config.non_blocking = True  # batches are uploaded while the host goes on
-    check_arguments(arguments)
+        config.non_blocking = True  # batches are uploaded while the host continues
+    check_arguments(arguments, values.keys() | _flag_names(argv))
     return arguments
+
+
+def _set_paths(arguments: Arguments, recipe: dict[str, Any]) -> None:
+    """Replace the recipe's paths, which TRL has read from the file, with those that `read_recipe` has found."""
+    for part in arguments:
+        vars(part).update({name: recipe[name] for name in PATH_FIELDS if name in recipe and hasattr(part, name)})
+    for dataset, values in zip(arguments.mixture.datasets, recipe.get("datasets") or (), strict=False):
+        dataset.path = values["path"]
+
+
+def _flag_names(argv: Sequence[str]) -> set[str]:
+    """Return the names of a command line's arguments: max_steps for --max-steps=3."""
+    return {text[2:].partition("=")[0].replace("-", "_") for text in argv if text.startswith("--")}
 
 
 def _launcher_defaults() -> dict[str, Any]:
     """Return precision and device from the template, as defaults for the recipe; TRL would always default to bf16."""
-    defaults: dict[str, Any] = {"logging_nan_inf_filter": False}  # the filter would read every loss back
+    defaults: dict[str, Any] = {"logging_nan_inf_filter": False}  # the filter would read every loss from the device
     precision = mixed_precision()
     if precision is not None:
         defaults |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
@@ -216,24 +239,29 @@ def _suggest_name(message: str, parser: "TrlParser") -> str:
     return ""
 
 
-def check_arguments(arguments: Arguments) -> None:
-    """Raise an error for arguments that would fail later or be silently ignored. Not a collective."""
+def check_arguments(arguments: Arguments, given: Collection[str]) -> None:
+    """Raise an error for arguments that would fail later or be silently ignored. Not a collective.
+
+    `given` has the names of the arguments that the recipe or the command line sets.
+    """
     check_numbers(vars(arguments.training) | vars(arguments.model) | vars(arguments.recipe))
     if not arguments.training.output_dir:
         raise RecipeError("output_dir is empty. Set it to the directory of the run.")
+    check_trainer(arguments, given)
     check_scheduler(arguments.training)
     _check_model(arguments)
-    check_adapter(arguments.model)
+    check_adapter(arguments.model, given)
     _check_data(arguments)
     _check_export(arguments)
     check_features(arguments)
-    read_target(arguments.training)
+    read_target(arguments.training, needs_access=not arguments.recipe.dry_run)
     check_launch(arguments.training)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and fsdp_version() is None:
         raise TemplateError(
-            f"{launched} ranks were launched without FSDP, which the recipes need. Use accelerate launch --config_file "
-            f"accelerate_configs/fsdp2_full_shard.yaml (fsdp2_cpu.yaml without a GPU), or set distributed_type: FSDP."
+            f"{launched} ranks were launched without FSDP, which the recipes need. Use hf-fsdp "
+            f"{find_kind(arguments.training).name} --accelerate_config fsdp2_full_shard (fsdp2_cpu without a GPU), or set "
+            f"distributed_type: FSDP in your Accelerate config."
         )
 
 
@@ -266,7 +294,7 @@ def _check_data(arguments: Arguments) -> None:
         raise DataError(
             f"validation_split_percentage is {recipe.validation_split_percentage}. Choose a value from 0 to below 100."
         )
-    if training.packing and training.max_length is None:
+    if getattr(training, "packing", False) and training.max_length is None:
         raise DataError("packing: true needs a sequence length. Set max_length.")
     fractions = [part.fraction for part in mixture.datasets if part.fraction is not None]
     if fractions and (len(fractions) < len(mixture.datasets) or min(fractions) <= 0):
@@ -294,8 +322,3 @@ def _check_export(arguments: Arguments) -> None:
         raise RecipeError(f"export_dtype is {dtype}. Set bfloat16, float16 or float32, or drop it.")
     if recipe.merge_adapter and not model.use_peft:
         raise RecipeError("merge_adapter needs an adapter. Set use_peft: true, or drop merge_adapter.")
-    if recipe.merge_adapter and model.use_dora:
-        raise RecipeError(
-            "merge_adapter does not support DoRA. Set merge_adapter: false, and call PEFT's merge_and_unload on the exported "
-            "adapter."
-        )

@@ -1,4 +1,4 @@
-"""Builds the SFTTrainer of a recipe, finds what to resume from, and exports the trained model."""
+"""Builds the trainer of a recipe, finds what to resume from, and exports the trained model."""
 
 import json
 import os
@@ -17,8 +17,10 @@ from hf_fsdp_recipes.checkpointing.lock import lock_directory
 from hf_fsdp_recipes.checkpointing.mirror import Mirror, fetch_checkpoint
 from hf_fsdp_recipes.checkpointing.resume import keep_global_batch
 from hf_fsdp_recipes.checkpointing.run_identity import EXPORT, EXPORTS, MERGED_EXPORT, claim_directory, read_run
+from hf_fsdp_recipes.checkpointing.run_inputs import describe_rows
 from hf_fsdp_recipes.checkpointing.verification import check_named, latest_checkpoint
 from hf_fsdp_recipes.configs.launch import check_wrap_classes
+from hf_fsdp_recipes.environment import fsdp_version
 from hf_fsdp_recipes.errors import CheckpointError, ExportError, RecipeError, SaveError, summarize
 from hf_fsdp_recipes.export.export_directory import check_target
 from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
@@ -26,26 +28,28 @@ from hf_fsdp_recipes.export.from_model import check_export, export_model
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.export.verify_files import has_weights
 from hf_fsdp_recipes.export.verify_logits import check_logits
+from hf_fsdp_recipes.loading.build_on_meta import resolve_directory
 from hf_fsdp_recipes.metrics.metrics_callback import MetricsCallback, place_before_reporters
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training import dtypes, feature_checks
 from hf_fsdp_recipes.training.arguments import Arguments, is_streaming
-from hf_fsdp_recipes.training.model import build_model
+from hf_fsdp_recipes.training.model import build_model, build_reference
 from hf_fsdp_recipes.training.sharded_optimizer import sharded_optimizer
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows
+from hf_fsdp_recipes.training.trainers import find_kind, load_rewards, needs_reference
 from hf_fsdp_recipes.training.value_checks import name_settings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
-    from trl import SFTConfig, SFTTrainer
+    from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
+    from trl import SFTConfig
 
     from hf_fsdp_recipes.training.data.preparation import TrainingRows
 
 MAX_VERIFIED_PARAMETERS = 3_000_000_000  # to compare logits, rank 0 loads the complete export
 
 
-def build_trainer(arguments: Arguments) -> "SFTTrainer":
-    """Build a TRL SFTTrainer that loads, trains and saves sharded.
+def build_trainer(arguments: Arguments) -> "Trainer":
+    """Build a trainer of TRL that loads, trains and saves sharded.
 
     Arguments and data are checked before the model is loaded. Collective: every rank must call this, with the same
     arguments.
@@ -54,17 +58,26 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
         The trainer. `train()` shards the model and reads its weights.
 
     Raises:
-        DataError, LoadError, TemplateError: the same on every rank.
+        RecipeError: or a subclass, such as DataError or LoadError; the same on every rank.
     """
     cpu_ranks.enable()
     # Imported after `enable`, which silences what bitsandbytes prints on every CPU rank when TRL imports it.
     from trl import get_peft_config
 
+    from hf_fsdp_recipes.training.data.image_rows import load_processor
+
     tokenizer = load_tokenizer(arguments)
     rows = load_rows(arguments, tokenizer)
+    processor = load_processor(arguments, tokenizer) if rows.has_images else tokenizer
     arguments.training.recipe_facts = _recipe_facts(arguments, rows)
+    kind = find_kind(arguments.training)
+    specific: dict[str, Any] = {"reward_funcs": load_rewards(arguments)} if kind.name == "grpo" else {}
     model = build_model(arguments, tokenizer)
-    if arguments.recipe.verify_export == "auto":  # now, because every rank can still count all parameters
+    if needs_reference(arguments):
+        specific["ref_model"] = build_reference(model, arguments, tokenizer)
+    if kind.name != "grpo":  # which reads them for its reference model
+        arguments.training.model_init_kwargs = None
+    if arguments.recipe.verify_export == "auto":  # decide while every rank can still count all parameters
         is_small = model.num_parameters() < MAX_VERIFIED_PARAMETERS
         arguments.recipe.verify_export = "logits" if is_small else "off"
     check_wrap_classes(type(module).__name__ for module in model.modules())
@@ -79,10 +92,10 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
             args=arguments.training,
             train_dataset=rows.train,
             eval_dataset=rows.evaluation,
-            processing_class=tokenizer,
+            processing_class=processor,
             peft_config=get_peft_config(arguments.model),
             callbacks=callbacks,
-            optimizer_cls_and_kwargs=sharded_optimizer(arguments.training),
+            **specific,
         )
     except (ImportError, TypeError, ValueError, RuntimeError) as error:  # what Trainer refuses only now
         reason = summarize(error)
@@ -91,9 +104,10 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
             f"Trainer refuses the arguments: {name_settings(reason, values)}{type(error).__name__}: {reason}. Correct the "
             f"recipe."
         ) from error
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    dtypes.set_reduction_dtype(trainer.accelerator, arguments.recipe.reduce_dtype)
-    dtypes.cast_trainable(trainer.model, getattr(plugin, "fsdp_version", None), arguments.recipe.adapter_dtype)
+    trainer.optimizer_cls_and_kwargs = sharded_optimizer(arguments.training)
+    if getattr(arguments.training, "precompute_ref_log_probs", False):
+        trainer.ref_model = None  # TRL has used it, and keeps one that it was given
+    dtypes.cast_trainable(trainer.model, fsdp_version(), arguments.recipe.adapter_dtype)
     place_before_reporters(trainer)
     if arguments.recipe.export:
         _check_exports(trainer.model, arguments)
@@ -103,15 +117,20 @@ def build_trainer(arguments: Arguments) -> "SFTTrainer":
 def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "TrainingRows":
     """Load the rows a run trains and evaluates on, and set SFTTrainer's arguments so that it prepares nothing.
 
-    Collective: every rank must call this. Rank 0 prepares the rows and the others read its cache, waiting without a
-    timeout. Rank 0 prints how many rows were dropped and truncated.
+    TRL's other trainers prepare their rows. Collective: every rank must call this. Rank 0 prepares the rows and the others
+    read its cache, waiting without a timeout. Rank 0 prints how many rows were dropped and truncated.
     """
     from hf_fsdp_recipes.training.data import cache
     from hf_fsdp_recipes.training.data.filtering import print_counts
-    from hf_fsdp_recipes.training.data.preparation import prepare
+    from hf_fsdp_recipes.training.data.preparation import prepare, read_rows
     from hf_fsdp_recipes.training.data.streaming import open_streams
 
     training = arguments.training
+
+    if find_kind(training).name != "sft":
+        rows = distributed.main_first(lambda: read_rows(arguments))
+        distributed.print_main(f"{len(rows.train):,} rows, which TRL tokenizes; they are neither filtered nor counted")
+        return rows
 
     def load() -> "TrainingRows":
         if cache.is_cache(arguments.script.dataset_name) and not arguments.mixture.datasets:
@@ -121,6 +140,8 @@ def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "Tr
 
     rows = distributed.main_first(load)
     print_counts(rows.counts, training.max_length)
+    if rows.has_images:
+        return rows
     training.dataset_kwargs = (training.dataset_kwargs or {}) | {"skip_prepare_dataset": True}
     training.assistant_only_loss = False  # already in the labels; SFTTrainer would ask for messages
     return rows
@@ -133,23 +154,35 @@ def default_run_name(training: "SFTConfig", model: str, date: datetime | None = 
     """
     gpus_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_nodes = max(1, int(os.environ.get("WORLD_SIZE", "1")) // gpus_per_node)
+    name = PurePosixPath(model).name.removesuffix(".json")  # of a new model's config
     length = f"{training.max_steps}steps" if training.max_steps > 0 else f"{training.num_train_epochs:g}"
     return (
-        f"fsdp_training_{date or datetime.now():%Y%m%d-%H%M}_{PurePosixPath(model).name}_{num_nodes}_{gpus_per_node}"
+        f"fsdp_training_{date or datetime.now():%Y%m%d-%H%M}_{name}_{num_nodes}_{gpus_per_node}"
         f"_{length}_{training.per_device_train_batch_size}"
     )
 
 
 def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
     """Check before training that the exports can be written. Collective: every rank must call this."""
-    output, options = Path(arguments.training.output_dir), _export_options(arguments)
-    check_export(model, output / EXPORT, **options)
+    output, is_moved = Path(arguments.training.output_dir), arguments.recipe.previous_run == "archive"
+    options = _export_options(arguments) | {
+        "use_free_name": is_moved
+    }  # another run's exports are moved before training
+    num_bytes = check_export(model, output / EXPORT, **options)
     if not arguments.recipe.merge_adapter:
         return
-    if arguments.model.load_in_4bit:  # merged from files, so its size is not the model's
-        distributed.run_on_main(lambda: check_target(output / MERGED_EXPORT, options["max_shard_size"]))
-    else:
-        check_export(model, output / MERGED_EXPORT, merge_adapter=True, **options)
+    if not arguments.model.load_in_4bit:
+        check_export(model, output / MERGED_EXPORT, merge_adapter=True, other_bytes=num_bytes, **options)
+        return
+    base = arguments.model.model_name_or_path
+
+    def check() -> None:  # merged from files, so the model does not tell its size
+        files = resolve_directory(str(base), {"revision": arguments.model.model_revision}).glob("*.safetensors")
+        total = num_bytes + sum(file.stat().st_size for file in files)
+        size = options["max_shard_size"]
+        check_target(output / MERGED_EXPORT, size, total, source=base, use_free_name=is_moved)
+
+    distributed.run_on_main(check)
 
 
 def _export_options(arguments: Arguments) -> dict[str, Any]:
@@ -159,20 +192,25 @@ def _export_options(arguments: Arguments) -> dict[str, Any]:
 
 def _recipe_facts(arguments: Arguments, rows: "TrainingRows") -> dict[str, Any]:
     """Return what checkpoints record of the recipe in addition to Trainer's arguments."""
+    from hf_fsdp_recipes.training.data.image_rows import without_images
+
     facts: dict[str, Any] = {}
     for part in (arguments.script, arguments.model, arguments.recipe, arguments.mixture):
         facts |= asdict(part)
     if not isinstance(rows.train, IterableDataset):
-        facts["num_train_rows"] = len(rows.train)
+        facts |= describe_rows(without_images(rows.train))
     return json.loads(json.dumps(facts, default=str))
 
 
-def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[SFTTrainer], list[TrainerCallback]]":
+def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[Trainer], list[TrainerCallback]]":
     """Return the trainer class for these rows and the run's callbacks."""
+    import trl
+
     from hf_fsdp_recipes.training.data.stream_trainer import PositionCallback, StreamTrainer
     from hf_fsdp_recipes.training.device_metrics import DeviceMetricsTrainer
 
-    trainer_class, rank_files = DeviceMetricsTrainer, None
+    kind, rank_files = find_kind(arguments.training), None
+    trainer_class = DeviceMetricsTrainer if kind.name == "sft" else getattr(trl, f"{kind.title}Trainer")
     callbacks: list[TrainerCallback] = []
     if isinstance(rows.train, IterableDataset):
         position = PositionCallback(rows.train)
@@ -190,7 +228,7 @@ def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[SF
             rank_files=rank_files,
         )
     )
-    callbacks.append(dtypes.MasterWeightsCallback(recipe.adapter_dtype))
+    callbacks.append(dtypes.DtypesCallback(recipe.adapter_dtype, recipe.reduce_dtype))
     if recipe.report:
         callbacks.append(MetricsCallback(throughput_warmup_steps=recipe.throughput_warmup_steps))
     return trainer_class, callbacks
@@ -202,10 +240,6 @@ def find_resume(arguments: Arguments) -> str | None:
     `resume_from_checkpoint` is a path, a URL to download from, or `auto` for the newest complete checkpoint, if any, in
     `output_dir` or the mirror. Keeps the global batch size if the number of ranks has changed. Collective: every rank must
     call this; each verifies its part of the checkpoint.
-
-    Raises:
-        CheckpointError: the path is not a complete checkpoint, or the output directory cannot be written, is in use or holds
-            another run's files.
     """
     output_dir, url = arguments.training.output_dir, arguments.recipe.checkpoint_mirror
     mirror = Mirror(url)
@@ -219,8 +253,8 @@ def find_resume(arguments: Arguments) -> str | None:
 
     def claim() -> None:
         state = _read_state(checkpoint)
-        mirror.claim(read_run(state), state.global_step)
-        claim_directory(output_dir, state, arguments.recipe.previous_run)
+        claim_directory(output_dir, state, arguments.recipe.previous_run, is_starting=False)
+        mirror.claim(read_run(state), state.global_step, is_starting=False)
 
     distributed.run_on_main(claim, distributed.patient_group())
     if checkpoint is None:
@@ -261,7 +295,7 @@ def _read_state(checkpoint: Path | None) -> "TrainerState":
         raise CheckpointError(f"{checkpoint / STATE_FILE} cannot be read: {error}. Use another checkpoint.") from error
 
 
-def train(trainer: "SFTTrainer", checkpoint: str | None) -> SaveError | None:
+def train(trainer: "Trainer", checkpoint: str | None) -> SaveError | None:
     """Train; return the error of the last save if it failed, so that the weights can still be exported.
 
     Collective: every rank must call this.
@@ -273,16 +307,10 @@ def train(trainer: "SFTTrainer", checkpoint: str | None) -> SaveError | None:
     return None
 
 
-def finish(trainer: "SFTTrainer", arguments: Arguments) -> Path | None:
-    """Export the trained model to `<output_dir>/export`, then verify and push it if the recipe says so.
+def finish(trainer: "Trainer", arguments: Arguments) -> Path | None:
+    """Export the trained model to `<output_dir>/export`, verify and push it if the recipe says so, and return its directory.
 
-    Collective: every rank must call this, after training.
-
-    Returns:
-        The export's directory, or None with `export: false`.
-
-    Raises:
-        ExportError: on every rank, if the export fails or does not match the trained model.
+    Collective: every rank must call this, after training. Returns None with `export: false`.
     """
     output = Path(arguments.training.output_dir)
     callback = next(one for one in trainer.callback_handler.callbacks if isinstance(one, ShardedCheckpointCallback))
@@ -290,8 +318,8 @@ def finish(trainer: "SFTTrainer", arguments: Arguments) -> Path | None:
         distributed.print_main("not exported: the recipe sets export: false")
         return None
     exports = [output / name for name in EXPORTS[: 1 + arguments.recipe.merge_adapter]]
-    if all(callback.has_exported(export) for export in exports):
-        callback.upload_exports(*exports)
+    if all(callback.exports.has_exported(export) for export in exports):
+        callback.exports.upload(*exports)
         return output / EXPORT
     options = _export_options(arguments) | {"use_free_name": True}
     export = export_model(trainer.model, output / EXPORT, tokenizer=trainer.processing_class, **options)
@@ -305,12 +333,12 @@ def finish(trainer: "SFTTrainer", arguments: Arguments) -> Path | None:
         distributed.print_main(
             f"verified: the export's logits differ from the trained model's by {difference:.1e} at most"
         )
-    callback.push_export(export)
-    callback.upload_exports(export, *merged)
+    callback.exports.push(export)
+    callback.exports.upload(export, *merged)
     return export
 
 
-def _export_merged(trainer: "SFTTrainer", arguments: Arguments, adapter: Path, options: dict[str, Any]) -> Path:
+def _export_merged(trainer: "Trainer", arguments: Arguments, adapter: Path, options: dict[str, Any]) -> Path:
     """Write `<output_dir>/export_merged`. Collective: every rank must call this."""
     merged = Path(arguments.training.output_dir) / MERGED_EXPORT
     if not arguments.model.load_in_4bit:

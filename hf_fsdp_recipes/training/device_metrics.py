@@ -1,7 +1,7 @@
 """Keeps the metrics of a step on the device until they are logged.
 
 TRL's SFTTrainer reads five values back in every forward pass. Each read makes the host wait until the device has run all that
-is queued, so the device then waits for the host.
+is queued; then the device idles until the host queues more.
 
 Source: trl 1.16 `sft_trainer.py`, `compute_loss` and `log`.
 """

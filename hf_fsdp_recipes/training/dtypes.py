@@ -1,7 +1,7 @@
 """Sets and checks the dtypes of parameters, gradient reduction and outputs before sharding.
 
 Under FSDP2, trainable parameters stay in float32 and are cast to the mixed-precision dtype when they are gathered. FSDP1
-flattens each unit into one tensor of one dtype, so there adapters take the dtype of the base weights.
+flattens each unit into one tensor of one dtype, so adapters take the dtype of the base weights.
 
 Source: trl 1.16 `sft_trainer.py`; torch 2.13 `_flat_param.py`; accelerate 1.15 `fsdp_utils.py`.
 """
@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.state import AcceleratorState
 from transformers import TrainerCallback
 
 from hf_fsdp_recipes import distributed
@@ -19,14 +20,13 @@ from hf_fsdp_recipes.patches import registry
 from hf_fsdp_recipes.precision import format_dtype, mixed_precision_dtype
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from trl import ModelConfig
 
 
 def set_frozen_dtype(model_arguments: "ModelConfig") -> None:
     """Load a 4-bit model's other parameters in the mixed-precision dtype, because frozen ones need no fp32 master weights.
 
-    Changes `dtype` if it has TRL's default. The quantization config also takes its compute dtype from it.
+    Changes `dtype` if it has TRL's default. The quantization config takes its compute dtype from there, too.
     """
     precision = mixed_precision_dtype()
     if model_arguments.load_in_4bit and precision is not None and model_arguments.dtype in (None, "auto", "float32"):
@@ -36,10 +36,8 @@ def set_frozen_dtype(model_arguments: "ModelConfig") -> None:
 def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dtype: str = "auto") -> None:
     """Cast adapters to their training dtype, print all dtypes on rank 0, and check that FSDP1 can shard them.
 
-    Every rank calls this before sharding; not a collective. `fsdp_version` is None without FSDP.
-
-    Raises:
-        TemplateError: under FSDP1, parameters of more than one dtype, or a separate copy of the output head.
+    Every rank calls this before sharding; not a collective. `fsdp_version` is None without FSDP. FSDP1 raises a TemplateError
+    for parameters of more than one dtype, and for a separate copy of the output head.
     """
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     if frozen and fsdp_version is not None:
@@ -53,20 +51,19 @@ def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dty
         _check_fsdp1(model)
 
 
-def set_reduction_dtype(accelerator: "Accelerator", reduce_dtype: str = "float32") -> None:
+def set_reduction_dtype(plugin: Any, reduce_dtype: str = "float32") -> None:
     """Choose the dtype of gradient reduction under mixed precision, and keep the dtypes of the model's outputs and buffers.
 
-    Accelerate 1.15 would reduce gradients in the mixed-precision dtype, and round the outputs of each unit (FSDP2) or buffers
-    such as rotary frequencies (FSDP1) to it. Without FSDP or mixed precision nothing is changed. Every rank calls this before
-    sharding; not a collective.
+    Accelerate 1.15 would reduce gradients in the mixed-precision dtype. It would also round to that dtype the outputs of each
+    unit (FSDP2), or buffers such as rotary frequencies (FSDP1). Without FSDP (`plugin`, Accelerate's, is None) or mixed
+    precision nothing is changed. Every rank calls this before sharding; not a collective.
     """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
     policy = None if plugin is None else plugin.mixed_precision_policy
     if plugin is None or policy is None or policy.param_dtype in (None, torch.float32):
         return
     registry.apply("reduction dtype")
     dtype = getattr(torch, reduce_dtype)
-    # float32 outputs would double the memory of what is kept between units; a loss is float32 unless it is rounded.
+    # Rounded outputs would round the loss, and float32 outputs would double the memory of activations between units.
     kept = {"output_dtype": None} if plugin.fsdp_version == 2 else {"buffer_dtype": None}
     plugin.mixed_precision_policy = replace(policy, reduce_dtype=dtype, **kept)
     if dtype != torch.float32:
@@ -85,11 +82,16 @@ def describe_dtypes(model: torch.nn.Module) -> str:
     return ", ".join(f"{count:,} {kind} {dtype}" for (kind, dtype), count in sorted(counts.items()))
 
 
-class MasterWeightsCallback(TrainerCallback):
-    """Checks at the start of mixed-precision training that trainable parameters have fp32 master weights."""
+class DtypesCallback(TrainerCallback):
+    """Sets the reduction dtype, and checks that in mixed precision trainable parameters have fp32 master weights."""
 
-    def __init__(self, adapter_dtype: str = "auto") -> None:
+    def __init__(self, adapter_dtype: str = "auto", reduce_dtype: str = "float32") -> None:
         self.adapter_dtype = adapter_dtype
+        self.reduce_dtype = reduce_dtype
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the reduction dtype before TRL shards a reference model, so that it rounds like the model."""
+        set_reduction_dtype(getattr(AcceleratorState(), "fsdp_plugin", None), self.reduce_dtype)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Raise a TemplateError if trainable parameters are not stored in float32, unless the recipe chose their dtype."""

@@ -1,7 +1,7 @@
 """Checks that speed and memory features work with this launch, and sets what they need in this process.
 
-Without these checks, unsupported ones fail in the first step or silently do nothing. All but `compile_blocks` are Trainer's
-or TRL's.
+Without these checks, unsupported features fail in the first step or silently do nothing. All features except
+`compile_blocks` belong to Trainer or TRL.
 
 Source: trl 1.16 `activation_offloading.py`; accelerate 1.15 `_prepare_fsdp2`; transformers 5.23 `trainer_optimizer.py`.
 """
@@ -16,10 +16,10 @@ import torch
 from accelerate.utils import parse_flag_from_env
 
 from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.configs.optimizers import is_bitsandbytes_optimizer, optimizer_errors, optimizer_name
 from hf_fsdp_recipes.environment import fsdp_version, num_cores
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.training import attention
-from hf_fsdp_recipes.training.sharded_optimizer import is_bitsandbytes_optimizer, optimizer_errors, optimizer_name
 
 if TYPE_CHECKING:
     from trl import SFTConfig
@@ -37,16 +37,18 @@ def check_features(arguments: "Arguments") -> None:
     """
     training, recipe = arguments.training, arguments.recipe
     optimizer = optimizer_name(training)
-    errors = [*optimizer_errors(optimizer, fsdp_version()), *_conflicts(training, recipe)]
+    refused = [*optimizer_errors(optimizer, fsdp_version())]
+    errors = [*refused, *_conflicts(training, recipe)]
     if not recipe.dry_run:
         attention.select_implementation(recipe.attention, training.use_cpu)
-        errors += [*_accelerator_errors(training), *_installation_errors(optimizer), *_shared_memory_errors(training)]
+        missing = [] if refused else _installation_errors(optimizer)
+        errors += [*_accelerator_errors(training), *missing, *_shared_memory_errors(training)]
     if errors:
         raise RecipeError(" ".join(errors))
 
 
 def _accelerator_errors(training: "SFTConfig") -> Iterator[str]:
-    if training.activation_offloading and training.use_cpu:
+    if getattr(training, "activation_offloading", False) and training.use_cpu:
         yield (
             "activation_offloading: true needs an accelerator, but the ranks run on CPUs. Set it to false; "
             "gradient_checkpointing: true saves memory on CPUs too."
@@ -73,7 +75,7 @@ def _installation_errors(optimizer: str) -> Iterator[str]:
 
 def _shared_memory_errors(training: "SFTConfig") -> Iterator[str]:
     settings = {"dataset_num_proc": 1, "dataloader_num_workers": 0}  # the largest values that start no processes
-    used = [name for name, limit in settings.items() if (getattr(training, name) or 0) > limit]
+    used = [name for name, limit in settings.items() if (getattr(training, name, None) or 0) > limit]
     try:
         if used:
             multiprocessing.Lock()  # is in /dev/shm on Linux, as are the batches of data loaders
@@ -85,18 +87,20 @@ def _shared_memory_errors(training: "SFTConfig") -> Iterator[str]:
 
 
 def _conflicts(training: "SFTConfig", recipe: "RecipeArguments") -> Iterator[str]:
-    if training.padding_free and not training.packing and training.max_length is not None:
+    is_sft = hasattr(training, "packing")
+    if is_sft and training.padding_free and not training.packing and training.max_length is not None:
         yield (
             f"padding_free: true ignores max_length: {training.max_length}, because TRL does not truncate rows there. Set "
             f"max_length: null, or packing: true, which has no padding either."
         )
-    # transformers 5.23 renamed it activation_checkpointing and keeps the old name equal.
+    # transformers 5.23 renamed it activation_checkpointing and keeps the old name in sync.
     if training.gradient_checkpointing and parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
         yield (
             "gradient_checkpointing: true (TRL's default) and fsdp_activation_checkpointing: true in the template would "
             "recompute layers twice. Set gradient_checkpointing: false in the recipe."
         )
-    if recipe.compile_blocks and fsdp_version() != 2:
+    is_launched = not recipe.dry_run or fsdp_version() is not None  # a rehearsal reads recipes outside of a launch
+    if recipe.compile_blocks and is_launched and fsdp_version() != 2:
         yield (
             "compile_blocks: true needs FSDP2, where Accelerate compiles blocks in place. Use an fsdp2_*.yaml template, or "
             "set compile_blocks: false."

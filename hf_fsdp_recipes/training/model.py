@@ -7,8 +7,11 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.environment import fsdp_version
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.loading.load_model import initialize_model, load_model
+from hf_fsdp_recipes.model_class import task_type_of
+from hf_fsdp_recipes.precision import mixed_precision_dtype
 from hf_fsdp_recipes.training import attention, dtypes
 from hf_fsdp_recipes.training.arguments import Arguments
+from hf_fsdp_recipes.training.trainers import find_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,31 +21,64 @@ VOCABULARY_MULTIPLE = 64  # a padded vocabulary is faster on tensor cores
 
 
 def build_model(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedModel":
-    """Build the model for SFTTrainer. Under FSDP its weights are read later, when Accelerate shards it.
+    """Build the model for the trainer. Under FSDP its weights are read later, when Accelerate shards it.
 
     Collective: every rank must call this, with the same arguments.
     """
     dtypes.set_frozen_dtype(arguments.model)
     _choose_checkpointing(arguments)
-    training, implementation = arguments.training, None
-    is_wrapped = training.packing_strategy == "wrapped"
+    training, kind, implementation = arguments.training, find_kind(arguments.training), None
+    arguments.model.lora_task_type = kind.task_type
+    is_packed = getattr(training, "packing", False)
+    is_wrapped = is_packed and training.packing_strategy == "wrapped"
+    # Documents that share a sequence must not attend to each other.
+    is_divided = (is_packed and not is_wrapped) or (kind.name == "sft" and training.padding_free)
     with distributed.sync_errors():
         implementation = _attention_implementation(arguments)
+    is_open = _is_attention_open(arguments)
     model = _new_model(arguments, implementation) if arguments.recipe.config_name else _load(arguments, implementation)
     with distributed.sync_errors():
+        if task_type_of(type(model)) not in (kind.task_type, None):
+            raise RecipeError(
+                f"{arguments.model.model_name_or_path or arguments.recipe.config_name} is a {type(model).__name__}, which "
+                f"{kind.name} cannot train. Use a causal language model, or hf-fsdp reward for a classifier."
+            )
         _check_adapter_names(model, arguments.model)
-        # Documents that share a sequence must not attend to each other.
-        if training.padding_free or (training.packing and not is_wrapped):
+    if is_divided and is_open and not training.use_cpu:
+        attention.avoid_dense_mask(model)
+    with distributed.sync_errors():
+        if is_divided:
             attention.check_packing(model.config, model.config._attn_implementation)
+    _check_same_attention(model.config._attn_implementation)
     distributed.print_main(f"attention: {model.config._attn_implementation}")
-    if training.packing and is_wrapped:
+    if is_wrapped:
         distributed.print_main("packing: wrapped; documents in one sequence attend to each other, as in pretraining")
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        # PEFT resizes an adapter's base model to exactly the tokenizer's length, so pad full models only.
-        multiple = None if arguments.model.use_peft else VOCABULARY_MULTIPLE
-        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=multiple)
+    if _add_rows(model, tokenizer, arguments.model):
         _warn_of_untrained_rows(arguments.model)
     return model
+
+
+def build_reference(
+    model: "PreTrainedModel", arguments: Arguments, tokenizer: "PreTrainedTokenizerBase"
+) -> "PreTrainedModel":
+    """Build the reference of a model that `build_model` returned. Collective: every rank must call this.
+
+    It is not trained, so it is loaded in the mixed-precision dtype, to which FSDP would round it in every forward pass.
+    """
+    precision = mixed_precision_dtype()
+    reference = _load(arguments, model.config._attn_implementation, **({"dtype": precision} if precision else {}))
+    _add_rows(reference, tokenizer, arguments.model)
+    return reference
+
+
+def _add_rows(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", model_arguments: "ModelConfig") -> bool:
+    """Add rows to the embeddings if the tokenizer has more tokens, and return whether it has."""
+    if len(tokenizer) <= model.get_input_embeddings().num_embeddings:
+        return False
+    # PEFT resizes an adapter's base model to exactly the tokenizer's length, so pad full models only.
+    multiple = None if model_arguments.use_peft else VOCABULARY_MULTIPLE
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=multiple)
+    return True
 
 
 def _check_adapter_names(model: "PreTrainedModel", model_arguments: "ModelConfig") -> None:
@@ -86,12 +122,31 @@ def _attention_implementation(arguments: Arguments) -> str | None:
     return explicit or attention.select_implementation(requested, arguments.training.use_cpu)
 
 
-def _load(arguments: Arguments, implementation: str | None) -> "PreTrainedModel":
+def _is_attention_open(arguments: Arguments) -> bool:
+    named = arguments.model.attn_implementation or (arguments.training.model_init_kwargs or {}).get(
+        "attn_implementation"
+    )
+    return arguments.recipe.attention == "auto" and named is None
+
+
+def _check_same_attention(implementation: str) -> None:
+    """Refuse ranks that chose different attention, because a package is missing on some nodes. Collective."""
+    found = sorted(set(distributed.gather_objects(implementation)))
+    if len(found) > 1:
+        raise RecipeError(
+            f"the ranks found different attention: {', '.join(found)}. Install the same packages on every node, or set "
+            f"attention: sdpa."
+        )
+
+
+def _load(arguments: Arguments, implementation: str | None, **changes: Any) -> "PreTrainedModel":
     from trl import get_quantization_config
 
     model_arguments, training = arguments.model, arguments.training
-    kwargs: dict[str, Any] = dict(training.model_init_kwargs or {})
-    training.model_init_kwargs = None
+    kwargs: dict[str, Any] = (training.model_init_kwargs or {}) | changes
+    kind = find_kind(training)
+    if kind.name == "reward":
+        kwargs |= {"auto_class": kind.auto_class, "num_labels": 1}
     quantization = get_quantization_config(model_arguments)
     if quantization is not None:
         kwargs["quantization_config"] = quantization
@@ -113,6 +168,7 @@ def _new_model(arguments: Arguments, implementation: str | None) -> "PreTrainedM
         arguments.recipe.config_name or "",
         overrides=arguments.recipe.config_overrides,
         dtype=arguments.model.dtype,
+        auto_class=(arguments.training.model_init_kwargs or {}).get("auto_class"),
         attn_implementation=implementation,
     )
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdp_recipes.configs.optimizers import is_bitsandbytes_optimizer, optimizer_errors, optimizer_name
 from hf_fsdp_recipes.environment import fsdp_version
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.patches.bitsandbytes import shard_optimizer_class
@@ -38,29 +39,3 @@ def sharded_optimizer(args: "TrainingArguments") -> "tuple[type[torch.optim.Opti
 
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
     return shard_optimizer_class(optimizer_class), kwargs
-
-
-def optimizer_name(args: "TrainingArguments") -> str:
-    """Return `optim`, an enum in Trainer, as a string."""
-    return str(getattr(args.optim, "value", args.optim))
-
-
-def is_bitsandbytes_optimizer(name: str) -> bool:
-    """Return whether Trainer takes this optimizer from bitsandbytes."""
-    return name in ("adamw_8bit", "adamw_bnb_8bit") or name.startswith(("paged_", "lion_", "ademamix", "rmsprop_bnb"))
-
-
-def optimizer_errors(name: str, version: int | None) -> list[str]:
-    """Return why an optimizer does not work under an FSDP version (None: without FSDP)."""
-    # bitsandbytes 0.50 nests the states in a dict, which FSDP1's `optim_state_dict` compares as if it were a number.
-    if version == 1 and is_bitsandbytes_optimizer(name):
-        return [
-            f"optim: {name} cannot be saved in checkpoints under FSDP1. Use an fsdp2_*.yaml template, or "
-            f"optim: adamw_torch_fused."
-        ]
-    if version == 2 and "ademamix" in name:
-        return [
-            f"optim: {name} does not work under FSDP2, because AdEMAMix keeps two averages in one tensor, which cannot be "
-            f"sharded like the parameter. Use paged_adamw_32bit or adamw_8bit."
-        ]
-    return []

@@ -22,10 +22,7 @@ CLONED_VOCABULARY_MULTIPLE = 64  # TRL pads the vocabulary to this when it clone
 
 
 def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
-    """Load the recipe's tokenizer on rank 0 and broadcast it; with custom code, load it on every rank.
-
-    Collective: every rank must call this.
-    """
+    """Load the recipe's tokenizer on rank 0 and broadcast it; with custom code, load it on every rank. Collective."""
     from transformers import AutoTokenizer
 
     name = arguments.recipe.tokenizer_name or arguments.model.model_name_or_path

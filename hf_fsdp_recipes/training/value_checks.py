@@ -1,15 +1,14 @@
 """Checks a recipe for duplicate keys, values of the wrong type or range, and settings that do not fit together."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
-import yaml
 
+from hf_fsdp_recipes.configs.shipped_files import read_recipe
 from hf_fsdp_recipes.errors import RecipeError, summarize
 
 if TYPE_CHECKING:
@@ -40,44 +39,13 @@ _NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 )
 
 
-class _RecipeLoader(yaml.SafeLoader):
-    """Refuses a mapping with two equal keys, of which YAML would keep the last."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and key.value in lines:
-                raise RecipeError(
-                    f"{self.name} sets {key.value} in line {lines[key.value]} and again in line {line}. Remove one."
-                )
-            lines[str(key.value)] = line
-        return node
-
-
 def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
-    """Return a recipe's values, after checking it for duplicate keys and values of the wrong type. Not a collective.
+    """Return a recipe's values; a RecipeError lists duplicate keys or all values of the wrong type. Not a collective.
 
     argparse converts only strings, YAML keeps the last of two equal keys, and neither checks choices. `classes` are the
     dataclasses with the recipe's fields.
-
-    Raises:
-        RecipeError: names a duplicate key and its lines, or all values of the wrong type.
     """
-    try:
-        loader = _RecipeLoader(Path(path).read_text(encoding="utf-8"))
-        loader.name = path
-        values: dict[str, Any] = loader.get_single_data()
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}). Convert it.") from error
-    except OSError as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error.strerror}. Check the path after --config.") from error
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 0
-        raise RecipeError(f"{path} is not valid YAML: {error.problem} in line {line}. Correct it.") from error
-    if not isinstance(values, dict):
-        raise RecipeError(f"{path} is empty or not a mapping of arguments. Set at least model_name_or_path.")
+    values = read_recipe(path)
     fields_by_name = {field.name: field for cls in classes for field in fields(cls)}
     hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
     errors = []
@@ -94,7 +62,7 @@ def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
 
 
 def name_settings(message: str, values: Mapping[str, Any]) -> str:
-    """Return `name: value: ` of the text settings that an upstream message quotes without their names, or nothing."""
+    """Return `name: value: ` of the first text setting whose value an upstream message quotes without its name, or ''."""
     texts = {name: value for name, value in values.items() if isinstance(value, str) and len(value) > 3}
     quoted = [name for name, value in texts.items() if value.lower() in message.lower() and name not in message]
     return "".join(f"{name}: {values[name]}: " for name in quoted[:1])
@@ -135,14 +103,14 @@ def check_numbers(values: Mapping[str, Any]) -> None:
         f"{name} is {values[name]}. Set it to {expected}."
         for expected, is_valid, names in _NUMBERS
         for name in names.split()
-        if values[name] is not None and not is_valid(values[name])
+        if values.get(name) is not None and not is_valid(values[name])
     ]
     if errors:
         raise RecipeError(" ".join(errors))
 
 
 def check_scheduler(training: "SFTConfig") -> None:
-    """Raise a RecipeError if Trainer cannot build the schedule of the learning rate from `lr_scheduler_kwargs`."""
+    """Raise a RecipeError if Trainer cannot build the learning-rate schedule from `lr_scheduler_kwargs`."""
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=training.learning_rate)
@@ -150,22 +118,26 @@ def check_scheduler(training: "SFTConfig") -> None:
     kind, kwargs = training.lr_scheduler_type, training.lr_scheduler_kwargs
     try:
         get_scheduler(kind, optimizer, 0, steps, kwargs)
-    except Exception as error:  # each schedule is a function of its own
+    except Exception as error:  # each schedule is a separate function
         raise RecipeError(
             f"lr_scheduler_kwargs is {kwargs}, which the schedule {kind.value} does not accept: "
             f"{summarize(error, 'sentence')}. Correct lr_scheduler_kwargs, or choose another lr_scheduler_type."
         ) from error
 
 
-def check_adapter(model: "ModelConfig") -> None:
-    """Raise a RecipeError for adapter settings or quantized weights without `use_peft`. Not a collective."""
+def check_adapter(model: "ModelConfig", given: Collection[str]) -> None:
+    """Raise a RecipeError for adapter settings or quantized weights without `use_peft`.
+
+    `given` are the names that the user has set, because a setting may equal its default.
+    """
     if model.use_peft:
         return
     settings = [f for f in fields(model) if f.name.startswith("lora_") or f.name in ("use_dora", "use_rslora")]
-    changed = [f.name for f in settings if getattr(model, f.name) != f.default]
+    values = {f.name: getattr(model, f.name) for f in settings}
+    changed = [f.name for f in settings if values[f.name] != f.default or (f.name in given and values[f.name])]
     if changed:
         raise RecipeError(
-            f"{changed[0]} is {getattr(model, changed[0])} but use_peft is not set, so all parameters would be trained. Set "
+            f"{changed[0]} is {values[changed[0]]} but use_peft is not set, so all parameters would be trained. Set "
             f"use_peft: true, or drop {', '.join(changed)}."
         )
     if model.load_in_4bit or model.load_in_8bit:

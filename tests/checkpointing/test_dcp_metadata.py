@@ -1,16 +1,20 @@
 """A checkpoint's index and plain values are read without running code from them."""
 
-import os
+import gc
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 from hf_fsdp_recipes.checkpointing.dcp_metadata import TensorFacts, find_mismatch, read_dcp_metadata, stored_tensors
 from hf_fsdp_recipes.checkpointing.resume import describe_changes
 from hf_fsdp_recipes.errors import CheckpointError
-from tests.checkpointing.payload import Payload
+from hf_fsdp_recipes.patches import torch as torch_patches
+from tests.checkpointing.payload import Payload, put_into_values
+from tests.ranks.harness import run_ranks
 
 
 @pytest.fixture
@@ -29,6 +33,28 @@ def test_metadata_is_what_torch_reads(directory):
         "weight": TensorFacts((3, 2), torch.float32),
         "half": TensorFacts((2,), torch.bfloat16),
     }
+
+
+def test_metadata_that_alters_a_class_is_refused(directory):
+    """A pickle may set attributes of a class that it may refer to."""
+    reference = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    attributes = b"N}(X\x01\x00\x00\x00xK\x01X\x08\x00\x00\x00__init__K\x01u\x86b."  # (None, {"x": 1, "__init__": 1})
+    (directory / ".metadata").write_bytes(reference + attributes)
+    before = dict(vars(Metadata))
+    with pytest.raises(CheckpointError, match="it alters the class Metadata"):
+        read_dcp_metadata(directory)
+    assert dict(vars(Metadata)) == before
+
+
+@pytest.mark.parametrize("path", ["/etc/hostname", "../elsewhere.distcp"])
+def test_metadata_that_refers_to_other_files_is_refused(directory, path):
+    with (directory / ".metadata").open("rb") as stream:
+        metadata = pickle.load(stream)
+    (index, *_) = metadata.storage_data
+    metadata.storage_data[index] = replace(metadata.storage_data[index], relative_path=path)
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=f"refers to {path}, which is outside the checkpoint"):
+        read_dcp_metadata(directory)
 
 
 def test_metadata_that_would_run_code_is_refused(directory, tmp_path):
@@ -55,32 +81,55 @@ def test_damaged_metadata_is_one_error_class(directory):
             read_dcp_metadata(directory)
 
 
-def test_torchs_own_reader_is_safe_once_patched(directory, tmp_path, monkeypatch):
-    """In a process of its own: the patch stays for the life of a process."""
-    code = f"""
-import pickle, sys, torch, torch.distributed.checkpoint as dcp
-from pathlib import Path
-from hf_fsdp_recipes.patches import registry
-from tests.checkpointing.payload import Payload, put_into_values
-registry.apply("checkpointing")
-directory = Path({str(directory)!r})
-state = {{"model": {{"weight": torch.zeros(3, 2), "half": torch.zeros(2, dtype=torch.bfloat16), "note": None}}}}
-dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
-assert state["model"]["note"] == ("plain", 1.5) and state["model"]["weight"].sum() == 6
-put_into_values(directory, "model.note", Payload(Path({str(tmp_path)!r}) / "ran"))
-for _ in range(2):
-    try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
-    except BaseException as error:  # with ranks, torch raises its CheckpointException, which is not an Exception
-        assert "Use another checkpoint" in str(error), error
-    else:
-        raise SystemExit("not refused")
-    (directory / ".metadata").write_bytes(pickle.dumps(Payload(Path({str(tmp_path)!r}) / "ran")))
-"""
-    import subprocess
-    import sys
+@pytest.mark.parametrize("is_collecting", [True, False])
+def test_garbage_is_not_collected_while_metadata_is_read(directory, is_collecting, monkeypatch):
+    """With a million chunks, collecting took most of the time. Afterwards it is on or off as before, also after an error."""
+    seen = []
 
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    class Unpickler(torch_patches._MetadataUnpickler):
+        def load(self):
+            seen.append(gc.isenabled())
+            return super().load()
+
+    monkeypatch.setattr(torch_patches, "_MetadataUnpickler", Unpickler)
+    try:
+        if not is_collecting:
+            gc.disable()
+        read_dcp_metadata(directory)
+        assert gc.isenabled() is is_collecting
+        (directory / ".metadata").write_bytes(b"")
+        with pytest.raises(CheckpointError):
+            read_dcp_metadata(directory)
+        assert gc.isenabled() is is_collecting
+    finally:
+        gc.enable()
+    assert seen == [False, False]
+
+
+def _read_with_torch(directory, mark):
+    """Load the checkpoint with torch's own reader; then put payloads into its values and its index. Return the errors."""
+    from hf_fsdp_recipes.patches import registry
+
+    registry.apply("checkpointing")
+    state = {"model": {"weight": torch.zeros(3, 2), "half": torch.zeros(2, dtype=torch.bfloat16), "note": None}}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+    assert state["model"]["note"] == ("plain", 1.5) and state["model"]["weight"].sum() == 6
+    put_into_values(directory, "model.note", Payload(mark))
+    errors = []
+    for _ in range(2):
+        try:
+            dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+        except BaseException as error:  # with ranks, torch raises its CheckpointException, which is not an Exception
+            errors.append(str(error))
+        (directory / ".metadata").write_bytes(pickle.dumps(Payload(mark)))
+    return errors
+
+
+@pytest.mark.ranks
+def test_torchs_own_reader_is_safe_once_patched(directory, tmp_path):
+    """In a process of its own: the patch stays for the life of a process."""
+    [errors] = run_ranks(_read_with_torch, 1, directory, tmp_path / "ran")
+    assert len(errors) == 2 and all("Use another checkpoint" in error for error in errors)
     assert not (tmp_path / "ran").exists()
 
 

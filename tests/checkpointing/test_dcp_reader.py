@@ -99,10 +99,26 @@ def test_every_block_is_read_once_and_few_are_kept(checkpoint, state, distcp, mo
     assert max(kept) <= dcp_reader.NUM_RECENT_BLOCKS
 
 
+def test_only_archives_of_tensors_that_are_read_are_opened(checkpoint, state, monkeypatch):
+    """With 512 ranks a checkpoint has so many that opening all of them takes minutes."""
+    find, opened = dcp_reader._data_start, []
+
+    def data_start(file, name, *arguments):
+        opened.append(name)
+        return find(file, name, *arguments)
+
+    monkeypatch.setattr(dcp_reader, "_data_start", data_start)
+    tensor = dcp_reader.read_index(dcp_reader.find_directory(checkpoint))["big"]
+    assert not opened
+    for start in range(0, 2_000_000, 1_000_000):
+        assert torch.equal(tensor.read(start, 1_000_000), state["big"].view(-1)[start : start + 1_000_000])
+    assert opened == ["big"]
+
+
 def test_any_flipped_byte_of_an_archive_is_an_error_that_names_the_file(checkpoint, distcp):
     directory = checkpoint / MODEL_DIRECTORY
     chunks = [chunk for tensor in dcp_reader.read_index(directory).values() for chunk in tensor.chunks]
-    places = [place for c in chunks for place in (c.offset + 30, c.start, c.start + 7, c.offset + c.length - 1)]
+    places = [place for c in chunks for place in (c.offset + 30, c.start(), c.start() + 7, c.offset + c.length - 1)]
     for at in [*places, *range(0, distcp.stat().st_size, 5_000_011)]:
         flip(distcp, at)
         with pytest.raises(ExportError, match=distcp.name):
@@ -132,7 +148,7 @@ def test_file_that_the_manifest_does_not_list_is_not_read(checkpoint, distcp):
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_manifest_without_blocks_is_verified_before_and_said_so(checkpoint, state, distcp, capsys, is_damaged):
+def test_manifest_without_blocks_is_verified_before(checkpoint, state, distcp, is_damaged):
     edit_manifest(checkpoint, lambda manifest: [entry.pop("blocks", None) for entry in manifest["files"].values()])
     if not is_damaged:
         assert_equal(read_all(checkpoint), state)
@@ -140,7 +156,6 @@ def test_manifest_without_blocks_is_verified_before_and_said_so(checkpoint, stat
         flip(distcp, distcp.stat().st_size // 2)
         with pytest.raises(ExportError, match=distcp.name):
             dcp_reader.read_index(checkpoint / MODEL_DIRECTORY)
-    assert "verifying 1 file" in capsys.readouterr().out
 
 
 def test_checkpoint_without_manifest_is_read_with_a_warning(checkpoint, state, caplog):

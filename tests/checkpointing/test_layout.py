@@ -1,15 +1,17 @@
 """A checkpoint is complete or does not exist."""
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
 import time
+from pathlib import Path
 
 import pytest
-from filelock import Timeout
 
 from hf_fsdp_recipes.checkpointing import layout, lock
+from hf_fsdp_recipes.checkpointing.command import format_table
 from hf_fsdp_recipes.checkpointing.lock import lock_directory
 from hf_fsdp_recipes.checkpointing.verification import check_named, latest_checkpoint
 from hf_fsdp_recipes.errors import CheckpointError, RecipeError
@@ -116,6 +118,53 @@ def test_incomplete_checkpoints_are_set_aside_not_deleted(tmp_path):
     assert layout.list_checkpoints(tmp_path) == []
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize(("name", "method"), [("a.bin", "stat"), (layout.MANIFEST, "read_text")])
+def test_failing_file_system_is_an_error_and_sets_nothing_aside(tmp_path, monkeypatch, number, name, method):
+    kept = make(tmp_path, 10)
+    original = getattr(Path, method)
+
+    def fail(self, *args, **kwargs):
+        if self.name == name:
+            raise OSError(number, os.strerror(number), str(self))
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, method, fail)
+        for find in (layout.quarantine_incomplete, latest_checkpoint):
+            with pytest.raises(CheckpointError, match=rf"{name} cannot be read: {os.strerror(number)}"):
+                find(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-10"]
+    assert latest_checkpoint(tmp_path) == kept
+
+
+def test_path_that_cannot_exist_has_no_size(tmp_path):
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("none", "file/below", "loop", "x" * 300, "a\0b", ""):
+        assert layout.find_size(tmp_path / name) is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "shown"),
+    [({"loss": "x"}, "?"), ({"loss": [1]}, "?"), ({"world_size": [2]}, "[2]"), ({"loss": 1}, "1.0000")],
+)
+def test_table_shows_a_manifest_with_wrong_values(tmp_path, facts, shown):
+    manifest = make(tmp_path, 5) / layout.MANIFEST
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | facts))
+    assert shown in format_table(layout.list_checkpoints(tmp_path)).splitlines()[1]
+
+
+def test_retention_skips_links(tmp_path, caplog):
+    elsewhere = make(tmp_path / "other", 5)
+    (tmp_path / "checkpoint-5").symlink_to(elsewhere)
+    for step in (10, 15):
+        make(tmp_path, step)
+    assert [path.name for path in layout.remove_old(tmp_path, keep=1)] == ["checkpoint-10"]
+    assert "checkpoint-5 is a symbolic link" in caplog.text
+    assert elsewhere.is_dir() and (tmp_path / "checkpoint-5").is_symlink()
+
+
 def test_retention_keeps_newest_and_protected(tmp_path):
     made = {step: make(tmp_path, step) for step in (5, 10, 15, 20)}
     removed = layout.remove_old(tmp_path, keep=2, protect=[made[5]])
@@ -159,9 +208,9 @@ def test_file_that_vanished_before_the_commit_is_an_error(tmp_path):
 
 
 def _hold(path, ready, release):
-    with lock_directory(path):
-        ready.set()
-        release.wait(20)
+    lock_directory(path)
+    ready.set()
+    release.wait(20)
 
 
 @contextlib.contextmanager
@@ -184,27 +233,32 @@ def test_second_run_in_one_directory_is_refused(tmp_path):
     lock_directory(tmp_path, wait_seconds=5).release()
 
 
-def _hold_without_beating(path, ready, release):
-    lock.BEAT_SECONDS = 1000
+def _hold_briefly(path, ready, release):
+    lock.STALE_SECONDS = 2
     _hold(path, ready, release)
 
 
 def test_lock_of_a_dead_node_is_taken_over_and_a_living_run_keeps_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "STALE_SECONDS", 2)
-    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.2)
-    with other_process(_hold_without_beating, tmp_path), lock_directory(tmp_path, wait_seconds=10) as own:
-        assert own.read_owner().startswith(f"process {os.getpid()} on ")
-        waiter = lock.DirectoryLock(tmp_path)
-        with pytest.raises(Timeout):
-            waiter.acquire(wait_seconds=4)  # beats go on, so it is not taken over
-        own.check()
-        (tmp_path / lock.BEAT_FILE).write_text("process 1 on node-7; 12345678; 1")
-        time.sleep(1)  # the thread leaves the other run's beat alone
-        with pytest.raises(RecipeError, match=r"was taken over by process 1 on node-7, because .* This run ends"):
-            lock.check_lock(tmp_path)
-        (tmp_path / lock.BEAT_FILE).unlink()
-        with pytest.raises(RecipeError):  # still
-            lock.check_lock(tmp_path)
+    file = tmp_path / lock.LOCK_FILE
+    with other_process(_hold_briefly, tmp_path), pytest.raises(CheckpointError, match="in use by another run"):
+        lock_directory(tmp_path, wait_seconds=4)  # it is updated, so it is not taken over
+    own = lock_directory(tmp_path)
+    lock.check_lock(tmp_path)
+    dead = file.read_text().replace("host=", "host=node-7-").replace("token=", "token=0")
+    file.rename(tmp_path / "own")  # as in a takeover, the name gets another file
+    file.write_text(dead)
+    with pytest.raises(RecipeError, match=r"was taken over by process \d+ on node-7-.*, because .* This run ends"):
+        lock.check_lock(tmp_path)
+    time.sleep(2)
+    file.unlink()
+    with pytest.raises(RecipeError):  # still
+        lock.check_lock(tmp_path)
+    own.release()
+    file.write_text(dead)  # of a node that has died
+    started = time.monotonic()
+    lock_directory(tmp_path, wait_seconds=10).release()
+    assert 2 <= time.monotonic() - started < 8
 
 
 def test_unwritable_directory_is_one_error(tmp_path):

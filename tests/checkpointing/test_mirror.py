@@ -6,15 +6,17 @@ import threading
 
 import pytest
 
-from hf_fsdp_recipes.checkpointing import layout, mirror
+from hf_fsdp_recipes.checkpointing import layout
+from hf_fsdp_recipes.checkpointing import storage as storage_module
 from hf_fsdp_recipes.checkpointing.mirror import Mirror, fetch_checkpoint
+from hf_fsdp_recipes.checkpointing.storage import Storage
 from hf_fsdp_recipes.errors import CheckpointError
 from tests.checkpointing.object_storage import BUCKET
 
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch):
-    monkeypatch.setattr(mirror, "RETRY_SECONDS", (0.01, 0.01))
+    monkeypatch.setattr(storage_module, "RETRY_SECONDS", (0.01, 0.01))
 
 
 def make_checkpoint(output, step, run="mine", size=1000):
@@ -47,8 +49,11 @@ def test_upload_retention_and_download(storage, tmp_path, kind):
     for step in (1, 2, 3, 20):
         own.add(make_checkpoint(output, step))
         assert own.wait() is None
-    listed = mirror.Storage(url).list_checkpoints()
-    assert [(one.step, one.is_complete) for one in listed] == [(1, True), (20, True)]
+    listed = Storage(url).list_checkpoints()
+    assert [one.step for one in listed if one.is_complete] == [1, 20]
+    # SeaweedFS lists directories without files for some time.
+    files = storage.keys("run/") if kind == "s3" else [f"{path.name}/" for path in (tmp_path / "mount").iterdir()]
+    assert {file.partition("/")[0] for file in files} == {"checkpoint-1", "checkpoint-20"}
     fetched = fetch_checkpoint(f"{url}/auto", tmp_path / "other")
     assert fetched == tmp_path / "other" / "checkpoint-20"
     assert files_of(fetched) == files_of(output / "checkpoint-20")
@@ -173,7 +178,10 @@ def test_failed_upload_is_retried_then_reported(storage, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("s3://nowhere/run", "s3://nowhere/run cannot be written: The specified bucket does not exist. Check the"),
+        (
+            "s3://nowhere/run",
+            r"s3://nowhere/run cannot be written: (The specified bucket does not exist|Access Denied)\. Check the",
+        ),
         ("nothing://bucket/run", "nothing://bucket/run cannot be opened: Protocol not known: nothing. For s3, run"),
         ("gs://bucket/run", r"gs://bucket/run cannot be opened: .*gcsfs.*"),
         ("/proc/nothing/run", "/proc/nothing/run cannot be written: "),

@@ -23,10 +23,10 @@ FAILED = ("SystemExit", "1")
 def _run(arguments, hooks=None, log=None):
     """Run the recipe; `hooks` are functions to call when a rank begins a step, by step, or puts a file, by directory."""
     from hf_fsdp_recipes.callback import ShardedCheckpointCallback
-    from hf_fsdp_recipes.checkpointing import mirror
+    from hf_fsdp_recipes.checkpointing import mirror, storage
 
     hooks = hooks or {}
-    mirror.RETRY_SECONDS = (0.01,)
+    storage.RETRY_SECONDS = (0.01,)
     put, begin = mirror.Mirror._put, ShardedCheckpointCallback.on_step_begin
 
     def hooked_put(self, directory, name):
@@ -77,12 +77,9 @@ def weights(output):
 def test_killed_while_uploading_resumes_from_the_mirror_on_an_empty_disk(tiny_model, text_file, tmp_path, storage):
     environment = template_environment(CPU) | storage.environment
     settings = {"model_name_or_path": tiny_model("llama"), "dataset_name": text_file, "save_total_limit": 1}
-    config = recipe(tmp_path, **settings)
-    whole = ["--output_dir", tmp_path / "whole", "--checkpoint_mirror", f"s3://{BUCKET}/whole"]
-    run_ranks(_run, 2, ["--config", config, *whole], environment=environment, timeout_seconds=200)
-    assert storage.complete("whole/") == ["checkpoint-6"]
-    export = {path.name: path.read_bytes() for path in (tmp_path / "whole" / "export").iterdir()}
-    assert {name: storage.read(f"whole/export/{name}") for name in storage.keys("whole/export/")} == export
+    config = recipe(tmp_path, **settings, report=False)
+    whole = ["--config", config, "--output_dir", tmp_path / "whole"]
+    run_ranks(_run, 2, whole, environment=environment, timeout_seconds=200)
 
     command = ["--config", config, "--checkpoint_mirror", f"s3://{BUCKET}/run", "--resume_from_checkpoint", "auto"]
     processes, _results = start_ranks(_run_until_uploading, 2, command, environment=environment)
@@ -98,6 +95,8 @@ def test_killed_while_uploading_resumes_from_the_mirror_on_an_empty_disk(tiny_mo
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
     assert storage.complete("run/") == ["checkpoint-6"]
     assert {key.partition("/")[0] for key in storage.keys("run/")} == {"checkpoint-6", "export"}
+    export = {path.name: path.read_bytes() for path in (tmp_path / "run" / "export").iterdir()}
+    assert {name: storage.read(f"run/export/{name}") for name in storage.keys("run/export/")} == export
 
 
 @pytest.mark.slow
@@ -144,19 +143,19 @@ def _exchange(url, output, is_shared):
     """Upload rank 0's checkpoint and download it; return how often this rank called each method of the file system."""
     import torch.distributed as dist
 
-    from hf_fsdp_recipes.checkpointing import mirror
+    from hf_fsdp_recipes.checkpointing import mirror, storage
 
     dist.init_process_group("gloo")
     if not is_shared:
         os.environ["LOCAL_RANK"] = "0"
     own = output if is_shared else output / f"node-{dist.get_rank()}"
-    calls, attempt = [], mirror.Storage.attempt
+    calls, attempt = [], storage.Storage.attempt
 
     def count(self, method, *arguments, **keywords):
         calls.append(method)
         return attempt(self, method, *arguments, **keywords)
 
-    mirror.Storage.attempt = count
+    storage.Storage.attempt = count
     uploads = mirror.Mirror(url)
     uploads.check(own)
     if dist.get_rank() == 0:

@@ -14,15 +14,17 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from hf_fsdp_recipes import export_checkpoint, latest_checkpoint
+from hf_fsdp_recipes import export_checkpoint, export_model, latest_checkpoint, load_model
 from hf_fsdp_recipes.checkpointing import dcp_reader, layout
 from hf_fsdp_recipes.checkpointing.verification import check_named
-from hf_fsdp_recipes.errors import CheckpointError, ExportError
+from hf_fsdp_recipes.errors import CheckpointError, ExportError, LoadError
 from hf_fsdp_recipes.export.load_export import load_export
 from tests.checkpointing.payload import Payload
+from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.ranks  # the fixture trains on two
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
+FEW = pytest.param(10, id="fast")  # of what takes long
 PROFILES = [pytest.param(25, id="fast"), pytest.param(1000, id="slow", marks=SLOW)]
 MARK = "ran"  # created by a payload that runs
 NEW_NAMES = [
@@ -32,6 +34,8 @@ NEW_NAMES = [
     "pytorch_model_fsdp_0/__2_0.distcp",
     "rng_state_2.pth",
     "model.bin",
+    "model.safetensors.index.json",
+    "adapter_config.json",
 ]
 
 
@@ -104,6 +108,9 @@ def check_many(num_examples, check):
 def loaded_from(checkpoint):
     """Return everything that a resumed run reads from a checkpoint: tensors, and the bytes of the small files."""
     found = {}
+    if (checkpoint / "optimizer.pt").exists():  # Trainer's own checkpoint
+        names = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+        return {name: (checkpoint / name).read_bytes() for name in (*names, "trainer_state.json", "train_params.yaml")}
     for part in ("pytorch_model_fsdp_0", "optimizer_0"):
         for name, tensor in dcp_reader.read_index(checkpoint / part).items():
             found[part, name] = tensor.read(0, torch.Size(tensor.shape).numel()).reshape(tensor.shape)
@@ -135,8 +142,20 @@ def fresh_copy(source, target):
     return target
 
 
+@pytest.fixture(scope="module")
+def run_without_fsdp(tiny_model, text_file, tmp_path_factory):
+    """An output directory with Trainer's own checkpoint-2, completed with a manifest."""
+    from tests.checkpointing.test_without_fsdp_ranks import ENVIRONMENT, _refused
+
+    output = tmp_path_factory.mktemp("without-fsdp")
+    run_ranks(_refused, 1, tiny_model("llama"), text_file, output, environment=ENVIRONMENT)
+    return output
+
+
+@pytest.mark.parametrize("kind", ["run", "run_without_fsdp"])
 @pytest.mark.parametrize("num_examples", PROFILES)
-def test_mutated_checkpoint_is_detected_or_the_same(run, tmp_path, num_examples):
+def test_mutated_checkpoint_is_detected_or_the_same(request, tmp_path, num_examples, kind):
+    run = request.getfixturevalue(kind)
     original = loaded_from(run / "checkpoint-2")
     outcomes = {"detected": 0, "the same": 0}
 
@@ -153,7 +172,7 @@ def test_mutated_checkpoint_is_detected_or_the_same(run, tmp_path, num_examples)
         assert not (checkpoint.parent / MARK).exists(), done
 
     check_many(num_examples, check)
-    print(f"\n{sum(outcomes.values())} mutations of a checkpoint: {outcomes}")
+    print(f"\n{sum(outcomes.values())} mutations of a checkpoint ({kind}): {outcomes}")
     assert all(outcomes.values())
 
 
@@ -186,8 +205,9 @@ def tensors_of(model):
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.parametrize("load", [load_export, load_model])
 @pytest.mark.parametrize("num_examples", PROFILES)
-def test_mutated_export_is_refused_or_loaded_as_it_was(run, tmp_path, num_examples):
+def test_mutated_export_is_refused_or_loaded_as_it_was(run, tmp_path, num_examples, load):
     outcomes = {"refused": 0, "loaded": 0}
     expected = tensors_of(load_export(run / "export"))
     names = set(os.listdir(run / "export"))
@@ -196,8 +216,8 @@ def test_mutated_export_is_refused_or_loaded_as_it_was(run, tmp_path, num_exampl
         export = fresh_copy(run / "export", tmp_path / "copy" / "export")
         done = mutation.apply(export)
         try:
-            model = load_export(export)
-        except ExportError as error:
+            model = load(export)
+        except (ExportError, LoadError) as error:
             assert "Traceback" not in str(error), done
             outcomes["refused"] += 1
         else:
@@ -207,5 +227,64 @@ def test_mutated_export_is_refused_or_loaded_as_it_was(run, tmp_path, num_exampl
 
     assert {"config.json", "model.safetensors"} <= names
     check_many(num_examples, check)
-    print(f"\n{sum(outcomes.values())} mutations of an export: {outcomes}")
+    print(f"\n{sum(outcomes.values())} mutations of an export ({load.__name__}): {outcomes}")
+    assert all(outcomes.values())
+
+
+@pytest.fixture(scope="module")
+def adapter_and_base(tiny_model, tmp_path_factory):
+    """Return a directory with `adapter` and its base model `base`, both exports, as the adapter records them."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory = tmp_path_factory.mktemp("adapter") / "exports"
+    source = tiny_model("llama")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    base = export_model(AutoModelForCausalLM.from_pretrained(source), directory / "base", tokenizer=tokenizer)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
+    export_model(model, directory / "adapter", tokenizer=tokenizer)
+    return directory
+
+
+def merged_from(adapter, output):
+    """Merge an adapter into its base model from their files; return the bytes of the weights and the config."""
+    shutil.rmtree(output, ignore_errors=True)
+    export_checkpoint(adapter, output, merge_adapter=True)
+    return {name: (output / name).read_bytes() for name in ("model.safetensors", "config.json", "tokenizer.json")}
+
+
+def loaded_with_adapter(adapter, output):
+    return tensors_of(load_export(adapter))
+
+
+def loaded_on_base(adapter, output):
+    """Load an adapter's base model as PEFT finds it, through `load_model` of the adapter."""
+    return tensors_of(load_model(adapter))
+
+
+@pytest.mark.parametrize("read", [merged_from, loaded_with_adapter, loaded_on_base])
+@pytest.mark.parametrize("num_examples", [FEW, PROFILES[1]])
+def test_mutated_adapter_or_base_model_is_refused_or_the_same(adapter_and_base, tmp_path, num_examples, read):
+    pristine = shutil.copytree(adapter_and_base, tmp_path / "pristine")
+    expected = read(adapter_and_base / "adapter", tmp_path / "out")
+    outcomes = {"refused": 0, "the same": 0}
+
+    def check(mutation):
+        fresh_copy(pristine, adapter_and_base)
+        done = mutation.apply(adapter_and_base / ("base" if mutation.other < 0.7 else "adapter"))
+        try:
+            found = read(adapter_and_base / "adapter", tmp_path / "out")
+        except (ExportError, LoadError) as error:
+            assert "Traceback" not in str(error), done
+            outcomes["refused"] += 1
+        else:
+            assert is_same(found, expected), done
+            outcomes["the same"] += 1
+        assert not (adapter_and_base / MARK).exists(), done
+
+    check_many(num_examples, check)
+    fresh_copy(pristine, adapter_and_base)
+    print(f"\n{sum(outcomes.values())} mutations of an adapter or its base model ({read.__name__}): {outcomes}")
     assert all(outcomes.values())

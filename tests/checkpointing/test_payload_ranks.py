@@ -11,7 +11,7 @@ from hf_fsdp_recipes import export_checkpoint
 from hf_fsdp_recipes.errors import ExportError
 from tests.checkpointing.payload import Payload, put_into_values
 from tests.checkpointing.test_save_ranks import train
-from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
+from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
 from tests.ranks.training import LORA, build
 
 VALUES = "values of the optimizer"  # a payload in a .distcp file that .metadata points to
@@ -20,6 +20,7 @@ HARMLESS = {
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "training_args.bin",
 }  # not read to resume
 
 
@@ -37,7 +38,7 @@ def attacked(source, target, name, mark):
         with (directory / ".metadata").open("rb") as stream:
             names = pickle.load(stream).state_dict_metadata
         put_into_values(directory, next(n for n in names if n.endswith(".lr")), Payload(mark))
-    elif name.endswith((".pt", ".pth")):
+    elif name.endswith((".pt", ".pth", ".bin")):
         torch.save(Payload(mark), target / name)
     elif name.endswith(".yaml"):
         (target / name).write_text(f'!!python/object/apply:builtins.open ["{mark}", "w"]\n')
@@ -48,15 +49,13 @@ def attacked(source, target, name, mark):
     return target
 
 
-def _resume_each(model, data, source, scratch, names):
+def _resume_each(model, data, source, scratch, names, keywords=None):
     """Resume a copy of the checkpoint with each file attacked; return {file: (error class, text)}."""
     import os
 
-    import torch.distributed as dist
-
     from hf_fsdp_recipes import ShardedCheckpointCallback
     from hf_fsdp_recipes.checkpointing.resume import keep_global_batch
-    from hf_fsdp_recipes.distributed import sync_errors
+    from hf_fsdp_recipes.distributed import barrier, sync_errors
 
     outcomes = {}
     for number, name in enumerate(names):
@@ -64,11 +63,11 @@ def _resume_each(model, data, source, scratch, names):
         checkpoint = output / "checkpoint-2"
         trainer = build(
             str(model), str(data), str(output), steps=3, save_strategy="steps", save_steps=9,
-            callbacks=[ShardedCheckpointCallback()],
+            callbacks=[ShardedCheckpointCallback()], **(keywords or {}),
         )  # fmt: skip
         if os.environ["RANK"] == "0":
             attacked(source, checkpoint, name, scratch / f"ran {name.replace('/', ' ')}")
-        dist.barrier()
+        barrier()
         try:
             with sync_errors():
                 keep_global_batch(trainer.args, checkpoint)
@@ -76,21 +75,52 @@ def _resume_each(model, data, source, scratch, names):
             outcomes[name] = ("", "")
         except Exception as error:
             outcomes[name] = (type(error).__name__, str(error))
-        dist.barrier()
+        barrier()
     return outcomes
 
 
-def test_resuming_never_runs_code(run, tiny_model, text_file, tmp_path):
-    names = [name for name in names_in(run / "checkpoint-2") if name != "manifest.json"] + [VALUES]
-    results = run_ranks(
-        _resume_each, 2, tiny_model("llama"), text_file, run / "checkpoint-2", tmp_path, names,
-        environment=fsdp_environment(FSDP2), timeout_seconds=280,
-    )  # fmt: skip
-    assert list(tmp_path.glob("ran*")) == []
+def _check_outcomes(results, names, scratch):
+    assert list(scratch.glob("ran*")) == []
     for outcomes in results:
         refused = {name for name, (kind, _) in outcomes.items() if kind == "CheckpointError"}
         assert {name: outcome for name, outcome in outcomes.items() if name not in refused and outcome[0]} == {}
         assert set(names) - refused <= HARMLESS
+
+
+@pytest.mark.parametrize("fsdp", [FSDP2, pytest.param(FSDP1, marks=pytest.mark.slow)], ids=["FSDP2", "FSDP1"])
+def test_resuming_never_runs_code(run, tiny_model, text_file, tmp_path, fsdp):
+    if fsdp is FSDP1:
+        run = tmp_path / "source"
+        train(tiny_model("llama"), text_file, run, environment=fsdp_environment(FSDP1), steps=2, save_steps=2)
+    names = [name for name in names_in(run / "checkpoint-2") if name != "manifest.json"] + [VALUES, "scaler.pt"]
+    results = run_ranks(
+        _resume_each, 2, tiny_model("llama"), text_file, run / "checkpoint-2", tmp_path, names,
+        environment=fsdp_environment(fsdp), timeout_seconds=280,
+    )  # fmt: skip
+    _check_outcomes(results, names, tmp_path)
+
+
+UNSHARDED = {"loader": "stock"}
+
+
+def _train_without_fsdp(model, data, output):
+    from hf_fsdp_recipes import ShardedCheckpointCallback
+
+    keywords = UNSHARDED | {"steps": 2, "save_strategy": "steps", "save_steps": 2}
+    build(str(model), str(data), str(output), callbacks=[ShardedCheckpointCallback()], **keywords).train()
+
+
+def test_resuming_without_fsdp_never_runs_code(tiny_model, text_file, tmp_path):
+    environment = {"ACCELERATE_USE_CPU": "true"}
+    arguments = (tiny_model("llama"), text_file)
+    source = tmp_path / "source" / "checkpoint-2"
+    run_ranks(_train_without_fsdp, 1, *arguments, source.parent, environment=environment)
+    names = [name for name in names_in(source) if name != "manifest.json"] + ["scaler.pt"]
+    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"} <= set(names)
+    results = run_ranks(
+        _resume_each, 1, *arguments, source, tmp_path, names, UNSHARDED, environment=environment, timeout_seconds=200
+    )
+    _check_outcomes(results, names, tmp_path)
 
 
 def test_exporting_a_checkpoint_never_runs_code(run, tiny_model, tmp_path):

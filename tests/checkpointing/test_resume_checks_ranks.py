@@ -8,26 +8,8 @@ import shutil
 import pytest
 
 from tests.checkpointing.test_save_ranks import train
-from tests.conftest import make_tokenizer, tiny_config
 from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
 from tests.ranks.training import LORA, build
-
-
-@pytest.fixture(scope="module")
-def changed_model(tmp_path_factory):
-    """Return a function that makes a tiny Llama with other config values."""
-    from transformers import AutoModelForCausalLM
-
-    def make(**changes):
-        config = tiny_config("llama")
-        for name, value in changes.items():
-            setattr(config, name, value)
-        directory = tmp_path_factory.mktemp("changed")
-        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-        make_tokenizer(directory)
-        return directory
-
-    return make
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +67,7 @@ REFUSED = {
     "FSDP1": ("fsdp1", {"num_hidden_layers": 1}, {}, "has 13 tensors that this run's model lacks"),
     "FSDP1 optimizer": ("fsdp1", {}, {"optim": "sgd"}, "which keeps exp_avg, exp_avg_sq, step, but this run's SGD keeps"),
 }  # fmt: skip
-REFUSED_ALWAYS = ("layers", "no adapter", "adapter", "optimizer", "8-bit", "FSDP1")
+REFUSED_ALWAYS = ("layers", "dtype", "no adapter", "adapter", "optimizer", "8-bit", "FSDP1")
 
 
 @pytest.mark.parametrize(
@@ -125,6 +107,34 @@ def test_what_merely_changes_the_run_is_printed_once(checkpoints, tiny_model, te
     assert [step for _, step in results] == [3, 3]
 
 
+@pytest.mark.parametrize("case", ["FSDP", pytest.param("one process", marks=pytest.mark.slow)])
+def test_other_rows_are_printed_and_another_base_model_is_refused(changed_model, tiny_model, text_file, tmp_path, case):
+    from tests.checkpointing.test_without_fsdp_ranks import ENVIRONMENT
+
+    world_size, environment = (2, fsdp_environment(FSDP2)) if case == "FSDP" else (1, ENVIRONMENT)
+    keywords = {"lora": LORA} | ({} if case == "FSDP" else {"loader": "stock"})
+    output, base = tmp_path / "run", tiny_model("llama")
+    run_ranks(_train_two_steps, world_size, base, text_file, output, keywords, environment=environment)
+    other = tmp_path / "other" / "rows.jsonl"
+    other.parent.mkdir()
+    other.write_text("".join(reversed(text_file.read_text().splitlines(keepends=True))))
+    copied = shutil.copytree(base, tmp_path / "moved")
+    printed, _ = run_ranks(_resume, world_size, copied, other, output, keywords, environment=environment)[0]
+    assert re.search(r"changed since checkpoint-2: max_steps 2 -> 3, rows_crc32 \d+ -> \d+\n", printed), printed
+    arguments = changed_model(), text_file, output, keywords
+    errors = run_ranks(_resume, world_size, *arguments, environment=environment, expect_failure=True)
+    assert len(set(errors)) == 1 and errors[0][0] == "CheckpointError"
+    assert f"holds an adapter of {base}, whose weights differ from those of this run's {arguments[0]}. " in errors[0][1]
+
+
+def _train_two_steps(model, data, output, keywords):
+    from hf_fsdp_recipes import ShardedCheckpointCallback
+
+    callbacks = [ShardedCheckpointCallback()]
+    settings = {"steps": 2, "save_strategy": "steps", "save_steps": 2} | keywords
+    build(str(model), str(data), str(output), callbacks=callbacks, **settings).train()
+
+
 def _run_recipe(argv):
     from tests.ranks.data_runs import train as train_recipe
 
@@ -149,10 +159,10 @@ def test_recipe_names_the_changed_data_and_refuses_another_model(changed_model, 
         return run_ranks(_run_recipe, 2, argv, environment=environment, timeout_seconds=200, **keywords)
 
     assert "changed since" not in launch(tiny_model("llama"), text_file, 2)[0]
-    line = (
-        f"changed since checkpoint-2: dataset_name {text_file} -> {other}, max_steps 2 -> 4, num_train_rows 72 -> 144\n"
-    )
-    assert line in launch(tiny_model("llama"), other, 4)[0]
+    data = f"dataset_name {text_file} -> {other}"
+    line = rf"changed since checkpoint-2: {data}, max_steps 2 -> 4, num_train_rows 72 -> 144, rows_crc32 \d+ -> \d+\n"
+    assert re.search(line, launch(tiny_model("llama"), other, 4)[0])
+    assert "changed since checkpoint-4: max_steps 4 -> 5\n" in launch(tiny_model("llama"), other, 5)[0]
     larger = changed_model(num_hidden_layers=3)
     errors = launch(larger, other, 6, expect_failure=True)
     assert errors[0] == errors[1]

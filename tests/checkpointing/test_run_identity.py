@@ -1,6 +1,7 @@
 """Two runs in one output directory: neither deletes nor resumes what the other wrote."""
 
 import errno
+import json
 import re
 
 import pytest
@@ -66,6 +67,43 @@ def test_export_alone_is_not_replaced_by_a_new_run(tmp_path):
         claim_directory(tmp_path, TrainerState(), "refuse")
 
 
+def make_stock(directory, step, run=None):
+    """Write a checkpoint without a manifest: a stock Trainer's, or one of `run` that was interrupted at its end."""
+    checkpoint = layout.directory_for(directory, step)
+    checkpoint.mkdir()
+    callbacks = {STATE_KEY: {"run": run}} if run else {}
+    (checkpoint / layout.STATE_FILE).write_text(json.dumps({"global_step": step, "stateful_callbacks": callbacks}))
+    return checkpoint
+
+
+def test_checkpoint_of_a_stock_trainer_belongs_to_another_run(tmp_path):
+    make_stock(tmp_path, 100)
+    for state in (TrainerState(), state_at(10, "mine")):
+        with pytest.raises(CheckpointError, match=r"checkpoint-100 of another run.*resume_from_checkpoint=/.*-100"):
+            claim_directory(tmp_path, state, "refuse")
+    claim_directory(tmp_path, state_at(100, None), "refuse")  # resumed from it
+    claim_directory(tmp_path, TrainerState(), "archive")
+    assert names(tmp_path / "previous-1") == {"checkpoint-100"}
+
+
+def test_interrupted_checkpoints_of_the_same_run_do_not_stop_it(tmp_path):
+    make(tmp_path, 10, "mine")
+    make_stock(tmp_path, 20, "mine")
+    (tmp_path / "checkpoint-30").mkdir()  # without a state file, so of an unknown run
+    claim_directory(tmp_path, state_at(10, "mine"), "refuse", is_starting=False)
+    assert names(tmp_path) == {"checkpoint-10", "checkpoint-20", "checkpoint-30"}
+    claim_directory(tmp_path, state_at(10, "mine"), "refuse")  # Trainer would write into what is left of them
+    assert names(tmp_path) == {"checkpoint-10", "checkpoint-20.set-aside-0", "checkpoint-30.set-aside-0"}
+
+
+def test_interrupted_saves_are_deleted_and_links_to_them_only_unlinked(tmp_path):
+    layout.start(tmp_path, 5)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".checkpoint-6.incomplete").symlink_to(tmp_path / "elsewhere")
+    layout.remove_interrupted(tmp_path)
+    assert names(tmp_path) == {"elsewhere"}
+
+
 def test_leftovers_of_a_run_without_a_checkpoint_do_not_stop_a_new_one(tmp_path):
     layout.start(tmp_path, 5)
     (tmp_path / "metrics.jsonl").write_text("{}")
@@ -92,6 +130,23 @@ def test_resumed_run_refuses_or_archives_the_checkpoints_of_another(tmp_path):
         claim_directory(tmp_path, state_at(10, "mine"), "refuse")
     claim_directory(tmp_path, state_at(10, "mine"), "archive")
     assert names(tmp_path) == {"checkpoint-10", "metrics.jsonl", "previous-1"}
+
+
+def test_newer_checkpoints_remain_until_training_starts(tmp_path):
+    """The run may still be refused, and then `auto` has to find them."""
+    for step in (10, 20):
+        make(tmp_path, step, "mine")
+    claim_directory(tmp_path, state_at(10, "mine"), "refuse", is_starting=False)
+    assert names(tmp_path) == {"checkpoint-10", "checkpoint-20"}
+
+
+def test_run_resumed_from_another_directory_does_not_replace_the_export_there(tmp_path):
+    (tmp_path / "export").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("theirs")
+    with pytest.raises(CheckpointError, match="holds export of another run"):
+        claim_directory(tmp_path, state_at(10, "mine"), "refuse")
+    claim_directory(tmp_path, state_at(10, "mine"), "archive")
+    assert names(tmp_path / "previous-1") == {"export", "metrics.jsonl"}
 
 
 def test_run_that_starts_again_in_one_process_sets_its_own_checkpoints_aside(tmp_path):
@@ -139,7 +194,7 @@ def test_output_directory_that_cannot_be_written_is_one_sentence(tmp_path, monke
         def fail(*args, number=number, **kwargs):
             raise OSError(number, "Permission denied")
 
-        monkeypatch.setattr("pathlib.Path.open", fail)
+        monkeypatch.setattr("os.open", fail)
         with pytest.raises(CheckpointError, match=sentence):
             lock_directory(tmp_path / "run")
     monkeypatch.undo()

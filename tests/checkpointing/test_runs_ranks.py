@@ -64,21 +64,56 @@ def _resume_finished(model, data, output):
     torch.distributed.barrier()
     after = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
     changed = {path.name for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
+    weights = (export / "model.safetensors").read_bytes()
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(export)
     torch.distributed.barrier()
     _run(model, data, output, resume=True, export_dir=export)
-    return changed, losses_of(again) == whole, again.state.global_step, (export / "model.safetensors").is_file()
+    is_equal = (export / "model.safetensors").read_bytes() == weights
+    return changed, losses_of(again) == whole, again.state.global_step, is_equal
 
 
 def test_finished_run_resumes_to_nothing_but_a_missing_export(tiny_model, text_file, tmp_path):
     results = run_ranks(
         _resume_finished, 2, tiny_model("llama"), text_file, tmp_path, environment=fsdp_environment(FSDP2)
     )
-    for changed, has_same_losses, step, is_exported in results:
-        assert changed <= {".writer.lock", ".writer.beat"}
-        assert has_same_losses and step == 5 and is_exported
+    for changed, has_same_losses, step, is_equal in results:
+        assert changed <= {".writer.lease"}
+        assert has_same_losses and step == 5 and is_equal
+
+
+def _stop_early(model, data, output, keep_counter):
+    """Stop early at step 4, resume with the same patience, then with a larger one; return steps and the first manifest."""
+    from transformers import EarlyStoppingCallback
+
+    from hf_fsdp_recipes import distributed
+    from hf_fsdp_recipes.checkpointing import layout
+
+    keywords = {
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "eval_strategy": "steps", "eval_steps": 2,
+        "learning_rate": 0.0, "steps": 40, "restore_callback_states_from_checkpoint": keep_counter,
+    }  # fmt: skip
+
+    def run(patience, resume):
+        stopper = EarlyStoppingCallback(patience)
+        trainer = _run(
+            model, data, output, resume=resume, events=[stopper], export_dir=output / "export", keywords=keywords
+        )
+        return trainer.state.global_step
+
+    first = run(1, resume=False)
+    manifest = distributed.run_on_main(lambda: layout.read_manifest(output / f"checkpoint-{first}"))
+    return first, manifest["early_stopping_patience"], run(1, resume=True), run(2, resume=True)
+
+
+@pytest.mark.parametrize("keep_counter", [False, True], ids=["", "with callback states"])
+def test_run_that_stopped_early_is_finished(tiny_model, text_file, tmp_path, keep_counter):
+    results = run_ranks(
+        _stop_early, 2, tiny_model("llama"), text_file, tmp_path, keep_counter, environment=fsdp_environment(FSDP2)
+    )
+    # Restored, the callback has the patience of the checkpoint again.
+    assert results == [(4, 1, 4, 4 if keep_counter else 8)] * 2
 
 
 class Poison(TrainerCallback):
@@ -155,18 +190,26 @@ def test_run_survives_the_removal_of_its_directory(tiny_model, text_file, tmp_pa
     assert (output / "checkpoint-5" / "manifest.json").is_file()
 
 
-def _fail_last_save(model, data, output):
-    from hf_fsdp_recipes.checkpointing import layout
+def _fail_last_save(model, data, output, where):
+    from hf_fsdp_recipes.checkpointing import layout, small_files
     from hf_fsdp_recipes.errors import SaveError
 
-    commit = layout.commit
+    commit, collect = layout.commit, small_files.collect
 
     def fail(incomplete, final, *rest):
         if final.name == "checkpoint-5":
             raise OSError(28, "No space left on device")
         return commit(incomplete, final, *rest)
 
-    layout.commit = fail
+    def fail_on_main(args, state, *rest):
+        if state.global_step == 5 and torch.distributed.get_rank() == 0:
+            raise TypeError("Object of type set is not JSON serializable")
+        return collect(args, state, *rest)
+
+    if where == "commit":
+        layout.commit = fail
+    else:
+        small_files.collect = fail_on_main
     try:
         _train(model, data, output, export_dir=output / "export")
     except SaveError as error:
@@ -174,11 +217,15 @@ def _fail_last_save(model, data, output):
     return None
 
 
-def test_failed_last_save_still_exports_then_fails(tiny_model, text_file, tmp_path):
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [("commit", "the checkpoint of step 5 was not written"), ("collect", "rank 0: TypeError: Object of")],
+)
+def test_failed_last_save_still_exports_then_fails(tiny_model, text_file, tmp_path, where, message):
     errors = run_ranks(
-        _fail_last_save, 2, tiny_model("llama"), text_file, tmp_path, environment=fsdp_environment(FSDP2)
+        _fail_last_save, 2, tiny_model("llama"), text_file, tmp_path, where, environment=fsdp_environment(FSDP2)
     )
-    assert errors[0] == errors[1] and "the checkpoint of step 5 was not written" in errors[0]
+    assert errors[0] == errors[1] and message in errors[0]
     assert (tmp_path / "export" / "model.safetensors").is_file()
     assert not list(tmp_path.glob(".checkpoint-*"))  # deleted at once
 
@@ -208,11 +255,18 @@ def _use_trainer_otherwise(model, data, output):
     from hf_fsdp_recipes.errors import RecipeError
 
     found = []
-    trainer = build(str(model), str(data), str(output), callbacks=[ShardedCheckpointCallback()], eval_strategy="epoch")
+
+    def make(name):
+        callbacks = [ShardedCheckpointCallback()]
+        return build(str(model), str(data), str(name), callbacks=callbacks, eval_strategy="epoch")
+
+    trainer = make(output / "evaluated")
     try:
         trainer.evaluate()
+        trainer.train()  # only FSDP1 gets here
     except RecipeError as error:
         found.append(str(error))
+    trainer = make(output)
     trainer.train()
     trainer.evaluate()
     trainer.save_model(str(output / "mine"))
@@ -225,15 +279,17 @@ def _use_trainer_otherwise(model, data, output):
     return found
 
 
-def test_save_model_exports_and_wrong_orders_are_named(tiny_model, text_file, tmp_path):
+@pytest.mark.parametrize("fsdp", [FSDP2, pytest.param(FSDP1, marks=pytest.mark.slow)], ids=["FSDP2", "FSDP1"])
+def test_save_model_exports_and_wrong_orders_are_named(tiny_model, text_file, tmp_path, fsdp):
     from transformers import AutoModelForCausalLM
 
     results = run_ranks(
-        _use_trainer_otherwise, 2, tiny_model("llama"), text_file, tmp_path, environment=fsdp_environment(FSDP2)
+        _use_trainer_otherwise, 2, tiny_model("llama"), text_file, tmp_path, environment=fsdp_environment(fsdp)
     )
     assert results[0] == results[1]
     evaluated, doubled = results[0]
-    assert "evaluate() was called before train()" in evaluated
+    order = "train() was called after evaluate()" if fsdp is FSDP1 else "evaluate() was called before train()"
+    assert order in evaluated
     assert "two ShardedCheckpointCallbacks" in doubled
     for name in ("mine", "export"):
         AutoModelForCausalLM.from_pretrained(tmp_path / name)

@@ -69,16 +69,17 @@ def drop_after(output, step):
         ("llama", FSDP2, {"lora": LORA | {"lora_dropout": 0.2}}),
         ("llama", FSDP1, {}),
         pytest.param("llama", FSDP1, {"lora": LORA}, marks=pytest.mark.slow),
-        ("llama", FSDP1, {"lora": LORA, "world_size": 3}),  # rank 2 holds no row of an adapter of rank 4
+        # rank 2 holds no row of an adapter of rank 4
+        pytest.param("llama", FSDP1, {"lora": LORA, "world_size": 3}, marks=pytest.mark.slow),
         pytest.param("llama", FSDP2, {"optim": "paged_adamw_32bit"}, marks=pytest.mark.slow),
         ("llama", FSDP2, {"optim": "adamw_8bit"}),
     ],
 )
 def test_resumed_run_equals_the_uninterrupted_one(tiny_model, text_file, tmp_path, kind, fsdp, keywords):
-    environment = fsdp_environment(fsdp)
-    whole = train(tiny_model(kind), text_file, tmp_path, environment=environment, **keywords)
-    drop_after(tmp_path, 3)
-    resumed = train(tiny_model(kind), text_file, tmp_path, environment=environment, resume=True, **keywords)
+    keywords = keywords | {"environment": fsdp_environment(fsdp), "steps": 4, "save_steps": 2}
+    whole = train(tiny_model(kind), text_file, tmp_path, **keywords)
+    drop_after(tmp_path, 2)
+    resumed = train(tiny_model(kind), text_file, tmp_path, resume=True, **keywords)
     assert resumed == whole  # losses of all steps, parameters and optimizer state, on both ranks
 
 
@@ -92,25 +93,16 @@ def test_blocking_and_asynchronous_saves_hold_the_same(tiny_model, text_file, tm
         assert manifests[0]["files"][file] == manifests[1]["files"][file], file
 
 
-def test_checkpoint_holds_exactly_its_files(tiny_model, text_file, tmp_path):
-    train(tiny_model("llama"), text_file, tmp_path)
-    names = {
-        path.relative_to(tmp_path / "checkpoint-3").as_posix()
-        for path in (tmp_path / "checkpoint-3").rglob("*")
-        if path.is_file()
-    }
+def test_checkpoint_holds_exactly_its_files(run):
+    checkpoint = run / "checkpoint-2"
+    names = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
     assert names == {
         "manifest.json", "optimizer_0/.metadata", "optimizer_0/__0_0.distcp", "optimizer_0/__1_0.distcp",
         "pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/__1_0.distcp",
         "rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "train_params.yaml", "trainer_state.json",
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
     }  # fmt: skip
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
-        "checkpoint-3",
-        "checkpoint-6",
-        "checkpoint-8",
-    ]
-    assert not list(tmp_path.glob(".checkpoint-*"))
+    assert not list(run.glob(".checkpoint-*"))
 
 
 @pytest.mark.parametrize(
@@ -171,8 +163,8 @@ def rows_by_step(model, data, output, world_size, resume=False, parallel=None, s
 @pytest.mark.parametrize(
     ("before", "after", "parallel"),
     [
-        (2, 4, None),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 1, None), (1, 2, None), (4, 4, HYBRID))),
+        (1, 2, None),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 4, None), (4, 1, None), (4, 4, HYBRID))),
     ],
 )
 def test_resume_on_another_number_of_ranks_sees_every_row_once(

@@ -51,3 +51,28 @@ def test_rank_without_the_files_is_an_error_instead_of_a_new_start(run):
     assert all(
         "rank 1 sees another one: part-0.bin is missing. Mount the same output_dir" in text for _, text in errors
     )
+
+
+def _fail_on_rank_1(run):
+    import torch.distributed as dist
+
+    from hf_fsdp_recipes import latest_checkpoint
+    from hf_fsdp_recipes.errors import CheckpointError
+
+    dist.init_process_group("gloo")
+    find_size = layout.find_size
+
+    def fail(file):
+        raise CheckpointError(f"{file.name} cannot be read: Stale file handle")
+
+    layout.find_size = fail if dist.get_rank() == 1 else find_size
+    try:
+        latest_checkpoint(run)
+    finally:
+        layout.find_size = find_size
+
+
+def test_file_system_that_fails_on_one_rank_is_an_error_on_all(run):
+    errors = run_ranks(_fail_on_rank_1, 2, run, expect_failure=True)
+    assert {name for name, _ in errors} == {"CheckpointError"}
+    assert all("part-0.bin cannot be read: Stale file handle" in text for _, text in errors)

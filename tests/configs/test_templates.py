@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from hf_fsdp_recipes.cli import app
 from hf_fsdp_recipes.configs import templates, validate
+from hf_fsdp_recipes.configs.shipped_files import shipped_directory
 from hf_fsdp_recipes.errors import TemplateError
 
 ALL = templates.all_templates()
@@ -29,7 +30,7 @@ def test_every_combination_has_a_name():
 
 
 def test_shipped_files_equal_the_rendered_templates():
-    directory = templates.template_directory()
+    directory = shipped_directory("accelerate_configs")
     assert {file.stem for file in directory.glob("*.yaml")} == {template.name for template in SHIPPED}
     for template in SHIPPED:
         assert (directory / f"{template.name}.yaml").read_text() == templates.render(template), "run `make templates`"
@@ -52,9 +53,7 @@ def test_accelerate_reads_the_config_and_the_check_finds_nothing(template, tmp_p
 def test_header_gives_command_and_choice_and_every_other_value_has_a_comment(template):
     text = templates.render(template)
     header, body = text.split("\n\n")
-    is_shipped = template in SHIPPED
-    assert f"--config_file {'accelerate_configs/' * is_shipped}{template.name}.yaml" in header
-    assert "recipes/sft.py" in header
+    assert f"hf-fsdp sft --accelerate_config {template.name} --config RECIPE" in header
     assert all(f"# {line}" in header for note in template.notes for line in note)
     defaults = {
         "compute_environment", "main_training_function", "fsdp_config", "parallelism_config", "num_machines",
@@ -112,6 +111,12 @@ def config_of(name, **changes):
         ("fsdp1_full_shard", {"parallelism_config": {"dp_shard_size": 8}}, ["needs fsdp_version 2"]),
         ("fsdp1_full_shard", {"fsdp_sharding_strategy": "FULL"}, ["one of FULL_SHARD"]),
         ("fsdp2_full_shard_size_wrap", {"fsdp_min_num_params": 0}, ["turns wrapping off"]),
+        (
+            "fsdp2_full_shard",
+            {"fsdp_transformer_layer_cls_to_wrap": ["LlamaAttention", "LlamaMLP"]},
+            ["['LlamaAttention', 'LlamaMLP']", "one string"],
+        ),
+        ("fsdp2_full_shard", {"fsdp_transformer_layer_cls_to_wrap": "A, B"}, ["'A, B'", "without spaces"]),
     ],
 )
 def test_each_fault_is_reported_with_its_value_and_what_to_change(name, changes, words):
@@ -122,7 +127,7 @@ def test_each_fault_is_reported_with_its_value_and_what_to_change(name, changes,
 def test_wrap_class_is_looked_up_in_the_model(tiny_model):
     classes = {type(module).__name__ for module in validate.build_on_meta(str(tiny_model("llama"))).modules()}
     wrong = config_of("fsdp2_full_shard", fsdp_transformer_layer_cls_to_wrap="GPT2Block")
-    right = config_of("fsdp2_full_shard", fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer, LlamaMLP")
+    right = config_of("fsdp2_full_shard", fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer,LlamaMLP")
     (fault,) = validate.find_faults(wrong, classes)
     assert "GPT2Block" in fault and "LlamaDecoderLayer" in fault
     assert validate.find_faults(right, classes) == []
@@ -152,16 +157,27 @@ def test_template_that_is_not_shipped_is_read_by_its_name(source):
     assert config["fsdp_config"]["fsdp_offload_params"] is True
 
 
+def test_file_of_that_name_comes_before_the_template(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changed = templates.render(templates.find_template("fsdp2_full_shard")).replace(
+        "num_processes: 8", "num_processes: 3"
+    )
+    (tmp_path / "fsdp2_full_shard.yaml").write_text(changed)
+    assert validate.read_config("fsdp2_full_shard")["num_processes"] == 3
+    assert run(app, ["config", "show", "fsdp2_full_shard"]).output == changed
+
+
 def test_missing_file_in_another_directory_is_not_taken_for_a_template(tmp_path):
     with pytest.raises(TemplateError, match="No such file"):
         validate.read_config(tmp_path / "fsdp2_full_shard.yaml")
 
 
+@pytest.mark.launch
 def test_launch_on_several_nodes_without_an_address_fails_at_once(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("")
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    template = templates.template_directory() / "fsdp2_hybrid_shard.yaml"
+    template = shipped_directory("accelerate_configs") / "fsdp2_hybrid_shard.yaml"
     result = subprocess.run(
         [*launch, template, "--main_process_port", "0", script], capture_output=True, text=True, timeout=120
     )
@@ -174,7 +190,7 @@ def test_list_show_and_path():
     assert [line.split()[0] for line in listed.splitlines()] == [template.name for template in SHIPPED]
     shown = run(app, ["config", "show", "fsdp2_full_shard"]).output
     assert shown == templates.render(templates.find_template("fsdp2_full_shard"))
-    assert run(app, ["config", "path"]).output == f"{templates.template_directory()}\n"
+    assert run(app, ["config", "path"]).output == f"{shipped_directory('accelerate_configs')}\n"
 
 
 def rendered(*arguments):
@@ -199,9 +215,10 @@ def test_rendered_config_fits_the_machine_and_the_model(tmp_path):
     by_size = yaml.safe_load(rendered("--strategy", "no_shard", "--min-num-params", "5000"))["fsdp_config"]
     assert (by_size["fsdp_version"], by_size["fsdp_min_num_params"]) == (1, 5000)
     file = tmp_path / "mine.yaml"
-    rendered("fsdp2_full_shard_size_wrap", "--wrap", "layer", "--wrap-class", "GPT2Block", "-o", str(file))
+    classes = "GPT2Attention, GPT2MLP"
+    rendered("fsdp2_full_shard_size_wrap", "--wrap", "layer", "--wrap-class", classes, "-o", str(file))
     fsdp = yaml.safe_load(file.read_text())["fsdp_config"]
-    assert fsdp["fsdp_transformer_layer_cls_to_wrap"] == "GPT2Block" and "fsdp_min_num_params" not in fsdp
+    assert fsdp["fsdp_transformer_layer_cls_to_wrap"] == "GPT2Attention,GPT2MLP" and "fsdp_min_num_params" not in fsdp
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ GLOBAL_BATCH = 4
 STEPS = 3
 LAUNCHED_ALWAYS = ("fsdp2_full_shard",)
 SIMILAR = (
+    "fsdp2_full_shard",
     "fsdp2_hybrid_shard_zero2",
     "fsdp2_shard_grad_op",
     "fsdp1_full_shard_gaudi",
-)  # to templates that always train
+)  # to templates that always train or are launched
 
 
 def losses(output_dir):

@@ -1,4 +1,4 @@
-"""The runs that the tests compare: a strategy and a recipe each, with a tiny model."""
+"""The runs that the tests compare. Each is a strategy and a recipe, with a tiny model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ LORA = {
     "use_peft": True,
     "lora_target_modules": "all-linear",
     "lora_r": 4,
-    "lora_dropout": 0.0,  # a device draws other random numbers than the CPU
+    "lora_dropout": 0.0,  # a device and the CPU draw different random numbers
 }
 
 
@@ -53,6 +53,7 @@ PACKED = {
     "gradient_checkpointing": True,
     "gradient_accumulation_steps": 2,
 }
+PACKED_DOCUMENTS = {"packing": True, "attention": "sdpa"}
 QLORA = LORA | SHORT | {"load_in_4bit": True, "gradient_checkpointing": True, "merge_adapter": True}
 CASES = {
     "full": Case(),
@@ -65,6 +66,7 @@ CASES = {
     "hybrid": Case("fsdp2_hybrid_shard", SHORT, num_ranks=4),
     "offload": Case("fsdp2_full_shard_offload"),
     "packing, checkpointing and accumulation": Case(settings=SHORT | PACKED),
+    "packed documents": Case(settings=SHORT | PACKED_DOCUMENTS),
     "mixture of experts": Case(settings=SHORT, model=("qwen3_moe", "float32")),
     "bf16": Case(settings=SHORT, precision="bf16"),
 }

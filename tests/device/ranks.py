@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_fsdp_recipes.metrics.report import read_metrics
+from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 from tests.ranks.harness import run_ranks, start_ranks, template_environment
 from tests.recipes.launching import ROOT, run_recipe
 
@@ -27,7 +27,7 @@ TIMEOUT_SECONDS = 200.0
 
 
 def device_environment(package: Path) -> dict[str, str]:
-    """Return what a process that is started needs to have the device."""
+    """Return the environment that a new process needs to have the device."""
     path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {"EMU_DEVICES": str(NUM_DEVICES), "EMU_DEVICE_MIB": str(DEVICE_MIB)}
     # bitsandbytes compiles its kernels for a device that it does not know, which takes minutes.
@@ -36,7 +36,7 @@ def device_environment(package: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def fork_server_with_device(package: Path) -> Iterator[None]:
-    """Restart the tests' fork server with the device; afterwards without it."""
+    """Restart the tests' fork server with the device, and afterwards without it."""
     import torch  # noqa: F401 (before its package can be found: pytest's own process has no device)
 
     server = multiprocessing.forkserver._forkserver
@@ -110,7 +110,7 @@ class Ranks:
     def interrupt(self, settings: Mapping[str, Any], template: Path, number: signal.Signals, at_step: int) -> list[int]:
         """Run recipes/sft.py on two ranks that signal themselves in a step; return their exit statuses.
 
-        They do it once all checkpoints before that step are complete.
+        They signal once all checkpoints before that step are complete.
         """
         arguments = write_recipe(settings)
         environment = template_environment(template) | DEVICE

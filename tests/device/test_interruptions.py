@@ -1,4 +1,4 @@
-"""Runs on the device that are killed, preempted, or resumed on another number of devices, against one that is not."""
+"""Runs on the device that are killed, preempted, or resumed on a different number of devices, compared with one that is not."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def test_killed_run_resumes_to_the_same_export(runs, tmp_path, name):
 
 def test_sigterm_ends_the_run_with_a_checkpoint_and_it_resumes(runs, tmp_path):
     settings, template, statuses = interrupted(runs, "full", tmp_path / "run", signal.SIGTERM)
-    assert statuses == [0, 0]  # the harness reports what a rank raises in another way
+    assert statuses == [0, 0]  # exceptions in a rank are reported by the harness, not as a status
     assert (tmp_path / "run" / "checkpoint-6" / "manifest.json").exists()
     assert not (tmp_path / "run" / "export").exists()
     losses = runs.ranks.train(settings, template)
@@ -46,7 +46,7 @@ def test_sigterm_ends_the_run_with_a_checkpoint_and_it_resumes(runs, tmp_path):
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_run_resumes_on_another_number_of_devices(runs, tmp_path, num_ranks):
-    """The global batch stays at four rows, so losses and exports change by the order of additions only."""
+    """The global batch stays at four rows, so losses and exports differ only by the order of additions."""
     finished = runs.get("full")
     output = tmp_path / "run"
     shutil.copytree(finished.output, output, ignore=shutil.ignore_patterns("checkpoint-6", "export", "*.png"))

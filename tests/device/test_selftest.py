@@ -27,7 +27,7 @@ def test_all_checks_pass_on_two_devices(package, tmp_path):
 
 
 def gpu_day(package, directory, *names):
-    """Run measurements in small; return their results by name."""
+    """Run measurements with tiny models; return their results by name."""
     command = [sys.executable, "-m", "benchmarks.gpu_day", "--scale", "small", "--only", *names]
     command += ["--out", str(directory), "--models", str(directory / "models")]
     done = subprocess.run(

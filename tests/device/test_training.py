@@ -5,11 +5,11 @@ from safetensors.torch import load_file
 
 from tests.device.cases import CASES
 
-# The device's kernels are the CPU's, but collectives may add in another order. AdamW divides by the gradient's own size, so where
-# a gradient is almost zero, its rounding moves a weight by a part of the learning rate, 1e-2.
+# The device's kernels are the CPU's, but collectives may add in another order. AdamW divides by the gradient's own size, so if
+# a gradient is almost zero, its rounding error moves a weight by a fraction of the learning rate, 1e-2.
 LOSS, WEIGHT = 1e-5, 1e-4
-# In bfloat16 a device has other rules for autocast and other 4-bit kernels, and AdamW's first steps are all of the learning
-# rate's size, so the exports cannot be compared.
+# In bfloat16 a device has other rules for autocast and other 4-bit kernels, and AdamW's first steps are all as large as
+# the learning rate, so the exports cannot be compared.
 LOSS_IN_BF16 = 2**-8
 
 

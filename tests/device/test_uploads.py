@@ -11,7 +11,7 @@ def load_shards(model, data, output, loader):
     """Return each parameter's values as a list, gathered."""
     from hf_fsdp_recipes.loading import distribute
 
-    distribute.BUCKET_BYTES = 5000
+    distribute.BUCKET_BYTES = 4096
     trainer = build(
         str(model), str(data), str(output), loader=loader, steps=1, use_cpu=False, learning_rate=0.0,
         load_arguments={"verify": "full"},

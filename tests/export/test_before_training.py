@@ -1,5 +1,6 @@
 """What would make the export at the end of a run fail is known before training."""
 
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -79,17 +80,36 @@ def test_recipe_with_a_bad_size_is_refused(size):
 
 @pytest.mark.parametrize(
     ("prompt", "tokens", "words"),
-    [("prompt.txt", -1, "max_new_tokens is -1"), ("missing.txt", 4, "missing.txt cannot be")],
+    [
+        ("prompt.txt", -1, "max_new_tokens is -1"),
+        ("missing.txt", 4, "missing.txt cannot be"),
+        ("empty.txt", 4, "empty.txt is empty"),
+    ],
 )
 def test_generate_with_a_bad_argument_is_one_line(tiny_model, tmp_path, prompt, tokens, words):
     from hf_fsdp_recipes.export.generate import generate
 
     (tmp_path / "prompt.txt").write_text("The")
+    (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(ExportError, match=words) as error:
         generate(tiny_model("llama"), tmp_path / prompt, max_new_tokens=tokens)
     assert "\n" not in str(error.value)
     with pytest.raises(ExportError, match="not a directory"):
         generate(tmp_path / "nothing", tmp_path / "prompt.txt")
+
+
+def test_generate_prints_the_text_and_on_stderr_the_inference_time(tiny_model):
+    from typer.testing import CliRunner
+
+    from hf_fsdp_recipes.cli import app
+
+    command = ["generate", str(tiny_model("llama")), "--prompt", "The big fox", "--max-new-tokens", "4"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.exception
+    assert result.stdout.startswith("The big fox") and "inference time" not in result.stdout
+    assert re.search(
+        r"^inference time: \d+\.\d\d s for [1-4] tokens \(\d+\.\d tokens/s\)$", result.stderr, re.MULTILINE
+    )
 
 
 def test_export_with_a_damaged_file_is_not_loaded(tiny_model, tmp_path):

@@ -101,6 +101,91 @@ def test_lora_checkpoint_exports_adapter_and_merged_model(tiny_model, text_file,
         torch.testing.assert_close(merged[1][name], tensor, rtol=0, atol=1e-7)
 
 
+def test_merged_dora_is_pefts_own(tiny_model, text_file, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from hf_fsdp_recipes import export_checkpoint
+
+    dora = {"lora": LORA | {"use_dora": True}}
+    run_ranks(_export_live, 2, tiny_model("llama"), text_file, tmp_path, dora, environment=fsdp_environment(FSDP2))
+    for source in ("checkpoint-2", "live"):
+        export_checkpoint(tmp_path / source, tmp_path / f"{source}_merged", merge_adapter=True)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model("llama"))
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    expected = PeftModel.from_pretrained(base, tmp_path / "live").merge_and_unload().state_dict()
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in expected.items() if "_proj.weight" in name)
+    for name in ("live_merged", "checkpoint-2_merged"):
+        merged = load_file(tmp_path / name / "model.safetensors")
+        assert set(merged) == set(expected)
+        for key, tensor in expected.items():
+            torch.testing.assert_close(merged[key], tensor, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
+def test_adapters_that_changed_the_base_are_not_merged_into_its_files(start):
+    from peft import LoraConfig
+
+    from hf_fsdp_recipes.errors import ExportError
+    from hf_fsdp_recipes.export.lora_merge import StoredAdapter
+
+    config = LoraConfig(init_lora_weights=start)
+    with pytest.raises(ExportError, match=f"initialized with {start}, which changes the base weights"):
+        StoredAdapter(config, {})
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_exports_of_a_model_whose_base_was_changed_are_right(start, tiny_model, tmp_path):
+    """The adapter's config makes PEFT change the base model again; the merged model holds what was trained."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from hf_fsdp_recipes import export_model
+
+    config = LoraConfig(**LORA, init_lora_weights=start)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model("llama")), config).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter += 0.05 * torch.randn_like(parameter)
+        tokens = torch.arange(12)[None]
+        expected = model(tokens).logits
+        export_model(model, tmp_path / "adapter")
+        export_model(model, tmp_path / "merged", merge_adapter=True)
+        loaded = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(tiny_model("llama")), tmp_path / "adapter"
+        )
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        for found in (loaded, merged):
+            torch.testing.assert_close(found.eval()(tokens).logits, expected, rtol=0, atol=1e-5)
+
+
+def test_changed_base_model_of_a_merge_is_one_error_on_every_process(tiny_model, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from hf_fsdp_recipes.export.export_directory import write_marker
+
+    base = shutil.copytree(tiny_model("llama"), tmp_path / "base")
+    write_marker(base, [])  # as of an export
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**LORA))
+    model.save_pretrained(tmp_path / "adapter")
+    merge = (_export_offline, 2, tmp_path / "adapter", tmp_path / "merged", {"merge_adapter": True})
+    environment = {"ACCELERATE_USE_FSDP": "false"}
+    run_ranks(*merge, environment=environment)
+    assert same_tensors(base, tmp_path / "merged")  # a new adapter changes nothing
+    shutil.rmtree(tmp_path / "merged")
+    weights = bytearray((base / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (base / "model.safetensors").write_bytes(weights)
+    errors = run_ranks(*merge, environment=environment, expect_failure=True)
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "ExportError"
+    assert "base/model.safetensors differs from its checksum" in errors[0][1]
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+
+
 def _stock_save(model, data, output):
     trainer = build(str(model), str(data), str(output), loader="stock", steps=2, save_strategy="steps", save_steps=2)
     trainer.train()
@@ -180,6 +265,18 @@ def test_damaged_checkpoint_is_one_error_and_no_export(checkpoint, tmp_path, dam
         export_checkpoint(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize("name", [".", "../../link"])
+def test_models_directory_is_verified_under_another_name(checkpoint, tmp_path, monkeypatch, name):
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.errors import ExportError
+
+    _flip(_file(checkpoint))
+    (tmp_path / "link").symlink_to(checkpoint / "pytorch_model_fsdp_0")
+    monkeypatch.chdir(checkpoint / "pytorch_model_fsdp_0")
+    with pytest.raises(ExportError, match=r"__1_0\.distcp has changed"):
+        export_checkpoint(name, tmp_path / "out")
 
 
 def test_checkpoint_is_not_exported_onto_itself_or_another_model(checkpoint, tiny_model, tmp_path):

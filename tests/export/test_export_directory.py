@@ -5,10 +5,16 @@ import os
 import shutil
 
 import pytest
+import torch
+import xxhash
+from safetensors.torch import save_file
 
-from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.errors import ExportError, LoadError
 from hf_fsdp_recipes.export import export_directory
-from hf_fsdp_recipes.export.export_directory import MARKER, check_files, check_target, parse_shard_size
+from hf_fsdp_recipes.export.export_directory import check_target, parse_shard_size
+from hf_fsdp_recipes.export.verify_files import has_weights
+from hf_fsdp_recipes.loading import export_marker
+from hf_fsdp_recipes.loading.export_marker import MARKER, check_files
 
 
 def write(final, *names, **keywords):
@@ -75,6 +81,18 @@ def test_link_to_another_directory_inside_an_export_is_not_followed(export, tmp_
         check_target(export, "5GB")
 
 
+@pytest.mark.parametrize("place", ["export", ".export.replaced"])
+def test_folder_of_an_export_that_became_a_link_is_not_emptied(export, tmp_path, place):
+    export = export.rename(tmp_path / place)
+    (export / "additional_chat_templates").rename(tmp_path / "mine")
+    (export / "additional_chat_templates").symlink_to(tmp_path / "mine")
+    if place != "export":
+        (tmp_path / "export").mkdir()
+    with pytest.raises(ExportError, match="contains additional_chat_templates, which is not part"):
+        write(tmp_path / "export", "config.json")
+    assert (tmp_path / "mine" / "tool.jinja").read_text()
+
+
 @pytest.mark.parametrize("names", [["config.json"], ["adapter_config.json", "notes.txt"], ["checkpoint-4/.metadata"]])
 def test_directory_without_marker_is_not_replaced(tmp_path, names):
     target = tmp_path / "model"
@@ -111,9 +129,10 @@ def test_source_itself_is_not_replaced(export, tmp_path):
 def test_damaged_marker_replaces_nothing(export, marker):
     (export / MARKER).write_text(marker)
     (export.parent / "thesis.txt").write_text("x")
-    for act in (lambda: check_target(export, "5GB"), lambda: check_files(export)):
-        with pytest.raises(ExportError, match=MARKER):
-            act()
+    with pytest.raises(ExportError, match=MARKER):
+        check_target(export, "5GB")
+    with pytest.raises(LoadError, match=MARKER):
+        check_files(export)
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -197,12 +216,53 @@ def move_range(export):
     (export / MARKER).write_text(json.dumps(marker))
 
 
-@pytest.mark.parametrize("damage", [remove, truncate, move_range])
+def add_index(export):
+    (export / "model.safetensors.index.json").write_text(
+        "{}"
+    )  # of an earlier export; transformers would read its files
+
+
+def flip(export):
+    (export / "config.json").write_text("Config.json")
+
+
+DAMAGES = {
+    remove: r"config\.json is missing",
+    truncate: r"config\.json has 1 bytes, not 11",
+    flip: r"config\.json differs from its checksum",
+    move_range: r"config\.json differs from its checksum",
+    add_index: r"model\.safetensors\.index\.json was added",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_changed_export_is_not_loaded(export, damage):
     check_files(export)
+    (export / "README.md").write_text("notes")
+    (export / "._model.safetensors").write_text("of macOS")
+    check_files(export)
     damage(export)
-    with pytest.raises(ExportError, match=r"config\.json"):
+    with pytest.raises(LoadError, match=DAMAGES[damage]):
         check_files(export)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+def test_parts_cover_every_range_once(tmp_path, num_parts, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(bytes(range(200)))
+    ranges = [(10 * n, 10, xxhash.xxh3_64_hexdigest(bytes(range(10 * n, 10 * n + 10)))) for n in range(20)]
+    export_directory.write_marker(tmp_path, [{"model.safetensors": ranges}])
+    read, is_intact = [], export_marker._is_intact
+    monkeypatch.setattr(export_marker, "_is_intact", lambda *written: read.append(written[1]) or is_intact(*written))
+    for part in range(num_parts):
+        check_files(tmp_path, part, num_parts)
+    assert sorted(read) == [start for start, _, _ in ranges]
+
+
+def test_hidden_files_are_not_weights(tmp_path):
+    (tmp_path / "._model.safetensors").write_bytes(b"\x00\x05\x16\x07")
+    assert not has_weights(tmp_path)
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert has_weights(tmp_path)
 
 
 def test_directory_without_marker_can_be_loaded(tmp_path):

@@ -28,34 +28,24 @@ def whole_state(trainer):
     return full
 
 
-def _export(model, data, output, build_keywords, export_keywords):
+def _export(model, data, output, build_keywords, exports):
+    """Train, save the gathered state, and export into each directory that `exports` names, with its keywords."""
     from hf_fsdp_recipes import export_model
 
     trainer = build(str(model), str(data), str(output), steps=2, **build_keywords)
     trainer.train()
     state = whole_state(trainer)
-    export_model(trainer.model, output / "export", tokenizer=trainer.processing_class, **export_keywords)
+    for name, keywords in exports.items():
+        export_model(trainer.model, output / name, tokenizer=trainer.processing_class, **keywords)
     if trainer.accelerator.is_main_process:
         torch.save(state, output / "state.pt")
 
 
-def export(
-    tiny_model,
-    text_file,
-    tmp_path,
-    kind="llama",
-    world_size=2,
-    environment=None,
-    build_keywords=None,
-    **export_keywords,
-):
-    environment = environment or fsdp_environment(FSDP2)
-    tmp_path.mkdir(exist_ok=True)
-    model = tiny_model(kind)
-    run_ranks(
-        _export, world_size, model, text_file, tmp_path, build_keywords or {}, export_keywords, environment=environment
-    )
-    return tmp_path / "export", torch.load(tmp_path / "state.pt", weights_only=True)
+def export(model, data, output, *, world_size=2, environment=None, build_keywords=None, exports=None):
+    """Return the directory of the exports, by default one named `export`, and the gathered state."""
+    arguments = (model, data, output, build_keywords or {}, exports or {"export": {}})
+    run_ranks(_export, world_size, *arguments, environment=environment or fsdp_environment(FSDP2))
+    return output, torch.load(output / "state.pt", weights_only=True)
 
 
 def assert_loads_as(directory, state):
@@ -77,26 +67,41 @@ def assert_loads_as(directory, state):
         pytest.param("mixtral", 2, FSDP2, None, marks=pytest.mark.slow),
         pytest.param("llama", 4, FSDP2, None, marks=pytest.mark.slow),
         ("llama", 4, FSDP2, HYBRID),
-        ("llama", 2, FSDP1, None),
+        pytest.param("llama", 2, FSDP1, None, marks=pytest.mark.slow),
         ("qwen3_moe", 3, FSDP1, None),
         pytest.param("llama_tied", 2, FSDP1 | {"fsdp_sharding_strategy": "NO_SHARD"}, None, marks=pytest.mark.slow),
     ],
 )
 def test_export_loads_as_the_gathered_model(tiny_model, text_file, tmp_path, kind, world_size, fsdp, parallel):
     environment = fsdp_environment(fsdp, parallel)
-    directory, state = export(tiny_model, text_file, tmp_path, kind, world_size, environment)
-    assert_loads_as(directory, state)
+    output, state = export(tiny_model(kind), text_file, tmp_path, world_size=world_size, environment=environment)
+    assert_loads_as(output / "export", state)
 
 
-@pytest.mark.parametrize("fsdp", [FSDP2, pytest.param(FSDP1, marks=pytest.mark.slow)])
-def test_gathering_writes_the_same_bytes_as_writing_in_place(tiny_model, text_file, tmp_path, fsdp):
-    environment = fsdp_environment(fsdp)
-    directly, _ = export(
-        tiny_model, text_file, tmp_path / "a", environment=environment, method="direct", max_shard_size="20KB"
-    )
-    gathered, _ = export(
-        tiny_model, text_file, tmp_path / "b", environment=environment, method="gather", max_shard_size="20KB"
-    )
+EXPORTS = {
+    "plain": {},
+    "direct": {"method": "direct", "max_shard_size": "20KB"},
+    "gather": {"method": "gather", "max_shard_size": "20KB"},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+
+
+@pytest.fixture(scope="module", params=[FSDP2, pytest.param(FSDP1, marks=pytest.mark.slow)], ids=["fsdp2", "fsdp1"])
+def exported(request, tiny_model, text_file, tmp_path_factory):
+    """A directory with EXPORTS of one trained model, and the gathered state."""
+    output = tmp_path_factory.mktemp("exports")
+    return export(tiny_model("llama"), text_file, output, environment=fsdp_environment(request.param), exports=EXPORTS)
+
+
+def test_link_as_a_target_stays_and_its_directory_is_filled(tiny_model, text_file, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "target")
+    _, state = export(tiny_model("llama"), text_file, tmp_path, exports={"link": {}})
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "target" / "model.safetensors").is_file()
+    assert_loads_as(tmp_path / "link", state)
+
+
+def test_gathering_writes_the_same_bytes_as_writing_in_place(exported):
+    directly, gathered = (exported[0] / name for name in ("direct", "gather"))
     files = sorted(file.name for file in directly.iterdir())
     assert files == sorted(file.name for file in gathered.iterdir())
     assert len([name for name in files if name.endswith(".safetensors")]) > 2
@@ -104,37 +109,35 @@ def test_gathering_writes_the_same_bytes_as_writing_in_place(tiny_model, text_fi
         assert (directly / name).read_bytes() == (gathered / name).read_bytes(), name
 
 
-def test_files_are_split_as_save_pretrained_splits_them(tiny_model, text_file, tmp_path):
+def test_files_are_split_as_save_pretrained_splits_them(exported, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    directory, _ = export(tiny_model, text_file, tmp_path, "llama", max_shard_size="30KB")
-    AutoModelForCausalLM.from_pretrained(directory).save_pretrained(tmp_path / "stock", max_shard_size="30KB")
+    directory = exported[0] / "direct"
+    AutoModelForCausalLM.from_pretrained(directory).save_pretrained(tmp_path, max_shard_size="20KB")
     ours, stock = (
-        {file.name: set(load_file(file)) for file in place.glob("*.safetensors")}
-        for place in (directory, tmp_path / "stock")
+        {file.name: set(load_file(file)) for file in place.glob("*.safetensors")} for place in (directory, tmp_path)
     )
     assert ours == stock
     index, stock_index = (
-        json.loads((place / "model.safetensors.index.json").read_text()) for place in (directory, tmp_path / "stock")
+        json.loads((place / "model.safetensors.index.json").read_text()) for place in (directory, tmp_path)
     )
     assert index == stock_index
 
 
-def test_cast_while_writing(tiny_model, text_file, tmp_path):
-    directory, state = export(tiny_model, text_file, tmp_path, dtype="bfloat16")
-    for name, tensor in load_file(directory / "model.safetensors").items():
+def test_cast_while_writing(exported):
+    output, state = exported
+    for name, tensor in load_file(output / "bfloat16" / "model.safetensors").items():
         assert torch.equal(tensor, state[name].to(torch.bfloat16)), name
-    assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((output / "bfloat16" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_config_and_tokenizer_are_written_with_the_weights(tiny_model, text_file, tmp_path):
-    directory, _ = export(tiny_model, text_file, tmp_path)
-    names = {file.name for file in directory.iterdir()}
-    assert names == {
+def test_config_and_tokenizer_are_written_with_the_weights(exported):
+    output, _ = exported
+    assert {file.name for file in (output / "plain").iterdir()} == {
         "config.json", "export_manifest.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json", "chat_template.jinja",
     }  # fmt: skip
-    assert sorted(path.name for path in tmp_path.glob(".*")) == []
+    assert sorted(path.name for path in output.glob(".*")) == []
 
 
 @pytest.mark.parametrize("fsdp", [FSDP2, pytest.param(FSDP1, marks=pytest.mark.slow)])
@@ -142,11 +145,12 @@ def test_adapter_and_merged_model_are_pefts_own(tiny_model, text_file, tmp_path,
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    environment, build_keywords = fsdp_environment(fsdp), {"lora": LORA}
-    common = {"environment": environment, "build_keywords": build_keywords}
-    adapter, state = export(tiny_model, text_file, tmp_path / "adapter", **common)
-    merged, _ = export(tiny_model, text_file, tmp_path / "merged", **common, merge_adapter=True)
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model("llama")), adapter)
+    exports = {"adapter": {}, "merged": {"merge_adapter": True}}
+    output, state = export(
+        tiny_model("llama"), text_file, tmp_path,
+        environment=fsdp_environment(fsdp), build_keywords={"lora": LORA}, exports=exports,
+    )  # fmt: skip
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model("llama")), output / "adapter")
     reloaded = model.state_dict()
     trained = {name for name in state if "lora_" in name}
     assert len(trained) == 28
@@ -154,7 +158,7 @@ def test_adapter_and_merged_model_are_pefts_own(tiny_model, text_file, tmp_path,
         assert torch.equal(reloaded[name], state[name]), name
         assert state[name].abs().sum(dim=1).min() > 0  # no rank's rows are missing
     expected = model.merge_and_unload().state_dict()
-    ours = AutoModelForCausalLM.from_pretrained(merged).state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(output / "merged").state_dict()
     assert set(ours) == set(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-7)
@@ -253,7 +257,7 @@ def test_kill_during_export_leaves_the_checkpoint_and_no_export(tiny_model, text
             environment=fsdp_environment(FSDP2),
             timeout_seconds=60,
         )
-    assert (tmp_path / ".export.incomplete").is_dir()  # it did die in the middle
+    assert (tmp_path / ".export.export").is_dir()  # it did die in the middle
     assert not (tmp_path / "export").exists()
     [checkpoint] = layout.list_checkpoints(tmp_path, verify=True)
     assert checkpoint.is_complete
@@ -261,4 +265,4 @@ def test_kill_during_export_leaves_the_checkpoint_and_no_export(tiny_model, text
     assert (
         load_file(exported / "model.safetensors").keys() == load_file(tiny_model("llama") / "model.safetensors").keys()
     )
-    assert not (tmp_path / ".export.incomplete").exists()  # the next export takes its place
+    assert not (tmp_path / ".export.export").exists()  # the next export takes its place

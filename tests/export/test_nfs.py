@@ -5,7 +5,7 @@ import torch
 
 from hf_fsdp_recipes.checkpointing.direct_io import BLOCK_BYTES, split_at_blocks
 from hf_fsdp_recipes.export import borders, write_export
-from hf_fsdp_recipes.export.export_plan import MODEL_PATTERN, ShardExport, split_parameter
+from hf_fsdp_recipes.export.export_plan import MODEL_PATTERN, ShardExport, split_parameters
 from hf_fsdp_recipes.export.tensor_files import FileWriter, create_files, plan_files
 from hf_fsdp_recipes.loading.shard_layout import row_range
 from hf_fsdp_recipes.loading.weight_mapping import set_conversions
@@ -92,10 +92,8 @@ def shards_of(parameters, rank, num_ranks):
 def test_each_page_is_written_on_one_node(kind, num_nodes, ranks_per_node, max_shard_size, tmp_path, monkeypatch):
     """No processes: every rank's writer runs in turn, and rank 0's writes what the others would send."""
     model, num_ranks = model_on_meta(kind), num_nodes * ranks_per_node
-    parameters = [
-        (name, tuple(parameter.shape), split_parameter(model, name, tuple(parameter.shape)))
-        for name, parameter in model.named_parameters()
-    ]
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    parameters = [(name, shapes[name], parts) for name, parts in split_parameters(model, shapes).items()]
     stored = [(part.tensor, part.shape, torch.bfloat16) for *_, parts in parameters for part in parts]
     plan = plan_files(stored, max_shard_size, MODEL_PATTERN)
     recorded = record(monkeypatch.setattr, is_dry=True)

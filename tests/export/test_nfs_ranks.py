@@ -47,12 +47,10 @@ def _record(output, kinds, ranks_per_node):
 
     from hf_fsdp_recipes import distributed, export_model
     from hf_fsdp_recipes.checkpointing import direct_io
-    from hf_fsdp_recipes.export import borders
     from tests.export.nfs_client import record
 
     dist.init_process_group("gloo")
     distributed.node_id = lambda: f"node {dist.get_rank() // ranks_per_node}"
-    borders.MAX_BORDERS = 7  # several messages
     direct_io.MIN_DIRECT_BYTES = 16 * 1024  # also for the ranges of eight ranks
     operations, recorded = record(), {}
     for kind in kinds:

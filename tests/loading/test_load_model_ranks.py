@@ -1,6 +1,7 @@
 """The loader and stock loading give the same losses to the last digit, on real gloo ranks."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -30,7 +31,7 @@ def _train(model, data, output, keywords):
         ("llama_tied", None),
         pytest.param("llama_tied", LORA, marks=pytest.mark.slow),
         ("gpt2", None),
-        ("qwen3_moe", None),
+        pytest.param("qwen3_moe", None, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", LORA, marks=pytest.mark.slow),
         pytest.param("mixtral", None, marks=pytest.mark.slow),
     ],
@@ -121,39 +122,52 @@ def test_every_value_arrives_on_four_ranks_that_read_directly(tiny_model, text_f
         assert seen[3][name] == tensor.float().tolist(), name
 
 
-def _shards_through_small_buckets(model_dir, data, output, keywords, remote_ranks):
-    """As `_shards`, in many buckets; `remote_ranks` do not see rank 0's memory, as on another node."""
+def _shards_through_small_buckets(model_dir, data, output, keywords, nodes, blind_rank):
+    """As `_shards`, in many buckets; `nodes` has each rank's node, and `blind_rank` cannot share memory."""
     from hf_fsdp_recipes import distributed
-    from hf_fsdp_recipes.loading import distribute, materialize, shared_memory
+    from hf_fsdp_recipes.loading import distribute, shared_memory
 
     distribute.BUCKET_BYTES = 4096
-    if distributed.rank() in remote_ranks:
+    distributed.node_id = lambda: f"node {nodes[distributed.rank()]}"
+    if distributed.rank() == blind_rank:
         shared_memory._open = lambda *arguments: None
-    scatter = materialize.scatter
-
-    def scatter_and_check_sums(targets, index, group, checksums):
-        scatter(targets, index, group, checksums)
-        if index is not None:  # every shard that was sent has a checksum, also rank 0's own if it has replicas
-            sent = range(0 if group.replicate_group is not None else 1, len(group.ranks))
-            expected = {(target.name, r) for target in targets for r in sent if target.shard_ranges[r][1]}
-            assert checksums.values.keys() == expected
-
-    materialize.scatter = scatter_and_check_sums
     return _shards(model_dir, data, output, keywords)
 
 
-@pytest.mark.parametrize(("parallel", "remote_ranks"), [(None, [2]), (HYBRID, []), (HYBRID, [1, 2, 3])])
-def test_every_value_arrives_through_small_buckets(tiny_model, text_file, tmp_path, parallel, remote_ranks):
+@pytest.mark.parametrize(
+    ("parallel", "nodes", "blind_rank"),
+    [
+        (None, [0, 0, 0, 0], 2),
+        pytest.param(None, [0, 1, 0, 2], None, marks=pytest.mark.slow),
+        (HYBRID, [0, 0, 1, 1], None),
+    ],
+)
+def test_every_value_arrives_through_small_buckets(tiny_model, text_file, tmp_path, parallel, nodes, blind_rank):
     from safetensors.torch import load_file
 
     model = tiny_model("llama", "bfloat16")
     keywords = {"dtype": "bfloat16", "load_arguments": {"verify": "full"}}
     environment = fsdp_environment(FSDP2, parallel)
     found = run_ranks(
-        _shards_through_small_buckets, 4, model, text_file, tmp_path, keywords, remote_ranks, environment=environment
+        _shards_through_small_buckets,
+        4,
+        model,
+        text_file,
+        tmp_path,
+        keywords,
+        nodes,
+        blind_rank,
+        environment=environment,
     )
     for name, tensor in load_file(model / "model.safetensors").items():
         assert found[3][name] == tensor.float().tolist(), name
+
+
+def test_fsdp1_units_are_verified_on_other_nodes(tiny_model, text_file, tmp_path):
+    model = tiny_model("llama", "bfloat16")
+    keywords = {"dtype": "bfloat16", "load_arguments": {"verify": "full"}}
+    arguments = (model, text_file, tmp_path, keywords, [0, 0, 1], None)
+    run_ranks(_shards_through_small_buckets, 3, *arguments, environment=fsdp_environment(FSDP1))
 
 
 def _auto_choice(model_dir, data, output, blind_rank):
@@ -241,6 +255,81 @@ def test_broken_checkpoint_is_one_load_error_on_every_rank(tiny_model, tmp_path,
     )
     assert errors[0] == errors[1]
     assert errors[0][0] == "LoadError"
+
+
+def _load_exports(parent_directories, arguments):
+    """Load `export` in this rank's directory with each source; return the error or None, and the number of ranges verified."""
+    from hf_fsdp_recipes import load_model
+    from hf_fsdp_recipes.errors import LoadError
+    from hf_fsdp_recipes.loading import export_marker
+
+    os.chdir(parent_directories[int(os.environ["RANK"])])
+    verified, is_intact = [], export_marker._is_intact
+    export_marker._is_intact = lambda *written: verified.append(written) or is_intact(*written)
+    found = []
+    for keywords in arguments:
+        verified.clear()
+        try:
+            load_model("export", **keywords)
+            found.append((None, len(verified)))
+        except LoadError as error:
+            found.append((str(error), len(verified)))
+    return found
+
+
+SOURCES = [{"source": "rank0"}, {"source": "direct"}]
+
+
+@pytest.fixture
+def export(tiny_model, tmp_path):
+    """Return an export of several files; each is one range in its marker."""
+    from hf_fsdp_recipes.export.export_directory import write_marker
+
+    directory = shutil.copytree(tiny_model("llama", "float32", "40KB"), tmp_path / "one" / "export")
+    write_marker(directory, [])
+    return directory
+
+
+def _flip_last_byte(file):
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_ranks_share_the_verification_of_an_export_and_raise_the_same_error(export):
+    num_files = sum(1 for file in export.iterdir()) - 1
+    together = {"environment": fsdp_environment(FSDP2)}
+    intact = run_ranks(_load_exports, 3, [export.parent] * 3, SOURCES, **together)
+    for of_source in zip(*intact, strict=True):
+        assert [error for error, _ in of_source] == [None] * 3
+        counts = [count for _, count in of_source]
+        assert sum(counts) == num_files and max(counts) - min(counts) <= 1
+    changed_file = sorted(export.glob("*.safetensors"))[-1]
+    _flip_last_byte(changed_file)
+    for changed in (
+        run_ranks(_load_exports, 3, [export.parent] * 3, SOURCES, **together),
+        run_ranks(_load_exports, 2, [export.parent] * 2, [{}], environment={"ACCELERATE_USE_CPU": "true"}),  # DDP
+    ):
+        texts = {error for found in changed for error, _ in found}
+        assert texts == {
+            f"export/{changed_file.name} differs from its checksum: the export changed after it was written. Export again, or "
+            f"delete export_manifest.json if you changed it on purpose."
+        }
+
+
+def test_each_copy_of_an_export_is_verified_if_it_is_read(export, tmp_path):
+    copy = shutil.copytree(export, tmp_path / "two" / "export")  # as on another node's disk
+    _flip_last_byte(copy / "config.json")
+    (tmp_path / "none").mkdir()
+    places = [export.parent, copy.parent, tmp_path / "none"]
+    environment = fsdp_environment(FSDP2)
+    results = run_ranks(_load_exports, 2, places[:2], SOURCES, environment=environment)
+    errors = [[error for error, _ in found] for found in results]
+    assert errors[0] == errors[1]
+    assert errors[0][0] is None  # every rank gets what rank 0 reads
+    assert "config.json differs from its checksum" in errors[0][1]
+    results = run_ranks(_load_exports, 2, places[::2], SOURCES[:1], environment=environment)
+    assert [found[0][0] for found in results] == [None, None]
 
 
 def _copy_changed(directory, tmp_path, change):
@@ -371,6 +460,48 @@ def test_dora_losses_equal_stock_loading(tiny_model, text_file, tmp_path, world_
     assert plain != ours
 
 
+def _train_pissa(model, data, output, init, loader):
+    """Train with an adapter that PEFT computes from the base weights, and export; return the losses."""
+    from hf_fsdp_recipes import ShardedCheckpointCallback, export_model, latest_checkpoint
+
+    lora = LORA | {"init_lora_weights": init}
+    saving = {"save_strategy": "steps", "save_steps": 2} if loader != "stock" else {}
+    callbacks = [ShardedCheckpointCallback()] if saving else None
+    trainer = build(
+        str(model), str(data), str(output), loader=loader, steps=4, lora=lora, callbacks=callbacks, **saving
+    )
+    trainer.train(resume_from_checkpoint=latest_checkpoint(output) if saving else None)
+    if saving:
+        export_model(trainer.model, output / "adapter")
+        export_model(trainer.model, output / "merged", merge_adapter=True)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("init", ["pissa", pytest.param("olora", marks=pytest.mark.slow)])
+def test_adapter_computed_from_base_weights_is_pefts_own(tiny_model, text_file, tmp_path, init):
+    import shutil
+
+    import torch
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    def run(name, loader="rank0"):
+        arguments = (tiny_model("llama"), text_file, tmp_path / name, init, loader)
+        return run_ranks(_train_pissa, 2, *arguments, environment=fsdp_environment(FSDP2))[0]
+
+    stock, ours = run("stock", "stock"), run("ours")
+    assert ours == pytest.approx(stock, rel=1e-5)
+    shutil.copytree(tmp_path / "ours" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
+    assert run("resumed")[-2:] == ours[-2:]
+    merged, resumed = (load_file(tmp_path / name / "merged" / "model.safetensors") for name in ("ours", "resumed"))
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in merged.items())
+    base = AutoModelForCausalLM.from_pretrained(tiny_model("llama"))
+    expected = PeftModel.from_pretrained(base, tmp_path / "ours" / "adapter").merge_and_unload().state_dict()
+    for name, tensor in expected.items():  # PEFT computes the changed base weights again
+        torch.testing.assert_close(merged[name], tensor, rtol=0, atol=1e-5)
+
+
 def _add_adapter(model_dir, data, output, kind, changes):
     build(str(model_dir), str(data), str(output), lora=LORA | changes, steps=1).train()
 
@@ -378,7 +509,8 @@ def _add_adapter(model_dir, data, output, kind, changes):
 @pytest.mark.parametrize(
     ("kind", "fsdp", "changes", "word"),
     [
-        ("llama", FSDP2, {"init_lora_weights": "pissa"}, "pissa"),
+        ("llama", FSDP2, {"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
+        ("llama", FSDP1, {"init_lora_weights": "pissa"}, "under FSDP1"),
         ("gpt2", FSDP2, {"use_dora": True}, "Conv1D"),
         ("llama", FSDP1, {"use_dora": True}, "under FSDP1"),
     ],
@@ -398,19 +530,19 @@ def test_adapter_that_cannot_be_made_on_arrival_is_refused_by_name(
 def _lose_a_file_while_loading(model_dir, data, output):
     """Truncate the weights after their headers have been checked."""
     from hf_fsdp_recipes import distributed
-    from hf_fsdp_recipes.loading import distribute, materialize
+    from hf_fsdp_recipes.loading import distribute
 
     distribute.BUCKET_BYTES = 4096
-    send = materialize.scatter
+    fill = distribute.WeightStream.fill
 
-    def lose_then_send(*arguments):
+    def lose_then_fill(*arguments, **keywords):
         if distributed.is_main():
             file = model_dir / "model.safetensors"
             with file.open("r+b") as stream:
                 stream.truncate(file.stat().st_size // 2)
-        send(*arguments)
+        fill(*arguments, **keywords)
 
-    materialize.scatter = lose_then_send
+    distribute.WeightStream.fill = lose_then_fill
     build(str(model_dir), str(data), str(output), steps=1).train()
 
 
@@ -423,28 +555,6 @@ def test_file_that_ends_while_it_is_sent_is_one_error_on_every_rank(tiny_model, 
     assert errors[0][0] == "LoadError"
     assert "inside tensor" in errors[0][1]
     assert errors[0] == errors[1] == errors[2]
-
-
-@pytest.mark.parametrize("num_members", [1, 2, 3, 8])
-def test_no_bucket_is_larger_than_its_memory(num_members, monkeypatch):
-    import torch
-
-    from hf_fsdp_recipes.loading import distribute
-
-    monkeypatch.setattr(distribute, "BUCKET_BYTES", 1024)
-    budget = distribute._shard_bytes(num_members)
-    dtypes = [torch.bfloat16, torch.float32, torch.uint8, torch.float64, torch.bfloat16]
-    items = []
-    for count, dtype in zip([budget // 2 - 1, 77, 1001, 513, 3], dtypes, strict=True):
-        runs = [(number * count, count) for number in range(num_members)]
-        items.append(distribute.ShardTarget("w", [], dtype, dtype, runs, torch.empty(0)))
-    taken = dict.fromkeys(range(len(items)), 0)
-    for bucket in distribute._buckets(items, num_members):
-        for position in range(num_members):
-            assert sum(entry.num_bytes(position) for entry in bucket) <= budget
-        for entry in bucket:
-            taken[items.index(entry.target)] += entry.length
-    assert list(taken.values()) == [item.shard_ranges[0][1] for item in items]
 
 
 def _resized(model_dir, data, output, loader, num_tokens):

@@ -9,6 +9,7 @@ from hf_fsdp_recipes.metrics import aggregate, metrics_file
 from hf_fsdp_recipes.metrics.clock import MAX_MARKS, PHASES, Clock
 from hf_fsdp_recipes.metrics.flops import ModelFlops, TokenCounts, count_tokens
 from hf_fsdp_recipes.metrics.memory import DeviceMemory
+from hf_fsdp_recipes.metrics.metrics_callback import MetricsCallback
 
 
 def counted(window=None, **inputs):
@@ -165,6 +166,18 @@ def test_valley_and_peak_are_reset_together():
     assert memory.pop() == (20, 10, 90, 95)
     assert device.resets == 1
     assert memory.pop()[1] == 20  # without a step the valley is what is allocated now
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+def test_parameters_of_4bit_layers_are_counted_unpacked(storage):
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    model = torch.nn.Sequential(Linear4bit(64, 32), torch.nn.Linear(32, 3))
+    packed = torch.empty((64 * 32 // 2 // storage.itemsize, 1), dtype=storage, device="meta")
+    model[0].weight = Params4bit(packed, requires_grad=False, quant_storage=storage, bnb_quantized=True)
+    callback = MetricsCallback()
+    callback.on_init_end(None, None, None, model=model)
+    assert callback._num_parameters == 64 * 32 + 32 + 32 * 3 + 3
 
 
 def test_memory_of_cpu_ranks_and_of_devices_without_counters_is_zero():

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hf_fsdp_recipes.cli import app
 from hf_fsdp_recipes.errors import DataError
-from hf_fsdp_recipes.metrics import plots, report
+from hf_fsdp_recipes.metrics import metrics_file, plots, report
 from hf_fsdp_recipes.metrics.clock import PHASES
 
 START = {
@@ -49,9 +49,23 @@ def rows(text):
     return {line[0]: line[1] for line in cells if len(line) == 2}
 
 
-def test_tables_show_what_was_measured(tmp_path):
-    write(tmp_path, full_run())
-    text = report.write_report(tmp_path, ["A note."]).read_text()
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """A directory with the report of a full run."""
+    directory = tmp_path_factory.mktemp("run")
+    write(directory, full_run())
+    report.write_report(directory, ["A note."])
+    return directory
+
+
+@pytest.fixture
+def no_plots(monkeypatch):
+    """Leave out the plots, which take most of the time of a report."""
+    monkeypatch.setattr(report, "_write_plots", lambda *_: [])
+
+
+def test_tables_show_what_was_measured(reported):
+    text = (reported / report.REPORT_FILE).read_text()
     found = rows(text)
     assert text.startswith("# fsdp_training_20250209-1430_tiny_1_2_1_4\n")
     assert found["steps"] == "40"
@@ -69,16 +83,21 @@ def test_tables_show_what_was_measured(tmp_path):
     assert "A note." in text
 
 
+def test_log_is_named_after_the_run_and_has_loss_time_and_memory(reported):
+    lines = (reported / "fsdp_training_20250209-1430_tiny_1_2_1_4.txt").read_text().splitlines()
+    assert "device memory allocated, peak, largest rank: 74.00 GB" in lines
+    assert lines[-1].split() == ["40", "0.1000", "2.000", "74.00", "GB"]
+    assert len(lines) - lines.index("") == 42  # a header and 40 steps
+
+
 @pytest.mark.parametrize("name", [report.LOSS_PLOT, report.THROUGHPUT_PLOT, report.MEMORY_PLOT])
-def test_plot_is_a_png_with_lines_in_it(name, tmp_path):
-    write(tmp_path, full_run())
-    text = report.write_report(tmp_path).read_text()
-    assert f"]({name})" in text
-    pixels = matplotlib.image.imread(tmp_path / name)
+def test_plot_is_a_png_with_lines_in_it(name, reported):
+    assert f"]({name})" in (reported / report.REPORT_FILE).read_text()
+    pixels = matplotlib.image.imread(reported / name)
     assert pixels.shape[0] > 400 and pixels.shape[1] > 800
-    colors = {tuple((pixel * 255).round().astype(int)[:3]) for row in pixels for pixel in row[::2]}
-    assert (0x1F, 0x5A, 0x8C) in colors  # a line, not axes alone
-    assert (255, 255, 255) in colors
+    rgb = (pixels[..., :3] * 255).round()
+    for color in ((0x1F, 0x5A, 0x8C), (255, 255, 255)):  # a line, not axes alone
+        assert (rgb == color).all(axis=-1).any()
 
 
 def labels(axes):
@@ -144,7 +163,7 @@ def test_memory_plot_has_one_panel_on_cpu_and_a_band_for_many_ranks():
     assert series(host)["largest rank"] == [(1, 15.0), (2, 15.0)] and "smallest rank" in series(host)
 
 
-def test_last_entry_of_a_repeated_step_wins(tmp_path):
+def test_last_entry_of_a_repeated_step_wins(tmp_path, no_plots):
     again = [START | {"from_step": 20}, *(entry(step, loss=9.0) for step in range(21, 31))]
     write(tmp_path, [START, *(entry(step) for step in range(1, 26)), *again])
     found = rows(report.write_report(tmp_path).read_text())
@@ -153,10 +172,38 @@ def test_last_entry_of_a_repeated_step_wins(tmp_path):
     assert found["training loss, mean of the last 5 logged steps"].startswith("9.0000")
 
 
-def test_incomplete_last_line_is_skipped(tmp_path):
+def test_incomplete_last_line_is_skipped(tmp_path, no_plots):
     write(tmp_path, [entry(1), entry(2)], tail='{"step": 3, "lo')
-    assert [e["step"] for e in report.read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [e["step"] for e in metrics_file.read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert rows(report.write_report(tmp_path).read_text())["steps"] == "2"
+
+
+@pytest.mark.parametrize("line", [{"loss": 1.0}, {"eval_loss": 1.0}, {"step": True, "loss": 1.0}, {"ended_at_step": 3}])
+def test_line_without_the_step_that_it_needs_is_skipped(tmp_path, no_plots, line):
+    write(tmp_path, [entry(1), line, entry(2)])
+    assert rows(report.write_report(tmp_path).read_text())["steps"] == "2"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        entry(2, loss="x"),
+        entry(2, loss=None),
+        entry(2, tokens_per_second="x"),
+        entry(2, seconds=[1]),
+        entry(2, host_bytes=["x"]),
+        {"step": 2, "eval_loss": "x"},
+        {"run": "x"},
+        START | {"max_steps": "x"},
+        STAGE | {"extra": 1},
+        STAGE | {"seconds": "x"},
+        {"stage": "x"},
+    ],
+)
+def test_line_with_a_wrong_value_is_one_error(tmp_path, no_plots, line):
+    write(tmp_path, [STAGE, entry(1), line, entry(3)])
+    with pytest.raises(DataError, match=rf"a line of {tmp_path}/metrics\.jsonl has missing or invalid values"):
+        report.write_report(tmp_path)
 
 
 def test_run_without_steps_still_gets_a_report(tmp_path):
@@ -170,13 +217,13 @@ def test_entries_without_throughput_are_rendered(tmp_path):
     assert (found["steps"], found["step time, median"]) == ("2", "2.00 s")
 
 
-def test_run_shorter_than_its_warm_up_has_no_throughput(tmp_path):
+def test_run_shorter_than_its_warm_up_has_no_throughput(tmp_path, no_plots):
     write(tmp_path, [START, entry(1, is_warmup=True), entry(2, is_warmup=True)])
     found = rows(report.write_report(tmp_path).read_text())
     assert found["throughput"] == "n/a (the run ended during warm-up)"
 
 
-def test_unknown_device_has_no_mfu(tmp_path):
+def test_unknown_device_has_no_mfu(tmp_path, no_plots):
     write(tmp_path, [START | {"no_mfu": "no bfloat16 peak FLOP/s known for X"}, entry(5, mfu=None)])
     (tmp_path / "metrics.jsonl").write_text((tmp_path / "metrics.jsonl").read_text().replace('"mfu": null, ', ""))
     found = rows(report.write_report(tmp_path).read_text())
@@ -196,5 +243,7 @@ def test_committed_sample_is_what_the_command_writes(tmp_path):
     sample = Path(__file__).resolve().parents[2] / "docs" / "sample_report"
     shutil.copy(sample / "metrics.jsonl", tmp_path)
     assert report.write_report(tmp_path).read_text() == (sample / "report.md").read_text()
+    [log] = sample.glob("fsdp_training_*.txt")
+    assert (tmp_path / log.name).read_text() == log.read_text()
     for name in (report.LOSS_PLOT, report.THROUGHPUT_PLOT, report.MEMORY_PLOT):
         assert matplotlib.image.imread(sample / name).shape == matplotlib.image.imread(tmp_path / name).shape

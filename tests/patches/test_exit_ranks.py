@@ -52,6 +52,7 @@ def test_rank_keeps_its_exit_status_when_gloo_workers_wait_for_the_gil(ending, e
     assert exit_status("wait_for_gloo_at_exit()", ending) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="CPython no longer ends such threads by unwinding them")
 def test_torch_still_aborts_without_the_workaround():
     """When this fails, torch has fixed the race: remove wait_for_gloo_at_exit."""

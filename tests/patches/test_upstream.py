@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_recipes.errors import PatchError
+from tests.ranks.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -135,19 +136,17 @@ def test_fsdp1_refreshes_its_parameter_views_in_the_same_function():
     assert "_use_orig_params" in inspect.getsource(FlatParamHandle.__init__)
 
 
-def test_importing_the_package_patches_nothing():
-    import subprocess
-    import sys
+def _find_patched():
+    """Return the patched functions in a fork of a process that has imported all of the package, in tests/ranks/preload.py."""
+    from hf_fsdp_recipes.patches import registry
 
-    code = (
-        "from accelerate.state import AcceleratorState as A; before = A.__init__;"
-        "import hf_fsdp_recipes; from hf_fsdp_recipes import load_model, ShardedCheckpointCallback, export_model;"
-        "from accelerate import Accelerator; from peft.tuners.lora import LoraModel;"
-        "assert A.__init__ is before;"
-        "assert Accelerator.prepare_model.__code__.co_name == 'prepare_model';"
-        "assert LoraModel._replace_module.__module__.startswith('peft')"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    wrapper = registry._wrap(print, print).__code__
+    return [patch.target for patch in registry.all_patches() if getattr(patch.find()[2], "__code__", None) is wrapper]
+
+
+@pytest.mark.ranks
+def test_importing_the_package_patches_nothing():
+    assert run_ranks(_find_patched, 1) == [[]]
 
 
 def test_hub_parses_sizes_in_the_same_function():

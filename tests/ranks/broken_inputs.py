@@ -183,7 +183,7 @@ def encoder_decoder_config(directory: Path) -> None:
 
 
 def custom_code(directory: Path) -> None:
-    """Let the config ask for model code from its directory."""
+    """Make the config ask for model code from its directory."""
     (directory / "modeling_own.py").write_text("raise SystemExit('ran')\n")
     names = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
     config(model_type="own", auto_map=names)(directory)
@@ -251,7 +251,7 @@ def chat_rows(change: Callable[[Path], None], **changes: Any) -> Maker:
 
 
 def foreign_export(name: str, files: tuple[str, ...] = ("config.json", "notes.txt"), **changes: Any) -> Maker:
-    """Put a directory that this package did not write in the place of an export."""
+    """Put a directory that this package did not write where an export would go."""
 
     def make(inputs: Inputs) -> Changes:
         (inputs.output / name).mkdir()
@@ -371,7 +371,7 @@ def flip_byte(pattern: str) -> Callable[[Path], None]:
 
 
 def half_written(directory: Path) -> None:
-    """Leave what a run that was killed during a stock save leaves."""
+    """Leave the files that a run leaves when it is killed during a stock save."""
     (directory / "manifest.json").unlink()
     for file in directory.glob("*/.metadata"):
         file.unlink()

@@ -4,6 +4,8 @@ A fork server imports torch, transformers and TRL once; each rank is a fork of i
 is what `accelerate launch` gives it for a config file, taken from Accelerate itself.
 """
 
+import contextlib
+import io
 import multiprocessing
 import os
 import socket
@@ -81,7 +83,7 @@ def free_port() -> int:
 def start_ranks(
     function: Callable[..., Any], world_size: int, *arguments: Any, environment: dict[str, str] | None = None
 ) -> tuple[list[Any], Any]:
-    """Start `function(*arguments)` on every rank; return the processes and their queue, which must live as long as they."""
+    """Start `function(*arguments)` on every rank; return the processes and their queue, which must outlive them."""
     results = context.Queue()
     port = free_port()
     processes = []
@@ -138,6 +140,13 @@ def run_ranks(
     pytest.fail("\n".join(_account(rank, processes[rank], outcomes.get(rank)) for rank in range(world_size)))
 
 
+def printed_by(function: Callable[..., Any], *arguments: Any) -> str:
+    """Call a function as a rank of `run_ranks`; return what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        function(*arguments)
+    return printed.getvalue()
+
+
 def _account(rank: int, process: Any, outcome: tuple[str, Any] | None) -> str:
     if outcome is None:
         return f"--- rank {rank}: no report (exit code {process.exitcode}; killed at the timeout if -9)"
@@ -160,6 +169,6 @@ def _run(function: Callable[..., Any], arguments: Any, rank: int, variables: dic
 
 
 def read_losses(output_dir: Path) -> list[float]:
-    from hf_fsdp_recipes.metrics.report import read_metrics
+    from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 
     return [entry["loss"] for entry in read_metrics(Path(output_dir) / "metrics.jsonl") if "loss" in entry]

@@ -1,8 +1,11 @@
 """Imported once by the fork server, so that the ranks of the tests need not import these modules themselves."""
 
 import gc
+import importlib
+import pkgutil
 
-import torch.distributed.checkpoint
+import matplotlib.backends.backend_agg  # noqa: F401
+import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp  # noqa: F401
 from peft import LoraConfig  # noqa: F401
 from transformers import (  # noqa: F401
@@ -17,6 +20,11 @@ from transformers import (  # noqa: F401
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from trl import SFTConfig, SFTTrainer  # noqa: F401
 
+import hf_fsdp_recipes
+
+for module in pkgutil.walk_packages(hf_fsdp_recipes.__path__, "hf_fsdp_recipes."):
+    if not module.name.startswith("hf_fsdp_recipes.tools"):  # no rank imports these
+        importlib.import_module(module.name)
 get_checkpoint_conversion_mapping("llama")  # transformers builds and keeps the mappings of all models
 gc.collect()
-gc.freeze()  # otherwise every rank's collections would walk these objects and copy their pages
+gc.freeze()  # otherwise every rank's garbage collection would walk these objects and copy their pages

@@ -4,8 +4,9 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -70,6 +71,25 @@ def run_recipe(arguments: Sequence[str], script: str = "recipes/sft.py") -> None
     """Run a script in this process, as one rank of `tests.ranks.harness.run_ranks`."""
     sys.argv = [str(ROOT / script), *(str(argument) for argument in arguments)]
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def merge(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` with changes; sections are merged, and None removes a key."""
+    merged = dict(values)
+    for key, value in changes.items():
+        merged[key] = merge(merged.get(key) or {}, value) if isinstance(value, dict) else value
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+def write_recipe(file: Path, values: dict[str, Any], change: Callable[[str], str | bytes] | None = None) -> list[str]:
+    """Write a recipe and return its command line."""
+    plain = {
+        key: str(value) if isinstance(value, Path) else value for key, value in values.items() if value is not None
+    }
+    text = yaml.safe_dump(plain)
+    content = text if change is None else change(text)
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    return ["--config", str(file)]
 
 
 def kill_tree(process: subprocess.Popen) -> None:

@@ -9,10 +9,10 @@ import json
 import sys
 from pathlib import Path
 
+from hf_fsdp_recipes.configs.model_configs import MODELS
 from tests.conftest import SENTENCES, make_tokenizer
 from tests.recipes.launching import ROOT
 
-CONFIGS = Path(__file__).parent / "configs"
 # Columns of the datasets that the recipes name, as their Hub pages show them.
 COLUMNS = {
     "tatsu-lab/alpaca": lambda i, s: {"instruction": f"Say it {i} times", "input": s if i % 2 else "", "output": s},
@@ -24,23 +24,28 @@ COLUMNS = {
 }
 
 
-def recipes() -> list[Path]:
+def all_recipes() -> list[Path]:
     """Return every recipe that is shipped; what else lies in the folder has no output_dir."""
     found = sorted((ROOT / "recipes").glob("*.yaml"))
     return [file for file in found if "\noutput_dir:" in file.read_text()]
 
 
+def recipes() -> list[Path]:
+    """Return the recipes for SFT; test_trainers_ranks.py has tests of the others."""
+    return [file for file in all_recipes() if file.read_text().startswith("# hf-fsdp sft ")]
+
+
 def template_of(recipe: Path) -> Path:
     """Return the template that a recipe's first line names."""
     command = recipe.read_text().splitlines()[0].split()
-    return ROOT / command[command.index("--config_file") + 1]
+    return ROOT / "accelerate_configs" / f"{command[command.index('--accelerate_config') + 1]}.yaml"
 
 
 def full_size_config(model_id: str):
     """Return the model's published config."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(CONFIGS / f"{model_id.replace('/', '--')}.json")
+    return AutoConfig.from_pretrained(MODELS / f"{model_id.replace('/', '--')}.json")
 
 
 def write_model(model_id: str, directory: Path, vocab_size: int = 320) -> Path:

@@ -5,7 +5,6 @@ tests/ranks/refusals.py for what counts as a refusal. `make test` runs one case 
 """
 
 import re
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,8 @@ import yaml
 from tests.ranks import broken_inputs as broken
 from tests.ranks import refusals
 from tests.ranks.broken_inputs import TEXT_ROWS, Inputs
-from tests.ranks.harness import run_ranks, template_environment
-from tests.recipes.launching import ROOT, run_recipe
+from tests.ranks.harness import run_ranks
+from tests.recipes.launching import run_recipe, write_recipe
 
 SETTINGS = {
     "max_steps": 2, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2, "learning_rate": 1.0e-3,
@@ -103,8 +102,7 @@ ARGUMENTS = [
     *settings(warmup_steps=-1),
     *settings(num_train_epochs=-1, max_steps=-1),
     Case(
-        "per_device_train_batch_size: 0", ("per_device_train_batch_size", " 0"), {"per_device_train_batch_size": 0},
-        is_quick=True,
+        "per_device_train_batch_size: 0", ("per_device_train_batch_size", " 0"), {"per_device_train_batch_size": 0}
     ),
     *settings(per_device_train_batch_size=-1),
     *settings(gradient_accumulation_steps=0),
@@ -372,7 +370,7 @@ DATA = [
 ]  # fmt: skip
 
 ADAPTERS = [
-    Case("lora_r: 0", ("lora_r", " 0"), LORA | {"lora_r": 0}, is_quick=True),
+    Case("lora_r: 0", ("lora_r", " 0"), LORA | {"lora_r": 0}),
     Case("lora_r: -4", ("lora_r", "-4"), LORA | {"lora_r": -4}),
     Case("lora_r: four", ("lora_r", "four"), LORA | {"lora_r": "four"}),
     Case("lora_dropout: 2", ("lora_dropout", "2"), LORA | {"lora_dropout": 2.0}),
@@ -388,7 +386,6 @@ ADAPTERS = [
     Case("LoRA settings without use_peft", ("use_peft", "lora_r"), {"lora_r": 64, "lora_target_modules": "all-linear"}),
     Case("use_dora without use_peft", ("use_peft", "use_dora"), {"use_dora": True}),
     Case("merge_adapter without use_peft", ("merge_adapter", "use_peft"), {"merge_adapter": True}),
-    Case("merge_adapter of DoRA", ("merge_adapter", "DoRA"), LORA | {"use_dora": True, "merge_adapter": True}),
     Case("adapter_dtype: int8", ("adapter_dtype", "int8"), LORA | {"adapter_dtype": "int8"}),
     Case("4-bit full fine-tune", ("load_in_4bit", "use_peft"), {"load_in_4bit": True}, is_quick=True),
     Case("8-bit weights", ("8-bit",), LORA | {"load_in_8bit": True}),
@@ -445,7 +442,7 @@ RESUME = [
     Case("checkpoint is a model", ("llama",), lambda inputs: {"resume_from_checkpoint": inputs.model("llama")}),
     Case("checkpoint is empty", ("checkpoint-2",), broken.resume(broken.empty)),
     Case("checkpoint is another tool's", ("checkpoint-2",), broken.resume(broken.foreign)),
-    Case("checkpoint is half written", ("checkpoint-2",), broken.resume(broken.half_written), is_quick=True),
+    Case("checkpoint is half written", ("checkpoint-2",), broken.resume(broken.half_written)),
     Case(
         "checkpoint was interrupted", (r"checkpoint-2\.incomplete",),
         broken.resume(broken.remove("manifest.json"), name=".checkpoint-2.incomplete"),
@@ -543,39 +540,6 @@ CASES = [*RECIPE_FILE, *ARGUMENTS, *MODEL, *DATA, *ADAPTERS, *EXPORT, *OUTPUT, *
 
 
 @pytest.fixture(scope="session")
-def ranks_environment(tmp_path_factory):
-    """Return a function that gives the variables of a rank under the CPU template with changes."""
-    template = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2_cpu.yaml").read_text())
-    cache = tmp_path_factory.mktemp("datasets")
-
-    def environment(changes: dict[str, Any]) -> dict[str, str]:
-        file = tmp_path_factory.mktemp("template") / "template.yaml"
-        file.write_text(yaml.safe_dump(merge(template, changes)))
-        return template_environment(file) | {"HF_DATASETS_CACHE": str(cache)}
-
-    return environment
-
-
-def merge(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` with changes; sections are merged, and None removes a key."""
-    merged = dict(values)
-    for key, value in changes.items():
-        merged[key] = merge(merged.get(key) or {}, value) if isinstance(value, dict) else value
-    return {key: value for key, value in merged.items() if value is not None}
-
-
-def write_recipe(file: Path, values: dict[str, Any], change: Callable[[str], str | bytes] | None = None) -> list[str]:
-    """Write a recipe and return its command line."""
-    plain = {
-        key: str(value) if isinstance(value, Path) else value for key, value in values.items() if value is not None
-    }
-    text = yaml.safe_dump(plain)
-    content = text if change is None else change(text)
-    file.write_bytes(content.encode() if isinstance(content, str) else content)
-    return ["--config", str(file)]
-
-
-@pytest.fixture(scope="session")
 def checkpoint(tiny_model, text_file, ranks_environment, tmp_path_factory):
     """Return a function that trains once with or without LoRA and returns checkpoint-2 of the run."""
     made: dict[str, Path] = {}
@@ -591,22 +555,6 @@ def checkpoint(tiny_model, text_file, ranks_environment, tmp_path_factory):
         return made[kind]
 
     return train
-
-
-@pytest.fixture
-def mount():
-    """Return a function that mounts a small file system, until the test ends."""
-    mounted = []
-
-    def mount_tmpfs(directory: Path, num_bytes: int) -> None:
-        command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(directory)]
-        if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-            pytest.skip("needs root, to mount a small file system")
-        mounted.append(directory)
-
-    yield mount_tmpfs
-    for directory in mounted:
-        subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
 @pytest.fixture

@@ -6,10 +6,11 @@ import subprocess
 import time
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.ranks.harness import run_ranks, template_environment
+from tests.ranks.harness import printed_by, run_ranks, start_ranks, template_environment
 from tests.recipes.launching import ROOT, cpu_variant, environment, kill_tree, run, run_recipe, start
 
 CPU = ROOT / "accelerate_configs" / "fsdp2_cpu.yaml"
@@ -46,21 +47,24 @@ def test_lora_run_leaves_exactly_its_files_and_resumes_after_a_kill(tiny_model, 
         tmp_path, model_name_or_path=model, dataset_name=chat_file, use_peft=True, lora_target_modules="all-linear",
         merge_adapter=True, lora_r=4, max_steps=4,
     )  # fmt: skip
-    whole = ["--config", config, "--output_dir", tmp_path / "whole"]
-    run_ranks(run_recipe, 2, whole, environment=template_environment(CPU))
+    environment = template_environment(CPU)
+    run_ranks(run_recipe, 2, ["--config", config, "--output_dir", tmp_path / "whole"], environment=environment)
 
-    kill_after_first_checkpoint(config, tmp_path / "run")
-    resumed = run(CPU, ["--config", config, "--resume_from_checkpoint", "auto"])
-    assert resumed.returncode == 0, resumed.stdout
-    assert "resume: from" in resumed.stdout
+    kill_after_first_checkpoint(
+        tmp_path / "run", start_ranks(run_recipe, 2, ["--config", config], environment=environment)
+    )
+    resume = ["--config", config, "--resume_from_checkpoint", "auto"]
+    assert "resume: from" in run_ranks(printed_by, 2, run_recipe, resume, environment=environment)[0]
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert (tmp_path / "run/export/adapter_model.safetensors").read_bytes() == (
         tmp_path / "whole/export/adapter_model.safetensors"
     ).read_bytes()
     for output in (tmp_path / "run", tmp_path / "whole"):
-        assert {path.name for path in output.iterdir()} == {
-            "checkpoint-2", "checkpoint-4", "export", "export_merged", "metrics.jsonl", "report.md", "loss.png",
-            "throughput.png", "memory.png", "model.txt", ".writer.lock", ".writer.beat",
+        [log] = output.glob("fsdp_training_*_2.txt")
+        # A forked rank ends without the exit handlers that delete the lock.
+        assert {path.name for path in output.iterdir()} - {".writer.lease"} == {
+            log.name, "checkpoint-2", "checkpoint-4", "export", "export_merged", "metrics.jsonl", "report.md", "loss.png",
+            "throughput.png", "memory.png", "model.txt",
         }  # fmt: skip
         assert {path.name for path in (output / "export").iterdir()} == {
             "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "export_manifest.json",
@@ -72,14 +76,18 @@ def test_lora_run_leaves_exactly_its_files_and_resumes_after_a_kill(tiny_model, 
         AutoModelForCausalLM.from_pretrained(tmp_path / "run" / name)
 
 
-def kill_after_first_checkpoint(config, output):
-    """SIGKILL launcher and ranks as soon as a checkpoint is complete, wherever they are then."""
-    process = start(config)
+def kill_after_first_checkpoint(output, started):
+    """SIGKILL all ranks as soon as a checkpoint is complete, wherever they are then."""
+    processes, _results = started
     deadline = time.monotonic() + 120
-    while not list(output.glob("checkpoint-*/manifest.json")):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    kill_tree(process)
+    try:
+        while not list(output.glob("checkpoint-*/manifest.json")):
+            assert all(process.is_alive() for process in processes) and time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
     assert not (output / "export").exists()
 
 
@@ -145,16 +153,15 @@ def test_qlora_run_exports_what_peft_merges_into_the_unquantized_base(
 
 
 @pytest.mark.slow
-def test_bad_input_is_one_clear_message_from_every_rank(tiny_model, text_file, tmp_path):
+def test_bad_input_is_one_clear_message_from_one_rank(tiny_model, text_file, tmp_path):
     config = recipe(tmp_path, model_name_or_path=tiny_model("llama"), dataset_name=text_file, learning_rat=1.0)
-    assert_clear_failure(run(CPU, ["--config", config], timeout_seconds=90), "RecipeError", num_ranks=2)
+    assert_clear_failure(run(CPU, ["--config", config], timeout_seconds=90), "RecipeError")
 
 
-def assert_clear_failure(result, kind, num_ranks):
+def assert_clear_failure(result, kind):
     assert result.returncode != 0
     lines = [line for line in result.stdout.splitlines() if kind in line.split(":")[0]]
-    assert len(lines) == num_ranks, result.stdout
-    assert len(set(lines)) == 1, lines
+    assert len(lines) == 1, result.stdout
     assert "[rank" not in result.stdout  # no traceback
 
 
@@ -162,17 +169,18 @@ def assert_clear_failure(result, kind, num_ranks):
 def test_dora_run_is_exported_and_resumed(tiny_model, chat_file, tmp_path):
     config = recipe(
         tmp_path, model_name_or_path=tiny_model("llama"), dataset_name=chat_file, use_peft=True, use_dora=True,
-        lora_target_modules="all-linear",
+        lora_target_modules="all-linear", merge_adapter=True,
     )  # fmt: skip
     whole = run(CPU, ["--config", config, "--output_dir", tmp_path / "whole", "--verify_export", "logits"])
     assert whole.returncode == 0, whole.stdout
     assert "verified: the export's logits differ" in whole.stdout
-    kill_after_first_checkpoint(config, tmp_path / "run")
+    ranks = start_ranks(run_recipe, 2, ["--config", config], environment=template_environment(CPU))
+    kill_after_first_checkpoint(tmp_path / "run", ranks)
     resumed = run(CPU, ["--config", config, "--resume_from_checkpoint", "auto"])
     assert resumed.returncode == 0, resumed.stdout
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    refused = run(CPU, ["--config", config, "--merge_adapter", "true", "--output_dir", tmp_path / "other"])
-    assert_clear_failure(refused, "RecipeError", num_ranks=2)
+    merged, resumed = (load_file(tmp_path / name / "export_merged" / "model.safetensors") for name in ("whole", "run"))
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in merged.items())
 
 
 @pytest.mark.slow
@@ -200,7 +208,7 @@ def test_saved_output_head_under_fsdp1_is_refused(tiny_model, text_file, tmp_pat
         lora_target_modules="all-linear", lora_modules_to_save="lm_head",
     )  # fmt: skip
     file, _, _ = cpu_variant(ROOT / "accelerate_configs" / "fsdp1_full_shard.yaml", tmp_path / "template.yaml")
-    assert_clear_failure(run(file, ["--config", config], timeout_seconds=90), "TemplateError", num_ranks=2)
+    assert_clear_failure(run(file, ["--config", config], timeout_seconds=90), "TemplateError")
 
 
 @pytest.mark.slow

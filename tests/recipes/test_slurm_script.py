@@ -66,6 +66,21 @@ def test_skypilot_example_names_what_exists(monkeypatch, tmp_path):
     check_launch(command, task["num_nodes"], monkeypatch, tmp_path)
 
 
+def test_hugging_face_jobs_accepts_the_command_and_the_recipe_its_fields(monkeypatch, tmp_path):
+    from hf_fsdp_recipes.training.arguments import parse_arguments
+
+    page = (ROOT / "docs" / "jobs.md").read_text()
+    words = shlex.split(page[page.index("hf jobs run --flavor") :].partition("```")[0].replace("\\\n", " "))
+    command = [str(Path(sys.executable).with_name("hf")), "jobs", "run", "--dry-run", *words[3:]]
+    found = subprocess.run(command, env=environment(HF_HUB_OFFLINE="1"), capture_output=True, text=True, timeout=100)
+    assert found.returncode == 0 and "not submitted" in found.stdout + found.stderr, found.stderr
+    recipe = shlex.split(words[-1].partition("&& ")[2])
+    assert recipe[:4] == ["hf-fsdp", "sft", "--accelerate_config", "fsdp2_full_shard"]
+    monkeypatch.chdir(tmp_path)
+    arguments = parse_arguments([*recipe[4:], "--bf16", "false", "--use_cpu", "true"])
+    assert arguments.training.resume_from_checkpoint == "auto" and arguments.recipe.checkpoint_mirror == "/runs/qwen3"
+
+
 def test_kubernetes_example_names_what_exists(monkeypatch, tmp_path):
     text = (ROOT / "recipes" / "kubernetes.yaml").read_text()
     runtime, job = yaml.safe_load_all(text)
@@ -75,7 +90,7 @@ def test_kubernetes_example_names_what_exists(monkeypatch, tmp_path):
     assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
     trainer, policy = job["spec"]["trainer"], runtime["spec"]["mlPolicy"]
     assert trainer["numNodes"] == policy["numNodes"]
-    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == policy["torch"]["numProcPerNode"]
+    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     pod = node["template"]["spec"]["template"]["spec"]
@@ -103,14 +118,118 @@ def test_slurm_files_are_valid_and_ask_slurm_for_the_same():
     for name in re.findall(
         r"(?:accelerate_configs|recipes|docs)/[\w./]+\.(?:yaml|py|md|slurm)", SLURM_FILES[0].read_text()
     ):
-        assert (ROOT / name).exists() or name == "recipes/X.yaml", name
+        assert (ROOT / name).exists(), name
 
 
-def test_each_node_expands_its_own_rank():
-    """SLURM_NODEID in double quotes would be the batch host's, and every node rank 0."""
-    for line in SLURM_FILES[0].read_text().splitlines():
-        if "SLURM_NODEID" in line and not line.startswith("#"):
-            assert line.count("'") or line.startswith("  --tee"), line
+FAKE_SLURM = {
+    "srun": """while [[ $1 = --* ]]; do shift; done; status=0
+        for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || status=$?; done; exit $status""",
+    "scontrol": """[ "$2" = hostnames ] && echo node0 || echo "JobId=1 JobState=RUNNING Restarts=0 StdOut=/dev/null " """,
+    "nproc": '[ "$*" = --all ] && echo "$ALL_CORES" || echo 16',
+    "python": '''[ "$1" = -c ] && [[ $2 = *set_numa_affinity* ]] && [[ $2 = *"range($RANKS_PER_NODE)"* ]] &&
+        exit "$CANNOT_BIND"''',
+    "lscpu": 'printf "%s\\n" "# CORE" 0 1 2 3 4 5 6 7 0 1 2 3 4 5 6 7',
+    "hf-fsdp": """case $1 in preflight) echo "${*:1:3}" >> "$RECORD"; exit ;; config) echo "# $3"; exit ;; esac
+        exec accelerate hf-fsdp "$@" """,
+    "accelerate": """echo "$*" > "$RECORD.command"
+        echo "$SLURM_NODEID $OMP_NUM_THREADS ${ACCELERATE_CPU_AFFINITY:-unset}" >> "$RECORD"
+        [ -z "$TIMES_OUT" ] || echo trace > "$TORCH_FR_DUMP_TEMP_FILE$SLURM_NODEID"; exit 1""",
+}
+
+
+def submit(directory, **variables):
+    """Run launch.slurm with programs that stand in for Slurm's; return its output and what each launcher was given."""
+    (directory / "bin").mkdir()
+    for name, script in FAKE_SLURM.items():
+        (directory / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
+        (directory / "bin" / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": "2", "NPROC_PER_NODE": "4"}
+    job |= {"LOG_DIR": f"{directory}/logs", "VENV": str(directory), "PREFLIGHT": "0", "RECORD": f"{directory}/record"}
+    job |= {
+        "ALL_CORES": "16",
+        "CANNOT_BIND": "0",
+        "TIMES_OUT": "",
+        "PATH": f"{directory}/bin:/usr/bin:/bin",
+    } | variables
+    command = ["bash", str(SLURM_FILES[0]), "--config", "X.yaml"]
+    done = subprocess.run(command, cwd=ROOT, env=job, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stderr == ""
+    record = directory / "record"
+    return done.stdout.splitlines(), record.read_text().splitlines() if record.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("variables", "given"),
+    [
+        ({}, "4 1"),
+        ({"OMP_NUM_THREADS": "3", "ACCELERATE_CPU_AFFINITY": "0"}, "3 0"),
+        ({"NPROC_PER_NODE": "32", "CANNOT_BIND": "1"}, "1 unset"),
+        ({"ALL_CORES": "64"}, "4 unset"),
+        ({"TEMPLATE": "accelerate_configs/fsdp2_cpu.yaml"}, "2 unset"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "4 1"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, "4 1"),
+        ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, "4 unset"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2"}, "4 unset"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,33"}, "4 unset"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2,GPU-3,GPU-4"}, "4 unset"),
+        ({"ROCR_VISIBLE_DEVICES": "1,0,2,3"}, "4 unset"),
+    ],
+)
+def test_ranks_get_their_share_of_cores_and_are_bound_to_them_if_that_works(tmp_path, variables, given):
+    _, launchers = submit(tmp_path, **variables)
+    assert launchers == [f"0 {given}", f"1 {given}"]
+
+
+def test_python_environment_that_is_not_there_is_named(tmp_path):
+    printed, launchers = submit(tmp_path, VENV=f"{tmp_path}/nowhere", SLURMD_NODENAME="node0")
+    assert f"VENV {tmp_path}/nowhere is not a directory on node0. Set VENV to" in printed[-1]
+    assert launchers == []
+
+
+def test_each_node_expands_its_own_rank(tmp_path):
+    """In double quotes, SLURM_NODEID would be the batch host's, and every node rank 0."""
+    _, launchers = submit(tmp_path, PREFLIGHT="1")
+    assert launchers == ["preflight --node-rank 0", "preflight --node-rank 1", "0 4 1", "1 4 1"]
+
+
+def test_a_template_is_a_file_or_a_name_and_a_script_replaces_the_package_s_own(tmp_path):
+    for name in ("name", "file"):
+        (tmp_path / name).mkdir()
+    submit(tmp_path / "name", TEMPLATE="fsdp2_hybrid_shard", TRAINER="dpo")
+    template = tmp_path / "name" / "logs" / "run0" / "template.yaml"
+    assert set(template.read_text().splitlines()) == {"# fsdp2_hybrid_shard"}
+    started = (tmp_path / "name" / "record.command").read_text().split()
+    assert started[:4] == ["hf-fsdp", "dpo", "--accelerate_config", str(template)]
+    assert started[-4:] == ["--resume_from_checkpoint", "auto", "--config", "X.yaml"]
+    submit(tmp_path / "file", TEMPLATE="accelerate_configs/fsdp2_cpu.yaml", SCRIPT="mine.py")
+    started = (tmp_path / "file" / "record.command").read_text().split()
+    assert started[:3] == ["launch", "--config_file", "accelerate_configs/fsdp2_cpu.yaml"]
+    assert started[-5:] == ["mine.py", "--resume_from_checkpoint", "auto", "--config", "X.yaml"]
+
+
+def test_last_line_of_a_collective_timeout_names_the_traces(tmp_path):
+    lines, _ = submit(tmp_path, TIMES_OUT="1")
+    logs = f"{tmp_path}/logs/run0"
+    assert lines[-1].partition(": ")[2] == (
+        f"a collective timed out; 2 ranks wrote their last NCCL calls to {logs}/nccl_trace_rank_*: torchfrtrace --prefix "
+        f"nccl_trace_rank_ {logs} names the ranks that did not join it"
+    )
+    assert {file.name for file in Path(logs).glob("nccl*")} == {"nccl_trace_rank_0", "nccl_trace_rank_1"}
+
+
+def test_run_that_fails_otherwise_does_not_mention_traces(tmp_path):
+    lines, _ = submit(tmp_path)
+    assert not any("NCCL" in line for line in lines)
+
+
+def test_torch_has_the_variables_of_the_script():
+    """Renamed variables would leave the traces in the home directory."""
+    import torch
+
+    library = (Path(torch.__file__).parent / "lib" / "libtorch_cpu.so").read_bytes()
+    headers = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
+    assert b"TORCH_FR_DUMP_TEMP_FILE" in library and b"TORCH_FR_BUFFER_SIZE" in library
+    assert '"TORCH_NCCL_DUMP_ON_TIMEOUT"' in (headers / "ProcessGroupNCCL.hpp").read_text()
 
 
 @pytest.mark.parametrize("arguments", [[], ["8", "1", "16", "model", "2-7B", "perhaps"]])

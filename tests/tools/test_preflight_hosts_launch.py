@@ -62,6 +62,7 @@ def hosts(tmp_path_factory):
     made.remove()
 
 
+@pytest.mark.slow
 def test_two_hosts_pass_by_name_and_bandwidth_between_them_is_measured(hosts, tmp_path):
     first, second = run(*hosts.place(make_nodes([0, 1], master_addr="nodea", output_dir=tmp_path)))
     assert (first.status, second.status) == (0, 0), first.error
@@ -135,6 +136,7 @@ def test_host_with_a_full_disk_is_named(hosts, tmp_path):
     assert "No space left on device" in message
 
 
+@pytest.mark.slow
 def test_hosts_whose_names_mean_loopback_are_named_before_gloo_fails(hosts, tmp_path):
     files = [tmp_path / host for host in ADDRESSES]
     for file in files:

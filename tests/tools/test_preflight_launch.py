@@ -1,7 +1,6 @@
 """The preflight, run as the nodes of a job run it: the output of a working job, and the error for each broken one."""
 
 import errno
-import json
 import os
 import resource
 import shutil
@@ -15,8 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import yaml
 from torch.distributed import TCPStore
+from typer.testing import CliRunner
 
 from hf_fsdp_recipes.checkpointing import disk_estimate
+from hf_fsdp_recipes.cli import app
 from hf_fsdp_recipes.configs import templates
 from hf_fsdp_recipes.configs.strategy import read_sharding
 from hf_fsdp_recipes.configs.validate import find_faults, read_config
@@ -27,10 +28,10 @@ from hf_fsdp_recipes.tools.preflight.rendezvous import ParticipantInfo, Rendezvo
 from tests.conftest import tiny_config
 from tests.ranks.harness import free_port
 from tests.recipes.launching import LAUNCH, ROOT, environment
-from tests.tools.nodes import PREFLIGHT, Node, common_error, finish, make_nodes, run, start
+from tests.tools.nodes import PREFLIGHT, common_error, finish, make_nodes, run, start
 
 SLACK_SECONDS = 45  # to start Python and import torch on a busy machine
-JOIN_SECONDS = 20  # a --timeout that is waited for in full, although all nodes that were started must join in time
+JOIN_SECONDS = 20  # more than nodes need to join that are threads of this process
 
 
 # Healthy jobs
@@ -50,7 +51,8 @@ def test_healthy_nodes_pass_with_one_table_and_leave_the_port_free(tmp_path, tin
     first, second = run(*make_nodes(range(2), master_port=port, **options))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (first.status, second.status) == (0, 0), first.error
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 30  # half a minute, even on one core
+    # About 12 s of CPU time where it was measured; a slow machine that compiles the modules first took 42 s.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 120
     lines = {line.split()[0]: line for line in first.output.splitlines()}
     assert all(f"node {node_rank} (" in lines["nodes"] for node_rank in range(2))
     assert second.output == ""
@@ -125,29 +127,30 @@ def test_launched_ranks_print_an_error_once_per_node():
 
 
 def test_missing_node_is_named_with_those_that_joined():
-    results = run(*make_nodes([0, 2], num_nodes=3, timeout=JOIN_SECONDS))
-    message = common_error(results)
-    assert f"1 of 3 nodes did not join within {JOIN_SECONDS} s: 1; joined: " in message
-    assert all(f"{node_rank} ({socket.gethostname()}, pid " in message for node_rank in (0, 2))
-    assert max(result.seconds for result in results) < JOIN_SECONDS + SLACK_SECONDS
+    port = free_port()
+    infos = [describe_node(node_rank, 3, port, host="hosta", pid=node_rank) for node_rank in (0, 2)]
+    first, second = join_together(*infos, timeout_seconds=3)
+    assert first == second
+    assert first.startswith("1 of 3 nodes did not join within 3 s: 1; joined: ")
+    assert "0 (hosta, pid 0)" in first and "2 (hosta, pid 2)" in first
 
 
 def test_two_nodes_with_rank_0_are_named_by_host_and_pid():
-    results = run(*make_nodes([0, 0]))
-    message = common_error(results)
-    assert f"2 processes claim to be node 0: {socket.gethostname()}, pid " in message
-    assert "SLURM_NODEID" in message
-    assert max(result.seconds for result in results) < SLACK_SECONDS
+    port = free_port()
+    first, second = join_together(*(describe_node(0, 2, port, host=f"host{n}", pid=n) for n in range(2)))
+    assert first == second
+    assert first.startswith("2 processes claim to be node 0: host0, pid 0 and host1, pid 1.")
+    assert "SLURM_NODEID" in first
 
 
 def describe_node(node_rank, num_nodes, port, **options):
     return ParticipantInfo(node_rank, num_nodes, 1, "127.0.0.1", port, **options)
 
 
-def join(info):
+def join(info, timeout_seconds=JOIN_SECONDS):
     """Return a node's rendezvous once all have joined, or its error."""
     try:
-        rendezvous = Rendezvous(info, timeout_seconds=JOIN_SECONDS)
+        rendezvous = Rendezvous(info, timeout_seconds)
     except PreflightError as error:
         return str(error)
     try:
@@ -158,10 +161,10 @@ def join(info):
     return rendezvous
 
 
-def join_together(*infos):
+def join_together(*infos, timeout_seconds=JOIN_SECONDS):
     """Join as several nodes in threads of this process."""
     with ThreadPoolExecutor(len(infos)) as executor:
-        return list(executor.map(join, infos))
+        return list(executor.map(join, infos, [timeout_seconds] * len(infos)))
 
 
 @pytest.mark.parametrize(
@@ -268,19 +271,17 @@ def wait_for_reader(fifo):
 
 
 def test_name_that_does_not_resolve_is_named():
-    for node_rank, result in enumerate(run(*make_nodes([0, 1], master_addr="no-such-host.invalid", timeout=3))):
-        assert result.status == 1
-        assert f"node {node_rank} (" in result.error
-        assert "'no-such-host.invalid' does not resolve" in result.error
-        assert result.seconds < 3 + SLACK_SECONDS
+    port = free_port()
+    infos = [ParticipantInfo(node_rank, 2, 1, "no-such-host.invalid", port) for node_rank in range(2)]
+    for info, error in zip(infos, join_together(*infos, timeout_seconds=1), strict=True):
+        assert error.startswith(f"{info}: ")
+        assert "'no-such-host.invalid' does not resolve" in error
 
 
 def test_missing_node_0_is_reported():
-    (result,) = run(*make_nodes([1], num_nodes=2, timeout=3))
-    assert result.status == 1
-    assert result.seconds < 3 + SLACK_SECONDS
-    assert "node 1 (" in result.error
-    assert "no preflight is listening at 127.0.0.1 port" in result.error
+    error = join(describe_node(1, 2, free_port(), host="hosta", pid=7), timeout_seconds=1)
+    assert error.startswith("node 1 (hosta, pid 7): ")
+    assert "no preflight is listening at 127.0.0.1 port" in error
 
 
 @pytest.mark.slow
@@ -356,6 +357,7 @@ def make_nodes_in_own_directories(tmp_path, **options):
     return nodes
 
 
+@pytest.mark.slow
 def test_different_recipe_of_the_same_name_is_named(tmp_path):
     nodes = make_nodes_in_own_directories(tmp_path, config="recipe.yaml")
     for node_rank, node in enumerate(nodes):
@@ -366,8 +368,8 @@ def test_different_recipe_of_the_same_name_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("option", "name", "node_with_a_file", "reason"),
     [
-        ("config", "recipe.yaml", 0, "cannot be read"),
-        ("output_dir", "runs", 1, "cannot be written (File exists)"),
+        ("config", "recipe.yaml", 0, "is neither a file nor a shipped recipe"),
+        pytest.param("output_dir", "runs", 1, "cannot be written (File exists)", marks=pytest.mark.slow),
     ],
 )
 def test_node_without_the_recipe_or_the_output_directory_is_named(tmp_path, option, name, node_with_a_file, reason):
@@ -379,10 +381,15 @@ def test_node_without_the_recipe_or_the_output_directory_is_named(tmp_path, opti
 
 
 def node_facts(driver="570.86.15", **variables):
-    return {"versions": {"driver": driver}, "nccl_variables": variables, "code_hash": "c0de", "file_hashes": {}}
+    return {
+        "versions": {"driver": driver},
+        "nccl_variables": variables,
+        "code_hash": "c0de",
+        "file_hashes": {"recipe.yaml": "c0ffee"},
+    }
 
 
-def test_node_with_another_driver_or_nccl_variable_is_named():
+def test_node_with_another_driver_nccl_variable_or_recipe_is_named():
     names = ["node 0", "node 1", "node 2", "node 3"]
     usual = node_facts(NCCL_IB_DISABLE="1")
     node_info.check_same([usual] * 4, names)
@@ -393,6 +400,10 @@ def test_node_with_another_driver_or_nccl_variable_is_named():
     )
     with pytest.raises(PreflightError, match="NCCL_IB_DISABLE differs: 1 on node 0, node 1, node 2; unset on node 3"):
         node_info.check_same([usual, usual, usual, node_facts()], names)
+    with pytest.raises(
+        PreflightError, match=r"the content of recipe.yaml differs: c0ffee on node 0, .*; beef on node 2\."
+    ):
+        node_info.check_same([usual, usual, usual | {"file_hashes": {"runs/recipe.yaml": "beef"}}, usual], names)
 
 
 def test_variables_that_describe_one_node_are_not_compared(tmp_path, monkeypatch):
@@ -558,20 +569,13 @@ def test_template_is_checked_with_the_counts_of_the_launch():
     assert find_faults(bandwidth_advice.apply_launch_counts(config, num_nodes=3, ranks_per_node=4)) == []
 
 
-def test_command_line_starts_without_torch():
-    code = "import sys, hf_fsdp_recipes.cli; print(sorted({'torch', 'transformers', 'accelerate'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert json.loads(done.stdout.replace("'", '"')) == []
-
-
 def test_incomplete_launcher_variables_are_named():
-    nodes = with_environment(0, [Node([])], WORLD_SIZE="2", RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    (result,) = run(*nodes)
-    assert result.status == 1
-    assert "WORLD_SIZE is set but LOCAL_RANK is not" in result.error
+    variables = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    error = CliRunner(env=variables).invoke(app, ["preflight"]).exception
+    assert isinstance(error, PreflightError) and "WORLD_SIZE is set but LOCAL_RANK is not" in str(error)
 
 
 def test_incomplete_flags_are_named():
-    (result,) = run(Node(["--num-nodes", 2]))
-    assert result.status == 1
-    assert "--num-nodes 2 also needs --node-rank and --master-addr" in result.error
+    error = CliRunner().invoke(app, ["preflight", "--num-nodes", "2"]).exception
+    assert isinstance(error, PreflightError)
+    assert "--num-nodes 2 also needs --node-rank and --master-addr" in str(error)

@@ -4,9 +4,11 @@ import contextlib
 
 import pytest
 import yaml
+from trl import ScriptArguments
 
+from hf_fsdp_recipes.configs.shipped_files import read_recipe
 from hf_fsdp_recipes.errors import RecipeError
-from hf_fsdp_recipes.tools.rehearsal import steps
+from hf_fsdp_recipes.tools.rehearsal import stand_ins, steps
 from hf_fsdp_recipes.tools.rehearsal.steps import rehearse
 from hf_fsdp_recipes.tools.rehearsal.tiny_recipe import read_settings
 from hf_fsdp_recipes.tools.subprocess_runner import find_error
@@ -23,7 +25,7 @@ BIG = small.ROOT / "recipes" / "llama2_70b_chat_full.yaml"
 
 def local_files(recipe, tmp_path):
     """Return overrides that replace model and dataset on the Hub by a local config, tokenizer and rows."""
-    settings = yaml.safe_load(recipe.read_text())
+    settings = read_recipe(recipe)
     directory = tmp_path / "full-size"
     small.full_size_config(settings.get("model_name_or_path", "HuggingFaceTB/SmolLM2-135M-Instruct")).save_pretrained(
         directory
@@ -63,6 +65,31 @@ def test_shipped_recipe_passes_its_rehearsal(recipe, tmp_path, capsys):
     for step in ("load, train", "resume", "finish", "export", "generate"):
         assert f"ok     {step}" in printed
     assert "signaled to stop, it wrote checkpoint-" in printed
+
+
+@pytest.mark.rehearsal
+@pytest.mark.timeout(900)
+def test_recipe_passes_its_rehearsal_without_the_hub(tmp_path, capsys):
+    recipe = small.ROOT / "recipes" / "qwen3_8b_lora.yaml"
+    passed = rehearse(recipe, str(small.template_of(recipe)), ["--output_dir", str(tmp_path / "run")])
+    printed = capsys.readouterr().out
+    assert passed, printed
+    assert "real job: The config of Qwen/Qwen3-8B cannot be read" in printed
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b_lora", "llama2_70b_chat_full", "llama2_7b_alpaca_full", "c4_150m_pretrain"])
+def test_static_steps_pass_without_the_hub(name, tmp_path):
+    recipe = small.ROOT / "recipes" / f"{name}.yaml"
+    rehearsal = steps.Rehearsal(recipe, small.template_of(recipe), ["--output_dir", "run"], tmp_path, lambda: None)
+    said = [step(rehearsal) for title, step in steps.STEPS[:6] if title != "hub"]
+    assert "a tokenizer of bytes instead of" in said[3] and "96 made-up rows with the columns of" in said[3]
+    assert said[4].startswith("kept 96 of 96 rows") or said[4].startswith("streamed")
+
+
+def test_wrong_dataset_is_not_made_up(tmp_path):
+    script = ScriptArguments(dataset_name="someone/no-such-dataset")
+    with pytest.raises(RecipeError, match="someone/no-such-dataset cannot be read"):
+        stand_ins.read_rows(script, 4)
 
 
 def failing(overrides, capsys, template="fsdp2_full_shard"):
@@ -123,7 +150,7 @@ def test_wrong_wrap_class_is_caught(tmp_path, capsys):
 
 def test_optimizer_that_cannot_be_sharded_is_caught(tmp_path, capsys):
     line = failing([*local_files(BIG, tmp_path), "--push_to_hub", "false", "--optim", "ademamix"], capsys)
-    assert line.startswith("FAILED template") and "ademamix does not work under FSDP2" in line
+    assert line.startswith("FAILED template") and "ademamix does not train, save and resume under FSDP2" in line
 
 
 def test_missing_hub_token_is_caught(tmp_path, capsys, monkeypatch):

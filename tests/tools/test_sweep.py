@@ -161,8 +161,9 @@ def test_plot_is_a_png_that_shows_its_lines(name, width, swept):
     assert f"]({name})" in sweep.write_summary(swept).read_text()
     pixels = matplotlib.image.imread(swept / name)
     assert pixels.shape[0] > 400 and pixels.shape[1] > width
-    colors = {tuple((pixel * 255).round().astype(int)[:3]) for row in pixels for pixel in row}
-    assert {(0x1F, 0x5A, 0x8C), (0xD9, 0x82, 0x2B), (255, 255, 255)} <= colors  # lines of both templates
+    rgb = (pixels[..., :3] * 255).round()
+    for color in ((0x1F, 0x5A, 0x8C), (0xD9, 0x82, 0x2B), (255, 255, 255)):  # lines of both templates
+        assert (rgb == color).all(axis=-1).any()
 
 
 @pytest.mark.parametrize(
@@ -204,12 +205,14 @@ def follow(code, tmp_path, limit_seconds=30.0):
         return sweep.follow(run, limit_seconds, lambda: None), run.read_log()
 
 
+@pytest.mark.launch
 def test_real_out_of_memory_error_is_recognized(tmp_path):
     code = "import torch; torch.empty(10**16)"
     run_exit, _ = follow(code, tmp_path)
     assert run_exit.status == 1 and run_status.find_status(tmp_path, 5, run_exit) == "OOM"
 
 
+@pytest.mark.launch
 def test_peak_of_the_largest_process_is_sampled(tmp_path):
     code = "import time; held = bytearray(300_000_000); held[::4096] = b'x' * len(held[::4096]); time.sleep(2.5)"
     run_exit, _ = follow(code, tmp_path)
@@ -225,6 +228,7 @@ time.sleep({seconds})
 """
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("seconds", [0, 300])
 def test_no_process_survives_not_even_an_orphan(seconds, tmp_path):
     run_exit, log = follow(ORPHAN.format(seconds=seconds), tmp_path, limit_seconds=3 if seconds else 30)
@@ -232,6 +236,7 @@ def test_no_process_survives_not_even_an_orphan(seconds, tmp_path):
     assert not psutil.pid_exists(int(log))
 
 
+@pytest.mark.launch
 def test_sigterm_ends_the_ranks_too(tmp_path):
     log = tmp_path / "log.txt"
     command = f"[sys.executable, '-c', {ORPHAN.format(seconds=300)!r}], os.environ, Path({str(log)!r})"
@@ -271,11 +276,6 @@ def test_result_is_kept_while_the_settings_are_the_same(recipe, swept):
     assert known() == [None] * 6
 
 
-def test_command_line_starts_without_torch():
-    code = "import sys; from hf_fsdp_recipes import cli; assert not {'torch', 'transformers'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
-
-
 def test_failed_case_is_repeated(recipe, tmp_path):
     (case, *_), _ = make_cases(recipe, tmp_path / "out")
     case.start_record()
@@ -288,7 +288,7 @@ def test_impossible_sweep_is_refused_before_anything_runs(recipe, tmp_path):
         make_cases(recipe, tmp_path, templates=["fsdp3"])
     with pytest.raises(PlanError, match=r"keeps one replica per node.*--submit"):
         make_cases(recipe, tmp_path, templates=["fsdp2_hybrid_shard"])
-    with pytest.raises(PlanError, match="cannot be read"):
+    with pytest.raises(PlanError, match="neither a file nor a shipped recipe"):
         make_cases(tmp_path / "none.yaml", tmp_path)
     with pytest.raises(PlanError, match="Separate them with commas"):
         CliRunner().invoke(app, ["sweep", str(recipe), "--ranks", "two"], catch_exceptions=False)
@@ -322,7 +322,7 @@ def test_jobs_are_written_for_the_slurm_script(recipe, tmp_path):
     small, large, hybrid = [shlex.split(line) for line in lines if " sbatch " in line]
     assert {"NPROC_PER_NODE=4", "--nodes=1", "--gpus-per-node=4"} <= set(small)
     assert {"NPROC_PER_NODE=8", "--nodes=2", "--gpus-per-node=8"} <= set(large)
-    script = large.index("recipes/launch.slurm")
+    script = large.index(str(ROOT / "recipes" / "launch.slurm"))
     arguments = dict(zip(large[script + 1 :: 2], large[script + 2 :: 2], strict=True))
     assert arguments["--config"] == str(recipe) and arguments["--max_length"] == "32"
     assert arguments["--output_dir"] == str(output / f"{FULL}_16ranks") and "--use_cpu" not in arguments

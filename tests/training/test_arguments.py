@@ -33,6 +33,12 @@ def test_command_line_overrides_the_recipe(tmp_path):
     assert arguments.recipe.load_source == "rank0"
 
 
+def test_abbreviated_flag_is_refused_instead_of_being_lost(tmp_path):
+    config = write(tmp_path, model_name_or_path="m", dataset_name="d")
+    with pytest.raises(RecipeError, match=r"'--model_name'.*Did you mean model_name_or_path"):
+        parse_arguments([*config, "--model_name", "other"])
+
+
 def test_unknown_key_is_named_with_the_nearest_known_one(tmp_path):
     config = write(tmp_path, model_name_or_path="m", dataset_name="d", learning_rat=1e-3)
     with pytest.raises(RecipeError, match=r"learning_rat.*Did you mean learning_rate"):

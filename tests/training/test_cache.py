@@ -75,6 +75,13 @@ def test_run_with_other_settings_is_refused(words, argv, directory):
     assert "prepare-data again" in str(error.value)
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", "3", '{"tokenizer": "x"}', "{"])
+def test_damaged_settings_are_refused(text, argv, tmp_path):
+    (tmp_path / cache.MANIFEST).write_text(text)
+    with pytest.raises(DataError, match=r"prepared\.json is damaged: .*Prepare the rows again"):
+        load(parse_arguments(argv(dataset=tmp_path)))
+
+
 def test_evaluation_needs_rows_that_were_prepared(argv, directory):
     with pytest.raises(DataError, match="without evaluation rows"):
         load(parse_arguments(argv("--eval_strategy", "epoch", dataset=directory)))

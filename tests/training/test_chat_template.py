@@ -5,12 +5,13 @@ import json
 import pytest
 import yaml
 
+from hf_fsdp_recipes.configs.shipped_files import read_recipe
 from hf_fsdp_recipes.training.arguments import parse_arguments
 from hf_fsdp_recipes.training.data.preparation import prepare
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows
 from tests.recipes.launching import ROOT
 
-RECIPE = yaml.safe_load((ROOT / "recipes" / "llama2_70b_chat_full.yaml").read_text())
+RECIPE = read_recipe("llama2_70b_chat_full")
 FORMAT = ("chat_template_path", "special_tokens", "eos_token")
 ONE_TURN = [
     {"role": "system", "content": "s"},

@@ -76,7 +76,7 @@ def _run_recipe(model_dir, data_file, output_dir, trust):
     return names
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_custom_code_trains_and_its_export_loads(own_model, text_file, tmp_path, world_size):
     environment = fsdp_environment(FSDP2) | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
     arguments = (str(own_model), str(text_file), str(tmp_path / "run"), "true")

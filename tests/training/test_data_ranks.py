@@ -33,6 +33,7 @@ def launch(argv, tmp_path, world_size=2, **keywords):
     return run_ranks(train, world_size, argv, environment=ranks_environment(tmp_path), **keywords)
 
 
+@pytest.mark.slow
 def test_losses_from_prepared_data_equal_those_from_raw_data(argv, text_file, tmp_path, monkeypatch):
     for name in ("ACCELERATE_USE_FSDP", "WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)

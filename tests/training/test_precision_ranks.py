@@ -17,7 +17,7 @@ def observe_dtypes(model, data, output, reduce_dtype):
     found: dict[str, set] = {"loss": set(), "reduced": set(), "buffer": set(), "input": set()}
     trainer = build(str(model), str(data), str(output), steps=2, bf16=True)
     if reduce_dtype is not None:
-        set_reduction_dtype(trainer.accelerator, reduce_dtype)
+        set_reduction_dtype(trainer.accelerator.state.fsdp_plugin, reduce_dtype)
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
     reduce_scatter, compute_loss = getattr(dist, name), trainer.compute_loss
 
@@ -43,7 +43,7 @@ def observe_dtypes(model, data, output, reduce_dtype):
     return {key: sorted(map(str, value)) for key, value in found.items()}
 
 
-@pytest.mark.parametrize("fsdp", [FSDP2, FSDP1], ids=["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("fsdp", [FSDP2, pytest.param(FSDP1, marks=pytest.mark.slow)], ids=["fsdp2", "fsdp1"])
 def test_bf16_runs_add_gradients_in_float32(fsdp, tiny_model, text_file, tmp_path):
     environment = fsdp_environment(fsdp, precision="bf16")
     model = tiny_model("llama")
@@ -60,6 +60,7 @@ def test_bfloat16_reduction_is_a_choice(tiny_model, text_file, tmp_path):
         assert (found["reduced"], found["loss"]) == (["torch.bfloat16"], ["torch.float32"])
 
 
+@pytest.mark.slow
 def test_accelerates_own_policy_adds_in_bfloat16(tiny_model, text_file, tmp_path):
     environment = fsdp_environment(FSDP2, precision="bf16")
     found = run_ranks(observe_dtypes, 2, tiny_model("llama"), text_file, tmp_path, None, environment=environment)[0]

@@ -385,6 +385,7 @@ def test_giant_conversation_is_truncated_before_it_is_tokenized(recipe, monkeypa
     assert [message["role"] for message in rendered[-1]] == ["user", "assistant"]
 
 
+@pytest.mark.slow
 def test_giant_text_is_kept_if_rows_are_not_truncated(recipe):
     giant = {"text": " ".join(SENTENCES) * 205}  # just above a million characters
     made = prepared(recipe([*TEXTS[:4], giant], packing=True, packing_strategy="wrapped"))

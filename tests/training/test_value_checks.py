@@ -2,6 +2,8 @@
 
 import errno
 import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,10 +56,12 @@ def test_usual_numbers_pass(tmp_path):
     [
         ("learning_rate: 1e-4\nmax_steps: 3\nlearning_rate: 1e-3\n", "learning_rate in line 1 and again in line 3"),
         ("datasets:\n  - path: a\n    path: b\n", "path in line 2 and again in line 3"),
+        ("run_name: 2024-13-01\n", r"month must be in 1\.\.12\) in line 1"),
+        ("run_name: a\0\n", r"character '\\x00' in line 1"),
         ("model_init_kwargs: {a: 1, a: 2}\n", "a in line 1 and again in line 1"),
     ],
 )
-def test_key_that_is_set_twice_is_refused_with_its_lines(tmp_path, text, words):
+def test_key_that_is_set_twice_or_has_no_valid_value_is_refused_with_its_line(tmp_path, text, words):
     (tmp_path / "recipe.yaml").write_text(text)
     with pytest.raises(RecipeError, match=words):
         parse_arguments(["--config", str(tmp_path / "recipe.yaml"), *NEEDED])
@@ -68,6 +72,8 @@ def test_key_that_is_set_twice_is_refused_with_its_lines(tmp_path, text, words):
     [
         (["--lora_r", "64", "--lora_target_modules", "all-linear"], "lora_r is 64 but use_peft is not set.*or drop lora_r"),
         (["--lora_alpha", "8"], "lora_alpha is 8 but use_peft"),
+        (["--lora_r", "16"], "lora_r is 16 but use_peft is not set"),  # the default
+        (["--lora-r=16"], "lora_r is 16 but use_peft is not set"),
         (["--use_dora"], "use_dora is True but use_peft"),
         (["--use_rslora"], "use_rslora is True but use_peft"),
         (["--load_in_4bit"], "quantized weights cannot be trained.*use_peft: true"),
@@ -174,6 +180,19 @@ def test_shipped_recipes_have_the_right_types():
     assert len(recipes) > 10
     for recipe in recipes:
         check_recipe(str(recipe), CLASSES)
+
+
+@pytest.mark.slow
+def test_shared_memory_that_is_really_full_is_refused():
+    code = "from hf_fsdp_recipes.training.arguments import parse_arguments; import sys; parse_arguments(sys.argv[1:])"
+    fill = "mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/full"
+    if subprocess.run(["unshare", "--mount", "sh", "-c", fill], capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs root, to mount a small file system")
+    command = [sys.executable, "-c", code, *NEEDED, "--dataloader_num_workers", "1"]
+    run = ["unshare", "--mount", "sh", "-c", f'{fill}; exec "$@"', "sh", *command]
+    failed = subprocess.run(run, capture_output=True, text=True, check=False, timeout=120)
+    assert failed.returncode == 1
+    assert "dataloader_num_workers is 1, but" in failed.stderr and "Free space in /dev/shm" in failed.stderr
 
 
 @pytest.mark.parametrize(("name", "value"), [("dataset_num_proc", "2"), ("dataloader_num_workers", "1")])

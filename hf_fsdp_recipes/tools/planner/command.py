@@ -21,16 +21,20 @@ def plan(
     template: Annotated[str, typer.Option(help="Name of a template, or path of an Accelerate config.")] = (
         "fsdp2_full_shard"
     ),
-    config: Annotated[Optional[Path], typer.Option(help="Recipe to take settings from.")] = None,
+    config: Annotated[Optional[Path], typer.Option(help="Recipe to take settings from, by name or file.")] = None,
     gpus: Annotated[Optional[int], typer.Option(help="GPUs on all nodes; default: the template's.")] = None,
     gpus_per_node: Annotated[Optional[int], typer.Option(help="GPUs on each node.")] = None,
-    gpu_memory: Annotated[Optional[str], typer.Option(help="Memory of one GPU, such as 80GB.")] = None,
+    gpu_memory: Annotated[Optional[str], typer.Option(help="Memory of one GPU, such as 24GB; default: 80GB.")] = None,
     host_memory: Annotated[Optional[str], typer.Option(help="Memory of one node, such as 1TB.")] = None,
-    interconnect: Annotated[Optional[str], typer.Option(help="Bandwidth into one node, such as 200Gb/s.")] = None,
-    intra_node: Annotated[
-        Optional[str], typer.Option(help="Bandwidth into one GPU from its node, such as 300GB/s.")
+    interconnect: Annotated[
+        Optional[str], typer.Option(help="Bandwidth into one node, such as 100Gb/s; default: 200Gb/s.")
     ] = None,
-    gpu_tflops: Annotated[Optional[float], typer.Option(help="Peak dense bf16 TFLOP/s of one GPU.")] = None,
+    intra_node: Annotated[
+        Optional[str], typer.Option(help="Bandwidth into one GPU from its node, such as 150GB/s; default: 300GB/s.")
+    ] = None,
+    gpu_tflops: Annotated[
+        Optional[float], typer.Option(help="Peak dense bf16 TFLOP/s of one GPU; default: 312.")
+    ] = None,
     batch: Annotated[Optional[int], typer.Option(help="Rows per rank and micro-batch.")] = None,
     length: Annotated[Optional[int], typer.Option(help="Tokens per row.")] = None,
     accumulation: Annotated[Optional[int], typer.Option(help="Micro-batches per step.")] = None,
@@ -59,22 +63,24 @@ def plan(
 def run(
     model: str | None, template: str, recipe: Path | None, options: dict[str, Any], is_suggesting: bool, as_json: bool
 ) -> tuple[str, bool | None]:
-    """Plan a job, or the fastest one that fits; return what to print, and whether it fits (None if unknown)."""
+    """Plan the job, or with `--suggest` find the fastest one that fits; return the text and whether it fits (None: unknown)."""
     with _silence_upstream():
         # Imports torch and transformers, which would slow down every other command.
+        from hf_fsdp_recipes.configs.model_configs import describe_source, find_config
+        from hf_fsdp_recipes.configs.shipped_files import read_recipe
         from hf_fsdp_recipes.configs.strategy import find_strategy
         from hf_fsdp_recipes.loading.build_on_meta import read_config
         from hf_fsdp_recipes.tools.planner import plan_table, suggestions
-        from hf_fsdp_recipes.tools.planner.job_options import make_job, read_recipe, to_options
+        from hf_fsdp_recipes.tools.planner.job_options import make_job, to_options
         from hf_fsdp_recipes.tools.planner.memory_planner import MemoryPlanner
 
-        options = (to_options(read_recipe(recipe)) if recipe else {}) | options
+        options = (to_options(read_recipe(recipe, PlanError)) if recipe else {}) | options
         name = model or options.get("model")
         if name is None:
             raise PlanError("There is no model to plan for. Pass --model, or a recipe with one as --config.")
-        overrides = None if model else options.get("config_overrides")  # they belong to the recipe's model
+        overrides = None if model else options.get("config_overrides")  # the overrides belong to the recipe's model
         job = make_job(find_strategy(template), options)
-        planner = MemoryPlanner(read_config(name, overrides))
+        planner = MemoryPlanner(read_config(find_config(name), overrides))
         suggestion = suggestions.suggest(planner, job) if is_suggesting else None
         if is_suggesting and suggestion is None:
             raise PlanError(
@@ -82,14 +88,14 @@ def run(
             )
         planned = suggestion.plan if suggestion else planner.plan(job)
         job = planned.job
-        changes = suggestions.find_smallest_change(planner, job) if planned.fits is False else []
+        changes = [] if is_suggesting else suggestions.find_changes(planner, planned)
         # The links between CPU ranks are unknown.
         strategies = [] if job.strategy.on_cpu else suggestions.compare_strategies(planner, job)
         parts = (planned, strategies, changes)
     if as_json:
         return json.dumps(plan_table.to_json(*parts), indent=2), planned.fits
-    heading = f"{plan_table.format_suggestion(suggestion)}\n\n" if suggestion else ""
-    return heading + plan_table.format_plan(*parts), planned.fits
+    headings = [*describe_source(name), *([plan_table.format_suggestion(suggestion)] if suggestion else [])]
+    return "".join(f"{heading}\n\n" for heading in headings) + plan_table.format_plan(*parts), planned.fits
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """`recipes/sft.py --dry_run`: validates a recipe and its template at full size and plans the run, without weights.
 
-A rehearsal makes the same checks.
+A rehearsal runs the same checks.
 """
 
 import os
@@ -14,13 +14,15 @@ import torch
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import disk_estimate
-from hf_fsdp_recipes.configs import validate
+from hf_fsdp_recipes.configs import model_configs, validate
 from hf_fsdp_recipes.configs.strategy import read_strategy
-from hf_fsdp_recipes.environment import is_true
-from hf_fsdp_recipes.errors import TemplateError
+from hf_fsdp_recipes.environment import is_fsdp_requested, mixed_precision, parallel_sizes
+from hf_fsdp_recipes.errors import RecipeError, TemplateError
+from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.loading.build_on_meta import build_on_meta, read_config
+from hf_fsdp_recipes.model_class import choose_class
 from hf_fsdp_recipes.patches import cpu_ranks
-from hf_fsdp_recipes.tools.planner import plan_table
+from hf_fsdp_recipes.tools.planner import plan_table, suggestions
 from hf_fsdp_recipes.tools.planner.job_options import flatten_arguments, make_job, to_options
 from hf_fsdp_recipes.tools.planner.memory_planner import MemoryPlanner
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
@@ -33,13 +35,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: "Arguments") -> None:
-    """Validate a recipe and print its batches, disk space and memory on rank 0.
-
-    Collective: every rank must call this.
-
-    Raises:
-        LoadError, TemplateError, PlanError: the model's config or the template cannot work; the same on every rank.
-    """
+    """Validate a recipe and print its batches, disk space and memory on rank 0; all ranks raise the same error. Collective."""
     for line in distributed.run_on_main(lambda: describe(arguments, int(os.environ.get("WORLD_SIZE", "1")))):
         distributed.print_main(line)
 
@@ -52,17 +48,20 @@ def describe(arguments: "Arguments", num_ranks: int) -> list[str]:
         faults = template_faults(template, build_on_meta(config, torch.float32))
         if faults:
             raise TemplateError(f"the template has {len(faults)} errors:\n  - " + "\n  - ".join(faults))
-    plan = MemoryPlanner(config).plan(_make_job(arguments, template, num_ranks))
+    planner = MemoryPlanner(config)
+    plan = planner.plan(_make_job(arguments, template, num_ranks))
     space = estimate_space(arguments)
+    name = model_name(arguments)
     return [
-        f"dry run of {arguments.model.model_name_or_path or arguments.recipe.config_name}: nothing is loaded or trained",
+        f"dry run of {name}: nothing is loaded or trained",
+        *model_configs.describe_source(name),
         f"attention: {arguments.model.attn_implementation or arguments.recipe.attention}",
         *describe_batches(arguments, num_ranks),
         *([f"disk: {space}"] if space is not None else []),
-        # Only notes, because the job may run on another machine.
-        *(f"note: {fault}" for fault in output_faults(arguments)),
+        # These are only notes, because the job may run on another machine.
+        *(f"note: {fault}" for fault in (*output_faults(arguments), *hub_faults(arguments))),
         "",
-        plan_table.format_plan(plan, [], []),
+        plan_table.format_plan(plan, [], suggestions.find_changes(planner, plan)),
     ]
 
 
@@ -85,35 +84,38 @@ def template_from_environment() -> dict[str, Any]:
     if fsdp.get("fsdp_version", "1") == "2":
         # The launcher sets FSDP1's keys for both versions.
         fsdp = {key: value for key, value in fsdp.items() if key not in validate.FSDP1_ONLY}
-    parallelism = {
-        key.lower(): int(value)
-        for key, value in os.environ.items()
-        if key.startswith("PARALLELISM_CONFIG_") and value.isdigit() and int(value) > 1
-    }
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    sizes = {key: int(size) for key, size in parallel_sizes().items() if size.isdigit() and int(size) > 1}
+    num_ranks, precision = int(os.environ.get("WORLD_SIZE", "1")), mixed_precision() or "no"
     config: dict[str, Any] = {
-        "distributed_type": "FSDP" if is_true(os.environ.get("ACCELERATE_USE_FSDP", "false")) else "NO",
+        "distributed_type": "FSDP" if is_fsdp_requested() else "NO",
         "mixed_precision": precision,
-        # On a machine without GPUs, a mixed-precision template is planned for the GPUs that it is meant for.
+        # On a machine without GPUs, a mixed-precision template is planned for the GPUs that it was written for.
         "use_cpu": cpu_ranks.is_requested() and precision == "no",
         "num_processes": num_ranks,
         "num_machines": max(1, num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))),
         "fsdp_config": fsdp,
     }
+    parallelism = {f"parallelism_config_{key}": size for key, size in sizes.items()}
     return config | ({"parallelism_config": parallelism} if parallelism else {})
 
 
+def model_name(arguments: "Arguments") -> str:
+    """Return the recipe's model, or the config of a new one."""
+    return str(arguments.model.model_name_or_path or arguments.recipe.config_name)
+
+
 def read_model_config(arguments: "Arguments") -> "PreTrainedConfig":
-    """Return the config of a recipe's model, pretrained or new."""
-    recipe = arguments.recipe
-    if recipe.config_name is not None:
-        return read_config(recipe.config_name, recipe.config_overrides)
-    return read_config(arguments.model.model_name_or_path)
+    """Return the config of a recipe's model, pretrained or new; the shipped one if it cannot be read."""
+    config = read_config(model_configs.find_config(model_name(arguments)), arguments.recipe.config_overrides)
+    if arguments.recipe.config_name is not None:
+        return config
+    chosen, config = choose_class(config, (arguments.training.model_init_kwargs or {}).get("auto_class"))
+    config.architectures = [chosen.__name__]
+    return config
 
 
 def template_faults(config: dict[str, Any], model: torch.nn.Module) -> list[str]:
-    """Return all faults of an Accelerate config for a model (on meta)."""
+    """Return all mistakes in an Accelerate config that is used with this model, which may be on meta."""
     return validate.find_faults(config, {type(module).__name__ for module in model.modules()})
 
 
@@ -135,6 +137,14 @@ def output_faults(arguments: "Arguments") -> Iterator[str]:
             f"output_dir {output} has {format_bytes(free_bytes)} free, but the run writes {needed}. Lower "
             f"save_total_limit, raise save_steps, or use another disk."
         )
+
+
+def hub_faults(arguments: "Arguments") -> Iterator[str]:
+    """Yield why the run cannot push to the Hub from here."""
+    try:
+        read_target(arguments.training)
+    except RecipeError as error:
+        yield str(error)
 
 
 def estimate_space(arguments: "Arguments") -> disk_estimate.DiskEstimate | None:

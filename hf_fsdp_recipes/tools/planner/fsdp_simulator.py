@@ -22,7 +22,7 @@ class MemoryTimeline:
         self._update_peak(self.current_bytes)
 
     def apply(self, event: TraceEvent) -> None:
-        """Apply the peak up to an event, then what is alive after it."""
+        """Record the peak before an event, then the memory that is alive after it."""
         self._update_peak(self.current_bytes | event.peak_bytes)
         self.current_bytes |= event.live_bytes
 
@@ -55,7 +55,7 @@ class Fsdp2Simulator:
         self._is_backward = False
         # Without a reduction after each micro-batch, unsharded gradients of the full model accumulate.
         self._accumulates = job.accumulation > 1 and not job.sync_each_batch
-        # What is accumulated has the dtype of the reduction.
+        # Accumulated gradients have the dtype of the reduction.
         factor = job.reduction_factor if self._accumulates else 0
         self._gradient_bytes = {unit: round(unit.unsharded_gradient_bytes * factor) for unit in units}
         timeline.add(UNSHARDED_GRADIENTS, sum(self._gradient_bytes.values()))
@@ -188,7 +188,7 @@ class Fsdp2Simulator:
 class Fsdp1Simulator(Fsdp2Simulator):
     """FSDP1: flattened units.
 
-    An all-gather fills the unit's one buffer, and the previous unit is gathered ahead in backward. A unit is reduced
+    An all-gather fills the unit's single buffer. Backward prefetches the previous unit. A unit is reduced
     as soon as its last gradient is computed; its gradients are first flattened into one tensor.
 
     Source: torch 2.13 `distributed/fsdp/_runtime_utils.py`, `_flat_param.py`.
@@ -202,7 +202,7 @@ class Fsdp1Simulator(Fsdp2Simulator):
         staging_bytes = unit.shard_bytes if self._job.is_offloaded else 0
         is_cast = any(p.unsharded_item_bytes != p.sharded_item_bytes for p in unit.parameters)
         if self._job.num_shards == 1 and not is_cast:
-            return staging_bytes  # computes with the stored parameters
+            return staging_bytes  # forward and backward use the stored parameters
         return unit.unsharded_bytes + staging_bytes
 
     def _buffer_bytes(self, unit: FsdpUnit) -> int:

@@ -22,7 +22,7 @@ ModuleGroup = tuple[list[torch.nn.Module], bool]
 class FsdpUnit:
     """Parameters that are gathered, freed and reduced together (torch: an FSDP parameter group)."""
 
-    # Names of those that use the parameters ("" is the root); the first to run gathers them, the last to finish frees them.
+    # Names of the modules that use the parameters ("" is the root); the first to run gathers, the last to finish frees.
     modules: tuple[str, ...]
     parameters: tuple[Parameter, ...]  # without those of nested units
     reshards_after_forward: bool  # the parameters are freed after forward
@@ -59,11 +59,7 @@ class FsdpUnit:
 
 
 def find_units(model: MetaModel, job: TrainingJob) -> list[FsdpUnit]:
-    """Split a model into units as FSDP and the wrapping policy do, the root last.
-
-    Raises:
-        PlanError: the model lacks the class to wrap.
-    """
+    """Split a model into units as FSDP and the wrapping policy do, the root last; PlanError if it lacks the class to wrap."""
     return build_units((_group_fsdp2 if job.strategy.version == 2 else _group_fsdp1)(model, job), model, job)
 
 
@@ -125,7 +121,7 @@ def group_by_policy(model: torch.nn.Module, policy: object, reshards_after_forwa
 
 
 def _make_plugin(model: MetaModel, job: TrainingJob) -> FullyShardedDataParallelPlugin:
-    """Make the plugin that Accelerate makes from the template, with its policy set for this model."""
+    """Make the plugin that Accelerate would make from the template, with its policy set for this model."""
     strategy = job.strategy
     registry.apply("size wrap")
     plugin = FullyShardedDataParallelPlugin(

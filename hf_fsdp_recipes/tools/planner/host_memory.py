@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from hf_fsdp_recipes.checkpointing import staging
+from hf_fsdp_recipes.device_copies import NUM_BUFFERS
 from hf_fsdp_recipes.export.write_export import CHUNK_BYTES
-from hf_fsdp_recipes.loading.distribute import BUCKET_BYTES, NUM_SLOTS
+from hf_fsdp_recipes.loading.distribute import BUCKET_BYTES, NUM_SLOTS, UPLOAD_BYTES
 from hf_fsdp_recipes.tools.planner.memory_planner import OPTIMIZER, PARAMETERS, MemoryPlan
 
 # From docs/measured.md.
@@ -30,16 +32,18 @@ def estimate_host_memory(plan: MemoryPlan) -> list[HostMemory]:
     trained = round(sum(p.num_elements * p.sharded_item_bytes for p in plan.parameters if p.requires_grad))
     loaded = model if job.is_4bit else plan.num_parameters * job.dtype.itemsize
     optimizer = plan.valley.get(OPTIMIZER, plan.host.get(OPTIMIZER, 0))
-    # The copy that each rank holds while a checkpoint is written.
-    staged = optimizer + (sum(unit.shard_gradient_bytes for unit in plan.units) if job.lora_rank else shard)
+    # Each rank's copy of its state, which is kept from save to save, and its buffers to upload weights.
+    saved = sum(unit.shard_gradient_bytes for unit in plan.units) if job.lora_rank else shard
+    is_pinned = not (job.strategy.on_cpu or job.is_offloaded)
+    staged = _pinned_bytes(saved) + _pinned_bytes(optimizer) if is_pinned else saved + optimizer
+    upload = 0 if job.strategy.on_cpu else NUM_BUFFERS * UPLOAD_BYTES
     before_load = num_ranks * (PROCESS_BYTES + plan.host.get(PARAMETERS, 0))
     training = num_ranks * (PROCESS_BYTES + sum(plan.host.values()))
     if job.strategy.on_cpu:  # the ranks' own memory is on the host
         before_load += num_ranks * shard
         training += num_ranks * plan.peak_bytes
-    loading = (
-        before_load + NUM_SLOTS * BUCKET_BYTES + num_ranks * (_quantizing_bytes(plan) if job.is_4bit else LOADING_BYTES)
-    )
+    per_rank = upload + (_quantizing_bytes(plan) if job.is_4bit else LOADING_BYTES)
+    loading = before_load + NUM_SLOTS * BUCKET_BYTES + num_ranks * per_rank
     every_rank = "stock: every rank loads the full model" + (" in 4 bits" if job.is_4bit else "")
     full_state = training + trained + optimizer * job.num_shards
     full_model = training + (trained if job.lora_rank else model)
@@ -47,8 +51,16 @@ def estimate_host_memory(plan: MemoryPlan) -> list[HostMemory]:
         HostMemory("load", loading, before_load + num_ranks * loaded, every_rank),
         HostMemory("train", training, training, "processes, and offloaded or paged state"),
         HostMemory("save", training + num_ranks * staged, full_state, "stock: FULL_STATE_DICT on rank 0"),
-        HostMemory("export", training + num_ranks * CHUNK_BYTES, full_model, "stock: the full model on rank 0"),
+        HostMemory(
+            "export", training + num_ranks * NUM_BUFFERS * CHUNK_BYTES, full_model, "stock: the full model on rank 0"
+        ),
     ]
+
+
+def _pinned_bytes(num_bytes: int) -> int:
+    """Return what the staging of a save allocates: full chunks, and the rest rounded up to a power of two by torch."""
+    num_chunks, rest = divmod(num_bytes, staging.CHUNK_BYTES)
+    return num_chunks * staging.CHUNK_BYTES + (1 << (rest - 1).bit_length() if rest else 0)
 
 
 def _quantizing_bytes(plan: MemoryPlan) -> int:

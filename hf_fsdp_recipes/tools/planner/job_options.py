@@ -1,11 +1,9 @@
 """Build the job to plan from command-line options, a recipe's keys and TRL's defaults, in this order."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 
 from hf_fsdp_recipes.configs.strategy import Strategy
 from hf_fsdp_recipes.errors import PlanError
@@ -49,17 +47,6 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "lora_targets": lambda names: names if names == "all-linear" else tuple(names.split(",")),
 }
 TRAINER_BATCH = 8  # Trainer's default per_device_train_batch_size
-
-
-def read_recipe(file: Path) -> dict[str, Any]:
-    """Return a recipe's keys and values, or raise PlanError if the file cannot be read or is not a YAML mapping."""
-    try:
-        keys = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise PlanError(f"The recipe {file} cannot be read: {error}.") from error
-    if not isinstance(keys, dict):
-        raise PlanError(f"The recipe {file} is not a mapping of keys to values.")
-    return keys
 
 
 def flatten_arguments(arguments: "Arguments") -> dict[str, Any]:

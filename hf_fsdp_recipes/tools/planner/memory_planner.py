@@ -18,9 +18,10 @@ PARAMETERS, OPTIMIZER, STEP = "parameters", "optimizer", "optimizer step"
 SCALES, UNPACKED = "4-bit scales", "unpacked weight"
 VALUES_PER_SCALE = 64  # fp32 scales of 4-bit values; one byte each with nested quantization
 SCALES_PER_SCALE = 256  # nested quantization: scales that share one fp32 scale
-# Assumed, not measured (docs/planner.md): memory of the GPU context, NCCL and cuBLAS, and the share of temporary
-# memory that the caching allocator cannot reuse.
-GPU_CONTEXT_BYTES = 1_500_000_000
+# Assumed, not measured (docs/planner.md): memory of the GPU context and cuBLAS, of each communicator of NCCL, and the share of
+# temporary memory that the caching allocator cannot reuse.
+GPU_CONTEXT_BYTES = 900_000_000
+COMMUNICATOR_BYTES = 600_000_000
 GPU_FRAGMENTATION = 0.03
 
 
@@ -33,7 +34,7 @@ class MemoryPlan:
     flops: ModelFlops | None  # None if they cannot be counted
     valley: dict[str, int]  # device bytes between steps
     peak: dict[str, int]  # device bytes when their sum is highest
-    allowance_bytes: int  # assumed for the GPU context and fragmentation
+    allowance_bytes: int  # assumed for the GPU context, NCCL and fragmentation
     host: dict[str, int]  # host bytes during training: offloaded shards and paged optimizer state
 
     @property
@@ -87,13 +88,16 @@ class MemoryPlanner:
         self._traces: dict[tuple[Any, ...], list[TraceEvent]] = {}
 
     def plan(self, job: TrainingJob) -> MemoryPlan:
-        """Plan one way to train the model; PlanError if it cannot be built, adapted or wrapped as the job asks."""
+        """Plan one way to train the model; PlanError if the model cannot be built, adapted or wrapped as the job asks."""
         model = self._model(job)
         units = self.find_units(model, job)
         resident, host = _resident_bytes(units, job)
         events = self.trace(model, job, units)
         in_step = simulate_step(events, units, job, resident | _quantization_bytes(units, job))
-        in_update = resident | {REDUCED_GRADIENTS: gradient_bytes(units, job), STEP: _update_bytes(units, job)}
+        reduced_bytes = gradient_bytes(units, job)
+        # Unfused AdamW needs a temporary value per parameter.
+        is_unfused = job.optimizer == "adamw_torch" and not job.strategy.on_cpu
+        in_update = resident | {REDUCED_GRADIENTS: reduced_bytes, STEP: reduced_bytes if is_unfused else 0}
         peak = max(in_step, in_update, key=lambda state: sum(state.values()))
         return MemoryPlan(
             job=job,
@@ -134,7 +138,7 @@ def _model_key(job: TrainingJob) -> tuple[Any, ...]:
 def _count_flops(model: MetaModel) -> ModelFlops | None:
     try:
         return count_flops(model)
-    except (AttributeError, ValueError):  # an architecture that count_flops does not know
+    except (AttributeError, ValueError):  # count_flops does not know the architecture
         return None
 
 
@@ -169,11 +173,6 @@ def gradient_bytes(units: list[FsdpUnit], job: TrainingJob) -> int:
     return 0 if job.is_offloaded else sum(unit.shard_gradient_bytes for unit in units)
 
 
-def _update_bytes(units: list[FsdpUnit], job: TrainingJob) -> int:
-    """Return what the optimizer allocates in its step: unfused AdamW needs a temporary value per parameter."""
-    return gradient_bytes(units, job) if job.optimizer == "adamw_torch" and not job.strategy.on_cpu else 0
-
-
 def _quantization_bytes(units: list[FsdpUnit], job: TrainingJob) -> dict[str, int]:
     """Return what 4-bit weights need in addition to their shards: all scales, and one unpacked weight."""
     if not job.is_4bit:
@@ -187,4 +186,5 @@ def _quantization_bytes(units: list[FsdpUnit], job: TrainingJob) -> dict[str, in
 def _allowance_bytes(peak: dict[str, int], resident: dict[str, int], job: TrainingJob) -> int:
     if job.strategy.on_cpu:
         return 0
-    return GPU_CONTEXT_BYTES + round(GPU_FRAGMENTATION * (sum(peak.values()) - sum(resident.values())))
+    temporary_bytes = sum(peak.values()) - sum(resident.values())
+    return GPU_CONTEXT_BYTES + job.num_communicators * COMMUNICATOR_BYTES + round(GPU_FRAGMENTATION * temporary_bytes)

@@ -8,6 +8,7 @@ import torch
 
 from hf_fsdp_recipes.errors import LoadError, PlanError, summarize
 from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
+from hf_fsdp_recipes.model_class import task_type_of
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class Parameter:
 
     name: str
     requires_grad: bool
-    num_elements: int  # of the unsharded parameter
+    num_elements: int  # in the unsharded parameter
     num_padded_elements: int  # with FSDP2's padding
     num_shard_elements: float  # padded elements per rank
     sharded_item_bytes: float  # per element in the shard: 4 for fp32 masters, 0.5 for 4-bit weights
@@ -39,7 +40,7 @@ def build_meta_model(config: "PreTrainedConfig", job: TrainingJob) -> MetaModel:
     try:
         model = build_on_meta(config, job.compute_dtype)
     except LoadError as error:
-        raise PlanError(f"Cannot build a causal language model from this config: {error}") from error
+        raise PlanError(f"Cannot build a model from this config: {error}") from error
     model = model.to("meta").train()
     if job.loss == "fused":
         from trl.trainer.utils import add_fused_lm_head
@@ -56,7 +57,7 @@ def _add_adapter(model: "PreTrainedModel", job: TrainingJob) -> "PeftModel":
     from peft import LoraConfig, get_peft_model
 
     targets = job.lora_targets if isinstance(job.lora_targets, str) else list(job.lora_targets)
-    adapter = LoraConfig(r=job.lora_rank, target_modules=targets, task_type="CAUSAL_LM")
+    adapter = LoraConfig(r=job.lora_rank, target_modules=targets, task_type=task_type_of(type(model)))
     try:
         return get_peft_model(model, adapter, autocast_adapter_dtype=False)
     except ValueError as error:

@@ -39,13 +39,15 @@ def align(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def format_plan(plan: MemoryPlan, strategies: Sequence[Alternative], changes: Sequence[Alternative]) -> str:
-    """Format a plan, the compared strategies, and the changes that were tried to make it fit."""
+    """Format a plan, the compared strategies, and changes that make it faster or that were tried to make it fit."""
     lines = [*_title(plan), "", *_device_table(plan), "", *_host_table(plan)]
     if not plan.job.strategy.on_cpu:
         lines += ["", *_traffic_table(plan)]
     if len(strategies) > 1:
         lines += ["", "strategies, fastest that fits first", *_comparison(strategies)]
-    if changes:
+    if changes and plan.fits:
+        lines += ["", "faster, and fits too", *_comparison(changes)]
+    elif changes:
         lines += ["", "changes that would make it fit, in the order tried", *_comparison(changes)]
         is_enough = changes[-1].plan.fits
         lines.append(
@@ -72,7 +74,10 @@ def _device_table(plan: MemoryPlan) -> list[str]:
             rows.append((label, format_bytes(valley) if valley else "-", format_bytes(peak) if peak else "-", note))
     rows.append(("total", format_bytes(plan.valley_bytes), format_bytes(plan.peak_bytes), ""))
     if plan.allowance_bytes:
-        rows.append(("allowance", "", format_bytes(plan.allowance_bytes), "context, NCCL, fragmentation (assumed)"))
+        num = plan.job.num_communicators
+        nccl = ["NCCL" if num == 1 else f"{num} x NCCL"] if num else []
+        note = ", ".join(["context", *nccl, "fragmentation (assumed)"])
+        rows.append(("allowance", "", format_bytes(plan.allowance_bytes), note))
     unit = plan.largest_unit
     lines = [
         *align(rows),

@@ -23,8 +23,8 @@ from hf_fsdp_recipes.tools.planner.meta_model import MetaModel
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
 
 ACTIVATIONS, LOGITS = "activations", "logits and loss"
-# A module's gradients are computed for its outputs at pre_backward, for its inputs at post_backward; a parameter's at
-# gradient. At forward_done the loss is computed.
+# At pre_backward, the gradients of a module's outputs are computed; at post_backward, those of its inputs; at gradient,
+# that of a parameter; at forward_done, the loss.
 EventKind = Literal[
     "pre_forward", "post_forward", "forward_done", "pre_backward", "post_backward", "gradient", "step_done"
 ]
@@ -112,8 +112,8 @@ def trace_step(
 ) -> list[TraceEvent]:
     """Run forward and backward of one micro-batch and return the events of the watched modules, in order.
 
-    Memory counts as logits from the last decoder layer's forward until its backward. Tests trace real tensors on the
-    CPU to compare (`device`).
+    From the last decoder layer's forward until its backward, memory counts as logits. To compare, tests trace real
+    tensors with `device` set to the CPU.
     """
     watched = dict.fromkeys([*watched, *([last_layer] if last_layer else [])])
     tracker = AllocationTracker({t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())})

@@ -52,6 +52,27 @@ class Alternative:
         }
 
 
+def find_changes(planner: MemoryPlanner, plan: MemoryPlan) -> list[Alternative]:
+    """Return faster settings that fit too, or what was tried to make the job fit; nothing if the device's memory is unknown."""
+    if plan.fits is None:
+        return []
+    return find_faster_settings(planner, plan.job) if plan.fits else find_smallest_change(planner, plan.job)
+
+
+def find_faster_settings(planner: MemoryPlanner, job: TrainingJob) -> list[Alternative]:
+    """Plan the job without recomputation, and with larger micro-batches of the same step; return what fits."""
+    if not job.gradient_checkpointing:
+        return []
+    kept = job.replace(gradient_checkpointing=False)
+    options = [("gradient_checkpointing: false", kept)]
+    if job.accumulation % 2 == 0:
+        batch, accumulation = 2 * job.batch, job.accumulation // 2
+        label = f"gradient_checkpointing: false, batch {batch}, accumulation {accumulation}"
+        options.append((label, kept.replace(batch=batch, accumulation=accumulation)))
+    found = [_try(planner, label, changed) for label, changed in options]
+    return [alternative for alternative in found if alternative and alternative.plan.fits]
+
+
 def find_smallest_change(planner: MemoryPlanner, job: TrainingJob) -> list[Alternative]:
     """Try single changes, the least intrusive first, until one fits; return all that were tried."""
     tried: list[Alternative] = []
@@ -71,7 +92,7 @@ def _try(planner: MemoryPlanner, label: str, job: TrainingJob) -> Alternative | 
 
 
 def _changes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
-    """Yield changes, from those without a cost to those that train something else."""
+    """Yield changes, from those that cost nothing to those that change what is trained."""
     if job.accumulation > 1 and not job.sync_each_batch:
         yield "reduce gradients after each micro-batch (sync_each_batch: true)", job.replace(sync_each_batch=True)
     if job.loss != "fused":

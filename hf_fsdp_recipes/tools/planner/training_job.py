@@ -56,7 +56,7 @@ class TrainingJob:
     accumulation: int = 1  # micro-batches per step
     dtype: torch.dtype = torch.float32  # parameters as loaded (TRL's `dtype`)
     mixed_precision: torch.dtype | None = torch.bfloat16  # compute dtype of the template; None to compute in `dtype`
-    reduce_dtype: torch.dtype = torch.float32  # in which gradients are reduced and accumulated under mixed precision
+    reduce_dtype: torch.dtype = torch.float32  # of gradient reduction and accumulation in mixed precision
     optimizer: str = "adamw_torch_fused"  # Trainer's `optim`
     gradient_checkpointing: bool = True
     # With sdpa_padded (padded rows), a mask makes transformers repeat key and value heads. Eager attention keeps scores of
@@ -97,6 +97,11 @@ class TrainingJob:
         if self.strategy.sharding == "no_shard":
             return 1
         return self.cluster.ranks_per_node if self.strategy.is_hybrid else self.cluster.num_gpus
+
+    @property
+    def num_communicators(self) -> int:
+        """NCCL communicators of a rank: for all ranks and, with hybrid sharding, for its replica's shards and its replicas."""
+        return 0 if self.cluster.num_gpus == 1 else 3 if self.strategy.is_hybrid else 1
 
     @property
     def compute_dtype(self) -> torch.dtype:

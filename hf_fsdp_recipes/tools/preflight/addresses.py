@@ -63,11 +63,7 @@ def find_interface_to(address: str) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen for the other nodes on all interfaces, as torch's TCPStore does.
-
-    Raises:
-        OSError: EADDRNOTAVAIL if the address is not this host's, EADDRINUSE if the port is taken.
-    """
+    """Listen for the other nodes on all interfaces, as torch's TCPStore does; OSError if the address is not this host's."""
     family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind) as probe:
         probe.bind((target[0], 0))
@@ -79,7 +75,7 @@ def listen(address: str, port: int) -> socket.socket:
 def wait_for_listener(address: str, port: int, deadline: float) -> None:
     """Wait until a TCP connection succeeds, until `deadline` (`time.monotonic()`); then raise the last attempt's OSError.
 
-    TCPStore's own client reports every failure as a timeout. A name that does not exist is an error at once.
+    TCPStore's own client reports every failure as a timeout. A name that does not exist raises at once.
     """
     while True:
         attempt_seconds = max(0.1, min(_ATTEMPT_SECONDS, deadline - time.monotonic()))

@@ -24,13 +24,15 @@ LONG_ENOUGH_SECONDS = 0.15  # latency no longer dominates a transfer that takes 
 NUM_REPEATS = 3
 
 
-# Dtype, sizes of the buffers, and rows of the matrix.
-CPU_WORKLOAD = (torch.float32, (1 << 20, 1 << 22, 1 << 24, 1 << 26), 1024)
-ACCELERATOR_WORKLOAD = (torch.bfloat16, (1 << 24, 1 << 26, 1 << 28), 8192)
+# Dtype, buffer sizes, matrix rows, and the maximum number of products, enough for clocks to fall under load.
+CPU_WORKLOAD = (torch.float32, (1 << 20, 1 << 22, 1 << 24, 1 << 26), 1024, NUM_REPEATS)
+ACCELERATOR_WORKLOAD = (torch.bfloat16, (1 << 24, 1 << 26, 1 << 28, 1 << 30, 1 << 31), 8192, 200)
+PRODUCTS_SECONDS = 1.0  # a slow device stops after fewer products
+NUM_PAIR_ROUNDS = 3  # with two, one node of an odd number could have a single partner
 
 
 def main(info: ParticipantInfo, prefix: str, local_rank: int, on_cpu: bool) -> None:
-    """Report the device, wait for the request to measure, and report the rates, all on the preflight's store."""
+    """Report the device, wait for the request to measure, then report the rates, all through the preflight's TCPStore."""
     tcp_store = dist.TCPStore(info.master_address, info.master_port, is_master=False, wait_for_workers=False)
     store = dist.PrefixStore(prefix, tcp_store)
     rank = info.node_rank * info.ranks_per_node + local_rank
@@ -71,75 +73,119 @@ def describe(device: torch.device) -> DeviceInfo:
 
 
 def measure(device: torch.device, info: ParticipantInfo) -> WorkerRates:
-    """Measure bandwidth within and between nodes, and the speed of a matrix product.
-
-    Collective: the workers of all nodes must call this.
-    """
+    """Measure bandwidth within and between nodes, and the speed of a matrix product. Collective of all nodes' workers."""
     links = {}
     if info.ranks_per_node > 1:
         node_group, _ = dist.new_subgroups(info.ranks_per_node)
         links["within"] = measure_bus_bandwidths(node_group, device)
     if info.num_nodes > 1:
         links["between"] = measure_bus_bandwidths(dist.group.WORLD, device)
+    partners = measure_pairs(device, info) if info.num_nodes > 2 else {}
     flops_per_second = measure_matrix_product(device)
     dist.barrier()
     dist.destroy_process_group()
-    return {"links": links, "flops_per_second": flops_per_second}
+    return {"links": links, "partners": partners, "flops_per_second": flops_per_second}
+
+
+def measure_pairs(device: torch.device, info: ParticipantInfo) -> dict[str, float]:
+    """Return the all-gather bandwidth with each partner node, by its number, while other pairs are busy too. Collective."""
+    rates = {}
+    for pairs in pair_nodes(info.num_nodes):
+        for pair in pairs:
+            if info.node_rank in pair:
+                ranks = [node * info.ranks_per_node + local for node in pair for local in range(info.ranks_per_node)]
+                group = dist.new_group(ranks, use_local_synchronization=True)
+                (partner,) = set(pair) - {info.node_rank}
+                rates[str(partner)] = measure_all_gather(group, device)
+                # torch 2.13 derives a group's name from the number of groups, which must be the same on both nodes.
+                dist.destroy_process_group(group)
+        dist.barrier()
+    return rates
+
+
+def pair_nodes(num_nodes: int) -> list[list[tuple[int, int]]]:
+    """Return rounds of a round-robin tournament: each node of three or more gets at least two partners."""
+    seats = list(range(num_nodes + num_nodes % 2))  # the last seat stays empty if the number is odd
+    rounds = []
+    for _ in range(min(NUM_PAIR_ROUNDS, len(seats) - 1)):
+        pairs = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
+        rounds.append([(min(pair), max(pair)) for pair in pairs if max(pair) < num_nodes])
+        seats[1:] = [seats[-1], *seats[1:-1]]
+    return rounds
 
 
 def measure_bus_bandwidths(group: dist.ProcessGroup, device: torch.device) -> Bandwidths:
     """Return the bus bandwidth of each collective in bytes per second. Collective: all ranks of the group must call this."""
-    num_ranks = dist.get_world_size(group)
-    dtype, buffer_sizes, _ = _choose_workload(device)
+    all_reduce = partial(dist.all_reduce, group=group)
+    return {
+        "all_gather": measure_all_gather(group, device),
+        "all_reduce": 2 * _find_bandwidth(all_reduce, group, device),
+    }
+
+
+def measure_all_gather(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the bus bandwidth of all-gather in bytes per second. Collective: all ranks of the group must call this."""
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def all_gather(buffer: torch.Tensor) -> None:
-        shard = buffer.chunk(num_ranks)[dist.get_rank(group)]
-        dist.all_gather_into_tensor(buffer, shard.clone(), group=group)
+        dist.all_gather_into_tensor(buffer, buffer.chunk(num_ranks)[rank].clone(), group=group)
 
-    def all_reduce(buffer: torch.Tensor) -> None:
-        dist.all_reduce(buffer, group=group)
+    return _find_bandwidth(all_gather, group, device)
 
-    def find_rate(collective: Callable[[torch.Tensor], None], num_passes: int) -> float:
-        rate = 0.0
-        for num_bytes in buffer_sizes:
-            buffer = torch.zeros(num_bytes // dtype.itemsize // num_ranks * num_ranks, dtype=dtype, device=device)
-            seconds = _time_call(partial(collective, buffer), device, group)
-            rate = max(rate, num_passes * (num_ranks - 1) / num_ranks * buffer.nbytes / seconds)
-            if seconds > LONG_ENOUGH_SECONDS:
-                break
-        return rate
 
-    return {"all_gather": find_rate(all_gather, 1), "all_reduce": find_rate(all_reduce, 2)}
+def _find_bandwidth(
+    collective: Callable[[torch.Tensor], None], group: dist.ProcessGroup, device: torch.device
+) -> float:
+    """Return the highest bus bandwidth of a collective, which moves (n-1)/n of its buffer, over buffers of growing size."""
+    num_ranks = dist.get_world_size(group)
+    dtype, buffer_sizes, _, _ = _choose_workload(device)
+    rate = 0.0
+    for num_bytes in buffer_sizes:
+        buffer = torch.zeros(num_bytes // dtype.itemsize // num_ranks * num_ranks, dtype=dtype, device=device)
+        seconds = _time_call(partial(collective, buffer), device, group)
+        rate = max(rate, (num_ranks - 1) / num_ranks * buffer.nbytes / seconds)
+        if seconds > LONG_ENOUGH_SECONDS:
+            break
+    return rate
 
 
 def measure_matrix_product(device: torch.device) -> float:
     """Return the FLOP/s of a square matrix product, in bf16 on an accelerator."""
-    dtype, _, num_rows = _choose_workload(device)
-    matrix = torch.ones(num_rows, num_rows, dtype=dtype, device=device)
-    return 2 * num_rows**3 / _time_call(lambda: matrix @ matrix, device)
+    dtype, _, num_rows, max_repeats = _choose_workload(device)
+    matrix = torch.randn(num_rows, num_rows, dtype=dtype, device=device)  # a matrix of ones needs less power
+    multiply = partial(torch.matmul, matrix, matrix)
+    seconds = _time_call(multiply, device, num_repeats=1)
+    num_repeats = min(max_repeats, max(NUM_REPEATS, int(PRODUCTS_SECONDS / seconds)))
+    return 2 * num_rows**3 / _time_call(multiply, device, num_repeats=num_repeats)
 
 
-def _choose_workload(device: torch.device) -> tuple[torch.dtype, tuple[int, ...], int]:
+def _choose_workload(device: torch.device) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     return CPU_WORKLOAD if device.type == "cpu" else ACCELERATOR_WORKLOAD
 
 
-def _time_call(work: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None) -> float:
+def _time_call(
+    work: Callable[[], object],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    num_repeats: int = NUM_REPEATS,
+) -> float:
     """Return the mean seconds per call, on the slowest rank if a group is given."""
     work()
-    _synchronize(device)
+    synchronize(device)
     if group is not None:
         dist.barrier(group=group)
     started = time.perf_counter()
-    for _ in range(NUM_REPEATS):
+    for _ in range(num_repeats):
         work()
-    _synchronize(device)
-    seconds = torch.tensor((time.perf_counter() - started) / NUM_REPEATS, device=device)
+    synchronize(device)
+    seconds = torch.tensor((time.perf_counter() - started) / num_repeats, device=device)
     if group is not None:
         dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
     return float(seconds)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; there is nothing to wait for on a CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
 

@@ -1,6 +1,6 @@
 """Advice on a template's sharding strategy from the measured bandwidth.
 
-Transfers hide behind computation as long as they are no slower. In a step over T tokens, a rank computes 6 T FLOPs per
+Transfers hide behind computation as long as they take no longer. In a step over T tokens, a rank computes 6 T FLOPs per
 parameter. Full sharding moves 3 values per parameter over the slowest link: the parameter for forward, the parameter again
 for backward, and its gradient. So that link needs a bandwidth of 3 x bytes / (6 T) x the rank's FLOP/s,
 regardless of model size.
@@ -9,6 +9,7 @@ Source: Kaplan et al. 2020 (6 FLOPs per parameter and token); Rajbhandari et al.
 parameters, 2 without).
 """
 
+import statistics
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -18,19 +19,20 @@ from hf_fsdp_recipes.tools.preflight.node_info import Row
 NUM_FLOPS = 6  # per parameter and token
 PASSES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2}
 MIN_HYBRID_GAIN = 1.2  # a smaller gain is not worth the advice
+SLOW_FRACTION = 0.75  # of the median; healthy nodes of the same kind differ less
 
 
-class Bandwidths(TypedDict):
-    """Bus bandwidth of each collective, in bytes per second."""
-
-    all_gather: float
-    all_reduce: float
+Bandwidths = dict[str, float]  # bus bandwidth of all_gather and all_reduce, in bytes per second
 
 
 class WorkerRates(TypedDict):
-    """What one rank measured on its links: "within" its node, "between" nodes, each only if there is more than one."""
+    """What one rank measured on its links: "within" its node, "between" nodes, each only if there is more than one.
+
+    `partners` holds the all-gather bandwidth with some other nodes, by their number, if there are three nodes or more.
+    """
 
     links: dict[str, Bandwidths]
+    partners: dict[str, float]
     flops_per_second: float
 
 
@@ -121,8 +123,8 @@ def describe(
     names: list[str],
     ranks_per_node: int,
 ) -> list[Row]:
-    """Return the table's rows about bandwidth; with a template, also the advice on its strategy."""
-    rows: list[Row] = []
+    """Return the table's rows about bandwidth and what is slow; with a template, also the advice on its strategy."""
+    rows: list[Row] = [("warning", warning) for warning in find_slow(rates_by_node, names)]
     gather_rates: dict[str, float] = {}
     for link in rates_by_node[0][0]["links"]:
         measured = [(rates[0]["links"][link], name) for rates, name in zip(rates_by_node, names, strict=True)]
@@ -135,6 +137,27 @@ def describe(
         within, between = gather_rates.get("within"), gather_rates.get("between")
         rows.append(("strategy", advise(read_sharding(config), load, within, between, len(names), ranks_per_node)))
     return rows
+
+
+def find_slow(rates_by_node: list[list[WorkerRates]], names: list[str]) -> list[str]:
+    """Return a warning for each node that is slow with all of its partners, and for each rank that computes slowly."""
+    # A healthy node is fast with at least one partner, even if another one is slow.
+    best = [max(rates[0]["partners"].values(), default=0.0) for rates in rates_by_node]
+    typical = statistics.median(best)
+    warnings = [
+        f"{name} is slow: all-gather with one other node reaches {_format_rate(rate)} at most, but {_format_rate(typical)} on "
+        f"a typical node. Check its network ports, or leave it out (sbatch --exclude)."
+        for name, rate in zip(names, best, strict=True)
+        if rate < SLOW_FRACTION * typical
+    ]
+    flops = [rates["flops_per_second"] for node in rates_by_node for rates in node]
+    typical = statistics.median(flops)
+    return warnings + [
+        f"rank {rank} of {names[rank // len(rates_by_node[0])]} computes slowly: {each / 1e12:,.2f} TFLOP/s, but "
+        f"{typical / 1e12:,.2f} TFLOP/s on a typical rank. Check what else runs there, the clocks and the temperature."
+        for rank, each in enumerate(flops)
+        if each < SLOW_FRACTION * typical
+    ]
 
 
 def _format_rate(bytes_per_second: float) -> str:

@@ -14,14 +14,14 @@ def preflight(
     master_addr: Annotated[Optional[str], typer.Option(help="Host name or IP address of node 0.")] = None,
     master_port: Annotated[int, typer.Option(help="Port on node 0 that the job will use.")] = 29500,
     template: Annotated[Optional[Path], typer.Option(help="The job's Accelerate config.")] = None,
-    config: Annotated[Optional[Path], typer.Option(help="The job's recipe.")] = None,
+    config: Annotated[Optional[Path], typer.Option(help="The job's recipe, by name or file.")] = None,
     output_dir: Annotated[
         Optional[Path], typer.Option(help="The run's output directory. Default: the recipe's.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for all nodes to join.")] = 60.0,
 ) -> None:
     """Check that the nodes of a job can work together. Run it once per node, or under a launcher without node flags."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch: errors are reported without C++ stack traces
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # set before importing torch: no C++ stack traces
     from hf_fsdp_recipes.tools.preflight.preflight import Job, check_node, find_node
 
     node = find_node(num_nodes, node_rank, nproc_per_node, master_addr, master_port)

@@ -66,7 +66,7 @@ def collect(files: list[Path], num_ranks: int) -> NodeInfo:
 
 def _find_versions() -> dict[str, str]:
     """Return the versions that must match, "none" for what a node does not have; the same names on every node."""
-    nccl = getattr(torch.get_device_module(), "nccl", None)  # also of ROCm, whose RCCL has its version numbers
+    nccl = getattr(torch.get_device_module(), "nccl", None)  # also on ROCm, where RCCL uses NCCL's version numbers
     return {
         "python": platform.python_version(),
         **{name: package_version(name) or "none" for name in PACKAGES},
@@ -132,9 +132,9 @@ def _hash_file(file: Path) -> str:
 
 
 def check_same(nodes: list[NodeInfo], names: list[str]) -> None:
-    """Raise PreflightError if versions, code, NCCL variables or files differ between nodes; name all, with the nodes."""
+    """Raise PreflightError if versions, code, NCCL variables or files differ between nodes; name every difference and its nodes."""
     compared = [
-        # A node with other code may not report the same versions.
+        # A node that runs different code may not report the same versions.
         (name, [node["versions"].get(name, "unknown") for node in nodes], "Install the same versions on every node.")
         for name in nodes[0]["versions"]
     ]

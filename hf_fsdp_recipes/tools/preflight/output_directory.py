@@ -1,6 +1,6 @@
 """Checks that all nodes share a writable output directory, how fast it is, and whether the run's checkpoints fit.
 
-Each node writes a probe file and looks for the others'. All probe files are removed.
+Each node writes a probe file and looks for those of the others. All probe files are removed.
 """
 
 import contextlib

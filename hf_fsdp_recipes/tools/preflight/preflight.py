@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_recipes.configs import validate
+from hf_fsdp_recipes.configs.shipped_files import find_file, read_recipe
 from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import PreflightError, TemplateError
-from hf_fsdp_recipes.tools.preflight import addresses, bandwidth_advice, devices, node_info, output_directory
+from hf_fsdp_recipes.tools.preflight import addresses, bandwidth_advice, devices, hardware, node_info, output_directory
 from hf_fsdp_recipes.tools.preflight.node_info import NodeInfo, Row
 from hf_fsdp_recipes.tools.preflight.rendezvous import ParticipantInfo, Rendezvous
 from hf_fsdp_recipes.tools.preflight.workers import Workers
@@ -37,11 +38,15 @@ class Job:
 
     def read(self, num_ranks: int) -> NodeInfo:
         """Read the job's files and return this node's facts, or raise PreflightError if one is missing or not YAML."""
+        if self.template is not None:
+            self.template = find_file("accelerate_configs", self.template, PreflightError)
+        if self.recipe_file is not None:
+            self.recipe_file = find_file("recipes", self.recipe_file, PreflightError)
         files = [file for file in (self.template, self.recipe_file) if file is not None]
         node = node_info.collect(files, num_ranks)
         try:
             self.config = validate.read_config(self.template) if self.template else {}
-            self.recipe = validate.read_config(self.recipe_file) if self.recipe_file else {}
+            self.recipe = read_recipe(self.recipe_file, PreflightError) if self.recipe_file else {}
         except TemplateError as error:
             raise PreflightError(str(error)) from error
         if self.output_dir is None and self.recipe.get("output_dir"):
@@ -58,10 +63,7 @@ class Job:
 def check_node(info: ParticipantInfo, job: Job, timeout_seconds: float) -> None:
     """Run all checks and print the table on node 0, warnings last.
 
-    Collective: every node must call this.
-
-    Raises:
-        PreflightError: all errors of the first stage that failed, the same on every node that joined.
+    Collective: every node must call this. A PreflightError lists all errors of the first stage that failed, on every node.
     """
     # An exit that unwinds the stack also kills the workers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -77,6 +79,8 @@ def check_node(info: ParticipantInfo, job: Job, timeout_seconds: float) -> None:
         with contextlib.closing(Workers(rendezvous, job.is_on_cpu)) as workers:
             rows += _check_output(rendezvous, job)
             rows += _check_devices(rendezvous, workers)
+            # The workers still keep the driver loaded. Without that or persistence mode, nvidia-smi would start it for each GPU.
+            rows += _check_hardware(rendezvous, job)
             rows += _measure_bandwidth(rendezvous, workers, job)
     if info.node_rank == 0:
         lines = [f"{label:<10}{text}" for label, text in rows if label != "warning"]
@@ -139,6 +143,16 @@ def _check_devices(rendezvous: Rendezvous, workers: Workers) -> list[Row]:
     )
 
 
+def _check_hardware(rendezvous: Rendezvous, job: Job) -> list[Row]:
+    if not job.is_on_cpu:  # allow time to report a tool that hangs
+        rendezvous.extend_deadline(rendezvous.deadline - time.monotonic() + hardware.COMMAND_SECONDS)
+    return rendezvous.run_stage(
+        "looking for faulty GPUs and links",
+        lambda: hardware.collect(job.is_on_cpu, rendezvous.info.num_nodes),
+        lambda found: hardware.check(found, rendezvous.names),
+    )
+
+
 def _measure_bandwidth(rendezvous: Rendezvous, workers: Workers, job: Job) -> list[Row]:
     stage, deadline = "measuring bandwidth", rendezvous.deadline - MARGIN_SECONDS
 
@@ -159,12 +173,9 @@ def _measure_bandwidth(rendezvous: Rendezvous, workers: Workers, job: Job) -> li
 def find_node(
     num_nodes: int | None, node_rank: int | None, ranks_per_node: int, master_address: str | None, master_port: int
 ) -> ParticipantInfo | None:
-    """Return this node as the flags describe it, or without flags the launcher's variables; None if there is nothing to do.
+    """Return this node as the flags, or else the launcher's variables, describe it; None if there is nothing to do.
 
-    A launcher starts a process for each rank, but only local rank 0 checks the node.
-
-    Raises:
-        PreflightError: a flag or a variable is missing.
+    A launcher starts a process for each rank, but only local rank 0 checks the node. PreflightError if something is missing.
     """
     if num_nodes is not None or node_rank is not None or "WORLD_SIZE" not in os.environ:
         num_nodes = num_nodes or 1

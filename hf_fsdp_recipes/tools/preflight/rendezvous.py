@@ -1,4 +1,4 @@
-"""Connects the nodes of a preflight on a c10d store, where all of them reach the same verdict.
+"""Connects the nodes of a preflight on a c10d store, where all of them get the same result.
 
 Node 0 leads. It hosts a `TCPStore` on the master port; under torchrun and `accelerate launch` the nodes use the one that the
 launcher's agent hosts there. A key that is missing at the deadline names the node that should have written it.
@@ -25,9 +25,9 @@ from hf_fsdp_recipes.tools.preflight import addresses
 T = TypeVar("T")
 R = TypeVar("R")
 
-ANSWER_SECONDS = 5.0  # a preflight answers at once; if nothing answers, it is another program
+ANSWER_SECONDS = 5.0  # a preflight answers at once; without an answer, another program has the port
 FAILURE_GRACE_SECONDS = 2.0  # once one node has failed, how long node 0 waits for the reports of the others
-VERDICT_GRACE_SECONDS = 5.0  # how much longer the others wait for a verdict than node 0 waits for their reports
+VERDICT_GRACE_SECONDS = 5.0  # how much longer the others wait for the result than node 0 waits for their reports
 CLOSE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 
@@ -50,20 +50,14 @@ class ParticipantInfo:
 
 
 class Rendezvous:
-    """Nodes that share a store. All must make the same calls in the same order.
-
-    Attributes:
-        info, leader: this node and node 0; `is_leader` if they are the same process.
-        store, prefix: the shared store, and what precedes its keys on the TCPStore.
-        names: each node's name, in order; with host and pid after `check_membership`.
-        deadline: `time.monotonic()` value at which node 0 stops waiting.
-    """
+    """Nodes that share a store. All must make the same calls in the same order."""
 
     def __init__(self, info: ParticipantInfo, timeout_seconds: float) -> None:
         """Join the store, or raise PreflightError if the master address cannot be used or another job has the port."""
         self.info = info
         self.timeout_seconds = timeout_seconds
         self.extend_deadline(timeout_seconds)
+        # With host and pid after `check_membership`.
         self.names = [f"node {node_rank}" for node_rank in range(info.num_nodes)]
         self.prefix = f"hf-fsdp-preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         tcp_store, self.is_leader = _open_store(info, self.deadline)
@@ -91,10 +85,7 @@ class Rendezvous:
         return leader
 
     def check_membership(self) -> None:
-        """Wait for all nodes; raise PreflightError on all if one is missing, duplicated or started differently.
-
-        Collective: every node must call this.
-        """
+        """Wait for all nodes; raise PreflightError on all if one is missing, duplicated or started differently."""
         # Restart the timeout, because this node may have spent part of it waiting for node 0.
         self.extend_deadline(self.timeout_seconds)
         num_joined = self.store.add("num_joined", 1)
@@ -113,15 +104,8 @@ class Rendezvous:
     def run_stage(self, stage: str, collect: Callable[[], T], evaluate: Callable[[list[T]], R]) -> R:
         """Collect a value on every node, evaluate all of them in order on node 0, and return the result everywhere.
 
-        Collective: every node must call this. Values and result must be serializable as JSON.
-
-        Args:
-            stage: the current activity, for messages: "comparing versions".
-            collect: returns this node's value.
-            evaluate: called on node 0 with the values of all nodes.
-
-        Raises:
-            PreflightError: the same on every node, if a call failed or a node did not report before the deadline.
+        Collective: every node must call this. Values and result must be serializable as JSON; `stage` names the activity in
+        messages: "comparing versions". All nodes raise the same PreflightError if a call failed or a node did not report in time.
         """
         report = attempt(collect)
         with self._naming_leader(stage):
@@ -138,10 +122,10 @@ class Rendezvous:
 
     def extend_deadline(self, timeout_seconds: float) -> None:
         """Give the remaining stages this long from now."""
-        self.deadline = time.monotonic() + timeout_seconds
+        self.deadline = time.monotonic() + timeout_seconds  # when node 0 stops waiting
 
     def close(self) -> None:
-        """Leave the store. Node 0, whose exit ends the store, gives the others time to read the last verdict."""
+        """Leave the store. Node 0, whose exit ends the store, gives the others time to read the last result."""
         deadline = time.monotonic() + CLOSE_SECONDS
         with contextlib.suppress(RuntimeError):  # node 0 has exited
             num_left = self.store.add("num_left", 1)
@@ -222,7 +206,7 @@ def _open_store(info: ParticipantInfo, deadline: float) -> tuple[Store, bool]:
             listener = addresses.listen(address, port).detach()
             return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener), True
         except OSError as error:
-            listen_error = error  # another process may lead already; join it, so that both are named
+            listen_error = error  # another process may be the leader already; join it, so that the error names both
     started = time.monotonic()
     try:
         addresses.wait_for_listener(address, port, deadline)

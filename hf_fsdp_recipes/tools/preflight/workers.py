@@ -1,6 +1,6 @@
 """Starts one process per local rank to describe its device and measure bandwidth.
 
-A process that crashes or hangs in a collective can be named and killed.
+Each is a process, so that one that crashes or hangs in a collective can be reported and killed.
 """
 
 import json
@@ -47,11 +47,7 @@ class Workers:
         self._rendezvous.store.set("workers/measure", str(timeout_seconds))
 
     def wait_for_reports(self, key: str, stage: str, deadline: float) -> list[Any]:
-        """Return what each worker reported under `key`, by local rank; nothing if `stage` has failed elsewhere.
-
-        Raises:
-            PreflightError: a worker failed, crashed, or did not report before the deadline (`time.monotonic()`).
-        """
+        """Return what each worker reported under `key` before the deadline, or nothing if `stage` has failed elsewhere."""
         reports = []
         info, store = self._rendezvous.info, self._rendezvous.store
         for local_rank, (process, log) in enumerate(self._started):

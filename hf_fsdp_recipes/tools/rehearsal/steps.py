@@ -4,7 +4,6 @@ The steps are static checks, three launches of the recipe, and its export.
 """
 
 import copy
-import logging
 import shutil
 import signal
 import tempfile
@@ -22,7 +21,8 @@ from transformers.utils import logging as transformers_logging
 
 from hf_fsdp_recipes.checkpointing.layout import list_checkpoints
 from hf_fsdp_recipes.checkpointing.preemption import EXIT_PREEMPTED
-from hf_fsdp_recipes.configs import validate
+from hf_fsdp_recipes.configs import model_configs, validate
+from hf_fsdp_recipes.configs.optimizers import optimizer_errors
 from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.export.generate import generate
@@ -37,7 +37,6 @@ from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT, Run, launch
 from hf_fsdp_recipes.training.arguments import Arguments, is_streaming, parse_arguments
 from hf_fsdp_recipes.training.data import cache
 from hf_fsdp_recipes.training.data.preparation import prepare
-from hf_fsdp_recipes.training.sharded_optimizer import optimizer_errors
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows
 from hf_fsdp_recipes.units import count
 
@@ -92,9 +91,9 @@ class Rehearsal:
 
 
 def check_recipe(rehearsal: Rehearsal) -> str:
-    """Parse the recipe, which finds unknown fields and invalid combinations."""
+    """Parse the recipe, to find unknown fields and invalid combinations."""
     arguments = rehearsal.arguments
-    return f"{rehearsal.recipe.name}: {arguments.model.model_name_or_path or arguments.recipe.config_name}"
+    return f"{rehearsal.recipe.name}: {dry_run.model_name(arguments)}"
 
 
 def check_template(rehearsal: Rehearsal) -> str:
@@ -109,7 +108,8 @@ def check_template(rehearsal: Rehearsal) -> str:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_ranks, num_nodes = int(config.get("num_processes", 1)), int(config.get("num_machines", 1))
     size = f"{num_parameters / 1e9:,.2f}B parameters on {count(num_ranks, 'rank')}, {count(num_nodes, 'node')}"
-    rehearsal.differences += [size, *dry_run.describe_batches(rehearsal.arguments, num_ranks)]
+    source = model_configs.describe_source(dry_run.model_name(rehearsal.arguments))
+    rehearsal.differences += [*source, size, *dry_run.describe_batches(rehearsal.arguments, num_ranks)]
     return f"{rehearsal.template.stem} is valid for {type(model).__name__}"
 
 
@@ -144,7 +144,7 @@ def write_tiny_recipe(rehearsal: Rehearsal) -> str:
 
 
 def check_data(rehearsal: Rehearsal) -> str:
-    """Tokenize the rows as the run will, which finds missing columns and chat templates."""
+    """Tokenize the rows as the run will, to find missing columns and chat templates."""
     arguments = parse_arguments(["--config", str(rehearsal.directory / tiny_recipe.RECIPE_FILE), "--use_cpu", "true"])
     if is_streaming(arguments) or cache.is_cache(arguments.script.dataset_name):
         return "streamed or already tokenized; the run reads it"
@@ -224,7 +224,7 @@ def rehearse(recipe: Path, template: str, overrides: Sequence[str] = (), keep: b
     directory = Path(tempfile.mkdtemp(prefix="rehearsal-"))
     try:
         with progress.bar(len(STEPS), "rehearse", "step", bar_format="{desc} [{elapsed}]") as shown:
-            _silence_libraries()  # this turns off their progress bars; ours is created before
+            _silence_libraries()  # this also turns off progress bars, so ours is created first
             rehearsal = Rehearsal(recipe, Path(template), overrides, directory, shown.refresh)
             has_passed = True
             for number, (name, step) in enumerate(STEPS, 1):
@@ -257,4 +257,3 @@ def _silence_libraries() -> None:
     disable_progress_bars()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

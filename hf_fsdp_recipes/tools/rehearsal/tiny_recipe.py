@@ -10,13 +10,18 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
 
+from hf_fsdp_recipes import model_class
 from hf_fsdp_recipes.configs import validate
+from hf_fsdp_recipes.configs.model_configs import find_config
+from hf_fsdp_recipes.configs.shipped_files import read_recipe
+from hf_fsdp_recipes.configs.yaml_file import parse_yaml
+from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.tools.planner.dry_run import read_model_config
+from hf_fsdp_recipes.tools.rehearsal import stand_ins
 from hf_fsdp_recipes.training.arguments import Arguments
 from hf_fsdp_recipes.training.data import cache
-from hf_fsdp_recipes.training.data.dataset_parts import read_splits
+from hf_fsdp_recipes.training.data.image_rows import has_images
 from hf_fsdp_recipes.training.tiny_config import tiny_config
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer
 
@@ -25,7 +30,7 @@ NUM_ROWS = 96
 NUM_STEPS = 9
 SAVE_STEPS = 2
 MAX_TOKENS = 256  # per row: long enough for prompts, short enough for CPUs
-MIN_UNIT_PARAMETERS = 5000  # for size-based wrapping: the tiny model is smaller than one real unit
+MIN_UNIT_PARAMETERS = 5000  # for size-based wrapping, because the tiny model is smaller than one real unit
 NUM_HYBRID_RANKS = 4  # two replicas of two shards
 STRATEGY_WITHIN_NODE = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
 # Settings that need hardware or an account.
@@ -34,6 +39,7 @@ REPLACED_SETTINGS = {
     "attn_implementation": None,
     "torch_compile": False,
     "torch_compile_backend": None,
+    "compile_blocks": False,
     "use_liger_kernel": False,
     "tf32": None,
     "push_to_hub": False,
@@ -44,14 +50,26 @@ REPLACED_SETTINGS = {
 def write_model(arguments: Arguments, directory: Path) -> str:
     """Write the tiny model with the recipe's tokenizer; return a description of its size."""
     config = read_model_config(arguments)
-    tiny = tiny_config(config, vocab_size=None)
-    model = AutoModelForCausalLM.from_config(tiny, dtype=getattr(config, "dtype", None) or torch.bfloat16)
+    tokenizer, note = _make_tokenizer(arguments)
+    tiny = tiny_config(config, vocab_size=len(tokenizer) if note else None)
+    if note:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(tiny.get_text_config(), name, getattr(tokenizer, name))
+    model = model_class.build(tiny, dtype=getattr(config, "dtype", None) or torch.bfloat16)
     model.save_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "model")
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return f"{num_parameters / 1e6:.1f}M parameters, {tiny.get_text_config().num_hidden_layers} layers{note}"
+
+
+def _make_tokenizer(arguments: Arguments) -> tuple[Any, str]:
+    """Return the recipe's tokenizer, or one of bytes if it is that of a model that cannot be read, and a note."""
+    name = str(arguments.recipe.tokenizer_name or arguments.model.model_name_or_path)
+    if find_config(name) != name:
+        return stand_ins.byte_tokenizer(), f", a tokenizer of bytes instead of {name}'s, which cannot be read"
     # The run itself adds the recipe's special tokens.
     untouched = arguments._replace(recipe=replace(arguments.recipe, special_tokens=None))
-    load_tokenizer(untouched).save_pretrained(directory / "model")
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return f"{num_parameters / 1e6:.1f}M parameters, {tiny.get_text_config().num_hidden_layers} layers"
+    return load_tokenizer(untouched), ""
 
 
 def write_rows(arguments: Arguments, directory: Path) -> str:
@@ -59,15 +77,16 @@ def write_rows(arguments: Arguments, directory: Path) -> str:
     script = arguments.script
     if arguments.mixture.datasets or cache.is_cache(script.dataset_name):
         return "the full dataset"  # a mixture, or rows that are already tokenized
-    is_local = Path(script.dataset_name).exists()
-    splits = read_splits(script.dataset_name, script.dataset_config, streaming=not is_local)
+    splits, description = stand_ins.read_rows(script, NUM_ROWS)
+    if any(has_images(rows) for rows in splits.values()):
+        return "the full dataset"
     (directory / "rows").mkdir()
     for split, rows in splits.items():
         if split in (script.dataset_train_split, script.dataset_test_split):
             name = "test" if split == script.dataset_test_split else "train"
             lines = [json.dumps(row, default=str) + "\n" for row in islice(rows, NUM_ROWS)]
             (directory / "rows" / f"{name}.jsonl").write_text("".join(lines))
-    return f"the first {NUM_ROWS} rows of {script.dataset_name}"
+    return description
 
 
 def write_template(template: Path, directory: Path) -> None:
@@ -81,8 +100,8 @@ def write_template(template: Path, directory: Path) -> None:
 def to_cpu_ranks(config: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
     """Return a copy of a config with only device and rank counts changed; sharding, wrapping and dtypes stay.
 
-    FSDP1's hybrid strategies replicate across nodes, and here there is only one, so they become the strategy that they
-    use within a node. An FSDP2 hybrid mesh gets four ranks, whatever `num_ranks` is.
+    FSDP1's hybrid strategies replicate across nodes. There is only one node here, so each becomes the strategy that it
+    uses within a node. An FSDP2 hybrid mesh gets four ranks, whatever `num_ranks` is.
     """
     config = copy.deepcopy(config)
     fsdp = config["fsdp_config"]
@@ -140,13 +159,13 @@ def write_recipe(settings: dict[str, Any], arguments: Arguments, directory: Path
 
 def read_settings(recipe: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Return a recipe's fields with `--field value ...` overrides applied; values are read as YAML."""
-    settings: dict[str, Any] = yaml.safe_load(recipe.read_text())
+    settings = read_recipe(recipe)
     key, values = "", []
     for argument in overrides:
         if argument.startswith("--"):
             key, _, value = argument.removeprefix("--").partition("=")
-            values = [yaml.safe_load(value)] if value else []
+            values = [parse_yaml(value, f"--{key}", RecipeError)] if value else []
         else:
-            values.append(yaml.safe_load(argument))
+            values.append(parse_yaml(argument, f"--{key}", RecipeError))
         settings[key] = values[0] if len(values) == 1 else values or True
     return settings

@@ -1,4 +1,4 @@
-"""The measurements of a self-test, each with its own ranks, so that a crash does not end the others; and the report."""
+"""The measurements of a self-test and its report. Each has its own ranks, so that a crash does not end the others."""
 
 import json
 import os
@@ -62,7 +62,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Result:
-    """What one measurement found: figures by name, with units, of which bools are checks; or why there are none."""
+    """What one measurement found: figures by name, with units (a bool is a check), or why there are none."""
 
     name: str
     status: Literal["ok", "failed", "skipped"]
@@ -98,7 +98,7 @@ def measure(name: str, function: Callable[[Site], Figures], site: Site) -> Resul
 def run_on_ranks(
     site: Site, name: str, *, script: Path = RANKS_SCRIPT, precision: str | None = None, **options: Any
 ) -> Figures:
-    """Launch a measurement on all ranks and return its figures; RecipeError if a rank failed or the time is over."""
+    """Launch a measurement on all ranks and return its figures; RecipeError if a rank failed or time ran out."""
     with tempfile.TemporaryDirectory(dir=site.directory) as scratch:
         file = Path(scratch) / "figures.json"
         arguments = [name, json.dumps(options, default=str), str(file)]
@@ -140,7 +140,7 @@ def measure_load(site: Site) -> Figures:
 
 
 def measure_save(site: Site) -> Figures:
-    """Save during training, and compare the checkpoint with the state at the save."""
+    """Save during training, and compare the checkpoint with the state at the time of the save."""
     checkpoint = find_model(site, site.config)
     with tempfile.TemporaryDirectory(dir=site.directory) as directory:
         options: Any = {"num_tokens": site.num_tokens, "num_batches": site.num_batches}

@@ -24,7 +24,7 @@ def write_random_model(config: dict[str, Any], directory: Path) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
     model_config.save_pretrained(directory)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}  # tied ones once
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}  # tied parameters once
     plan = split_torch_state_dict_into_shards(dict(model.named_parameters()), max_shard_size="2GB")
     num_bytes, free_bytes = plan.metadata["total_size"], disk_usage(directory).free
     if free_bytes < num_bytes:

@@ -22,6 +22,7 @@ from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.loading.load_model import load_model
 from hf_fsdp_recipes.patches import cpu_ranks, registry
+from hf_fsdp_recipes.tools.preflight.bandwidth import synchronize
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -71,18 +72,12 @@ def _rate(device: torch.device, num_bytes: int, copy: Callable[[], object]) -> f
 
 
 def time_work(device: torch.device, work: Callable[[], object]) -> float:
-    """Return the seconds until the work and all that it queued on the device are done."""
+    """Return the seconds until the work, and everything it queued on the device, is done."""
     synchronize(device)
     started = time.perf_counter()
     work()
     synchronize(device)
     return time.perf_counter() - started
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device; nothing to wait for on CPU ranks."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
 
 
 def load(accelerator: "Accelerator", checkpoint: str, source: str, dtype: str, **kwargs: Any) -> tuple[Any, Any]:
@@ -95,7 +90,7 @@ def load(accelerator: "Accelerator", checkpoint: str, source: str, dtype: str, *
 def measure_load(
     accelerator: "Accelerator", checkpoint: str, tiny: str, sources: Sequence[str] = ("rank0", "direct")
 ) -> Figures:
-    """Load with each source, after a tiny checkpoint that takes the imports; compare what they loaded."""
+    """Load with each source and compare what was loaded. A tiny checkpoint first gets the imports out of the way."""
     load(accelerator, tiny, "rank0", "bfloat16")
     gigabytes = sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors")) / 1e9
     figures: Figures = {"checkpoint, GB": gigabytes}
@@ -123,7 +118,7 @@ def _are_equal(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Ten
 def measure_save(
     accelerator: "Accelerator", checkpoint: str, directory: str, num_tokens: int, num_batches: int
 ) -> Figures:
-    """Save while training goes on, change the state at once, and compare the checkpoint with the state at the save."""
+    """Save while training continues, change the state at once, and compare the checkpoint with the state when it was saved."""
     model, optimizer = load(accelerator, checkpoint, "rank0", "float32")
     state_bytes = 12 * sum(parameter.numel() for parameter in model.parameters())
     if distributed.run_on_main(lambda: shutil.disk_usage(directory).free) < state_bytes:

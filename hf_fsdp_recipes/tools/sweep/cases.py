@@ -13,9 +13,9 @@ import torch
 import yaml
 
 from hf_fsdp_recipes.configs import templates
+from hf_fsdp_recipes.configs.shipped_files import read_recipe
 from hf_fsdp_recipes.errors import PlanError, TemplateError
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE
-from hf_fsdp_recipes.tools.planner.job_options import read_recipe
 from hf_fsdp_recipes.tools.subprocess_runner import is_cpu_machine
 from hf_fsdp_recipes.units import count
 
@@ -94,17 +94,12 @@ def make_cases(
     overrides: Sequence[str] = (),
     ranks_per_node: int | None = None,
 ) -> tuple[list[Case], list[str]]:
-    """Return a case for each template and rank count, and why combinations were skipped.
+    """Return a case for each template and rank count (over all nodes), and the reasons why combinations were skipped.
 
-    Args:
-        ranks: rank counts over all nodes.
-        overrides: `--field value` pairs for the recipe.
-        ranks_per_node: for Slurm jobs; None means CPU ranks or accelerators of this machine.
-
-    Raises:
-        PlanError, TemplateError: a template or number is wrong, or no combination is possible.
+    `overrides` are `--field value` pairs for the recipe; `ranks_per_node` is for Slurm jobs, None for this machine. Raises a
+    PlanError or TemplateError if a template or number is wrong, or no combination is possible.
     """
-    recipe = read_recipe(recipe_file)
+    recipe = read_recipe(recipe_file, PlanError)
     if min(ranks) < 1 or num_steps < 1:
         raise PlanError(f"--ranks {list(ranks)} and --steps {num_steps}: every number must be at least 1.")
     is_local, num_devices = ranks_per_node is None, torch.accelerator.device_count()

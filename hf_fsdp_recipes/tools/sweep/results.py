@@ -15,11 +15,10 @@ from hf_fsdp_recipes.tools.sweep.run_status import FINISHED, OUT_OF_MEMORY, find
 from hf_fsdp_recipes.units import count
 
 TABLE_FILE, JSON_FILE = "sweep.md", "sweep.json"
-DEVICE, HOST_SAMPLED, HOST_LOGGED = "device", "host", "host at logged steps"
+DEVICE, HOST = "device", "host"
 MEMORY_KINDS = {
     DEVICE: "reserved by the device allocator",
-    HOST_SAMPLED: "anonymous host memory, sampled five times per second over the entire run",
-    HOST_LOGGED: "anonymous host memory after each step",
+    HOST: "anonymous host memory, sampled five times per second over the entire run",
 }
 RATES = ("tokens_per_second", "tokens_per_second_per_device", "mfu")
 
@@ -78,10 +77,8 @@ def _memory(logged: Sequence[dict[str, Any]], record: dict[str, Any]) -> dict[st
         peak_bytes = max((max(entry.get(name) or [0]) for entry in logged), default=0)
         if peak_bytes:
             return {"peak_memory_bytes": peak_bytes, "memory_kind": DEVICE}
-    if record.get("host_peak_bytes"):
-        return {"peak_memory_bytes": record["host_peak_bytes"], "memory_kind": HOST_SAMPLED}
-    host = [max(entry["host_bytes"]) for entry in logged if entry.get("host_bytes")]
-    return {"peak_memory_bytes": max(host), "memory_kind": HOST_LOGGED} if host else {}
+    peak_bytes = record.get("host_peak_bytes")  # of a case that ran on this machine
+    return {"peak_memory_bytes": peak_bytes, "memory_kind": HOST} if peak_bytes else {}
 
 
 def _speed(logged: Sequence[dict[str, Any]], run: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hf_fsdp_recipes.tools.subprocess_runner import find_error
 FINISHED, OUT_OF_MEMORY, NOT_RUN = "finished", "OOM", "not run"
 LOG_FILE, JOB_LOG_FILE, RANK_LOGS = "log.txt", "slurm.log", "logs"
 MAX_REASON_CHARACTERS = 160
-# Messages of torch's device and host allocators, of Python, and of Slurm after the kernel has killed a task.
+# Messages from torch's device and host allocators, Python, and Slurm (after the kernel has killed a task).
 # Source: torch 2.13 `c10/cuda/CUDACachingAllocator.cpp` (HIP shares it), `c10/core/impl/alloc_cpu.cpp`; slurmstepd.
 OUT_OF_MEMORY_MESSAGE = re.compile(
     r"OutOfMemoryError|(CUDA|HIP|XPU|NPU) out of memory|DefaultCPUAllocator: (can't|not enough)"
@@ -22,7 +22,7 @@ RANK_KILLED = re.compile(r"exitcode *: -9|Signal 9 \(SIGKILL\)")
 
 
 class RunExit(NamedTuple):
-    """How a run that we started ended: the launcher's exit status, and what was seen on this machine."""
+    """How a run that the sweep launched ended: the launcher's exit status, and what was observed on this machine."""
 
     status: int
     kernel_killed: bool = False  # the kernel killed a process for lack of memory during the run

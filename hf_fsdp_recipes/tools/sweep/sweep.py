@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 
+from hf_fsdp_recipes.configs.shipped_files import find_file
 from hf_fsdp_recipes.errors import PlanError
 from hf_fsdp_recipes.metrics import memory, progress
 from hf_fsdp_recipes.tools import subprocess_runner
@@ -92,7 +93,9 @@ def write_jobs(cases: Sequence[Case], output: Path) -> str:
     for case in new:
         case.start_record()
     file, collect = output / SUBMIT_FILE, f"hf-fsdp sweep --collect {output}"
-    header = f"#!/bin/bash\n# One job per case. Run this from the root of the checkout, then: {collect}\nset -e\n"
+    header = (
+        f"#!/bin/bash\n# One job per case. Run this from the directory of the sweep command, then: {collect}\nset -e\n"
+    )
     output.mkdir(parents=True, exist_ok=True)
     file.write_text(header + "".join(f"{_job_line(case)}\n" for case in new), encoding="utf-8")
     return f"{count(len(new), 'job')} to submit: bash {file}\nwhen they have ended: {collect}"
@@ -110,7 +113,10 @@ def _job_line(case: Case) -> str:
     options += [f"--output={case.directory / run_status.JOB_LOG_FILE}"]
     options += [] if case.is_on_cpu else [f"--gpus-per-node={ranks_per_node}"]
     assignments = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
-    return f"{assignments} sbatch {shlex.join([*options, 'recipes/launch.slurm', *case.arguments])}"
+    script = str(
+        find_file("recipes", "launch.slurm")
+    )  # the one that `hf-fsdp slurm init` wrote, or else the shipped one
+    return f"{assignments} sbatch {shlex.join([*options, script, *case.arguments])}"
 
 
 def write_summary(directory: Path) -> Path:

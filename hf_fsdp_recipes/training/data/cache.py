@@ -41,11 +41,7 @@ def is_cache(name: str | None) -> bool:
 
 
 def prepare_directory(argv: list[str], output: Path) -> list[str]:
-    """Prepare the rows of a recipe's command line without a GPU or a process group, for `hf-fsdp prepare-data`.
-
-    Returns:
-        Lines to print: rows kept and dropped, and the directory.
-    """
+    """Prepare the rows of a recipe's command line without a GPU or a process group; return lines to print."""
     arguments = parse_arguments([*argv, *CPU_OVERRIDES])
     rows = write_cache(arguments, load_tokenizer(arguments), output)
     lines = [f"{name}: {counts.describe(arguments.training.max_length)}" for name, counts in rows.counts.items()]
@@ -63,6 +59,8 @@ def write_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, output
         )
     tokenizer = tokenizer_for_rows(tokenizer, arguments.training)
     rows = prepare(arguments, tokenizer)
+    if rows.has_images:
+        raise DataError("rows with images are tokenized while training. Train on the dataset itself.")
     splits = {"train": rows.train} | ({} if rows.evaluation is None else {"test": rows.evaluation})
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     try:
@@ -92,11 +90,12 @@ def _settings(arguments: Arguments) -> dict[str, Any]:
 def read_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
     """Memory-map prepared rows and check that their settings match this run's. Every rank calls this; not a collective."""
     directory, training = Path(arguments.script.dataset_name), arguments.training
+    expected_hash = tokenizer_hash(tokenizer_for_rows(tokenizer, training))
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
-    except ValueError as error:
-        raise DataError(f"{directory / MANIFEST} is damaged: {error}. Prepare the rows again.") from error
-    _check_settings(directory, manifest, arguments, tokenizer_hash(tokenizer_for_rows(tokenizer, training)))
+        _check_settings(directory, manifest, arguments, expected_hash)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"{directory / MANIFEST} is damaged: {error!r}. Prepare the rows again.") from error
     splits = load_from_disk(directory)
     check_num_rows(splits["train"], str(directory), training.world_size)
     if training.eval_strategy == "no":

@@ -26,10 +26,7 @@ def find_files(path: Path) -> dict[str, list[Path]]:
     """Return a path's data files by split; in a folder, files named test*, eval* or valid* are the test split.
 
     Hidden files and folders below the path, and those that start with two underscores, are skipped; so are files without
-    rows, with a warning.
-
-    Raises:
-        DataError: there are no data files, no rows, several types of files, or a file with its rows inside an object.
+    rows, with a warning. Raises a DataError if nothing is left, or for several types of files or rows inside an object.
     """
     visible = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_visible(file, path))
     files = [file for file in visible if reader_for(file)]
@@ -140,7 +137,7 @@ def _read_columns(file: Path) -> Iterable[tuple[str, str]]:
 
 
 def _read_json(file: Path) -> Iterator[tuple[int, object]]:
-    """Yield the line numbers and rows of a json or jsonl file; rows of one document count as its first line."""
+    """Yield the line numbers and rows of a json or jsonl file; all rows of a single JSON document have line 1."""
     with file.open(encoding="utf-8-sig", errors="replace") as text:
         start = next((line for line in text if line.strip()), "").strip()
         text.seek(0)

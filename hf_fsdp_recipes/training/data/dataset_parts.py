@@ -10,6 +10,7 @@ from datasets import Dataset, IterableDataset, load_dataset
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.arguments import Arguments, is_streaming
+from hf_fsdp_recipes.training.data import image_rows
 from hf_fsdp_recipes.training.data.data_files import explain_errors, find_files, reader_for
 from hf_fsdp_recipes.training.data.row_formats import find_format
 
@@ -38,7 +39,7 @@ def load_parts(arguments: Arguments) -> list[DatasetPart]:
 
 
 def _load_part(part: Any, streaming: bool, arguments: Arguments) -> DatasetPart:
-    """Read one entry of `datasets`: local paths like `dataset_name`, everything else with TRL."""
+    """Read one entry of `datasets`: a local path in the same way as `dataset_name`, anything else with TRL."""
     from trl import DatasetMixtureConfig, get_dataset
 
     if part.data_files is None and part.data_dir is None and _is_local(part.path):
@@ -56,7 +57,8 @@ def _split_rows(train: Any, test: Any, name: str, arguments: Arguments) -> tuple
     """Return training and evaluation rows, which come from the test split or are held out from training."""
     script, training, recipe = arguments.script, arguments.training, arguments.recipe
     check_num_rows(train, name, training.world_size)
-    _print_unused_columns(train.column_names or [], name, training.dataset_text_field)
+    if hasattr(training, "dataset_text_field"):  # SFT's
+        _print_unused_columns(train.column_names or [], name, training.dataset_text_field)
     if training.eval_strategy == "no":
         return train, None
     if test is not None:
@@ -77,7 +79,7 @@ def _split_rows(train: Any, test: Any, name: str, arguments: Arguments) -> tuple
 
 def _print_unused_columns(columns: list[str], name: str, text_column: str) -> None:
     required, optional = find_format(columns, text_column) or (columns, ())
-    unused = [column for column in columns if column not in (*required, *optional)]
+    unused = [column for column in columns if column not in (*required, *optional, *image_rows.COLUMNS)]
     if unused:
         distributed.print_main(f"{name}: unused columns: {', '.join(unused)}")
 

@@ -108,10 +108,7 @@ def print_counts(counts: Mapping[str, RowCounts], max_length: int | None) -> Non
 
 
 def check_row(row: Mapping[str, Any], text_column: str, needs_answer: bool) -> RowStatus:
-    """Return KEPT, or why a row in one of the formats of `to_sft_format` is dropped before tokenization.
-
-    With `needs_answer`, conversations without an assistant message are dropped.
-    """
+    """Return KEPT, or why a row is dropped before tokenization; `needs_answer` drops conversations without an answer."""
     if "input_ids" in row:
         return RowStatus.KEPT if row["input_ids"] else RowStatus.EMPTY
     texts, answers = _texts_and_answers(row, text_column)

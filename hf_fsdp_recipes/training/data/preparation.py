@@ -13,9 +13,11 @@ from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.arguments import Arguments
 from hf_fsdp_recipes.training.data.dataset_parts import DatasetPart, check_num_rows, load_parts
 from hf_fsdp_recipes.training.data.filtering import RowCounts, RowStatus, check_any_kept, filter_rows, find_token_fault
+from hf_fsdp_recipes.training.data.image_rows import has_images, open_images
 from hf_fsdp_recipes.training.data.row_formats import to_sft_format
 from hf_fsdp_recipes.training.data.row_tokenizer import RowTokenizer, has_trainable_label, is_conversational
 from hf_fsdp_recipes.training.tokenizer import check_chat_template
+from hf_fsdp_recipes.training.trainers import find_kind
 
 SPLITTING_STRATEGIES = ("bfd_split", "wrapped")  # the rest of a long row continues in the next sequence
 FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "status": Value("int8")})
@@ -28,10 +30,11 @@ class TrainingRows:
     train: Any  # Dataset or RowStream
     evaluation: Any = None  # Dataset, datasets.IterableDataset or None
     counts: dict[str, RowCounts] = field(default_factory=dict)  # by dataset name and split
+    has_images: bool = False  # not tokenized; SFTTrainer needs the model's processor
 
 
 class Preparation:
-    """Prepares rows according to a run's arguments, with the result of `tokenizer_for_rows`."""
+    """Prepares rows according to a run's arguments, with the tokenizer from `tokenizer_for_rows`."""
 
     def __init__(self, arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -48,11 +51,8 @@ class Preparation:
     def tokenize(self, rows: Dataset, name: str, packing: bool, first: int = 1) -> tuple[Dataset, RowCounts]:
         """Return `input_ids` and `labels` of the rows that can be trained on, and the counts of all rows.
 
-        `first` is the number of the first row, for messages.
-
-        Raises:
-            DataError: the columns are unknown, a row is malformed, or the chat template is missing, broken or does not mark the
-                assistant's messages.
+        `first` is the number of the first row, for error messages. Raises a DataError for unknown columns, a malformed row, or a
+        chat template that is missing, broken or does not mark the assistant's messages.
         """
         training = self.training
         rows = to_sft_format(rows, name, training.dataset_text_field, self.recipe.prompt_template, first)
@@ -143,6 +143,8 @@ def prepare(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Trainin
     """Read and prepare all rows that a run trains and evaluates on. One rank; not a collective."""
     training, preparation = arguments.training, Preparation(arguments, tokenizer)
     rows, parts = TrainingRows(None), load_parts(arguments)
+    if any(has_images(part.train) for part in parts):
+        return _open_image_rows(arguments, parts)
     train = [_tokenize_part(preparation, part, part.train, "train", training.packing, rows) for part in parts]
     rows.train = preparation.pack(_mix(train, parts, arguments), "train", training.packing)
     check_num_rows(rows.train, " + ".join(part.name for part in parts) + " (prepared)", training.world_size)
@@ -150,6 +152,41 @@ def prepare(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Trainin
         packing = packs_evaluation(arguments)
         held_out = [_tokenize_part(preparation, part, part.evaluation, "evaluation", packing, rows) for part in parts]
         rows.evaluation = preparation.pack(concatenate_datasets(held_out), "eval", packing)
+    return rows
+
+
+def _open_image_rows(arguments: Arguments, parts: list[DatasetPart]) -> TrainingRows:
+    rows = _join([open_images(part, arguments.training.dataset_text_field) for part in parts], parts, arguments)
+    rows.has_images = True
+    return rows
+
+
+def read_rows(arguments: Arguments) -> TrainingRows:
+    """Read rows that TRL's trainer prepares: for DPO and the like, not SFT. One rank; not a collective.
+
+    Raises:
+        DataError: a dataset does not have the trainer's columns, or has images.
+    """
+    kind, parts = find_kind(arguments.training), load_parts(arguments)
+    for part in parts:
+        columns = part.train.column_names
+        if not any(set(required) <= set(columns) for required in kind.columns):
+            needed = " or ".join(" + ".join(required) for required in kind.columns)
+            raise DataError(f"{part.name} has columns {columns}. {kind.name} needs {needed}; rename or add columns.")
+        if has_images(part.train):
+            raise DataError(f"{part.name} has images, which hf-fsdp {kind.name} does not support. Use rows of text.")
+    return _join([(part.train, part.evaluation) for part in parts], parts, arguments)
+
+
+def _join(opened: list[tuple[Any, Any]], parts: list[DatasetPart], arguments: Arguments) -> TrainingRows:
+    """Mix the training rows and concatenate the evaluation rows of all parts."""
+    columns = {part.name: sorted(train.column_names) for part, (train, _) in zip(parts, opened, strict=True)}
+    if len({tuple(names) for names in columns.values()}) > 1:
+        raise DataError(f"the datasets have different columns: {columns}. Give them the same columns.")
+    rows = TrainingRows(_mix([train for train, _ in opened], parts, arguments))
+    check_num_rows(rows.train, " + ".join(columns), arguments.training.world_size)
+    if opened[0][1] is not None:
+        rows.evaluation = concatenate_datasets([held_out for _, held_out in opened])
     return rows
 
 

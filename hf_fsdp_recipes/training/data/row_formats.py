@@ -25,7 +25,7 @@ ALPACA_WITH_INPUT = f"{ALPACA_TASK}, paired with an input that provides further 
 
 
 def find_format(columns: Sequence[str], text_column: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Return the required and optional columns of the format of these columns, or None if it is unknown."""
+    """Return the required and optional columns of the format that these columns match, or None if they match none."""
     formats = [*FORMATS, ((text_column,), ())]
     return next((known for known in formats if set(known[0]) <= set(columns)), None)
 
@@ -35,10 +35,7 @@ def to_sft_format(
 ) -> Dataset:
     """Return rows in one of SFTTrainer's formats: input_ids, messages, prompt + completion, or text.
 
-    `first` is the number of the first row, for messages.
-
-    Raises:
-        DataError: the columns match no known format, or a row cannot be converted.
+    `first` is the number of the first row, for the DataError about a row or columns that cannot be converted.
     """
     columns = list(rows.column_names)
     known = find_format(columns, text_column)

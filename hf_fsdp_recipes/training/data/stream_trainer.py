@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.training.data.filtering import RowCounts, print_counts
 from hf_fsdp_recipes.training.data.streaming import RowStream
 from hf_fsdp_recipes.training.device_metrics import DeviceMetricsTrainer
@@ -27,7 +28,7 @@ class StreamTrainer(DeviceMetricsTrainer):
     def __init__(self, *, train_dataset: RowStream, **kwargs: Any) -> None:
         block = train_dataset.first_block()
         assert block is not None  # an endless stream always has one
-        # SFTTrainer checks the type and the first row of its dataset, which must be a class of `datasets`.
+        # SFTTrainer checks the first row and the type of its dataset, which must be one of `datasets`' classes.
         super().__init__(train_dataset=Dataset.from_list(block.rows[:1]).to_iterable_dataset(), **kwargs)
         self.train_dataset = train_dataset
 
@@ -98,7 +99,8 @@ def _position_file(rank: int) -> str:
 def restore_position(stream: RowStream, checkpoint: Path) -> bool:
     """Move the stream to the checkpoint's position; return False if the checkpoint has none. Not a collective.
 
-    If the number of ranks has changed, each rank skips its share of the rows read so far.
+    If the number of ranks has changed, each rank skips its share of the rows read so far. If the datasets have changed, the
+    stream starts at its first row.
     """
     if not (checkpoint / _position_file(0)).is_file():
         distributed.print_main(
@@ -124,7 +126,12 @@ def restore_position(stream: RowStream, checkpoint: Path) -> bool:
 
 
 def _read_position(checkpoint: Path, rank: int) -> Any:
-    return json.loads((checkpoint / _position_file(rank)).read_text())
+    try:
+        return json.loads((checkpoint / _position_file(rank)).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoint / _position_file(rank)} cannot be read: {error}. Use another checkpoint."
+        ) from error
 
 
 def _skip_shares(stream: RowStream, checkpoint: Path, saved_world_size: int) -> None:

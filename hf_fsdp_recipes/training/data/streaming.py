@@ -23,6 +23,7 @@ from hf_fsdp_recipes.training.arguments import Arguments
 from hf_fsdp_recipes.training.data.data_files import explain_errors
 from hf_fsdp_recipes.training.data.dataset_parts import DatasetPart, load_parts
 from hf_fsdp_recipes.training.data.filtering import RowCounts, RowStatus, check_any_kept
+from hf_fsdp_recipes.training.data.image_rows import has_images
 from hf_fsdp_recipes.training.data.preparation import Preparation, TrainingRows, packs_evaluation
 
 DEFAULT_BLOCK_ROWS = 1000  # without shuffling; TRL packs the same number of rows at a time
@@ -56,11 +57,7 @@ class StreamSource:
         self._start_state, self._has_read = state, False
 
     def read(self, count: int) -> list[dict[str, Any]]:
-        """Read up to `count` rows, fewer at the end of a pass.
-
-        Raises:
-            DataError: a full pass of an endless source has no rows, or a file cannot be read.
-        """
+        """Read up to `count` rows, fewer at the end of a pass; raise a DataError if an endless source has no rows."""
         if count == 0:
             return []
         for _ in range(2 if self.is_endless else 1):
@@ -103,7 +100,7 @@ class Block:
 
 
 class RowStream(IterableDataset):
-    """A stream of training rows from one source, or from several endless ones by their fractions.
+    """A stream of training rows from one source, or from several endless ones mixed by their fractions.
 
     While one block is used, a thread reads the next. `shuffle_rows` rows are shuffled together; 0 keeps their order.
     """
@@ -218,6 +215,8 @@ def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Tr
     """Open this rank's part of the streams and read its first block. Every rank calls this, but it is not a collective."""
     training = arguments.training
     preparation, parts = Preparation(arguments, tokenizer), load_parts(arguments)
+    if any(has_images(part.train) for part in parts):
+        raise DataError("rows with images cannot be streamed. Set dataset_streaming: false, or remove the column.")
     rank, num_ranks = distributed.rank(), distributed.world_size()
     sources = [StreamSource(part.name, part.train, part.fraction, rank, num_ranks) for part in parts]
     train = RowStream(sources, preparation, training.packing, training.seed, arguments.recipe.shuffle_buffer_size)

@@ -1,4 +1,4 @@
-"""Builds the emulated accelerator once per machine, about a minute on one core.
+"""Builds the emulated accelerator once per machine, which takes about a minute on one core.
 
 `PYTHONPATH=$(python -m tests.device.emulator.build) EMU_DEVICES=2 python ...` starts a process that has the device.
 """
@@ -73,7 +73,7 @@ def _find_compiler() -> str:
 
 
 def _compile(compiler: str, scratch: Path, target: Path) -> None:
-    """Compile the sources side by side and link them."""
+    """Compile the sources in parallel and link them."""
     [torch] = find_spec("torch").submodule_search_locations  # importing torch would take longer
     includes = [f"{torch}/include", f"{torch}/include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     flags = [*FLAGS, *(f"-I{directory}" for directory in includes)]

@@ -2,7 +2,7 @@
 
     python -m tests.device.emulator.events FOLDER [KIND ...]
 
-prints it by kind and by who asked.
+prints the events by kind and caller.
 """
 
 import json
@@ -77,7 +77,7 @@ def total_bytes(events: Iterable[Event]) -> int:
 
 
 def describe(events: list[Event]) -> str:
-    """Return a table: number of events and bytes by rank, kind, memory, stream, thread, and who asked."""
+    """Return a table: number of events and bytes by rank, kind, memory, stream, thread and caller."""
     calls: Counter[tuple[object, ...]] = Counter()
     sizes: Counter[tuple[object, ...]] = Counter()
     for event in events:

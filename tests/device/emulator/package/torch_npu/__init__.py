@@ -77,7 +77,7 @@ def _offload_as_with_nccl(dist: Any) -> None:
 
 
 def npu_fusion_attention(*_: Any, **__: Any) -> None:
-    """Exist, because transformers imports it if there is a torch_npu."""
+    """Exists because transformers imports it if there is a torch_npu."""
     raise NotImplementedError
 
 

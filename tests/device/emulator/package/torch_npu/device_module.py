@@ -18,7 +18,7 @@ amp = types.ModuleType("torch.npu.amp")
 
 
 def index_of(device: Device = None) -> int:
-    """Return a device's index; None and `npu` without an index are the thread's current device."""
+    """Return a device's index; None, and `npu` without an index, mean the thread's current device."""
     index = device if isinstance(device, int) or device is None else torch.device(device).index
     return torch._C._accelerator_getDeviceIndex() if index is None or index < 0 else index
 

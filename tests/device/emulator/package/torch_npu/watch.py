@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from torch_npu import _C
 
 PROJECT = ("hf_fsdp_recipes.", "__main__")
-DEPTH = 5  # frames kept of the project, and of other libraries
+DEPTH = 40  # number of frames kept, of the project and of other libraries
 
 _file: TextIO | None = None
 _lock = threading.Lock()
@@ -29,7 +29,7 @@ def start(folder: str | Path) -> None:
 
 
 def mark(phase: str) -> None:
-    """Name what follows, in every thread, until the next mark."""
+    """Name the phase of everything that follows, in every thread, until the next mark."""
     _write({"phase": phase})
 
 

@@ -1,0 +1,63 @@
+"""Train a language model on a reward of your own with TRL's `GRPOTrainer`: sharded loading and generation, resume, export.
+
+    accelerate launch --config_file accelerate_configs/fsdp2_full_shard.yaml examples/own_grpo.py \
+        --model Qwen/Qwen3-8B --data my_questions.jsonl --output_dir runs/mine
+
+Each line of `my_questions.jsonl` has the texts prompt and answer; replace `has_answer` with your reward. If the run stops,
+start the same command again: it resumes from the newest complete checkpoint. The trained model ends up in
+`<output_dir>/export`. On a machine without a GPU use accelerate_configs/fsdp2_cpu.yaml.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from datasets import load_dataset
+from transformers import AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint, load_model
+
+
+def has_answer(completions: list[str], answer: list[str], **columns: list[str]) -> list[float]:
+    """Reward completions that contain the row's answer."""
+    return [float(right in text) for text, right in zip(completions, answer, strict=True)]
+
+
+def main() -> None:
+    """Train with the options from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="directory or Hub id")
+    parser.add_argument("--data", required=True, help="JSON lines file of prompts and answers")
+    parser.add_argument("--output_dir", required=True, type=Path)
+    parser.add_argument("--max_steps", type=int, default=1000)
+    parser.add_argument("--save_steps", type=int, default=100)
+    parser.add_argument("--max_completion_length", type=int, default=128)
+    options = parser.parse_args()
+
+    model = load_model(options.model, dtype="float32")
+    arguments = GRPOConfig(
+        output_dir=str(options.output_dir),
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=options.max_completion_length,  # without vLLM, the sharded model generates token by token
+        learning_rate=1e-6,
+        bf16=torch.accelerator.is_available(),
+        max_steps=options.max_steps,
+        save_steps=options.save_steps,
+        logging_steps=1,
+        report_to="none",
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=has_answer,  # or load_model(...) of a reward model, which is sharded, too
+        args=arguments,
+        train_dataset=load_dataset("json", data_files=options.data, split="train"),
+        processing_class=AutoTokenizer.from_pretrained(options.model),
+        callbacks=[ShardedCheckpointCallback(export_dir=options.output_dir / "export")],
+    )
+    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))  # None starts from step 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Saves an Accelerator's state as a checkpoint directory, for training loops without a Trainer."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.checkpointing import layout
+from hf_fsdp_recipes.errors import CheckpointError, summarize
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def save_checkpoint(
+    accelerator: "Accelerator", output_dir: str | os.PathLike[str], step: int, *, keep: int | None = None
+) -> Path:
+    """Save what `accelerator.save_state` saves, so that an interrupted save is never resumed from.
+
+    The files are written to a hidden directory, get a manifest with checksums, and are flushed; then the directory gets its
+    name. Training waits meanwhile. Resume with `accelerator.load_state(latest_checkpoint(output_dir))`.
+
+    Collective: every rank must call this, with the same arguments.
+
+    Args:
+        accelerator: has prepared the model, the optimizer and, for its state to be saved, the scheduler.
+        output_dir: the run's directory, which all ranks must see; it belongs to one run.
+        step: number of steps done; the checkpoint is `<output_dir>/checkpoint-<step>`.
+        keep: number of checkpoints to keep; older ones are deleted once this one is complete. None keeps all.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        CheckpointError: on every rank, if the directory cannot be created or completed, or another process changed it. What was
+            written is deleted, and earlier checkpoints are intact.
+        OSError: on every rank, if a file cannot be written; the same applies.
+    """
+    final = layout.directory_for(output_dir, step)
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        raise CheckpointError(
+            "automatic_checkpoint_naming is set, but save_checkpoint names checkpoints by step. Remove it from the "
+            "Accelerator's ProjectConfiguration."
+        )
+    incomplete = distributed.run_on_main(lambda: layout.start(output_dir, step))
+    try:
+        files = _write(accelerator, incomplete, final)
+        distributed.run_on_main(
+            lambda: layout.commit(incomplete, final, files, {"step": step}), distributed.patient_group()
+        )
+    except BaseException:  # on every rank, so none still writes
+        if distributed.rank() == 0:
+            shutil.rmtree(incomplete, ignore_errors=True)
+        raise
+    if keep is not None:
+        distributed.run_on_main(lambda: layout.remove_old(output_dir, keep), distributed.patient_group())
+    return final
+
+
+def _write(accelerator: "Accelerator", incomplete: Path, final: Path) -> dict[str, dict[str, Any]]:
+    """Write and flush the files; return their manifest entries. Collective."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    group = distributed.patient_group()
+    with distributed.sync_errors(group):  # the last part of save_state, each rank's random state, is not collective
+        try:
+            accelerator.save_state(str(incomplete))
+        except CheckpointException as error:  # not an Exception; the same on every rank
+            cause = summarize(next(iter(error.failures.values()))[0], "line")
+            raise CheckpointError(f"{final} could not be written: {cause}. Earlier checkpoints are intact.") from error
+    names = distributed.run_on_main(lambda: layout.files_in(incomplete), group)
+    with distributed.sync_errors(group):
+        own = names[distributed.rank() :: distributed.world_size()]
+        for name in own:
+            layout.sync_path(incomplete / name)
+        entries = layout.manifest_entries(incomplete, own)
+    return {name: entry for of_rank in distributed.gather_objects(entries, group) for name, entry in of_rank.items()}

@@ -1,0 +1,56 @@
+"""Describes what a run depends on in addition to its arguments: its rows, and the base model of an adapter."""
+
+import functools
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+_NUM_ROWS = 16
+_SAMPLE_BYTES = 64 * 1024
+_MEDIA = re.compile(r"\b(Image|Audio|Video|Pdf)\(")
+
+
+def describe_rows(rows: Any) -> dict[str, Any]:
+    """Return the number of a dataset's rows and a checksum of some of them; nothing if it has no length.
+
+    The checksum is only for a `datasets.Dataset`. Another dataset may return other values each time.
+    """
+    from datasets import Dataset
+
+    if not hasattr(rows, "__len__"):
+        return {}
+    facts = {"num_train_rows": len(rows)}
+    if isinstance(rows, Dataset):
+        # Another file of the same name and length should not go unnoticed.
+        known = rows.with_format(None).remove_columns(
+            [n for n, kind in rows.features.items() if _MEDIA.search(str(kind))]
+        )
+        sample = [known[number] for number in range(0, len(rows), max(1, len(rows) // _NUM_ROWS))]
+        facts["rows_crc32"] = zlib.crc32(json.dumps(sample, default=str).encode())
+    return facts
+
+
+@functools.cache
+def checksum_weights(name_or_path: str, revision: str | None = None) -> int | None:
+    """Return a checksum of samples of a model's safetensors files, or None if this machine has none.
+
+    A copy of the files in another directory has the same checksum. Other weights of the same shapes do not.
+    """
+    from huggingface_hub import snapshot_download
+
+    directory = Path(name_or_path)
+    try:
+        if not directory.is_dir():
+            directory = Path(snapshot_download(name_or_path, revision=revision, local_files_only=True))
+        checksum = 0
+        for file in sorted(directory.glob("*.safetensors")):
+            num_bytes = file.stat().st_size
+            with file.open("rb") as stream:
+                for start in (0, num_bytes // 2, max(0, num_bytes - _SAMPLE_BYTES)):
+                    stream.seek(start)
+                    checksum = zlib.crc32(stream.read(_SAMPLE_BYTES), checksum)
+    except (OSError, ValueError):  # also the errors of huggingface_hub
+        return None
+    return checksum or None

@@ -1,0 +1,36 @@
+"""Adds manifests to the checkpoints that Trainer writes itself, on one process or under DDP, so that `auto` finds them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_fsdp_recipes.checkpointing import layout, resume, small_files
+from hf_fsdp_recipes.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import TrainerState, TrainingArguments
+
+
+def is_supported(args: "TrainingArguments", state: "TrainerState") -> bool:
+    """Return whether Trainer's checkpoints can be completed: one process or DDP, in one directory, and not pushed by Trainer."""
+    from accelerate.state import AcceleratorState
+
+    is_elsewhere = state.is_hyper_param_search or args.save_on_each_node or args.push_to_hub
+    return AcceleratorState().distributed_type.value.startswith(("NO", "MULTI_")) and not is_elsewhere
+
+
+def complete_checkpoint(
+    args: "TrainingArguments", state: "TrainerState", model: torch.nn.Module, facts: Mapping[str, Any]
+) -> Path | None:
+    """Complete the checkpoint that Trainer has just written, and return it. Rank 0 only; reads all files for their checksums."""
+    directory = layout.directory_for(args.output_dir, state.global_step)
+    if not directory.is_dir():
+        return None
+    try:
+        (directory / resume.PARAMS_FILE).write_bytes(small_files.format_params(args, model))
+    except OSError as error:
+        raise CheckpointError(f"{directory / resume.PARAMS_FILE} cannot be written: {error.strerror}.") from error
+    layout.complete_in_place(directory, {"step": state.global_step, **facts})
+    return directory

@@ -1,0 +1,97 @@
+"""The exports and pushes of one run."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.checkpointing.mirror import Mirror
+from hf_fsdp_recipes.checkpointing.run_identity import EXPORT
+from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.export.from_model import check_export, export_model
+from hf_fsdp_recipes.export.hub import HubTarget, Pusher, read_target
+from hf_fsdp_recipes.export.verify_files import has_weights
+from hf_fsdp_recipes.loading.export_marker import MARKER
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+
+
+class RunExports:
+    """Exports a run's model when training ends, and pushes checkpoints and the export to the Hub and the mirror."""
+
+    def __init__(self, directory: str | os.PathLike[str] | None, hub: HubTarget | None, mirror: Mirror) -> None:
+        if hub is not None and not isinstance(hub, HubTarget):
+            raise CheckpointError(
+                f"hub is {hub!r}, not a HubTarget. Pass hf_fsdp_recipes.export.hub.HubTarget({hub!r})."
+            )
+        self.directory = None if directory is None else Path(directory)
+        self._hub = hub
+        self._mirror = mirror
+        self._pusher: Pusher | None = None
+        self.is_finished = False  # the run had ended before it was resumed
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Check before training that a planned export can be written; raise an error on every rank if not. Collective."""
+        from accelerate.state import AcceleratorState
+
+        if self.directory is None:
+            return
+        kind = AcceleratorState().distributed_type.value
+        if kind in ("DEEPSPEED", "MEGATRON_LM"):
+            raise CheckpointError(
+                f"export_dir is set, but a model cannot be exported under {kind}. Use FSDP or DDP, or unset it."
+            )
+        check_export(model, self.directory)
+
+    def start(self, args: "TrainingArguments") -> None:
+        """Prepare to push. Not a collective."""
+        target = self._hub or read_target(args)
+        if target is not None and distributed.is_main():
+            self._pusher = Pusher(target, args.output_dir)
+
+    @property
+    def sources(self) -> list[str]:
+        """The directories that are being or will be pushed or uploaded; they must not be deleted meanwhile."""
+        pushed = [] if self._pusher is None or self._pusher.source is None else [str(self._pusher.source)]
+        return pushed + self._mirror.sources
+
+    def push_checkpoint(self, checkpoint: Path | None) -> None:
+        """Start pushing the last complete checkpoint, once. Acts on rank 0 only; not a collective."""
+        if self._pusher is not None and checkpoint is not None:
+            self._pusher.push_checkpoint(checkpoint)
+
+    def export(self, model: torch.nn.Module, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+        """Export, push, and start uploading, if an export directory is set. Collective: every rank must call this."""
+        if self.directory is None:
+            return
+        export = self.directory
+        if not self.has_exported(export):
+            export = export_model(model, export, tokenizer=tokenizer, use_free_name=True)
+            self.push(export)
+        self._mirror.add(export, MARKER)
+
+    def save_model(self, trainer: "Trainer", directory: Path) -> None:
+        """Export to `directory`, or below it if it is the run's output directory. Collective: every rank must call this."""
+        is_runs_own = directory.resolve() == Path(trainer.args.output_dir).resolve()
+        export = export_model(
+            trainer.model, directory / EXPORT if is_runs_own else directory, tokenizer=trainer.processing_class
+        )
+        distributed.print_main(f"exported: {export}")
+
+    def has_exported(self, export: Path) -> bool:
+        """Return whether the run had already finished when it was resumed, and its export exists. Collective."""
+        return self.is_finished and distributed.run_on_main(lambda: has_weights(export))
+
+    def push(self, export: Path) -> None:
+        """Push the final export, if pushing is on, and wait for it, without collectives. A failure only logs a warning."""
+        if self._pusher is not None:
+            self._pusher.push_export(export)
+
+    def upload(self, *exports: Path) -> None:
+        """Upload exports to the mirror, if there is one, and wait for it; raise a SaveError if one was not uploaded. Collective."""
+        for export in exports:
+            self._mirror.add(export, MARKER)
+        distributed.raise_together(self._mirror.wait())

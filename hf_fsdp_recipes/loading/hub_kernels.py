@@ -1,0 +1,133 @@
+"""Kernels from the Hub in a model on meta: what `from_pretrained` does with `use_kernels` and `kernel_config`.
+
+Source: transformers 5.23 `PreTrainedModel.from_pretrained` and `set_use_kernels`, `integrations/hub_kernels.py`.
+"""
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_fsdp_recipes import distributed, model_class
+from hf_fsdp_recipes.errors import LoadError, summarize
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+ARGUMENTS = ("use_kernels", "kernel_config", "allow_all_kernels")  # of `from_pretrained`
+
+
+@dataclass(frozen=True)
+class HubKernels:
+    """The kernels that a model is to use."""
+
+    is_used: bool = False
+    config: Any = None  # a KernelConfig; None takes the kernels that transformers chooses
+    allows_all: bool = False  # also those of publishers that the kernels package does not trust
+
+    @contextlib.contextmanager
+    def building(
+        self, config: "PreTrainedConfig", auto_class: model_class.AutoClass, trust_remote_code: bool
+    ) -> Iterator[None]:
+        """Replace the layers whose kernels have weights of their own, in models that are built meanwhile. Not a collective."""
+        from transformers.integrations import hub_kernels
+
+        with hub_kernels.allow_all_hub_kernels() if self.allows_all else contextlib.nullcontext():
+            if self.config is not None:
+                chosen, config = model_class.choose_class(config, auto_class, trust_remote_code)
+                with _explained(chosen):
+                    hub_kernels.register_kernel_replacements_and_fusions(chosen, config, self.config)
+            yield
+
+    def apply(self, model: "PreTrainedModel", accelerator: "Accelerator") -> None:
+        """Give the layers of a model on meta the kernels for the device that it is about to be sharded on.
+
+        Collective: every rank must call this. Downloads what is missing, rank 0 first.
+
+        Raises:
+            LoadError: on every rank, if a kernel cannot be used, or the shards will be on the CPU and not on the accelerator.
+        """
+        if not self.is_used:
+            return
+        device, offload = accelerator.device, accelerator.state.fsdp_plugin.cpu_offload
+        if device.type != "cpu" and (hasattr(offload, "pin_memory") or getattr(offload, "offload_params", False)):
+            raise LoadError(
+                "use_kernels does not work with fsdp_offload_params: transformers chooses kernels for the weights' device, the "
+                "CPU. Drop one of them."
+            )
+        from transformers.integrations import hub_kernels
+
+        def replace() -> None:
+            # transformers asks the first parameter where the model is. Kernels for training also serve evaluation.
+            parameters, was_training = model._parameters, model.training
+            model._parameters = {"device": torch.nn.Parameter(torch.empty(0, device=device)), **parameters}
+            model.training = True
+            try:
+                with (
+                    _explained(type(model)),
+                    hub_kernels.allow_all_hub_kernels() if self.allows_all else contextlib.nullcontext(),
+                ):
+                    model.set_use_kernels(True, self.config)
+            finally:
+                model._parameters, model.training = parameters, was_training
+
+        distributed.main_first(replace)
+        found = Counter(
+            getattr(type(module), "kernel_layer_name", "") for module in model.modules() if _has_kernel(module)
+        )
+        layers = ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
+        distributed.print_main(f"kernels: {layers or f'no layer of this model has one for {device.type}'}")
+
+
+def take_arguments(kwargs: dict[str, Any]) -> HubKernels:
+    """Remove the arguments for kernels from those of `from_pretrained`, and check them. Not a collective.
+
+    Raises:
+        LoadError: the kernels package is missing or has another version than transformers needs.
+    """
+    from transformers.integrations.hub_kernels import is_kernel
+    from transformers.utils import import_utils, kernel_config
+
+    use_kernels, config, allows_all = (kwargs.pop(name, None) for name in ARGUMENTS)
+    if config is not None and not isinstance(config, kernel_config.KernelConfig):
+        raise LoadError(
+            f"kernel_config is a {type(config).__name__}. Pass a transformers.KernelConfig, or use_kernels=True."
+        )
+    attention = kwargs.get("attn_implementation")
+    is_used = bool(use_kernels) or config is not None
+    needed_by = "use_kernels" if is_used else f"attn_implementation {attention}"
+    if (is_used or (isinstance(attention, str) and is_kernel(attention))) and not import_utils.is_kernels_available():
+        try:
+            found = version("kernels")
+        except PackageNotFoundError:
+            found = "none"
+        wanted = f"kernels>={import_utils.KERNELS_MIN_VERSION},<{import_utils.KERNELS_MAX_VERSION}"
+        raise LoadError(
+            f"{needed_by} needs {wanted}; installed: {found}. Run pip install '{wanted}', or drop the argument."
+        )
+    return HubKernels(is_used, copy.deepcopy(config), bool(allows_all))  # transformers changes the config
+
+
+def _has_kernel(module: torch.nn.Module) -> bool:
+    replaced = module.__dict__.get("forward")
+    return hasattr(type(module), "kernel_layer_name") and getattr(replaced, "__func__", None) not in (
+        None,
+        type(module).forward,
+    )
+
+
+@contextlib.contextmanager
+def _explained(chosen: type) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of the Hub, of kernels or of the kernel's own code
+        raise LoadError(
+            f"the kernels for {chosen.__name__} cannot be used: {type(error).__name__}: {summarize(error, 'line')}. Correct "
+            f"kernel_config, or drop use_kernels."
+        ) from error

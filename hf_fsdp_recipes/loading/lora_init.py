@@ -1,0 +1,102 @@
+"""Computes adapters that PEFT derives from the base weights (PiSSA, OLoRA) once those are in the shards.
+
+`patches/peft.py` defers the computation until then. FSDP2 and unquantized linear layers only.
+
+Source: peft 0.21 `lora/layer.py` (`LoraLayer.pissa_init`, `olora_init`).
+"""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.loading.shard_layout import find_shard
+from hf_fsdp_recipes.patches.peft import DEFERRED_INIT
+
+
+def has_deferred_adapters(model: torch.nn.Module) -> bool:
+    """Return whether adapters of a model are still to be computed from its base weights."""
+    return any(DEFERRED_INIT in module.__dict__ for module in model.modules())
+
+
+@torch.no_grad()
+def compute_adapters(model: torch.nn.Module, device: torch.device) -> None:
+    """Compute the deferred adapters of an FSDP2 model, and subtract them from its base weights, as PEFT does.
+
+    Collective: every rank must call this. Each rank computes every n-th layer with PEFT's own function, and holds that layer's
+    weight in full meanwhile.
+
+    Args:
+        model: its base weights are loaded.
+        device: this rank's compute device.
+
+    Raises:
+        LoadError: on every rank, if PEFT cannot compute an adapter.
+    """
+    layers = [module for module in model.modules() if DEFERRED_INIT in module.__dict__]
+    rank, world_size = distributed.rank(), distributed.world_size()
+    for start in range(0, len(layers), world_size):
+        group, own, computed = layers[start : start + world_size], None, None
+        for number, layer in enumerate(group):
+            weight = layer.get_base_layer().weight.detach().to(device)
+            weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+            own = weight if number == rank else own
+        with distributed.sync_errors():
+            computed = None if own is None else _compute(group[rank], own)
+        for number, layer in enumerate(group):
+            adapter, _ = layer.__dict__.pop(DEFERRED_INIT)
+            parameters = (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight)
+            a, b = computed if computed is not None and number == rank else _empty(parameters, device)
+            for matrix in (a, b) if distributed.is_distributed() else ():
+                dist.broadcast(matrix, src=number)
+            for parameter, matrix in zip(parameters, (a, b), strict=True):
+                _local(parameter).copy_(matrix[_rows(parameter)])
+            weight = layer.get_base_layer().weight
+            left, right = (a.T, b.T) if layer.fan_in_fan_out else (b, a)
+            delta = layer.scaling[adapter] * left[_rows(weight)] @ right
+            _local(weight).copy_(_local(weight).to(delta) - delta)
+
+
+def _compute(layer: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A and B of a layer, computed by PEFT from its full weight; PEFT sees plain tensors instead of shards."""
+    adapter, compute = layer.__dict__[DEFERRED_INIT]
+    base, a, b = (
+        SimpleNamespace(weight=torch.nn.Parameter(t, requires_grad=False)) for t in (weight, weight[:0], weight[:0])
+    )
+    compute(
+        SimpleNamespace(
+            get_base_layer=lambda: base,
+            lora_A={adapter: a},
+            lora_B={adapter: b},
+            scaling=layer.scaling,
+            r=layer.r,
+            fan_in_fan_out=layer.fan_in_fan_out,
+        )
+    )
+    expected = [layer.lora_A[adapter].weight.shape, layer.lora_B[adapter].weight.shape]
+    found = [matrix.weight.detach().float().contiguous() for matrix in (a, b)]
+    if [matrix.shape for matrix in found] != expected:
+        raise LoadError(
+            f"PEFT computes adapter matrices of shapes {[list(matrix.shape) for matrix in found]} from a weight of shape "
+            f"{list(weight.shape)}, not {[list(shape) for shape in expected]}. Lower lora_r, or leave this layer out."
+        )
+    return found[0], found[1]
+
+
+def _empty(parameters: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(parameter.shape, device=device) for parameter in parameters)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+
+
+def _rows(tensor: Any) -> slice:
+    """Return the rows of a matrix that this rank holds."""
+    found = find_shard(tensor) if hasattr(tensor, "device_mesh") else None
+    first, count, _ = found or (0, tensor.numel(), False)
+    return slice(first // tensor.shape[1], (first + count) // tensor.shape[1])

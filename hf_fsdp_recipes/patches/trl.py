@@ -1,0 +1,50 @@
+"""Patches for TRL: reference models from `load_model`, and no full reference model on any rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_fsdp_recipes.patches.accelerate import find_meta_model_loader
+from hf_fsdp_recipes.patches.registry import Patch
+
+load_hooks: list[Callable[..., Any]] = []  # load_model adds itself, because this layer cannot import it
+
+
+@Patch(
+    "trl.models.utils.prepare_fsdp(model, accelerator)",
+    feature="loading",
+    changes="A reference model from `load_model` is sharded by the template's wrap policy and filled from the checkpoint.",
+    reason="TRL shards it as one unit, which gathers the full model in each forward, and leaves its parameters on meta.",
+    upstream="to file: `prepare_fsdp` ignores the wrap policy under FSDP2",
+    is_copied=True,
+)
+def _shard_reference(original: Any, model: torch.nn.Module, accelerator: Any) -> torch.nn.Module:
+    loader = find_meta_model_loader(model)
+    return original(model, accelerator) if loader is None else loader.prepare_frozen(accelerator, model)
+
+
+@Patch(
+    "trl.trainer.utils.create_model_from_path(model_id, architecture)",
+    feature="loading",
+    changes="TRL loads the models that it is given by name, such as its default reference model, with `load_model`.",
+    reason="TRL calls `from_pretrained` on every rank, so each holds the full model.",
+    upstream="to file: under FSDP, DPOTrainer loads the full reference model on every rank",
+    is_copied=True,
+)
+def _load_by_shards(original: Any, model_id: str, architecture: Any = None, **kwargs: Any) -> torch.nn.Module:
+    kwargs.pop("device_map", None)
+    return load_hooks[-1](model_id, auto_class=architecture, **({"dtype": "float32"} | kwargs))
+
+
+@Patch(
+    "trl.trainer.utils.hash_module(module)",
+    feature="loading",
+    changes="A model from `load_model` is identified by its files, for the cache of precomputed reference log probabilities.",
+    reason="TRL hashes the values of all parameters, which are on meta until the model is sharded.",
+    upstream="to file: `precompute_ref_log_probs` hashes the full reference model on every rank",
+    is_copied=True,
+)
+def _hash_files(original: Any, module: torch.nn.Module) -> str:
+    loader = find_meta_model_loader(module)
+    return original(module) if loader is None else loader.fingerprint(module)

@@ -1,0 +1,1 @@
+"""Starts the shipped scripts and copies the shipped recipes, from any directory."""

@@ -1,0 +1,46 @@
+"""The main function of the scripts in recipes/: a recipe, from its arguments to the export."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from hf_fsdp_recipes.distributed import exit_with_message
+from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
+
+if TYPE_CHECKING:
+    from hf_fsdp_recipes.training.arguments import Arguments
+
+
+def run(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
+    """Run the recipe on the command line. Collective: every rank must call this.
+
+    Args:
+        name: which trainer, as in `hf-fsdp`: sft, dpo, kto, reward or grpo.
+        plan: what to call instead if the recipe sets `dry_run`.
+    """
+    from hf_fsdp_recipes.training.arguments import parse_arguments
+
+    # Checks everything that needs no model; every rank gets the same arguments.
+    arguments = parse_arguments(trainer=name)
+    # Imported now, when CPU ranks are set up: it imports bitsandbytes, which would print on each of them.
+    from hf_fsdp_recipes.training.build import build_trainer, find_resume, finish, train
+
+    if arguments.recipe.dry_run and plan is not None:
+        plan(arguments)
+        return
+    checkpoint = find_resume(arguments)  # locks output_dir; with `auto`, the newest complete one
+    trainer = build_trainer(arguments)  # prepares the data; no rank holds weights yet
+    failed_save = train(trainer, checkpoint)  # shards the model, loads its weights, trains, saves checkpoints
+    finish(trainer, arguments)  # exports the final weights, each rank its own slices
+    trainer.accelerator.end_training()
+    if failed_save is not None:
+        raise failed_save  # the last checkpoint could not be written
+
+
+@record  # unexpected errors appear in torchrun's error table and files
+def start(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
+    """Run the recipe on the command line, as `run`; errors that tell what to do end the process with one line."""
+    wait_for_gloo_at_exit()
+    with exit_with_message():
+        run(name, plan)

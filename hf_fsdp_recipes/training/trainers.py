@@ -1,0 +1,151 @@
+"""What differs between the trainers that recipes run, and what only SFT supports."""
+
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.environment import fsdp_version
+from hf_fsdp_recipes.errors import RecipeError, summarize
+from hf_fsdp_recipes.model_class import CAUSAL, TASK_TYPES
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from hf_fsdp_recipes.training.arguments import Arguments
+
+SEQUENCE = "AutoModelForSequenceClassification"
+# Arguments of our own data preparation, of new models and of the planner.
+SFT_ONLY = [
+    "add_special_tokens",
+    "append_concat_token",
+    "config_name",
+    "config_overrides",
+    "dataset_streaming",
+    "dry_run",
+    "prompt_template",
+    "shuffle_buffer_size",
+    "special_tokens",
+    "streaming",
+]
+
+
+@dataclass(frozen=True)
+class TrainerKind:
+    """A trainer of TRL."""
+
+    title: str  # of TRL's classes, DPO for DPOTrainer and DPOConfig; in lower case, the subcommand of `hf-fsdp`
+    columns: tuple[tuple[str, ...], ...] = ()  # columns that rows must have, as alternatives; for SFT, see row_formats
+    auto_class: str | None = None  # None takes what the checkpoint declares
+    has_reference: bool = False  # whether the trainer takes a `ref_model`
+
+    @property
+    def name(self) -> str:
+        """The subcommand of `hf-fsdp`."""
+        return self.title.lower()
+
+    @property
+    def task_type(self) -> str:
+        """PEFT's task type."""
+        return TASK_TYPES[self.auto_class or CAUSAL]
+
+
+PAIRS = ("chosen", "rejected")
+KINDS = {
+    kind.name: kind
+    for kind in (
+        TrainerKind("SFT"),
+        TrainerKind("DPO", (PAIRS,), has_reference=True),
+        TrainerKind("KTO", (("prompt", "completion", "label"), PAIRS), has_reference=True),
+        TrainerKind("Reward", (PAIRS,), auto_class=SEQUENCE),
+        TrainerKind("GRPO", (("prompt",),)),
+    )
+}
+
+
+def find_kind(training: "TrainingArguments") -> TrainerKind:
+    """Return the trainer that a config of TRL, such as DPOConfig, is for."""
+    return KINDS[type(training).__name__.removesuffix("Config").lower()]
+
+
+def script_class(kind: TrainerKind) -> type:
+    """Return TRL's class of script arguments; GRPO's has the reward functions."""
+    from trl import ScriptArguments
+    from trl.scripts.grpo import GRPOScriptArguments
+
+    return GRPOScriptArguments if kind.name == "grpo" else ScriptArguments
+
+
+def check_trainer(arguments: "Arguments", given: Collection[str]) -> None:
+    """Raise a RecipeError for arguments that this trainer does not support. Not a collective.
+
+    `given` has the names of the arguments that the recipe or the command line sets.
+    """
+    kind, training = find_kind(arguments.training), arguments.training
+    if kind.name == "sft":
+        return
+    refused = [name for name in SFT_ONLY if name in given]
+    if refused:
+        verb = "applies" if len(refused) == 1 else "apply"
+        raise RecipeError(f"{', '.join(refused)} {verb} to hf-fsdp sft only, not to {kind.name}. Drop {refused[0]}.")
+    if getattr(training, "sync_ref_model", False):
+        raise RecipeError(
+            "sync_ref_model changes the reference model, which checkpoints do not have, so a resumed run would start from the "
+            "first one. Drop it."
+        )
+    if kind.name != "grpo":
+        return
+    if not (arguments.script.reward_funcs or arguments.script.reward_model_name_or_path):
+        raise RecipeError("there is no reward. Set reward_funcs or reward_model_name_or_path.")
+    if fsdp_version() == 1 and not training.use_vllm:
+        raise RecipeError(
+            "grpo cannot generate under FSDP1, where ranks that end early would leave the others waiting. Use an fsdp2_*.yaml "
+            "template, or use_vllm: true."
+        )
+
+
+def needs_reference(arguments: "Arguments") -> bool:
+    """Return whether the trainer has to be given a reference model.
+
+    TRL uses the base model of an adapter as reference, but computes log probabilities in advance before it is sharded.
+    """
+    is_adapter = arguments.model.use_peft
+    return find_kind(arguments.training).has_reference and (
+        not is_adapter or arguments.training.precompute_ref_log_probs
+    )
+
+
+def load_rewards(arguments: "Arguments") -> list[Any]:
+    """Return GRPO's reward model and functions. Collective: every rank must call this.
+
+    Functions are TRL's by name, or any function by its dotted path, which may start in the current directory.
+
+    Raises:
+        RecipeError: on every rank, if there is no such function or model.
+    """
+    from trl import rewards
+
+    from hf_fsdp_recipes.loading.load_model import load_model
+
+    found: list[Any] = []
+    script = arguments.script
+    with distributed.sync_errors():
+        sys.path.insert(0, str(Path.cwd()))
+        for name in script.reward_funcs or ():
+            try:
+                found.append(resolve_name(name) if "." in name else getattr(rewards, name))
+            except Exception as error:  # the module's own code may raise anything
+                raise RecipeError(
+                    f"reward_funcs names {name}, which cannot be imported: {summarize(error, 'sentence')}. Set a function of "
+                    f"trl.rewards, or a dotted path such as my_rewards.count_words."
+                ) from error
+            if name == "get_soft_overlong_punishment":
+                found[-1] = found[-1](max_completion_len=1280, soft_punish_cache=256)  # as trl 1.16 `scripts/grpo.py`
+    if script.reward_model_name_or_path:
+        source = arguments.recipe.load_source
+        model = load_model(script.reward_model_name_or_path, auto_class=SEQUENCE, num_labels=1, source=source)
+        found.insert(0, model)
+    return found

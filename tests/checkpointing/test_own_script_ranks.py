@@ -1,0 +1,77 @@
+"""A user's own Trainer script with the callback: what cannot work is refused on every rank, before training."""
+
+import re
+
+import pytest
+
+from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
+from tests.ranks.lock_holder import locked_by_another, wait_briefly
+from tests.ranks.training import build
+
+
+def _train(model, data, output, export_dir=None):
+    from transformers import TrainerCallback
+
+    from hf_fsdp_recipes import ShardedCheckpointCallback
+
+    class Trained(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            (output.parent / "trained").touch()
+
+    wait_briefly()
+    callbacks = [Trained(), ShardedCheckpointCallback(export_dir=export_dir)]
+    build(str(model), str(data), str(output), callbacks=callbacks, save_strategy="steps", save_steps=2).train()
+
+
+@pytest.fixture
+def refused(tiny_model, text_file, tmp_path):
+    """Return a function that runs the script, which must be refused, and returns the error."""
+
+    def run(export_dir=None, parallel=None):
+        errors = run_ranks(
+            _train, 2, tiny_model("llama"), text_file, tmp_path / "run", export_dir,
+            environment=fsdp_environment(FSDP2, parallel), expect_failure=True,
+        )  # fmt: skip
+        assert errors[0] == errors[1]
+        assert not (tmp_path / "trained").exists()
+        return errors[0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"tp_size": 2}, "tensor parallelism|tp_size"),
+        ({"cp_size": 2}, "context parallelism|cp_size"),
+        pytest.param({"sp_size": 2}, "sequence parallelism|sp_size", marks=pytest.mark.slow),
+    ],
+)
+def test_other_parallelism_is_refused(refused, sizes, says):
+    kind, error = refused(parallel={"dp_shard_size": 1} | sizes)
+    assert kind == "TemplateError" and re.search(says, error, re.IGNORECASE), error
+
+
+def test_export_dir_with_other_files_is_refused(refused, tmp_path):
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("keep me")
+    kind, error = refused(foreign)
+    assert kind == "ExportError" and str(foreign) in error, error
+    assert [path.name for path in foreign.iterdir()] == ["notes.txt"]
+
+
+def test_export_dir_without_room_is_refused(refused, mount, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount(disk, 64 << 10)
+    kind, error = refused(disk / "export")
+    assert kind == "ExportError" and "needs 144,512 bytes" in error, error
+    assert list(disk.iterdir()) == []
+
+
+def test_directory_of_a_living_run_is_refused(refused, tmp_path):
+    with locked_by_another(tmp_path / "run", tmp_path):
+        kind, error = refused()
+    assert kind == "CheckpointError"
+    assert f"{tmp_path}/run is in use by another run (process" in error

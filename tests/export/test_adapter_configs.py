@@ -1,0 +1,111 @@
+"""What an exported adapter records of its base model's config, and where that config is read from. One process."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from hf_fsdp_recipes import export_checkpoint, export_model, load_model
+from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.export import from_checkpoint
+from hf_fsdp_recipes.export.load_export import load_export
+
+LABELS = {0: "good", 1: "bad", 2: "ugly"}
+HEAD = {"id2label": LABELS, "label2id": {name: number for number, name in LABELS.items()}, "pad_token_id": 7}
+HUB = {"revision": "v1", "token": "secret"}
+
+
+@pytest.fixture(scope="module")
+def classifier(tiny_model):
+    """Return a LoRA classifier whose base model declares no labels and another padding token."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForSequenceClassification
+
+    base = LlamaForSequenceClassification.from_pretrained(tiny_model("llama"), **HEAD)
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS", revision="v0")
+    return get_peft_model(base, lora).eval()
+
+
+@pytest.fixture(scope="module")
+def adapter(classifier, tmp_path_factory):
+    return export_model(classifier, tmp_path_factory.mktemp("exports") / "adapter")
+
+
+def head_of(model):
+    return {name: getattr(model.config, name) for name in HEAD}
+
+
+def test_classifiers_labels_and_padding_survive_a_merge(classifier, adapter, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    merged = AutoModelForSequenceClassification.from_pretrained(
+        export_checkpoint(adapter, tmp_path / "merged", merge_adapter=True)
+    )
+    loaded = load_export(adapter)
+    assert head_of(merged) == head_of(loaded.get_base_model()) == HEAD
+    ids = torch.tensor([[5, 6, 7, 7], [8, 9, 10, 11]])  # the padding is needed for several rows
+    with torch.no_grad():
+        expected = classifier(ids).logits
+        for model in (merged, loaded):
+            torch.testing.assert_close(model(ids).logits, expected)
+
+
+def test_adapter_of_another_program_keeps_the_base_models_fields(adapter, tmp_path):
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert set(config["auto_mapping"]) == {"base_model_class", "parent_library", *HEAD}
+    config["auto_mapping"] = {name: config["auto_mapping"][name] for name in ("base_model_class", "parent_library")}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes())
+    base = load_export(tmp_path).get_base_model()
+    assert head_of(base) == {
+        "id2label": {n: f"LABEL_{n}" for n in range(3)}, "label2id": {f"LABEL_{n}": n for n in range(3)}, "pad_token_id": 0
+    }  # fmt: skip
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Return the arguments of each AutoConfig.from_pretrained."""
+    from transformers import AutoConfig
+
+    found, read = [], AutoConfig.from_pretrained
+
+    def record(name, **kwargs):
+        found.append((str(name), {key: kwargs.get(key) for key in HUB}))
+        return read(name, **kwargs)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", record)
+    return found
+
+
+def test_base_config_is_read_with_token_and_revision(adapter, tiny_model, reads):
+    base = str(tiny_model("llama"))
+    load_model(adapter, num_labels=3, ignore_mismatched=True, **HUB)
+    load_model(adapter, num_labels=3, ignore_mismatched=True, token="secret")
+    load_export(adapter, token="secret")
+    revisions = [(name, found["revision"]) for name, found in reads if found["token"] == "secret"]
+    assert [revision for name, revision in revisions if name == base] == ["v1", "v0", "v0"]
+
+
+def test_base_of_a_merge_is_read_at_the_adapters_revision(adapter, tiny_model, tmp_path, monkeypatch):
+    asked, resolve = [], from_checkpoint.resolve_directory
+    monkeypatch.setattr(
+        from_checkpoint, "resolve_directory", lambda name, kwargs: asked.append(kwargs) or resolve(name, kwargs)
+    )
+    export_checkpoint(adapter, tmp_path / "recorded", merge_adapter=True)
+    export_checkpoint(adapter, tmp_path / "other", merge_adapter=True, base_model=f"{tiny_model('llama')}/")
+    assert asked == [{"revision": "v0"}, {"revision": None}]
+
+
+def test_damaged_config_of_an_adapter_is_one_error(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('["lora"')
+    with pytest.raises(LoadError, match=r"adapter_config\.json cannot be read"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "content"), [("adapter_config.json", b'{"format": 1}'), ("model.safetensors", b"12")])
+def test_damaged_model_without_a_marker_is_one_error(tiny_model, tmp_path, name, content):
+    model = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    (model / name).write_bytes(content)
+    with pytest.raises(LoadError, match="model cannot be loaded"):
+        load_model(model)

@@ -1,0 +1,123 @@
+"""Every architecture of transformers that can be made small: loaded into shards on two ranks, exported, and read again."""
+
+import functools
+import re
+import shutil
+
+import pytest
+
+from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
+from tests.recipes.launching import ROOT
+
+CLASSES = (
+    "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+)  # fmt: skip
+PAGE = ROOT / "docs" / "models.md"
+PER_RUN = 16
+MAX_PARAMETERS = 150_000_000  # vision towers keep their width
+
+
+def model_types(auto_class):
+    import transformers
+
+    return sorted(getattr(transformers, auto_class)._model_mapping._model_mapping)
+
+
+def round_trips(auto_class, types, folder):
+    """Return {type: "" or why not} on rank 0."""
+    from hf_fsdp_recipes import distributed
+
+    results = {}
+    for model_type in types:
+        source = folder / model_type
+        try:
+            made = distributed.run_on_main(functools.partial(make, auto_class, model_type, source))
+        except Exception as error:
+            results[model_type] = f"cannot be made: {str(error)[:160]}"
+            continue
+        try:
+            if made:
+                results[model_type] = made
+            else:
+                results[model_type] = round_trip(source)
+        except Exception as error:
+            results[model_type] = f"{type(error).__name__}: {str(error)[:300]}"
+        distributed.barrier()
+        if distributed.is_main():
+            for path in (source, folder / f"{model_type}-export"):
+                shutil.rmtree(path, ignore_errors=True)
+    return results
+
+
+def make(auto_class, model_type, directory):
+    import torch
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    from hf_fsdp_recipes.training.tiny_config import tiny_config
+
+    config = CONFIG_MAPPING[model_type]()
+    model_class = getattr(transformers, auto_class)._model_mapping[type(config)]
+    model_class = model_class[0] if isinstance(model_class, list | tuple) else model_class
+    sub = config.sub_configs.get("text_config")
+    if sub is not None and model_class.config_class is sub:
+        config = config.get_text_config()
+    config = tiny_config(config, 64)
+    with torch.device("meta"):
+        num_parameters = sum(parameter.numel() for parameter in model_class(config).parameters())
+    if num_parameters > MAX_PARAMETERS:
+        return f"too large: {num_parameters / 1e6:.0f}M parameters"
+    torch.manual_seed(0)
+    model_class(config).save_pretrained(directory)
+    model_class.from_pretrained(directory)
+    return ""
+
+
+def round_trip(source):
+    import torch
+    import transformers
+    from accelerate import Accelerator
+
+    from hf_fsdp_recipes import distributed, export_model, load_model
+
+    export = source.with_name(f"{source.name}-export")
+    model = load_model(source, dtype="float32")
+    kind = type(model).__name__
+    accelerator = Accelerator()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    export_model(model, export)
+    if not distributed.is_main():
+        return ""
+    model_class = getattr(transformers, kind)
+    expected, found = (model_class.from_pretrained(path).state_dict() for path in (source, export))
+    if expected.keys() != found.keys():
+        return f"other keys: {sorted(expected.keys() ^ found.keys())[:3]}"
+    different = [name for name in expected if not torch.equal(expected[name], found[name])]
+    return f"{len(different)} tensors differ: {different[:3]}" if different else ""
+
+
+def environment():
+    return fsdp_environment(FSDP2 | {"fsdp_auto_wrap_policy": "NO_WRAP"}) | {"HF_HUB_OFFLINE": "1"}
+
+
+def listed(auto_class):
+    """Return the types that docs/models.md lists for a class, because they fail, are refused, or cannot be made small."""
+    section = PAGE.read_text().partition(f"## {auto_class}")[2].partition("\n## ")[0]
+    return {
+        name
+        for line in section.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`([^`]+)`", line.split("|")[1])
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("auto_class", CLASSES)
+def test_every_architecture_is_exported_as_it_came(auto_class, tmp_path):
+    types, results = model_types(auto_class), {}
+    for first in range(0, len(types), PER_RUN):
+        arguments = (auto_class, types[first : first + PER_RUN], tmp_path)
+        results |= run_ranks(round_trips, 2, *arguments, environment=environment(), timeout_seconds=900)[0]
+    assert {name: reason for name, reason in results.items() if reason and name not in listed(auto_class)} == {}

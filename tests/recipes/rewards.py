@@ -1,0 +1,6 @@
+"""A reward function for the tests of GRPO."""
+
+
+def count_words(completions: list[str], **columns: object) -> list[float]:
+    """Return the number of words of each completion, which differs between completions."""
+    return [float(len(completion.split())) + len(completion) / 100 for completion in completions]
