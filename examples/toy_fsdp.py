@@ -31,9 +31,15 @@ def main() -> None:
     options = parser.parse_args()
 
     device = start()
+    train(options.ddp, options.steps, device)  # its DDP model must be gone when the process group ends: DDP's C++ part can hang then
+    dist.destroy_process_group()
+
+
+def train(ddp: bool, num_steps: int, device: torch.device) -> None:
+    """Train the toy model on random rows and print what it took."""
     torch.manual_seed(0)  # the same model on every rank
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS))).to(device)
-    if options.ddp:
+    if ddp:
         model = DistributedDataParallel(model)
     else:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -44,13 +50,12 @@ def main() -> None:
 
     torch.manual_seed(dist.get_rank())  # other rows on every rank
     rows = torch.rand(8, WIDTH, device=device)
-    for _ in range(options.steps):
+    for _ in range(num_steps):
         optimizer.zero_grad()
         loss = (model(rows) - rows).square().mean()
         loss.backward()  # averages the gradients over the ranks
         optimizer.step()
-    report("DDP" if options.ddp else "FSDP", model, optimizer, loss)
-    dist.destroy_process_group()
+    report("DDP" if ddp else "FSDP", model, optimizer, loss)
 
 
 def start() -> torch.device:

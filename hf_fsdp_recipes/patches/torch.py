@@ -5,6 +5,9 @@ wakes the thread that waits for the collective and then releases the collective'
 interpreter starts to shut down in between, CPython up to 3.13 ends the worker with `pthread_exit`, which unwinds through a C++
 destructor: SIGABRT. `destroy_process_group` does not help, because FSDP2 keeps other references, so no worker is joined.
 
+`wait_for_gloo_workers` prevents a hang at the same moment under DDP. Its C++ reducer may hold the last reference to the process
+group; the group's destructor then joins a worker that waits for the GIL, which the joining thread holds.
+
 Source: torch 2.13 `ProcessGroupGloo.cpp`, `runLoop`; https://github.com/pytorch/pytorch/issues/190489; CPython 3.11
 `Python/ceval_gil.h`, `take_gil`.
 """
@@ -39,12 +42,15 @@ def wait_for_gloo_at_exit() -> None:
     global _is_registered
     # Python 3.14 suspends such a thread instead of unwinding it.
     if not _is_registered and sys.version_info < (3, 14):
-        atexit.register(_wait_for_workers)
+        atexit.register(wait_for_gloo_workers)
         _is_registered = True
 
 
-def _wait_for_workers() -> None:
-    """Release the GIL until all gloo workers of this process are idle."""
+def wait_for_gloo_workers() -> None:
+    """Release the GIL until all gloo workers of this process are idle; not a collective.
+
+    Call this before the process group is destroyed.
+    """
     deadline = time.monotonic() + TIMEOUT_SECONDS
     num_idle_checks = 0
     # Check twice, because a worker that waits for the GIL also looks idle.

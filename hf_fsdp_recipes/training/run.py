@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hf_fsdp_recipes.distributed import exit_with_message
-from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
+from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit, wait_for_gloo_workers
 
 if TYPE_CHECKING:
     from hf_fsdp_recipes.training.arguments import Arguments
@@ -33,6 +33,7 @@ def run(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
     trainer = build_trainer(arguments)  # prepares the data; no rank holds weights yet
     failed_save = train(trainer, checkpoint)  # shards the model, loads its weights, trains, saves checkpoints
     finish(trainer, arguments)  # exports the final weights, each rank its own slices
+    wait_for_gloo_workers()  # DDP could hang when the process group ends
     trainer.accelerator.end_training()
     if failed_save is not None:
         raise failed_save  # the last checkpoint could not be written
