@@ -10,7 +10,7 @@ KERNELS := $(VENV)/kernels
 # The environments of test-versions, one for each list of versions in tests/versions.
 VERSIONS ?= lowest newest
 
-.PHONY: quickstart check test test-all test-device test-slurm test-versions rehearse rehearse-all lint bench soak gpu-day templates docs-tables docs clean
+.PHONY: quickstart check test test-all test-device test-slurm test-failed test-versions rehearse rehearse-all lint bench soak gpu-day templates docs-tables docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py $(if $(MODEL),--model $(MODEL))
@@ -38,6 +38,10 @@ test-device: $(VENV)/.installed
 # As root: starts a Slurm of its own and installs the packages for it where they are missing.
 test-slurm: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slurm tests/slurm
+
+# The tests that failed in the last run of any target above.
+test-failed: $(VENV)/.installed
+	REQUIRE_DEVICE=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 # The lowest and the newest versions that setup.cfg allows; VERSIONS=newest tests one of them.
 test-versions: $(VERSIONS:%=.venv-versions/%/.installed)

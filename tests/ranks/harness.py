@@ -5,11 +5,15 @@ is what `accelerate launch` gives it for a config file, taken from Accelerate it
 """
 
 import contextlib
+import faulthandler
+import functools
 import io
 import multiprocessing
 import os
+import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -38,8 +42,6 @@ def fsdp_environment(
     fsdp: dict[str, Any], parallel: dict[str, int] | None = None, precision: str = "no"
 ) -> dict[str, str]:
     """Return the variables that `accelerate launch` sets for an FSDP config."""
-    import tempfile
-
     config = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
@@ -74,6 +76,12 @@ def template_environment(template: Path) -> dict[str, str]:
     }
 
 
+@functools.cache
+def _stack_directory() -> tempfile.TemporaryDirectory[str]:
+    """Return where ranks that hang write their stacks. Not made on import, because the ranks import this module too."""
+    return tempfile.TemporaryDirectory()
+
+
 def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -98,7 +106,8 @@ def start_ranks(
             "OMP_NUM_THREADS": "1",
             **(environment or {}),
         }
-        process = context.Process(target=_run, args=(function, arguments, rank, variables, results), daemon=True)
+        inputs = (function, arguments, rank, variables, results, _stack_directory().name)
+        process = context.Process(target=_run, args=inputs, daemon=True)
         process.start()
         processes.append(process)
     return processes, results
@@ -132,6 +141,8 @@ def run_ranks(
         for process in processes:
             process.join(timeout=5 if len(outcomes) == world_size else 0.1)
             if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)  # writes its stacks
+                process.join(timeout=1)
                 process.kill()
                 process.join()
     wanted = "error" if expect_failure else "result"
@@ -149,14 +160,25 @@ def printed_by(function: Callable[..., Any], *arguments: Any) -> str:
 
 def _account(rank: int, process: Any, outcome: tuple[str, Any] | None) -> str:
     if outcome is None:
-        return f"--- rank {rank}: no report (exit code {process.exitcode}; killed at the timeout if -9)"
+        file = Path(_stack_directory().name, str(process.pid))
+        where = file.read_text() if file.exists() else ""
+        return f"--- rank {rank}: no report (exit code {process.exitcode}; killed at the timeout if -9)\n{where}"
     kind, value = outcome
     return f"--- rank {rank}: {kind}\n{value[2] if kind == 'error' else value}"
 
 
-def _run(function: Callable[..., Any], arguments: Any, rank: int, variables: dict[str, str], results: Any) -> None:
+def _run(
+    function: Callable[..., Any],
+    arguments: Any,
+    rank: int,
+    variables: dict[str, str],
+    results: Any,
+    stack_directory: str,
+) -> None:
     os.environ.update(variables)
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
+    stack_file = Path(stack_directory, str(os.getpid())).open("w")  # noqa: SIM115, open until the process ends
+    faulthandler.register(signal.SIGUSR1, file=stack_file)  # for a rank that outlasts the timeout
     try:
         results.put((rank, "result", function(*arguments)))
     except BaseException as error:
