@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
     from hf_fsdp_recipes.export.from_model import export_model
     from hf_fsdp_recipes.loading.load_model import load_model
-    from hf_fsdp_recipes.metrics.metrics_callback import MetricsCallback
+    from hf_fsdp_recipes.metrics.metrics_callback import MetricsCallback, place_before_reporters
     from hf_fsdp_recipes.training.build import build_trainer
     from hf_fsdp_recipes.training.sharded_optimizer import sharded_optimizer
 
@@ -27,6 +27,7 @@ __all__ = [
     "export_model",
     "latest_checkpoint",
     "load_model",
+    "place_before_reporters",
     "save_checkpoint",
     "sharded_optimizer",
 ]
@@ -39,6 +40,7 @@ _MODULES = {
     "export_model": "export.from_model",
     "latest_checkpoint": "checkpointing.verification",
     "load_model": "loading.load_model",
+    "place_before_reporters": "metrics.metrics_callback",
     "save_checkpoint": "checkpointing.accelerator_state",
     "sharded_optimizer": "training.sharded_optimizer",
 }

@@ -53,7 +53,7 @@ def node_id() -> str:
     return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.is_file() else ''}"
 
 
-# By use: (the default group at that time, the group created for the use).
+# For each use of a group: the default group when it was created, and the group.
 _groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 

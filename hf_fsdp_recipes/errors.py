@@ -29,7 +29,7 @@ class PatchError(RecipeError):
 
 
 class TemplateError(RecipeError):
-    """An Accelerate config, or the launch around it, cannot work."""
+    """The Accelerate config is invalid, or does not fit the ranks that were launched."""
 
 
 class PreflightError(RecipeError):

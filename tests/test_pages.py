@@ -95,7 +95,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_each_point_of_the_five_documents_has_a_file_and_a_test_that_exist():
-    section = (ROOT / "docs" / "README.md").read_text().split("## Where the five documents' content is", 1)[1]
+    section = (ROOT / "docs" / "README.md").read_text().split("## Where the five guides' content is", 1)[1]
     rows = [line for line in section.splitlines() if "::test_" in line]
     assert len(rows) >= 45
     for row in rows:

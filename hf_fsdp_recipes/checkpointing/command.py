@@ -16,6 +16,8 @@ def list_command(
     verify: Annotated[bool, typer.Option("--verify", help="Check the checksum of every file.")] = False,
 ) -> None:
     """List a run's checkpoints and whether each is complete; exit status 1 if none can be resumed from."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory. Pass the run's output_dir.")
     found = layout.list_checkpoints(directory, verify)
     print(format_table(found))
     if not any(checkpoint.is_complete for checkpoint in found):

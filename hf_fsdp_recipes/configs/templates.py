@@ -55,7 +55,8 @@ VARIANTS = {
     ),
     "cpu": (
         "full_shard on CPU ranks over gloo: for tests, and to try a recipe on a laptop before renting a GPU.",
-        "On a machine with a GPU, also set ACCELERATE_USE_CPU=true: Accelerate ignores `use_cpu: true` in FSDP configs.",
+        "With `accelerate launch` on a machine with a GPU, also set ACCELERATE_USE_CPU=true, because Accelerate ignores",
+        "`use_cpu: true` in FSDP configs. `hf-fsdp` commands set it.",
     ),
 }
 DEFAULT_MIN_NUM_PARAMS = 100_000_000

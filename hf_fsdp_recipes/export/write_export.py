@@ -57,7 +57,8 @@ def write_export(
     """Write an export under a temporary name, verify it, rename it, and return its directory.
 
     Collective: every rank must call this, after `check_arguments`. `describe` returns this rank's plan; it may fail on some
-    ranks but must not call collectives. `prepare` is called on every rank between planning and writing, and may. `source` is the
+    ranks but must not call collectives. `prepare` is called on every rank between planning and writing, and may call
+    collectives. `source` is the
     directory that is exported, if there is one. After an ExportError, which every rank raises, `output_dir` is unchanged.
     """
     with contextlib.ExitStack() as stack:

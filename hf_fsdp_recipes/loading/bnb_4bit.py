@@ -179,7 +179,7 @@ def fill(
         work: for each 4-bit weight: the target of its packed bytes, with the ranges of the unpacked weight; how to quantize
             it; and its layer.
         index: the checkpoint; needed only on the ranks that read.
-        stream: sends what rank 0 has to all ranks.
+        stream: sends rank 0's data to all ranks.
         do_all_ranks_read: whether each rank reads and quantizes an equal part of the weights; else rank 0 does all.
         device: this rank's compute device, where it quantizes.
     """

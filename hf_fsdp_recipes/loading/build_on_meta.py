@@ -50,9 +50,10 @@ def read_config(name: str, overrides: str | None = None) -> "PreTrainedConfig":
             config = type(config).from_dict(config.to_dict())  # validates the changed config
         check_has_layers(config)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        changed = f" with config_overrides {overrides}" if overrides else ""
         raise LoadError(
-            f"the config {name} (config_overrides: {overrides}) cannot be used: {str(error).splitlines()[-1].strip()}. Correct the "
-            f"overrides, or choose another config."
+            f"the config of {name}{changed} cannot be used: {str(error).splitlines()[-1].strip().rstrip('.')}. Pass a directory "
+            f"with a config.json or a Hub id{', or correct the overrides' if overrides else ''}."
         ) from error
     return config
 

@@ -85,7 +85,7 @@ class WeightStream:
         self._send([(target, 0, target.num_elements) for target in targets], _copy, index or self._index, advance)
 
     def verify(self, targets: Sequence[ShardTarget], index: SafetensorsIndex | None = None) -> None:
-        """Read a sample of the targets again and compare it with every rank's shards; `check` raises what differs."""
+        """Read a sample of the targets again and compare it with the shards; `check` raises an error that names what differs."""
 
         def compare(target: ShardTarget, start: int, values: torch.Tensor) -> None:
             local = target.local[start : start + values.numel()]

@@ -146,7 +146,7 @@ def stored_ranges(model: "PreTrainedModel", name: str, shape: tuple[int, ...]) -
         shape: shape of the full parameter.
 
     Returns:
-        Ranges that cover the parameter exactly once: name and shape of the written tensor, and `start` and
+        Ranges that together cover the parameter once. Each has the written tensor's name and shape, and its `start` and
         `num_elements` within the parameter.
 
     Raises:

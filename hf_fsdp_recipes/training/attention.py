@@ -52,8 +52,8 @@ def select_implementation(requested: str, is_on_cpu: bool) -> str | None:
 def find_flash(downloads: bool) -> str | None:
     """Return the newest FlashAttention that is installed, or None.
 
-    With `downloads`, version 2 may also come from the Hub, through the `kernels` package. FlashAttention 3 must be installed:
-    transformers would download it from a repository for inference, which may lack the backward pass.
+    With `downloads`, version 2 may also come from the Hub, through the `kernels` package. FlashAttention 3 counts
+    only if it is installed. Otherwise transformers would download a build for inference, which may lack the backward pass.
     """
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
@@ -191,7 +191,7 @@ def measure_leak(config: "PretrainedConfig", implementation: str) -> float:
         and torch.accelerator.is_available()
         and not is_true(os.environ.get("ACCELERATE_USE_CPU", ""))
     ):
-        device = torch.accelerator.current_accelerator() or device  # some layers have kernels for it only
+        device = torch.accelerator.current_accelerator() or device  # some layers have kernels for the accelerator only
     model.to(device)
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     logits = []

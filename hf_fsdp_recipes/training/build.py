@@ -97,7 +97,12 @@ def build_trainer(arguments: Arguments) -> "Trainer":
             callbacks=callbacks,
             **specific,
         )
-    except (ImportError, TypeError, ValueError, RuntimeError) as error:  # what Trainer refuses only now
+    except (
+        ImportError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # arguments that Trainer rejects only when it is created
         reason = summarize(error)
         values = vars(arguments.training) | {"report_to": ",".join(arguments.training.report_to)}
         raise RecipeError(
@@ -129,7 +134,7 @@ def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "Tr
 
     if find_kind(training).name != "sft":
         rows = distributed.main_first(lambda: read_rows(arguments))
-        distributed.print_main(f"{len(rows.train):,} rows, which TRL tokenizes; they are neither filtered nor counted")
+        distributed.print_main(f"{len(rows.train):,} rows, tokenized by TRL; none is checked or dropped")
         return rows
 
     def load() -> "TrainingRows":

@@ -54,7 +54,9 @@ def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
             continue
         choices = fields_by_name[name].metadata.get("choices")
         hint = Literal[tuple(choices)] | None if choices else hints[name]
-        if not _fits(value, hint):
+        if value is False and name.endswith("_strategy"):
+            errors.append(f'{name} is false, as which YAML reads an unquoted no. Write {name}: "no".')
+        elif not _fits(value, hint):
             errors.append(f"{name} is {value!r:.80}. Set it to {_describe(hint)}.")
     if errors:
         raise RecipeError(f"{path}: {' '.join(errors)}")

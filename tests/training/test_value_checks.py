@@ -164,6 +164,7 @@ def test_model_without_layers_is_refused(tiny_model):
         ("max_steps: [1]", "an integer"),
         ("dataset_name: [a]", "a string"),
         ("load_source: all", "one of rank0, direct, auto"),
+        ("eval_strategy: no", 'Write eval_strategy: "no"'),
     ],
 )
 def test_value_of_the_wrong_type_is_refused(tmp_path, line, says):

@@ -39,6 +39,7 @@ def render_slurm_script(options: Mapping[str, object], container: str | None) ->
     text = text.replace("#SBATCH ", f"{directives}#SBATCH ", 1)
     if container:
         return text.replace("${CONTAINER:-}\n", f"${{CONTAINER:-{shlex.quote(container)}}}\n", 1)
+    text = text.replace(".venv if it exists, else the environment sbatch was called in", "the one that wrote this file")
     environment = sys.prefix if sys.prefix != sys.base_prefix else os.environ.get("CONDA_PREFIX") or ".venv"
     return text.replace("${VENV:-.venv}\n", f"${{VENV:-{shlex.quote(environment)}}}\n", 1)
 

@@ -38,7 +38,7 @@ class WorkerRates(TypedDict):
 
 @dataclass(frozen=True)
 class RankLoad:
-    """Computation and parameter size of a rank."""
+    """What a rank computes per micro-batch, and the size of its parameters."""
 
     num_tokens: int  # in one forward and backward of one rank
     tokens_source: str  # where that number comes from

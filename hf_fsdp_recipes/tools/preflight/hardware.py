@@ -151,8 +151,8 @@ def _read_nvlinks(found: Hardware) -> None:
         states.setdefault(name, []).append(", ".join(f"{count} x {state}" for state, count in sorted(counts.items())))
         if 0 < (num_inactive := counts["inactive"]) < counts.total():
             found["warnings"].append(
-                f"GPU {index} has {num_inactive} of {counts.total()} NVLinks inactive. {RESET} Ignore this if its bridges "
-                f"connect only some of them."
+                f"GPU {index} has {num_inactive} of {counts.total()} NVLinks inactive. {RESET} Ignore this if the NVLink "
+                f"bridges of this machine use only some of the links."
             )
     for name, each in states.items():
         if any(each):

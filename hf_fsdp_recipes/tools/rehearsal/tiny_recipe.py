@@ -100,8 +100,8 @@ def write_template(template: Path, directory: Path) -> None:
 def to_cpu_ranks(config: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
     """Return a copy of a config with only device and rank counts changed; sharding, wrapping and dtypes stay.
 
-    FSDP1's hybrid strategies replicate across nodes. There is only one node here, so each becomes the strategy that it
-    uses within a node. An FSDP2 hybrid mesh gets four ranks, whatever `num_ranks` is.
+    A rehearsal has one node, so FSDP1's HYBRID_SHARD becomes FULL_SHARD, and _HYBRID_SHARD_ZERO2 becomes SHARD_GRAD_OP. An FSDP2
+    hybrid mesh gets four ranks, whatever `num_ranks` is.
     """
     config = copy.deepcopy(config)
     fsdp = config["fsdp_config"]

@@ -72,7 +72,7 @@ class Result:
 
 
 def find_site(directory: Path, script: Path, deadline: float) -> Site:
-    """Return a site with all devices of this machine, or with two CPU ranks if it has none or ACCELERATE_USE_CPU is set."""
+    """Return where to measure: all devices of this machine, or two CPU ranks without any or with ACCELERATE_USE_CPU."""
     if is_cpu_machine():
         return Site(directory, script=script, deadline=deadline)
     accelerator = torch.accelerator.current_accelerator()
