@@ -22,12 +22,32 @@ Generated from the code by `make docs-tables`.
 - [Recipe fields](#recipe-fields)
 - [Command line](#command-line)
 - [Python](#python)
+- [Trainers](#trainers)
 
 ## Recipe fields
 
 A recipe is a YAML file of TRL's and Trainer's own arguments (`ScriptArguments`, `SFTConfig`, `ModelConfig`,
 `DatasetMixtureConfig`), which keep their names and meaning, and of the fields below. Any field can be overridden on the
 command line as `--field value`.
+"""
+
+
+TRAINERS = """
+## Trainers
+
+Each cell is a test on two CPU ranks: a resumed run has the losses and the export of an uninterrupted one.
+
+| trainer | `load_model`, callback | resume, export | LoRA | QLoRA | FSDP1 | tests |
+|---|---|---|---|---|---|---|
+| `SFTTrainer` | yes | yes | yes | yes | yes | `tests/recipes/test_sft.py`, `tests/checkpointing/test_qlora_ranks.py` |
+| `DPOTrainer` | yes | yes | yes | yes | yes | `tests/recipes/test_trainers_ranks.py` |
+| `KTOTrainer` | yes | yes | yes | yes | yes | the same |
+| `RewardTrainer` | yes | yes | yes, with its head | yes, with its head | yes | the same |
+| `GRPOTrainer` | yes | yes | yes | yes | refused | the same |
+| `Trainer` | yes | yes | with PEFT | not tested | yes | `tests/test_examples_launch.py` |
+| none: a loop with `save_checkpoint` | yes, `save_checkpoint` | yes | not tested | not tested | yes | `tests/checkpointing/test_accelerator_state_ranks.py` |
+
+[trainers.md](trainers.md) has columns, reference models and kinds of LoRA.
 """
 
 
@@ -40,7 +60,7 @@ def write_all() -> None:
 def render_all() -> dict[str, str]:
     """Return the text of each generated page, by file name."""
     reference = "\n".join(
-        [INTRODUCTION, *_recipe_fields(), "", "## Command line", *_commands(), "", "## Python", *_api()]
+        [INTRODUCTION, *_recipe_fields(), "", "## Command line", *_commands(), "", "## Python", *_api(), TRAINERS]
     )
     return {"reference.md": reference.rstrip() + "\n", "patches.md": _patches()}
 

@@ -3,6 +3,7 @@
 Runs before any weight is read. The values of a new model are created when they are distributed (`new_values.py`).
 """
 
+import copy
 import functools
 import re
 from typing import TYPE_CHECKING
@@ -140,7 +141,8 @@ def _initialize(model: "PreTrainedModel", source: CheckpointSource, names: list[
     """Add missing parameters to the source, with the model's own initialization."""
     if not names:
         return
-    created = NewValues(model, int(torch.randint(2**31, ())) if is_new else 0)
+    # 4-bit weights on meta cannot be copied, but a new model has none.
+    created = NewValues(copy.deepcopy(model), int(torch.randint(2**31, ()))) if is_new else NewValues(model, 0)
     by_module: dict[str, list[str]] = {}
     for name in names:
         by_module.setdefault(name.rpartition(".")[0], []).append(name)

@@ -3,7 +3,6 @@
 The rank that reads them holds a few modules at a time, never the full new model.
 """
 
-import copy
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
@@ -23,12 +22,12 @@ class NewValues:
     They depend on the seed, the module and its place in the model, but not on the number of ranks.
 
     Args:
-        model: the model on meta. It is copied, because it will be sharded before its values are read.
+        model: the model on meta; a copy, if the model will be sharded before its values are read.
         seed: of the values that `read` returns.
     """
 
     def __init__(self, model: "PreTrainedModel", seed: int) -> None:
-        self._model = copy.deepcopy(model)
+        self._model = model
         self._seed = seed
         self._kept: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()  # by module
         self._lock = threading.Lock()  # reads come from several threads

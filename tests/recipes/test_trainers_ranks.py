@@ -261,9 +261,21 @@ def test_dpo_with_lora_resumes_and_exports(precompute, tiny_model, pair_file, tm
 
 
 @pytest.mark.slow
-def test_dpo_with_qlora_resumes_and_exports(tiny_model, pair_file, tmp_path):
-    settings = LORA | {"load_in_4bit": True}
-    check_adapter(check_run("dpo", tiny_model("llama_wide"), pair_file, tmp_path, **settings))
+@pytest.mark.parametrize("name", ["dpo", "kto", "reward", "grpo"])
+def test_qlora_resumes_and_exports(name, tiny_model, pair_file, tmp_path):
+    settings = LORA | {"load_in_4bit": True} | (GENERATION if name == "grpo" else {})
+    export = check_run(name, tiny_model("llama_wide"), pair_file, tmp_path, **settings)
+    if name == "reward":
+        check_adapter(export, "AutoPeftModelForSequenceClassification", num_labels=1)
+    else:
+        check_adapter(export)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ["dpo", "kto", "reward"])
+def test_fsdp1_resumes_and_exports(name, changes, tiny_model, pair_file, tmp_path):
+    assert has_weights(check_run(name, tiny_model("llama"), pair_file, tmp_path, fsdp=FSDP1, **changes))
 
 
 @pytest.mark.slow
