@@ -7,6 +7,7 @@ import torch
 
 from hf_fsdp_recipes import model_class
 from hf_fsdp_recipes.errors import LoadError, summarize
+from hf_fsdp_recipes.loading.dequantize import take_quantization
 from hf_fsdp_recipes.loading.safetensors_index import StoredTensor
 
 if TYPE_CHECKING:
@@ -38,8 +39,12 @@ def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
         ) from error
 
 
-def read_config(name: str, overrides: str | None = None) -> "PreTrainedConfig":
-    """Read a config and override fields (`hidden_size=768,num_hidden_layers=12`); raise a LoadError if that is not possible."""
+def read_config(name: str, overrides: str | None = None, is_4bit: bool = False) -> "PreTrainedConfig":
+    """Read a config and override fields (`hidden_size=768,num_hidden_layers=12`); raise a LoadError if that is not possible.
+
+    The config is that of the model as `load_model` returns it: a quantized checkpoint is dequantized, or refused. `is_4bit`: the
+    weights are to be quantized to 4 bits.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -49,6 +54,7 @@ def read_config(name: str, overrides: str | None = None) -> "PreTrainedConfig":
             config.update_from_string(overrides)
             config = type(config).from_dict(config.to_dict())  # validates the changed config
         check_has_layers(config)
+        take_quantization(config, name, is_4bit)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise LoadError(
             f"the config {name} (config_overrides: {overrides}) cannot be used: {str(error).splitlines()[-1].strip()}. Correct the "
