@@ -42,8 +42,8 @@ def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
 def read_config(name: str, overrides: str | None = None, is_4bit: bool = False) -> "PreTrainedConfig":
     """Read a config and override fields (`hidden_size=768,num_hidden_layers=12`); raise a LoadError if that is not possible.
 
-    The config is that of the model as `load_model` returns it: a quantized checkpoint is dequantized, or refused. `is_4bit`: the
-    weights are to be quantized to 4 bits.
+    A quantized checkpoint's config is returned as that of the dequantized model, or refused as `load_model` does; with `is_4bit`,
+    if the weights are to be quantized to 4 bits, it is always refused.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -55,7 +55,7 @@ def read_config(name: str, overrides: str | None = None, is_4bit: bool = False) 
             config = type(config).from_dict(config.to_dict())  # validates the changed config
         check_has_layers(config)
         take_quantization(config, name, is_4bit)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise LoadError(
             f"the config {name} (config_overrides: {overrides}) cannot be used: {str(error).splitlines()[-1].strip()}. Correct the "
             f"overrides, or choose another config."

@@ -7,7 +7,6 @@ Source: transformers 5.18 to 5.23, `integrations/finegrained_fp8.py` (`Fp8Dequan
 (`Mxfp4Dequantize`), `quantizers/auto.py` (`get_hf_quantizer`). The values are equal to theirs, bit for bit.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_fsdp_recipes.errors import LoadError, summarize
+from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, StoredTensor
 
 if TYPE_CHECKING:
@@ -33,21 +32,17 @@ class Fp8Weight:
     scales: StoredTensor
     block: tuple[int, int]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the dequantized weight."""
-        return self.packed.shape
-
-    def is_consistent(self) -> bool:
-        """Return whether there is a scale for each block."""
-        *matrices, rows, columns = self.shape
+    def shape(self) -> tuple[int, ...] | None:
+        """Return the shape of the dequantized weight, or None if there is not one scale for each block."""
+        *matrices, rows, columns = self.packed.shape
         expected = (*matrices, -(-rows // self.block[0]), -(-columns // self.block[1]))
         has_all = self.scales.shape == expected or math.prod(expected) == math.prod(self.scales.shape) == 1
-        return has_all and is_float8(self.packed) and self.scales.dtype.is_floating_point
+        is_float = _is_float8(self.packed) and self.scales.dtype.is_floating_point
+        return self.packed.shape if has_all and is_float else None
 
     def read(self, index: SafetensorsIndex, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return elements [start, start + count) of the dequantized weight (1-D, CPU)."""
-        rows, columns = self.shape[-2:]
+        rows, columns = self.packed.shape[-2:]
         top, bottom = start // columns, -(-(start + count) // columns)
         row = torch.arange(top, bottom)
         scale_row = row // rows * -(-rows // self.block[0]) + row % rows // self.block[0]
@@ -65,16 +60,12 @@ class Mxfp4Weight:
     packed: StoredTensor
     scales: StoredTensor
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the dequantized weight."""
-        return self.scales.shape[0], self.scales.shape[-1] * GROUP, self.scales.shape[1]
-
-    def is_consistent(self) -> bool:
-        """Return whether there is a scale for each group."""
-        return {self.packed.dtype, self.scales.dtype} == {torch.uint8} and (
-            len(self.scales.shape) == 3 and self.packed.shape == (*self.scales.shape, GROUP // 2)
-        )
+    def shape(self) -> tuple[int, ...] | None:
+        """Return the shape of the dequantized weights, or None if there is not one scale for each group."""
+        has_all = len(self.scales.shape) == 3 and self.packed.shape == (*self.scales.shape, GROUP // 2)
+        if not has_all or {self.packed.dtype, self.scales.dtype} != {torch.uint8}:
+            return None
+        return self.scales.shape[0], self.scales.shape[2] * GROUP, self.scales.shape[1]
 
     def read(self, index: SafetensorsIndex, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return elements [start, start + count) of the dequantized weight (1-D, CPU)."""
@@ -103,8 +94,7 @@ def _read(index: SafetensorsIndex, tensor: StoredTensor, start: int, count: int)
     return values
 
 
-def is_float8(tensor: StoredTensor) -> bool:
-    """Return whether a tensor is stored in a floating-point format of one byte."""
+def _is_float8(tensor: StoredTensor) -> bool:
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
 
 
@@ -113,41 +103,38 @@ def take_quantization(config: "PreTrainedConfig", name_or_path: str, is_quantizi
 
     Raises:
         LoadError: the checkpoint cannot be dequantized while it loads, or `is_quantizing`: it is to be quantized to 4 bits.
+        ValueError, TypeError: the quantization config is invalid.
     """
-    quantization = find_quantization(config)
+    method, quantization = find_quantization(config)
     for part in (config, config.get_text_config()):
         part.__dict__.pop("quantization_config", None)
-    if quantization is None:
-        return None
-    method = quantization.get("quant_method", quantization)
-    if method not in METHODS:
+    if method is not None and quantization is None:
         raise LoadError(
             f"{name_or_path} is already quantized: the quant_method in its config is {method}, and only {' and '.join(METHODS)} "
-            f"can be dequantized. Use the unquantized model; load_in_4bit quantizes it while it loads."
+            f"can be dequantized. Use the unquantized model's id; load_in_4bit quantizes it while it loads."
         )
-    if is_quantizing:
+    if quantization is not None and is_quantizing:
         raise LoadError(
             f"{name_or_path} is already quantized ({method}) and is dequantized while it loads, so it cannot be quantized with "
-            f"load_in_4bit or quantization_config. Remove them, or use the unquantized model."
+            f"load_in_4bit or quantization_config. Remove them, or use the unquantized model's id; or export this model, and load "
+            f"the export in 4 bits."
         )
+    return quantization
+
+
+def find_quantization(config: "PreTrainedConfig") -> tuple[str | None, Any]:
+    """Return a checkpoint's quantization method, and transformers' config that dequantizes it; None for each that there is not."""
     from transformers.quantizers.auto import AutoQuantizationConfig
 
-    try:
-        return AutoQuantizationConfig.from_dict(quantization | {"dequantize": True})
-    except (ValueError, TypeError) as error:
-        raise LoadError(
-            f"the quantization_config of {name_or_path} is {quantization}, which is invalid: {summarize(error)}. Correct it, or "
-            f"use the unquantized model."
-        ) from error
-
-
-def find_quantization(config: "PreTrainedConfig") -> dict[str, Any] | None:
-    """Return the quantization config in a model's config or in that of its text part, or None."""
-    for part in (config, config.get_text_config()):
-        found = getattr(part, "quantization_config", None)
-        if found is not None:
-            return dict(found if isinstance(found, dict) else found.to_dict())
-    return None
+    found = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    quantization = next((each for each in found if each is not None), None)
+    if quantization is None:
+        return None, None
+    quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = quantization.get("quant_method", quantization)
+    if method not in METHODS:
+        return str(method), None
+    return method, AutoQuantizationConfig.from_dict(quantization | {"dequantize": True})
 
 
 def dequantizing_arguments(config: "PreTrainedConfig", part: "PreTrainedConfig") -> dict[str, Any]:
@@ -155,13 +142,11 @@ def dequantizing_arguments(config: "PreTrainedConfig", part: "PreTrainedConfig")
 
     `part` is the config to load, `config` or that of its text part, which is given the quantization config.
     """
-    from transformers.quantizers.auto import AutoQuantizationConfig
-
-    quantization = find_quantization(config)
-    if quantization is None or quantization.get("quant_method") not in METHODS:
+    _, quantization = find_quantization(config)
+    if quantization is None:
         return {}
-    part.quantization_config = quantization
-    return {"quantization_config": AutoQuantizationConfig.from_dict(quantization | {"dequantize": True})}
+    part.quantization_config = quantization.to_dict()
+    return {"quantization_config": quantization}
 
 
 def describe_dequantized(
@@ -184,26 +169,20 @@ def describe_dequantized(
             weight = Fp8Weight(packed, scales, (block[0], block[1]))
         else:
             continue
-        packed = weight.packed
-        if quantization is None or not weight.is_consistent():
+        packed, shape = weight.packed, weight.shape()
+        if quantization is None or shape is None:
             raise LoadError(
                 f"{packed.name} is {packed.dtype} of shape {list(packed.shape)}, with scales in {scales.dtype} of shape "
                 f"{list(scales.shape)}; this does not fit the quantization_config in its config.json "
-                f"({quantization and quantization.to_dict()}). Download the checkpoint again, or use the unquantized model."
+                f"({quantization and quantization.to_dict()}). Download the checkpoint again, or use the unquantized model's id."
             )
         del result[name], result[packed.name]
-        result[target] = dataclasses.replace(
-            packed,
-            name=target,
-            dtype=dtype,
-            shape=weight.shape,
-            num_bytes=math.prod(weight.shape) * dtype.itemsize,
-            quantized=weight,
-        )
-    unscaled = [name for name, tensor in result.items() if quantization is not None and is_float8(tensor)]
+        num_bytes = math.prod(shape) * dtype.itemsize
+        result[target] = StoredTensor(target, packed.file, dtype, shape, packed.start, num_bytes, weight)
+    unscaled = [name for name, tensor in result.items() if quantization is not None and _is_float8(tensor)]
     if unscaled:
         raise LoadError(
-            f"{len(unscaled)} tensors are in float8 without scales that can be read: the checkpoint has no {unscaled[0]}_scale_inv. "
-            f"Use the unquantized model."
+            f"{len(unscaled)} tensors are in float8 without scales that can be read: the checkpoint has no "
+            f"{unscaled[0]}_scale_inv. Use the unquantized model's id."
         )
     return result

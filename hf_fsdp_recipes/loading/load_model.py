@@ -25,11 +25,7 @@ from hf_fsdp_recipes.loading.build_on_meta import (
     resolve_dtype,
 )
 from hf_fsdp_recipes.loading.checkpoint_source import CheckpointSource, Source, Verify
-from hf_fsdp_recipes.loading.dequantize import (
-    dequantizing_arguments,
-    describe_dequantized,
-    take_quantization,
-)
+from hf_fsdp_recipes.loading.dequantize import dequantizing_arguments, describe_dequantized, take_quantization
 from hf_fsdp_recipes.loading.export_marker import check_together
 from hf_fsdp_recipes.loading.hub_kernels import take_arguments
 from hf_fsdp_recipes.loading.materialize import MetaModelLoader
@@ -39,7 +35,7 @@ from hf_fsdp_recipes.loading.safetensors_index import (
     open_index,
     read_header,
 )
-from hf_fsdp_recipes.loading.weight_mapping import TensorRange, WeightMapping
+from hf_fsdp_recipes.loading.weight_mapping import TensorRange, WeightMapping, set_conversions
 from hf_fsdp_recipes.metrics import stages
 from hf_fsdp_recipes.patches import cpu_ranks, registry, trl
 from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
@@ -205,8 +201,11 @@ def _load_without_fsdp(
             if part is not config:
                 kwargs["config"] = part
                 _print_text_part(config, chosen)
-            kwargs = dequantizing_arguments(config, part) | kwargs
-            model, report = chosen.from_pretrained(name_or_path, **kwargs, output_loading_info=True)
+            dequantizing = dequantizing_arguments(config, part)
+            model, report = chosen.from_pretrained(name_or_path, **(dequantizing | kwargs), output_loading_info=True)
+            if dequantizing:  # or the model would be quantized again when it is saved
+                model._weight_conversions = None
+                set_conversions(model)
             model.config.architectures = [type(model).__name__]
         except (*UNREADABLE, SafetensorError) as error:
             raise LoadError(f"{name_or_path} cannot be loaded: {error}") from error
@@ -247,8 +246,7 @@ def _load_on_meta(
     def describe() -> tuple[Any, Any, Any, dict[str, StoredTensor], torch.Tensor]:
         nonlocal index
         directory = resolve_directory(name_or_path, kwargs)
-        config = _read_config(name_or_path, directory, kwargs)
-        stored_as = take_quantization(config, name_or_path, is_quantizing)
+        config, stored_as = _read_config(name_or_path, directory, kwargs, is_quantizing)
         generation_config = None
         if (directory / "generation_config.json").is_file():
             generation_config = GenerationConfig.from_pretrained(directory)
@@ -301,8 +299,7 @@ def _read_custom_config(
     """Read the config of a model with custom code, and import the code of the model."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    config = _read_config(name_or_path, resolve_directory(name_or_path, kwargs), kwargs)
-    take_quantization(config, name_or_path)
+    config, _ = _read_config(name_or_path, resolve_directory(name_or_path, kwargs), kwargs)
     chosen, _ = model_class.choose_class(config, auto_class, trust_remote_code=True)
     reference = config.auto_map.get(chosen.__name__)
     if reference is not None:
@@ -310,7 +307,10 @@ def _read_custom_config(
     return config
 
 
-def _read_config(name_or_path: str, directory: Path, kwargs: dict[str, Any]) -> "PreTrainedConfig":
+def _read_config(
+    name_or_path: str, directory: Path, kwargs: dict[str, Any], is_quantizing: bool = False
+) -> tuple["PreTrainedConfig", Any]:
+    """Return a model's config, and the quantization config of its checkpoint or None."""
     from transformers import AutoConfig, PreTrainedConfig
 
     rest = {key: value for key, value in kwargs.items() if key not in (*REFUSED_ARGUMENTS, "revision", "token")}
@@ -324,7 +324,8 @@ def _read_config(name_or_path: str, directory: Path, kwargs: dict[str, Any]) -> 
                     f"{', '.join(unknown)}: load_model has no such argument, and {type(config).__name__} no such field. Remove "
                     f"{'it' if len(unknown) == 1 else 'them'}."
                 )
-    except (OSError, ValueError) as error:
+        quantization = take_quantization(config, name_or_path, is_quantizing)
+    except (OSError, ValueError, TypeError) as error:
         raise LoadError(
             f"the config of {name_or_path} cannot be read: {summarize(error, 'sentence')}. Check its config.json, which "
             f"must have a model_type; a model with its own code needs trust_remote_code."
@@ -333,7 +334,7 @@ def _read_config(name_or_path: str, directory: Path, kwargs: dict[str, Any]) -> 
         config._attn_implementation = rest["attn_implementation"]
     config.name_or_path = name_or_path
     check_has_layers(config)
-    return config
+    return config, quantization
 
 
 def _do_all_ranks_see(stored: dict[str, StoredTensor]) -> bool:

@@ -49,7 +49,10 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor in one file: `num_bytes` from byte `start` of the file, row-major, little-endian."""
+    """One tensor in one file: `num_bytes` from byte `start` of the file, row-major, little-endian.
+
+    Of a quantized weight, dtype, shape and number of bytes are those of the dequantized values, which is what `read_into` reads.
+    """
 
     name: str
     file: Path
@@ -57,9 +60,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     num_bytes: int
-    quantized: "Fp8Weight | Mxfp4Weight | None" = (
-        None  # the fields above describe the dequantized values, except the place
-    )
+    quantized: "Fp8Weight | Mxfp4Weight | None" = None
 
 
 def stored_in_memory(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor:

@@ -87,7 +87,6 @@ def weights(shape=(32, 32), scales=(2, 2), dtype=torch.float8_e4m3fn, scale_dtyp
         (weights(), None, "does not fit the quantization_config in its config.json .None"),
         (weights(suffix="_scale"), quantized.FP8, "the checkpoint has no q.weight_scale_inv"),
         (weights(shape=(32,), scales=(1,)), quantized.FP8, "without scales that can be read"),
-        (weights(), quantized.FP8 | {"weight_block_size": [0, 128]}, "weight_block_size must be"),
         ({"w_blocks": torch.zeros(2, 4, 1, 8).byte(), "w_scales": torch.zeros(2, 4, 1).byte()}, quantized.MXFP4, "w_blocks"),
     ],
 )  # fmt: skip
@@ -113,9 +112,19 @@ def test_other_methods_are_refused_by_name(quantization, method, part):
 
     config = LlavaConfig()
     (config if part == "config" else config.text_config).quantization_config = quantization
-    with pytest.raises(LoadError, match=f"the quant_method in its config is {method}.*fp8 and mxfp4.*unquantized model"):
+    with pytest.raises(
+        LoadError, match=f"the quant_method in its config is {method}.*fp8 and mxfp4.*unquantized model"
+    ):
         take_quantization(config, "model")
     assert take_quantization(LlamaConfig(), "model") is None
+
+
+@pytest.mark.parametrize("block", [[0, 128], [128], 128])
+def test_block_size_that_is_none_is_refused(tmp_path, block):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    quantized.change_config(tmp_path, quantization_config=quantized.FP8 | {"weight_block_size": block})
+    with pytest.raises(LoadError, match=r"weight_block_size must be|has no len"):
+        read_config(str(tmp_path))
 
 
 def test_plan_is_that_of_the_dequantized_model(tmp_path):
@@ -137,6 +146,8 @@ def test_plan_is_that_of_the_dequantized_model(tmp_path):
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
 def test_without_fsdp_the_model_is_dequantized_too(tmp_path, monkeypatch, kind):
+    from transformers import AutoModelForCausalLM
+
     from hf_fsdp_recipes import load_model
 
     monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
@@ -144,4 +155,9 @@ def test_without_fsdp_the_model_is_dequantized_too(tmp_path, monkeypatch, kind):
     directory = quantized.make(tmp_path / "model", kind)
     model = load_model(directory)
     assert not hasattr(model.config, "quantization_config")
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    model.save_pretrained(tmp_path / "saved")  # transformers' own model would be quantized again
+    monkeypatch.undo()
+    expected, saved = quantized.stock_state(directory), AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for state in (model.state_dict(), saved.state_dict()):
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())

@@ -40,7 +40,9 @@ def assert_loads_as(directory, expected, rtol=0.0, atol=0.0):
     found = AutoModelForCausalLM.from_pretrained(directory).state_dict()
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], tensor, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("kind", quantized.KINDS)
