@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], torch.dtype]] = {
         FP8 | {"scale_fmt": "ue8m0"},
         torch.float32,
     ),
-    "mistral": (  # one scale for each weight, as in Ministral 3
+    "mistral": (  # one scale for each weight
         {"model_type": "mistral", "head_dim": 8},
         FP8 | {"activation_scheme": "static", "weight_block_size": None},
         torch.bfloat16,

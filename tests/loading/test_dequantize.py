@@ -49,13 +49,15 @@ def test_any_range_of_fp8_is_what_transformers_dequantizes(tmp_path, shape, scal
 
 @pytest.mark.parametrize("shape", [(52, 24), (40, 16), (3, 40, 24)])
 def test_blocks_at_the_edges_may_be_smaller(tmp_path, shape):
-    """transformers 5.23 refuses these while it loads, or divides them into equal blocks; its backward pass has them right."""
-    from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+    """transformers 5.23 refuses such weights, or divides them into equal blocks; filled up with zeros it has them right."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     torch.manual_seed(0)
     weight = torch.randn(shape).to(torch.float8_e4m3fn)
-    scales = torch.rand(*shape[:-2], -(-shape[-2] // 16), -(-shape[-1] // 16))
-    expected = _dequantize_fp8_weight(weight, scales, [16, 16], torch.float32).bfloat16()
+    rows, columns = shape[-2:]
+    scales = torch.rand(*shape[:-2], -(-rows // 16), -(-columns // 16))
+    filled = torch.nn.functional.pad(weight.float(), (0, -columns % 16, 0, -rows % 16)).to(weight.dtype)
+    expected = Fp8Dequantize(None)._dequantize_one(filled, scales, torch.bfloat16)[..., :rows, :columns]
     tensors = {"proj.weight": weight, "proj.weight_scale_inv": scales}
     for found in read_whole_and_in_ranges(tmp_path, tensors, quantized.FP8, torch.bfloat16):
         assert torch.equal(found, expected)
