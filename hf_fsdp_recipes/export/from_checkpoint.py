@@ -32,6 +32,7 @@ from hf_fsdp_recipes.export.export_plan import (
 from hf_fsdp_recipes.export.tensor_files import FilePlan
 from hf_fsdp_recipes.export.write_export import check_arguments, write_export
 from hf_fsdp_recipes.loading.build_on_meta import build_on_meta, resolve_directory
+from hf_fsdp_recipes.loading.dequantize import describe_dequantized, take_quantization
 from hf_fsdp_recipes.loading.export_marker import check_files
 from hf_fsdp_recipes.loading.read_ranges import read_elements
 from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, open_index
@@ -173,6 +174,7 @@ def _build(
         directory = resolve_directory(name, {"revision": adapter.revision if adapter and is_recorded else None})
         auto_class, fields = lora_merge.recorded_class(adapter, tensors) if adapter is not None else (None, {})
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False, **fields)
+        quantization, held = take_quantization(config, name), config.dtype or torch.bfloat16
         model = build_on_meta(config, torch.float32, auto_class=auto_class)
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory)
@@ -180,6 +182,7 @@ def _build(
             set_conversions(model)
             return model, None
         index = open_index(directory)
+        index.tensors = describe_dequantized(index.tensors, quantization, held)
         shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
         ranges, _ = WeightMapping(model).to_parameters({k: t.shape for k, t in index.tensors.items()}, shapes)
         return model, (index, ranges)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_recipes.errors import ExportError, LoadError, summarize
 from hf_fsdp_recipes.export.lora_merge import ADAPTER_CONFIG_FILE, read_adapter, recorded_class
+from hf_fsdp_recipes.loading.dequantize import dequantizing_arguments
 from hf_fsdp_recipes.loading.export_marker import check_files
 from hf_fsdp_recipes.model_class import choose_class
 
@@ -37,8 +38,8 @@ def _load_model(
     code = {key: kwargs[key] for key in ("revision", "token", "trust_remote_code") if key in kwargs}
     check_files(Path(name))
     config = AutoConfig.from_pretrained(name, **code, **(fields or {}))
-    chosen, config = choose_class(config, auto_class, kwargs["trust_remote_code"])
-    return chosen.from_pretrained(name, config=config, **kwargs)
+    chosen, part = choose_class(config, auto_class, kwargs["trust_remote_code"])
+    return chosen.from_pretrained(name, config=part, **(dequantizing_arguments(config, part) | kwargs))
 
 
 def _load_with_adapter(directory: str, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ import torch
 
 from hf_fsdp_recipes import model_class
 from hf_fsdp_recipes.errors import LoadError, summarize
+from hf_fsdp_recipes.loading.dequantize import take_quantization
 from hf_fsdp_recipes.loading.safetensors_index import StoredTensor
 
 if TYPE_CHECKING:
@@ -38,8 +39,12 @@ def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
         ) from error
 
 
-def read_config(name: str, overrides: str | None = None) -> "PreTrainedConfig":
-    """Read a config and override fields (`hidden_size=768,num_hidden_layers=12`); raise a LoadError if that is not possible."""
+def read_config(name: str, overrides: str | None = None, is_4bit: bool = False) -> "PreTrainedConfig":
+    """Read a config and override fields (`hidden_size=768,num_hidden_layers=12`); raise a LoadError if that is not possible.
+
+    A quantized checkpoint's config is returned as that of the dequantized model, or refused as `load_model` does; with `is_4bit`,
+    if the weights are to be quantized to 4 bits, it is always refused.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -49,7 +54,8 @@ def read_config(name: str, overrides: str | None = None) -> "PreTrainedConfig":
             config.update_from_string(overrides)
             config = type(config).from_dict(config.to_dict())  # validates the changed config
         check_has_layers(config)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        take_quantization(config, name, is_4bit)
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
         changed = f" with config_overrides {overrides}" if overrides else ""
         raise LoadError(
             f"the config of {name}{changed} cannot be used: {str(error).splitlines()[-1].strip().rstrip('.')}. Pass a directory "

@@ -4,6 +4,7 @@ Global rank 0 reads the config and headers, and every rank builds the same model
 shards the model (`materialize.py`).
 """
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -24,6 +25,7 @@ from hf_fsdp_recipes.loading.build_on_meta import (
     resolve_dtype,
 )
 from hf_fsdp_recipes.loading.checkpoint_source import CheckpointSource, Source, Verify
+from hf_fsdp_recipes.loading.dequantize import dequantizing_arguments, describe_dequantized, take_quantization
 from hf_fsdp_recipes.loading.export_marker import check_together
 from hf_fsdp_recipes.loading.hub_kernels import take_arguments
 from hf_fsdp_recipes.loading.materialize import MetaModelLoader
@@ -33,7 +35,7 @@ from hf_fsdp_recipes.loading.safetensors_index import (
     open_index,
     read_header,
 )
-from hf_fsdp_recipes.loading.weight_mapping import TensorRange, WeightMapping
+from hf_fsdp_recipes.loading.weight_mapping import TensorRange, WeightMapping, set_conversions
 from hf_fsdp_recipes.metrics import stages
 from hf_fsdp_recipes.patches import cpu_ranks, registry, trl
 from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
@@ -81,7 +83,8 @@ def load_model(
             classifier's head is newly initialized if the checkpoint is of another class.
         **from_pretrained_kwargs: as in `from_pretrained`: dtype, attn_implementation, revision, token, trust_remote_code,
             config, use_kernels, kernel_config, allow_all_kernels, quantization_config (4-bit bitsandbytes; weights are
-            quantized while they load), and overrides of config fields.
+            quantized while they load), and overrides of config fields. FP8 and MXFP4 checkpoints are always dequantized to
+            `dtype` while they load.
 
     Returns:
         The model. Under FSDP its parameters stay on meta until Accelerate prepares the model with its optimizer, which
@@ -198,7 +201,11 @@ def _load_without_fsdp(
             if part is not config:
                 kwargs["config"] = part
                 _print_text_part(config, chosen)
-            model, report = chosen.from_pretrained(name_or_path, **kwargs, output_loading_info=True)
+            dequantizing = dequantizing_arguments(config, part)
+            model, report = chosen.from_pretrained(name_or_path, **(dequantizing | kwargs), output_loading_info=True)
+            if dequantizing:  # or the model would be quantized again when it is saved
+                model._weight_conversions = None
+                set_conversions(model)
             model.config.architectures = [type(model).__name__]
         except (*UNREADABLE, SafetensorError) as error:
             raise LoadError(f"{name_or_path} cannot be loaded: {error}") from error
@@ -232,42 +239,50 @@ def _load_on_meta(
         kernels = take_arguments(kwargs)
     dtype = kwargs.pop("dtype", "auto")
     quantization = kwargs.pop("quantization_config", None)
+    is_quantizing = quantization is not None and not getattr(quantization, "dequantize", False)
     index: SafetensorsIndex | None = None
     check_together(Path(name_or_path, kwargs.get("subfolder") or ""), is_read_by_all=source != "rank0")
 
-    def describe() -> tuple[Any, Any, dict[str, StoredTensor], torch.Tensor]:
+    def describe() -> tuple[Any, Any, Any, dict[str, StoredTensor], torch.Tensor]:
         nonlocal index
         directory = resolve_directory(name_or_path, kwargs)
-        config = _read_config(name_or_path, directory, kwargs)
+        config, stored_as = _read_config(name_or_path, directory, kwargs, is_quantizing)
         generation_config = None
         if (directory / "generation_config.json").is_file():
             generation_config = GenerationConfig.from_pretrained(directory)
         index = open_index(directory)
         # Custom code exists only on ranks that have imported it, so objects of its classes cannot be broadcast.
         is_custom = kwargs["trust_remote_code"] and hasattr(config, "auto_map")
-        return None if is_custom else config, generation_config, index.tensors, torch.get_rng_state()
+        return None if is_custom else config, stored_as, generation_config, index.tensors, torch.get_rng_state()
 
     # Rank 0 may have to download the model.
-    config, generation_config, stored, random_state = distributed.run_on_main(describe, distributed.patient_group())
+    config, stored_as, generation_config, stored, random_state = distributed.run_on_main(
+        describe, distributed.patient_group()
+    )
     if config is None:
         config = distributed.main_first(lambda: _read_custom_config(name_or_path, auto_class, kwargs))
     is_direct = source == "direct" or distributed.world_size() == 1 or (source == "auto" and _do_all_ranks_see(stored))
     directory = distributed.main_first(lambda: resolve_directory(name_or_path, kwargs)) if source == "direct" else None
     with distributed.sync_errors():
+        if stored_as is not None and dtype == "auto":
+            dtype = getattr(config, "dtype", None) or torch.bfloat16
         dtype = resolve_dtype(dtype, config, stored)
+        if is_direct and index is None:
+            index = SafetensorsIndex(stored.values()) if directory is None else open_index(directory)
+        stored = describe_dequantized(stored, stored_as, dtype)
+        if index is not None:
+            index.tensors = describe_dequantized(index.tensors, stored_as, dtype)
         declared = model_class.declared_class(config)
         with kernels.building(config, auto_class, kwargs["trust_remote_code"]):
             model = build_on_meta(config, dtype, kwargs["trust_remote_code"], auto_class)
         if type(model.config) is not type(config):
             _print_text_part(config, type(model))
         quantizer = None
-        if quantization is not None:
+        if is_quantizing:
             quantizer = bnb_4bit.replace_linears(model, quantization, dtype)
         if generation_config is not None:
             model.generation_config = generation_config
         ranges = _map_ranges(model, stored, name_or_path, ignore_mismatched)
-        if is_direct and index is None:
-            index = SafetensorsIndex(stored.values()) if directory is None else open_index(directory)
         found = CheckpointSource(name_or_path, index, stored, ranges, is_direct, verify)
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(random_state)  # every rank that reads creates the same new values
@@ -284,7 +299,7 @@ def _read_custom_config(
     """Read the config of a model with custom code, and import the code of the model."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    config = _read_config(name_or_path, resolve_directory(name_or_path, kwargs), kwargs)
+    config, _ = _read_config(name_or_path, resolve_directory(name_or_path, kwargs), kwargs)
     chosen, _ = model_class.choose_class(config, auto_class, trust_remote_code=True)
     reference = config.auto_map.get(chosen.__name__)
     if reference is not None:
@@ -292,11 +307,14 @@ def _read_custom_config(
     return config
 
 
-def _read_config(name_or_path: str, directory: Path, kwargs: dict[str, Any]) -> "PreTrainedConfig":
+def _read_config(
+    name_or_path: str, directory: Path, kwargs: dict[str, Any], is_quantizing: bool = False
+) -> tuple["PreTrainedConfig", Any]:
+    """Return a model's config, and the quantization config of its checkpoint or None."""
     from transformers import AutoConfig, PreTrainedConfig
 
     rest = {key: value for key, value in kwargs.items() if key not in (*REFUSED_ARGUMENTS, "revision", "token")}
-    config = rest.pop("config", None)
+    config = copy.deepcopy(rest.pop("config", None))  # as from_pretrained does
     try:
         if not isinstance(config, PreTrainedConfig):
             config, unused = AutoConfig.from_pretrained(config or directory, return_unused_kwargs=True, **rest)
@@ -306,21 +324,17 @@ def _read_config(name_or_path: str, directory: Path, kwargs: dict[str, Any]) -> 
                     f"{', '.join(unknown)}: load_model has no such argument, and {type(config).__name__} no such field. Remove "
                     f"{'it' if len(unknown) == 1 else 'them'}."
                 )
-    except (OSError, ValueError) as error:
+        quantization = take_quantization(config, name_or_path, is_quantizing)
+    except (OSError, ValueError, TypeError) as error:
         raise LoadError(
             f"the config of {name_or_path} cannot be read: {summarize(error, 'sentence')}. Check its config.json, which "
             f"must have a model_type; a model with its own code needs trust_remote_code."
         ) from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise LoadError(
-            f"{name_or_path} is already quantized, and packed weights cannot be sharded. Use the unquantized model and set "
-            f"load_in_4bit, which quantizes while loading."
-        )
     if "attn_implementation" in rest:
         config._attn_implementation = rest["attn_implementation"]
     config.name_or_path = name_or_path
     check_has_layers(config)
-    return config
+    return config, quantization
 
 
 def _do_all_ranks_see(stored: dict[str, StoredTensor]) -> bool:

@@ -13,12 +13,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from hf_fsdp_recipes.errors import LoadError, summarize
+
+if TYPE_CHECKING:
+    from hf_fsdp_recipes.loading.dequantize import Fp8Weight, Mxfp4Weight
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -40,12 +43,16 @@ DTYPES = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor in one file: `num_bytes` from byte `start` of the file, row-major, little-endian."""
+    """One tensor in one file: `num_bytes` from byte `start` of the file, row-major, little-endian.
+
+    Of a quantized weight, dtype, shape and number of bytes are those of the dequantized values, which is what `read_into` reads.
+    """
 
     name: str
     file: Path
@@ -53,6 +60,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     num_bytes: int
+    quantized: "Fp8Weight | Mxfp4Weight | None" = None
 
 
 def stored_in_memory(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor:
@@ -86,6 +94,10 @@ class SafetensorsIndex:
             stored = values.contiguous().reshape(-1).view(torch.uint8)
             buffer.copy_(stored[start_bytes : start_bytes + buffer.numel()])
             return
+        if tensor.quantized is not None:
+            start, count = (num_bytes // tensor.dtype.itemsize for num_bytes in (start_bytes, buffer.numel()))
+            buffer.copy_(tensor.quantized.read(self, start, count, tensor.dtype).view(torch.uint8))
+            return
         view = memoryview(buffer.numpy())
         offset = tensor.start + start_bytes
         while view:
@@ -101,6 +113,9 @@ class SafetensorsIndex:
         """Ask the kernel to read bytes that are needed soon, unless they are cached. Returns at once."""
         if tensor.name in self._in_memory or not hasattr(os, "posix_fadvise"):
             return
+        if tensor.quantized is not None:
+            stored_bytes = tensor.quantized.packed.num_bytes
+            start_bytes, num_bytes = (part * stored_bytes // tensor.num_bytes for part in (start_bytes, num_bytes))
         with contextlib.suppress(
             OSError
         ):  # advice only: some file systems refuse it, and the read will report what is wrong

@@ -80,7 +80,7 @@ def run(
             raise PlanError("There is no model to plan for. Pass --model, or a recipe with one as --config.")
         overrides = None if model else options.get("config_overrides")  # the overrides belong to the recipe's model
         job = make_job(find_strategy(template), options)
-        planner = MemoryPlanner(read_config(find_config(name), overrides))
+        planner = MemoryPlanner(read_config(find_config(name), overrides, job.is_4bit))
         suggestion = suggestions.suggest(planner, job) if is_suggesting else None
         if is_suggesting and suggestion is None:
             raise PlanError(

@@ -106,7 +106,8 @@ def model_name(arguments: "Arguments") -> str:
 
 def read_model_config(arguments: "Arguments") -> "PreTrainedConfig":
     """Return the config of a recipe's model, pretrained or new; the shipped one if it cannot be read."""
-    config = read_config(model_configs.find_config(model_name(arguments)), arguments.recipe.config_overrides)
+    name = model_configs.find_config(model_name(arguments))
+    config = read_config(name, arguments.recipe.config_overrides, arguments.model.load_in_4bit)
     if arguments.recipe.config_name is not None:
         return config
     chosen, config = choose_class(config, (arguments.training.model_init_kwargs or {}).get("auto_class"))
