@@ -37,15 +37,15 @@ TRAINERS = """
 
 Each cell is a test on two CPU ranks: a resumed run has the losses and the export of an uninterrupted one.
 
-| trainer | `load_model`, callback | resume, export | LoRA | QLoRA | FSDP1 | tests |
+| trainer | `load_model`, saving | resume, export | LoRA | QLoRA | FSDP1 | tests |
 |---|---|---|---|---|---|---|
-| `SFTTrainer` | yes | yes | yes | yes | yes | `tests/recipes/test_sft.py`, `tests/checkpointing/test_qlora_ranks.py` |
+| `SFTTrainer` | yes | yes | yes | yes | yes | `tests/recipes/test_sft.py` |
 | `DPOTrainer` | yes | yes | yes | yes | yes | `tests/recipes/test_trainers_ranks.py` |
 | `KTOTrainer` | yes | yes | yes | yes | yes | the same |
 | `RewardTrainer` | yes | yes | yes, with its head | yes, with its head | yes | the same |
 | `GRPOTrainer` | yes | yes | yes | yes | refused | the same |
 | `Trainer` | yes | yes | with PEFT | not tested | yes | `tests/test_examples_launch.py` |
-| none: a loop with `save_checkpoint` | yes, `save_checkpoint` | yes | not tested | not tested | yes | `tests/checkpointing/test_accelerator_state_ranks.py` |
+| none: `save_checkpoint` | yes | yes | not tested | not tested | yes | `tests/checkpointing/test_accelerator_state_ranks.py` |
 
 [trainers.md](trainers.md) has columns, reference models and kinds of LoRA.
 """
