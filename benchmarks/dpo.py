@@ -1,15 +1,18 @@
 """Host memory of DPO with a reference model, per rank, compared with stock TRL in one run.
 
-    python -m benchmarks.dpo [--parameters 0.3e9]
+    python -m benchmarks.dpo [--parameters 0.3e9] [--dtype float32] [--loading_only]
 
-A random Llama of the given size in bf16 files, two gloo ranks under FSDP2 on one machine, float32 parameters, SGD. TRL gets
+A random Llama of the given size in bf16 files, two gloo ranks under FSDP2 on one machine, SGD. TRL gets
 the name of the model and loads its reference itself; or `load_model` loads both. Memory is peak anonymous memory above the
 start: until the first step, and in all. In the first step the reward of every answer is 0 if the reference equals the model.
-Prints a table and rewrites its section of docs/measured.md.
+With `--loading_only`, training ends before its first step, for models whose step does not fit. Prints a table and rewrites its
+section of docs/measured.md.
 """
 
 import argparse
+import contextlib
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -22,6 +25,8 @@ WORDS = ("a", "b", "c", "<eos>", "<pad>")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=float, default=0.3e9)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--loading_only", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-dpo-") as scratch:
         checkpoint = Path(scratch) / "model"
@@ -31,19 +36,33 @@ def main() -> None:
             "|---|---|---|---|",
         ]
         for way, kind in WAYS.items():
-            first, second = run_ranks(train, 2, kind, str(checkpoint), f"{scratch}/{kind}")
+            first, second = run_ranks(
+                train, 2, kind, str(checkpoint), f"{scratch}/{kind}", options.dtype, options.loading_only
+            )
             peaks = (f"{first[name] / 1e6:,.0f} / {second[name] / 1e6:,.0f}" for name in ("loading", "peak"))
-            lines.append(f"| {way} | {' | '.join(peaks)} | {first['rewards/chosen']:.4f} |")
+            rewards = "" if options.loading_only else f"{first['rewards/chosen']:.4f}"
+            lines.append(f"| {way} | {' | '.join(peaks)} | {rewards} |")
             print(lines[-1], flush=True)
-    size = 4 * options.parameters / 1e6
-    lines = [f"{options.parameters / 1e9:g}B parameters, about {size:,.0f} MB in float32; 2 ranks.", "", *lines, ""]
-    lines.append(f"`python -m benchmarks.dpo --parameters {options.parameters:g}`; {machine()}")
+    size = (4 if options.dtype == "float32" else 2) * options.parameters / 1e6
+    lines = [
+        f"{options.parameters / 1e9:g}B parameters, about {size:,.0f} MB in {options.dtype}; 2 ranks.",
+        "",
+        *lines,
+        "",
+    ]
+    arguments = " ".join(sys.argv[1:])
+    lines.append(f"`python -m benchmarks.dpo {arguments}`; {machine()}")
     print("\n".join(lines))
-    write_section("DPO with a reference model", lines)
+    title = "DPO with a reference model"
+    write_section(f"{title}, loading only" if options.loading_only else title, lines)
 
 
-def train(kind: str, checkpoint: str, output: str) -> dict[str, float]:
-    """Train one step; return the peaks above the start in bytes, and the reward. Every rank runs this."""
+class Stop(Exception):
+    """Ends training before its first step."""
+
+
+def train(kind: str, checkpoint: str, output: str, dtype: str, loading_only: bool) -> dict[str, float]:
+    """Train one step, or none; return the peaks above the start in bytes, and the reward. Every rank runs this."""
     os.environ.update(ACCELERATE_USE_CPU="true", ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     os.environ.update(FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP", FSDP_RESHARD_AFTER_FORWARD="true")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -62,6 +81,8 @@ def train(kind: str, checkpoint: str, output: str) -> dict[str, float]:
     class FirstStep(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             found["loading"] = memory.peak_bytes - memory.before_bytes
+            if loading_only:
+                raise Stop
 
         def on_log(self, args, state, control, logs=None, **kwargs):
             found.update({name: value for name, value in logs.items() if name == "rewards/chosen"})
@@ -71,6 +92,7 @@ def train(kind: str, checkpoint: str, output: str) -> dict[str, float]:
     arguments = DPOConfig(
         output, max_steps=1, logging_steps=1, per_device_train_batch_size=1, save_strategy="no", optim="sgd", bf16=False,
         use_cpu=True, report_to="none", disable_tqdm=True, gradient_checkpointing=False, dataloader_pin_memory=False,
+        model_init_kwargs={"dtype": dtype} if kind == "stock" else None,
     )  # fmt: skip
     rows = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 8)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
@@ -78,10 +100,11 @@ def train(kind: str, checkpoint: str, output: str) -> dict[str, float]:
         if kind == "stock":
             given = {"model": checkpoint}
         else:
-            given = {name: load_model(checkpoint, dtype="float32") for name in ("model", "ref_model")}
+            given = {name: load_model(checkpoint, dtype=dtype) for name in ("model", "ref_model")}
         common = {"train_dataset": rows, "processing_class": tokenizer, "callbacks": [FirstStep()]}
         trainer = DPOTrainer(args=arguments, **given, **common)
-        trainer.train()
+        with contextlib.suppress(Stop):
+            trainer.train()
         dist.barrier()
     return found | {"peak": memory.peak_bytes - memory.before_bytes}
 
