@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from tests.device.emulator.events import Event, read_events
 from tests.device.ranks import CPU, DEVICE, Ranks, variant
+from tests.loading.quantized import make
 
 SETTINGS = {
     "max_steps": 6,
@@ -36,7 +37,7 @@ class Case:
         template: name of a shipped template.
         settings: of the recipe.
         num_ranks: 4 for hybrid sharding.
-        model: kind and dtype, as `tiny_model` takes them.
+        model: kind and dtype, as `tiny_model` takes them; or the kind of a quantized model, as "qwen3 in fp8".
         precision: the template's `mixed_precision`.
     """
 
@@ -59,7 +60,8 @@ CASES = {
     "full": Case(),
     "direct": Case(settings={"load_source": "direct"}),
     "lora": Case(settings=LORA | {"merge_adapter": True}),
-    "dora": Case(settings=LORA | {"use_dora": True}),
+    "dora": Case(settings=LORA | {"use_dora": True, "merge_adapter": True}),
+    "fp8": Case(settings=SHORT | {"dtype": "float32"}, model=("qwen3 in fp8", "float32")),
     "qlora": Case(settings=QLORA, model=("llama_wide", "float32")),
     "qlora fsdp1": Case("fsdp1_full_shard", settings=QLORA, model=("llama_wide", "bfloat16"), precision="bf16"),
     "fsdp1": Case("fsdp1_full_shard"),
@@ -115,5 +117,7 @@ class Runs:
     def settings(self, name: str, output: Path) -> dict[str, Any]:
         """Return the recipe of a case, for another run."""
         case = CASES[name]
-        model = {"model_name_or_path": self.tiny_model(*case.model), "dataset_name": self.data, "output_dir": output}
-        return SETTINGS | dict(case.settings) | model
+        kind, _, quantized = case.model[0].partition(" in ")
+        model = make(output.with_name(f"{output.name}-model"), kind) if quantized else self.tiny_model(*case.model)
+        names = {"model_name_or_path": model, "dataset_name": self.data, "output_dir": output}
+        return SETTINGS | dict(case.settings) | names
