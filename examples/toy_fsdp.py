@@ -31,7 +31,9 @@ def main() -> None:
     options = parser.parse_args()
 
     device = start()
-    train(options.ddp, options.steps, device)  # its DDP model must be gone when the process group ends: DDP's C++ part can hang then
+    train(
+        options.ddp, options.steps, device
+    )  # its DDP model must be gone when the process group ends: DDP's C++ part can hang then
     dist.destroy_process_group()
 
 
