@@ -58,8 +58,8 @@ def make_tokenizer(directory: Path) -> None:
 
 
 def tiny_config(kind: str):
-    """Return the config of a tiny model: llama, llama_tied, llama_wide, gpt2, qwen3_moe or mixtral."""
-    from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen3MoeConfig
+    """Return the config of a tiny model: llama, llama_tied, llama_wide, gpt2, qwen3_moe, mixtral or gpt_oss."""
+    from transformers import GPT2Config, GptOssConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
     common = {"vocab_size": 307, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     small = common | {
@@ -80,6 +80,14 @@ def tiny_config(kind: str):
         return MixtralConfig(**small, num_local_experts=4, num_experts_per_tok=2)
     if kind == "qwen3_moe":
         return Qwen3MoeConfig(**small, head_dim=8, moe_intermediate_size=24, num_experts=5, num_experts_per_tok=2)
+    if kind == "gpt_oss":  # experts with biases, stored as (expert, in, out)
+        return GptOssConfig(
+            **small | {"intermediate_size": 48},
+            head_dim=8,
+            num_local_experts=3,
+            num_experts_per_tok=2,
+            sliding_window=16,
+        )
     raise ValueError(kind)
 
 

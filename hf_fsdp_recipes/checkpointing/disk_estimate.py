@@ -4,11 +4,11 @@ Source: trl 1.16 `ModelConfig` (dtype float32), transformers 5.23 `TrainingArgum
 """
 
 import math
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_recipes.configs import validate
+from hf_fsdp_recipes.errors import TemplateError, summarize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 NUM_MOMENTS = 2  # per parameter, of Adam; other optimizers keep fewer
 _ADAPTER_DTYPE_BYTES = 4
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_NOT_LINEAR = re.compile(r"embed|wte|wpe|lm_head|norm")
 
 
 @dataclass(frozen=True)
@@ -58,16 +57,20 @@ def estimate(recipe: dict[str, Any]) -> DiskEstimate:
 
 
 def _count_adapter_parameters(model: "PreTrainedModel", recipe: dict[str, Any]) -> int:
-    """Count the parameters of a LoRA adapter on the recipe's target modules, by default all linear layers."""
-    targets = recipe.get("lora_target_modules") or "all-linear"
-    names = [targets] if isinstance(targets, str) else list(targets)
-    total = 0
-    for name, parameter in model.named_parameters():
-        module = name.removesuffix(".weight").split(".")[-1]
-        is_target = module in names or (names == ["all-linear"] and not _NOT_LINEAR.search(name))
-        if parameter.ndim == 2 and is_target:
-            total += int(recipe.get("lora_r", 16)) * sum(parameter.shape)
-    return total
+    """Count the parameters of the recipe's LoRA adapter, by default of all linear layers; adapts the model, which is on meta."""
+    from peft import LoraConfig, get_peft_model
+
+    parameters = recipe.get("lora_target_parameters")
+    config = LoraConfig(
+        r=int(recipe.get("lora_r", 16)),
+        target_modules=recipe.get("lora_target_modules") or ([] if parameters else "all-linear"),
+        target_parameters=[parameters] if isinstance(parameters, str) else parameters,
+    )
+    try:
+        adapted = get_peft_model(model, config, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise TemplateError(f"the recipe's adapter does not fit its model: {summarize(error, 'line')}") from error
+    return sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
 
 
 def _count_checkpoints(recipe: dict[str, Any]) -> tuple[int, bool]:

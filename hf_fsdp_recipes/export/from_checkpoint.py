@@ -129,7 +129,7 @@ def _describe(
     config: Any = _adapter_config(params, name) if is_adapter else None
     model, base = _build(name, config, tensors)
     if base is not None:
-        adapter = lora_merge.StoredAdapter(config, tensors, params["adapter_name"])
+        adapter = lora_merge.StoredAdapter(config, tensors, model, params["adapter_name"])
         return _describe_merged(adapter, model, base, name, dtype, own_tokenizer)
     return _describe_model(tensors, model, name, dtype, own_tokenizer)
 
@@ -150,7 +150,7 @@ def _describe_adapter_directory(
     check_base_model(output, name)
     model, base = _build(name, config, tensors)
     assert base is not None
-    return _describe_merged(lora_merge.StoredAdapter(config, tensors), model, base, name, dtype, directory)
+    return _describe_merged(lora_merge.StoredAdapter(config, tensors, model), model, base, name, dtype, directory)
 
 
 def _without_prefix(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:

@@ -28,6 +28,7 @@ from hf_fsdp_recipes.peft_models import HEAD_FIELDS, active_adapter, describe_cl
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
+    from transformers import PreTrainedModel
 
     from hf_fsdp_recipes.checkpointing.dcp_reader import DcpTensor
 
@@ -72,14 +73,18 @@ def _without_wrappers(model: torch.nn.Module, peft_model: "PeftModel") -> "PeftM
     """
     if all(name == parameter_names.without_wrappers(name) for name, _ in model.named_parameters()):
         return peft_model
+    adapter = active_adapter(peft_model)
+    return _adapt_on_meta(peft_model.get_base_model(), peft_model.peft_config[adapter], adapter)
+
+
+def _adapt_on_meta(base: Any, config: "PeftConfig", adapter: str = "default") -> "PeftModel":
+    """Return a copy of a transformers model, on meta, with an adapter of this config."""
     from accelerate import init_empty_weights
     from peft import get_peft_model
 
-    adapter = active_adapter(peft_model)
-    config = copy.deepcopy(peft_model.peft_config[adapter])
-    config.init_lora_weights = False  # only the names are needed
+    config = copy.deepcopy(config)
+    config.init_lora_weights = False  # only names and settings are needed
     with init_empty_weights():
-        base = peft_model.get_base_model()
         return get_peft_model(type(base)._from_config(base.config), config, adapter_name=adapter)
 
 
@@ -134,6 +139,19 @@ def _check_mergeable(config: Any) -> None:
         )
 
 
+def _adapted_weight(name: str, layer: Any) -> str:
+    """Return the name of the parameter that a LoRA layer adapts. PEFT's layers of fused experts are nested and name it."""
+    leaf = getattr(layer, "parameter_name", "weight")
+    while hasattr(layer, "base_layer"):
+        name, layer = f"{name}.base_layer", layer.base_layer
+    return f"{name}.{leaf}"
+
+
+def _is_transposed(layer: Any) -> bool:
+    """Return whether a layer's weight is (in, out) or (expert, in, out) instead of (out, in) or (expert, out, in)."""
+    return bool(layer.fan_in_fan_out or getattr(layer.get_base_layer(), "is_transposed", False))
+
+
 class ShardMerger:
     """Merges LoRA into this rank's shards of the base weights, or raises an ExportError that says why it cannot.
 
@@ -151,21 +169,24 @@ class ShardMerger:
                 "with export_checkpoint(adapter_dir, ..., merge_adapter=True)."
             )
         _check_mergeable(peft_model.peft_config[self._adapter])
-        self._layers: dict[str, Any] = {}
+        self._layers: dict[str, tuple[str, Any]] = {}  # by the name of the weight that the layer adapts
         for full_name, module in model.named_modules():
             if hasattr(module, "lora_A") and self._adapter in getattr(module, "lora_A", {}):
-                self._layers[parameter_names.without_wrappers(full_name + ".")[:-1]] = module
-        unsupported = [n for n, m in self._layers.items() if type(m).__name__ not in ("Linear", "Conv1D")]
+                name = parameter_names.without_wrappers(full_name + ".")[:-1]
+                self._layers[_adapted_weight(name, module)] = (name, module)
+        kinds = ("Linear", "Conv1D", "ParamWrapper")
+        layers = self._layers.values()  # a layer that is an FSDP2 unit has the class FSDPLinear
+        unsupported = [name for name, layer in layers if type(layer).__name__.removeprefix("FSDP") not in kinds]
         if unsupported:
             raise ExportError(
-                f"merge_adapter supports linear layers only, not {unsupported[:3]}. Merge the adapter with PEFT."
+                f"merge_adapter supports linear layers and experts only, not {unsupported[:3]}. Merge the adapter with PEFT."
             )
         self._slices = local_slices(model)
         self._matrices: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._magnitudes: dict[str, torch.Tensor] = {}  # of DoRA
         self._factors: dict[str, torch.Tensor] = {}
-        dora_layers = [name for name, module in self._layers.items() if self._adapter in module.lora_magnitude_vector]
-        for piece in (self._slices[f"{name}.base_layer.weight"] for name in dora_layers):
+        dora = [weight for weight, (_, layer) in self._layers.items() if self._adapter in layer.lora_magnitude_vector]
+        for piece in (self._slices[weight] for weight in dora):
             if piece.first % piece.shape[1] or piece.values.numel() % piece.shape[1]:
                 raise ExportError(
                     "merge_adapter merges DoRA under FSDP2 only. Export the adapter and merge it with PEFT."
@@ -173,9 +194,9 @@ class ShardMerger:
 
     def gather(self) -> None:
         """Gather the adapter of every layer on every rank. Collective: every rank must call this."""
-        for name, module in self._layers.items():
+        for weight, (name, module) in self._layers.items():
             a, b = (self._slices[f"{name}.lora_{x}.{self._adapter}.weight"] for x in "AB")
-            device, weight = a.values.device, f"{name}.base_layer.weight"
+            device = a.values.device
             self._matrices[weight] = (gather_full(a, device), gather_full(b, device))
             if self._adapter in module.lora_magnitude_vector:
                 magnitude = self._slices[f"{name}.lora_magnitude_vector.{self._adapter}.weight"]
@@ -186,7 +207,7 @@ class ShardMerger:
         matrices = self._matrices.get(piece.name)
         if matrices is None or not values.numel():
             return values
-        layer = self._layers[piece.name.removesuffix(".base_layer.weight")]
+        _, layer = self._layers[piece.name]
         scaling, factors = layer.scaling[self._adapter], self._factors.get(piece.name)
         if factors is None and piece.name in self._magnitudes:
             width = piece.shape[1]
@@ -201,7 +222,7 @@ class ShardMerger:
                 scaling,
             )
         first = piece.first + start
-        return add_rows(values, first, piece.shape, *matrices, scaling, layer.fan_in_fan_out, factors)
+        return add_rows(values, first, piece.shape, *matrices, scaling, _is_transposed(layer), factors)
 
 
 def add_rows(
@@ -211,15 +232,27 @@ def add_rows(
     a: torch.Tensor,
     b: torch.Tensor,
     scaling: float,
-    fan_in_fan_out: bool,
+    is_transposed: bool,
     factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Add `scaling * B @ A` to a range of a weight's elements (1-D, from element `first`), computed as in PEFT.
 
-    The weight has `shape` (out, in), or (in, out) with `fan_in_fan_out` (GPT-2's Conv1D); A is (r, in) and B is (out, r).
+    The weight has `shape` (out, in), or (in, out) if `is_transposed` (GPT-2's Conv1D); A is (r, in) and B is (out, r).
     `scaling` is alpha / r, or alpha / sqrt(r) for rsLoRA. DoRA multiplies the sum by `factors` (out,) afterwards.
+    Fused experts have one more dimension in front: A has the r rows of each expert in turn, and B the r columns of all experts
+    interleaved, (out, r * experts).
     """
-    left, right = (a.T, b.T) if fan_in_fan_out else (b, a)
+    if len(shape) == 3:
+        num_experts, size = shape[0], shape[1] * shape[2]
+        a, b = a.view(num_experts, -1, a.shape[1]), b.view(len(b), -1, num_experts)
+        merged, end = [], first + values.numel()
+        for expert in range(first // size, -(-end // size)):
+            start = max(first, expert * size)
+            part = values[start - first : (expert + 1) * size - first]
+            matrices = a[expert], b[:, :, expert]
+            merged.append(add_rows(part, start - expert * size, shape[1:], *matrices, scaling, is_transposed))
+        return torch.cat(merged)
+    left, right = (a.T, b.T) if is_transposed else (b, a)
     width = shape[1]
     top, bottom = first // width, -(-(first + values.numel()) // width)
     delta = (left[top:bottom] @ right) * scaling
@@ -285,7 +318,11 @@ class StoredAdapter:
     """A LoRA adapter on disk, to merge into base weights on disk; raises an ExportError if it cannot be merged by rows."""
 
     def __init__(
-        self, config: "LoraConfig", tensors: "Mapping[str, DcpTensor | FileTensor]", adapter_name: str = "default"
+        self,
+        config: "LoraConfig",
+        tensors: "Mapping[str, DcpTensor | FileTensor]",
+        model: "PreTrainedModel",
+        adapter_name: str = "default",
     ) -> None:
         _check_mergeable(config)
         start = str(config.init_lora_weights).lower()
@@ -294,16 +331,27 @@ class StoredAdapter:
                 f"the adapter was initialized with {start}, which changes the base weights, so it cannot be merged into the base "
                 f"model's files. Merge it with PEFT: PeftModel.from_pretrained(base, adapter).merge_and_unload()."
             )
-        self._config = config
+        try:
+            adapted = dict(_adapt_on_meta(model, config).named_modules())
+        except ValueError as error:
+            raise ExportError(
+                f"the adapter does not fit {model.config.name_or_path}: {summarize(error, 'line')}. Pass the base model that the "
+                f"adapter was trained on."
+            ) from error
+        self._layers: dict[str, Any] = {}  # by the name of the weight that the layer adapts
         self._matrices: dict[str, dict[str, DcpTensor | FileTensor]] = {}
         self._saved_modules: dict[str, DcpTensor | FileTensor] = {}
         for name, tensor in tensors.items():
             plain = name.removeprefix("base_model.model.").replace(f".modules_to_save.{adapter_name}.", ".")
-            layer, marker, matrix = plain.replace(f".{adapter_name}.", ".").rpartition(".lora_")
+            path, marker, matrix = plain.replace(f".{adapter_name}.", ".").rpartition(".lora_")
+            layer, weight = adapted.get(f"base_model.model.{path}"), f"{path}.weight"
+            if hasattr(layer, "lora_A"):
+                weight = parameter_names.in_base_model(_adapted_weight(f"base_model.model.{path}", layer))
+                self._layers[weight] = layer
             if marker and matrix in ("A.weight", "B.weight"):
-                self._matrices.setdefault(f"{layer}.weight", {})[matrix[0]] = tensor
+                self._matrices.setdefault(weight, {})[matrix[0]] = tensor
             elif marker and matrix.removesuffix(".weight") == "magnitude_vector" and config.use_dora:
-                self._matrices.setdefault(f"{layer}.weight", {})["magnitude"] = tensor
+                self._matrices.setdefault(weight, {})["magnitude"] = tensor
             elif marker:
                 raise ExportError(f"merge_adapter cannot merge {name}. Export the adapter and merge it with PEFT.")
             elif ".original_module." not in name:
@@ -312,7 +360,8 @@ class StoredAdapter:
 
     def check_fits(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise an ExportError that names the adapter tensors without a base parameter of the right shape."""
-        unmatched = [name for name in [*self._matrices, *self._saved_modules] if name not in shapes]
+        unmatched = [name for name in self._matrices if name not in self._layers]
+        unmatched += [name for name in self._saved_modules if name not in shapes]
         unmatched += [n for n, tensor in self._saved_modules.items() if n in shapes and tensor.shape != shapes[n]]
         if unmatched:
             raise ExportError(
@@ -343,8 +392,8 @@ class StoredAdapter:
         if self._latest is None or self._latest[0] != name:
             self._latest = (name, *self._read(name, shape, read_base))
         _, (a, b), factors = self._latest
-        scaling = self._scaling(name, a.shape[0])
-        return add_rows(values, first, shape, a, b, scaling, self._config.fan_in_fan_out, factors)
+        layer = self._layers[name]
+        return add_rows(values, first, shape, a, b, layer.scaling["default"], _is_transposed(layer), factors)
 
     def _read(
         self, name: str, shape: tuple[int, ...], read_base: Callable[[int, int], torch.Tensor]
@@ -360,15 +409,6 @@ class StoredAdapter:
         def read_rows(top: int, bottom: int) -> torch.Tensor:
             return read_base(top * shape[1], (bottom - top) * shape[1]).view(-1, shape[1])
 
-        scaling = self._scaling(name, full["A"].shape[0])
-        rows = range(shape[0])
-        factors = dora_factors(read_rows, rows, shape[1], full["magnitude"].view(-1), full["A"], full["B"], scaling)
-        return (full["A"], full["B"]), factors
-
-    def _scaling(self, name: str, rank: int) -> float:
-        from peft.utils.other import get_pattern_key
-
-        patterns = self._config.alpha_pattern or {}
-        layer = name.removesuffix(".weight")
-        alpha = patterns.get(get_pattern_key(patterns.keys(), layer), self._config.lora_alpha)
-        return float(alpha / (rank**0.5 if self._config.use_rslora else rank))
+        rows, matrices = range(shape[0]), (full["A"], full["B"])
+        scaling = self._layers[name].scaling["default"]
+        return matrices, dora_factors(read_rows, rows, shape[1], full["magnitude"].view(-1), *matrices, scaling)

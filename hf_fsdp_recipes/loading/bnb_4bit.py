@@ -27,6 +27,7 @@ from hf_fsdp_recipes.loading.verify import is_finite
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 from hf_fsdp_recipes.metrics import progress
 from hf_fsdp_recipes.precision import mixed_precision_dtype
+from hf_fsdp_recipes.units import format_bytes
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
@@ -85,6 +86,8 @@ class Quant4bitSpec:
 def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtype: torch.dtype) -> "HfQuantizer":
     """Replace a meta model's linear layers with 4-bit ones of unpacked shape, and return the quantizer. Not a collective.
 
+    Fused experts are no linear layers, so transformers leaves them as they are, which rank 0 logs.
+
     The packed bytes are stored in the mixed-precision dtype, because FSDP casts gathered parameters to it. Accelerate does not
     shard weights in integer storage, bitsandbytes' default.
 
@@ -111,6 +114,13 @@ def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtyp
         raise LoadError(
             f"4-bit weights need bitsandbytes: {summarize(error, 'line')}. Run pip install bitsandbytes."
         ) from error
+    experts = {name: p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name}
+    if experts:
+        num_bytes = sum(parameter.nbytes for parameter in experts.values())
+        distributed.warn_main(
+            f"4 bits are for linear layers only: fused experts, such as {next(iter(experts))}, stay in {dtype}, "
+            f"{format_bytes(num_bytes)} on all ranks together. hf-fsdp plan counts them so."
+        )
     return quantizer
 
 

@@ -52,6 +52,7 @@ REFUSED_ARGUMENTS = {
     "load_in_4bit": "Pass quantization_config=BitsAndBytesConfig(load_in_4bit=True).",
     "load_in_8bit": "Pass quantization_config=BitsAndBytesConfig(load_in_4bit=True); 8-bit weights cannot be sharded.",
     "ignore_mismatched_sizes": "Pass ignore_mismatched=True.",
+    "distributed_config": "Remove it; the template shards the model.",
     **dict.fromkeys(("tp_plan", "device_mesh"), "Remove it; tensor parallelism is not supported."),
 }
 
@@ -81,10 +82,10 @@ def load_model(
             AutoModelForSequenceClassification, AutoModelForTokenClassification, or a model class. By default the class that
             the checkpoint's config declares in `architectures`, or AutoModelForCausalLM if transformers does not have it. A
             classifier's head is newly initialized if the checkpoint is of another class.
-        **from_pretrained_kwargs: as in `from_pretrained`: dtype, attn_implementation, revision, token, trust_remote_code,
-            config, use_kernels, kernel_config, allow_all_kernels, quantization_config (4-bit bitsandbytes; weights are
-            quantized while they load), and overrides of config fields. FP8 and MXFP4 checkpoints are always dequantized to
-            `dtype` while they load.
+        **from_pretrained_kwargs: as in `from_pretrained`: dtype, attn_implementation, experts_implementation, revision, token,
+            trust_remote_code, config, use_kernels, kernel_config, allow_all_kernels, quantization_config (4-bit
+            bitsandbytes; weights are quantized while they load), and overrides of config fields. FP8 and
+            MXFP4 checkpoints are always dequantized to `dtype` while they load.
 
     Returns:
         The model. Under FSDP its parameters stay on meta until Accelerate prepares the model with its optimizer, which
@@ -97,6 +98,7 @@ def load_model(
             the declared model and was not requested, or a weight cannot be read shard by shard.
         TemplateError: the launch uses unsupported parallelism or precision.
     """
+    _check_experts(from_pretrained_kwargs.get("experts_implementation"))
     if source not in get_args(Source) or verify not in get_args(Verify):
         raise LoadError(
             f"source is {source!r} and verify is {verify!r}. Use source rank0, direct or auto, and verify sample or full."
@@ -122,6 +124,7 @@ def initialize_model(
     dtype: Any = "float32",
     auto_class: model_class.AutoClass = None,
     attn_implementation: str | None = None,
+    experts_implementation: str | None = None,
 ) -> "PreTrainedModel":
     """Build the model that a config declares with new weights from the model's own init, the same for any number of ranks.
 
@@ -134,16 +137,20 @@ def initialize_model(
         dtype: dtype of the parameters.
         auto_class: as in `load_model`. A config that declares a model without a head gets a causal language model.
         attn_implementation: as in `from_config`.
+        experts_implementation: as in `from_config`.
 
     Raises:
-        LoadError: on every rank, if the config does not exist or an override is invalid.
+        LoadError: on every rank, if the config does not exist or an override or a name is invalid.
     """
+    _check_experts(experts_implementation)
     _prepare_process()
     with distributed.sync_errors():
         config = read_config(config_name, overrides)
         auto_class = model_class.for_new_model(config, auto_class)
     if attn_implementation is not None:
         config._attn_implementation = attn_implementation
+    if experts_implementation is not None:
+        config._experts_implementation = experts_implementation
     if not is_fsdp_requested():
         return model_class.build(config, auto_class, dtype=resolve_dtype(dtype, config, {}))
     with distributed.sync_errors():
@@ -152,6 +159,16 @@ def initialize_model(
         missing.complete_ranges(model, found, is_new=True)
     MetaModelLoader(model, found).attach()
     return model
+
+
+def _check_experts(implementation: Any) -> None:
+    """Raise a LoadError for an experts_implementation, a name or one for each part of the model, that transformers lacks."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    known = ["eager", *sorted(ALL_EXPERTS_FUNCTIONS)]
+    names = implementation.values() if isinstance(implementation, dict) else [implementation]
+    if not all(name is None or name in known for name in names):
+        raise LoadError(f"experts_implementation is {implementation!r}. Use {', '.join(known[:-1])} or {known[-1]}.")
 
 
 def _prepare_process() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 OTHER_MODALITIES = re.compile(r"(^|\.)(vision|visual|image|audio|multi_modal|mm)_?\w*(\.|$)")
-EXPERT_OF_A_LIST = re.compile(r"\.experts\.\d+\.")
+ONE_EXPERT = re.compile(r"\.experts\.\d+\.|\.experts\.(base_layer\.)*lora_[AB]\.")  # or an adapter of all experts
 ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
@@ -110,7 +110,7 @@ def _matmuls(model: nn.Module, config: Any) -> Iterator[tuple[nn.Module, int, bo
         if OTHER_MODALITIES.search(name) or "original_module" in name.split("."):
             continue
         share = 1.0
-        if EXPERT_OF_A_LIST.search(f".{name}."):
+        if ONE_EXPERT.search(f".{name}."):
             share = _active_experts(config) / _first_of(config, NUM_EXPERTS, "the number of experts")
         # A PEFT layer exposes its base layer's attributes but owns no weight; the base layer is visited separately.
         if hasattr(module, "in_features") and hasattr(module, "out_features") and "weight" in module._parameters:

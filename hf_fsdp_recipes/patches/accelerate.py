@@ -97,9 +97,10 @@ def _wait_on_cpu_ranks(original: Any, self: Any) -> None:
 @Patch(
     "accelerate.utils.fsdp_utils.fsdp2_prepare_auto_wrap_policy(fsdp2_plugin, model)",
     feature="size wrap",
-    changes="SIZE_BASED_WRAP skips module lists, the decoder and the output head.",
+    changes="SIZE_BASED_WRAP skips module lists, the decoder, the output head, and parts of PEFT's adapters of experts.",
     reason="FSDP2 rejects module lists, which have no forward. Accelerate shards the decoder's final norm a second time with "
-    "the head. TRL uses the head's weight without calling the head, so the head must stay in the root unit.",
+    "the head. TRL uses the head's weight without calling the head, so the head must stay in the root unit. PEFT's adapters of "
+    "experts use the weights of modules inside them.",
     upstream="to file: SIZE_BASED_WRAP with fsdp_version 2 fails on ModuleList and shards the final norm twice",
     depends_on=("trl",),
 )
@@ -109,10 +110,16 @@ def _wrap_only_modules_that_run(original: Any, fsdp2_plugin: Any, model: torch.n
     policy = original(fsdp2_plugin, model)
     if policy is None or not is_size_based(fsdp2_plugin.auto_wrap_policy):
         return policy
-    kept_in_root = {*find_heads(model), fsdp_utils._find_final_norm(model)}
+    base = getattr(model, "get_base_model", lambda: model)()  # Accelerate finds no norm in a model with adapters
+    kept_in_root = {*find_heads(model), fsdp_utils._find_final_norm(base)}
     has_no_forward = (torch.nn.ModuleList, torch.nn.ModuleDict)
+    adapters = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
+    kept_whole = {inner for adapter in adapters for child in adapter.children() for inner in child.modules()}
     return lambda module: (
-        not isinstance(module, has_no_forward) and kept_in_root.isdisjoint(module.modules()) and policy(module)
+        not isinstance(module, has_no_forward)
+        and module not in kept_whole
+        and kept_in_root.isdisjoint(module.modules())
+        and policy(module)
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hf_fsdp_recipes.environment import fsdp_version
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.patches.registry import Patch
 
@@ -88,23 +89,42 @@ for _init in ("pissa_init(self, adapter_name, init_lora_weights)", "olora_init(s
     )(_defer_init)
 
 
+LINEAR_LAYERS = "lora_target_modules: [q_proj, k_proj, v_proj, o_proj]"
+
+
 @_patch(
     "peft.tuners.tuners_utils.BaseTuner.inject_adapter(self, model, adapter_name)",
     changes="Adapters that are computed from the base weights in other ways (pissa_niter_*, LoftQ, CorDA, ...) raise an error on "
-    "meta.",
-    reason="The weights are not loaded yet, so PEFT would fail in the middle of a decomposition.",
+    "meta, and so do adapters of fused experts that PEFT or FSDP1 does not support.",
+    reason="The weights are not loaded yet, so PEFT would fail in the middle of a decomposition. Experts would fail in the first "
+    "step, or with a message that does not name the setting.",
 )
 def _inject_unless_weights_are_needed(
     original: Any, self: Any, model: torch.nn.Module, adapter_name: str, *args: Any, **kwargs: Any
 ) -> Any:
     init = getattr(self.peft_config[adapter_name], "init_lora_weights", True)
     is_supported = init in (True, False, "gaussian", "orthogonal", "pissa") or str(init).lower() == "olora"
-    if not is_supported and any(p.is_meta for p in model.parameters()):
+    is_loading = any(p.is_meta for p in model.parameters())
+    if not is_supported and is_loading:
         raise LoadError(
             f"init_lora_weights={init!r} computes the adapter from the base weights, which load_model fills in later. Use pissa, "
             f"olora, gaussian, orthogonal or the default, or load the model with from_pretrained."
         )
-    return original(self, model, adapter_name, *args, **kwargs)
+    try:
+        injected = original(self, model, adapter_name, *args, **kwargs)
+    except (AttributeError, ValueError) as error:
+        if "ParamWrapper" not in str(error) and "Experts' object has no attribute 'weight'" not in str(error):
+            raise
+        raise LoadError(
+            f"PEFT cannot adapt fused experts with these settings ({str(error).rstrip('.')}). Set lora_dropout: 0, use_dora: false "
+            f"and the default init_lora_weights, or adapt only linear layers ({LINEAR_LAYERS})."
+        ) from error
+    if is_loading and fsdp_version() == 1 and any(type(m).__name__ == "ParamWrapper" for m in model.modules()):
+        raise LoadError(
+            f"adapters of fused experts (lora_target_parameters; all-linear includes them in some models) are not supported under "
+            f"FSDP1, which flattens their matrices. Use an fsdp2_*.yaml template, or adapt only linear layers ({LINEAR_LAYERS})."
+        )
+    return injected
 
 
 def _replace_and_keep_adapters(

@@ -26,7 +26,8 @@ def register_resume_check(check: ResumeCheck) -> None:
 @_patch(
     "transformers.trainer.Trainer._prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint)",
     changes="A checkpoint is checked before the model is sharded, DCP's errors become one CheckpointError, and training after an "
-    "evaluation under FSDP1 is refused. Callbacks that have `see_trainer` get the trainer.",
+    "evaluation under FSDP1 is refused, and so is what Trainer cannot do with models that transformers has sharded. Callbacks that "
+    "have `see_trainer` get the trainer.",
     reason="Trainer loads whatever matches by name, so resuming a larger model's checkpoint raises no error. A callback that "
     "saves checkpoints has no other way to the states of the others.",
     upstream="to file: resuming a sharded checkpoint of another model is not refused",
@@ -36,6 +37,7 @@ def _check_then_prepare(
 ) -> Any:
     from torch.distributed.checkpoint import CheckpointException
 
+    _refuse_presharded(self, self.is_fsdp_enabled or self.args.load_best_model_at_end)
     if type(self.model).__name__ == "FullyShardedDataParallel" and self.optimizer is None:
         raise RecipeError(
             "train() was called after evaluate(), which sharded the model without an optimizer under FSDP1. Call train() first, "
@@ -61,9 +63,20 @@ def _check_then_prepare(
     upstream="to file: resuming a sharded checkpoint of another optimizer is not refused",
 )
 def _check_then_load(original: Any, self: Any, resume_from_checkpoint: Any, model: Any = None) -> Any:
+    _refuse_presharded(self)
     if _check is not None:
         _check(self, Path(resume_from_checkpoint), self.is_fsdp_enabled)
     return original(self, resume_from_checkpoint, model)
+
+
+def _refuse_presharded(trainer: Any, is_needed: bool = True) -> None:
+    """Raise a CheckpointError if transformers has sharded the model at load time and Trainer would fail on that later."""
+    if is_needed and getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise CheckpointError(
+            "from_pretrained(distributed_config=...) has sharded the model, so an FSDP template cannot shard it again, and Trainer "
+            "cannot load a checkpoint into it (resume_from_checkpoint, load_best_model_at_end). Load the model with load_model "
+            "and launch with an fsdp2_*.yaml template, or drop these settings and the template."
+        )
 
 
 @_patch(

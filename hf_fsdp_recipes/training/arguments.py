@@ -191,8 +191,9 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
     arguments = Arguments(*parsed)
     _set_paths(arguments, {name: value for name, value in recipe.items() if name not in _flag_names(argv)})
     model = arguments.model
-    if isinstance(model.lora_modules_to_save, str):  # a single name in YAML; PEFT would iterate over its letters
-        model.lora_modules_to_save = [model.lora_modules_to_save]
+    for field_name in ("lora_modules_to_save", "lora_target_parameters"):
+        if isinstance(getattr(model, field_name), str):  # a single name in YAML; PEFT would iterate over its letters
+            setattr(model, field_name, [getattr(model, field_name)])
     if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
         # TRL unpacks a list of one name, and PEFT would take the name for a pattern.
         model.lora_target_modules = [model.lora_target_modules]
@@ -281,6 +282,11 @@ def _check_model(arguments: Arguments) -> None:
     if arguments.model.use_peft or arguments.model.load_in_4bit:
         raise RecipeError(
             "a new model (config_name) cannot use adapters or 4-bit weights. Drop use_peft and load_in_4bit."
+        )
+    if ignored := (arguments.training.model_init_kwargs or {}).keys() - {"auto_class", "experts_implementation"}:
+        raise RecipeError(
+            f"model_init_kwargs: {', '.join(sorted(ignored))} does not apply to a new model (config_name). Drop it; "
+            f"config_overrides changes fields of the config."
         )
 
 

@@ -168,8 +168,8 @@ def _new_model(arguments: Arguments, implementation: str | None) -> "PreTrainedM
         arguments.recipe.config_name or "",
         overrides=arguments.recipe.config_overrides,
         dtype=arguments.model.dtype,
-        auto_class=(arguments.training.model_init_kwargs or {}).get("auto_class"),
         attn_implementation=implementation,
+        **(arguments.training.model_init_kwargs or {}),
     )
 
 

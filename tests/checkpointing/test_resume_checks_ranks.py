@@ -1,11 +1,14 @@
 """A checkpoint of another model or optimizer is refused on every rank, before any step."""
 
 import contextlib
+import functools
 import io
 import re
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.checkpointing.test_save_ranks import train
 from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
@@ -133,6 +136,41 @@ def _train_two_steps(model, data, output, keywords):
     callbacks = [ShardedCheckpointCallback()]
     settings = {"steps": 2, "save_strategy": "steps", "save_steps": 2} | keywords
     build(str(model), str(data), str(output), callbacks=callbacks, **settings).train()
+
+
+def _train_presharded(model, data, output, settings, checkpoint):
+    from transformers import DistributedConfig
+
+    from hf_fsdp_recipes import ShardedCheckpointCallback
+
+    sharded = {"distributed_config": DistributedConfig(fsdp_size=2)}
+    callback = ShardedCheckpointCallback(export_dir=output / "export")
+    trainer = build(
+        str(model), str(data), str(output), loader="stock", load_arguments=sharded, steps=1, callbacks=[callback], **settings
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=checkpoint)
+
+
+EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+
+
+@pytest.mark.slow
+def test_model_that_transformers_sharded_is_trained_and_exported_but_not_resumed(tiny_model, text_file, tmp_path):
+    train = functools.partial(run_ranks, _train_presharded, 2, tiny_model("qwen3_moe"), text_file)
+    train(tmp_path, EACH_STEP, None, environment={})
+    saved, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("checkpoint-1", "export"))
+    assert saved.keys() == exported.keys()
+    assert all(torch.equal(saved[name], exported[name]) for name in saved)
+    checkpoint, template = str(tmp_path / "checkpoint-1"), fsdp_environment(FSDP2)
+    for settings, resumed, environment in (({}, checkpoint, {}), (EACH_STEP | BEST, None, {}), ({}, None, template)):
+        errors = train(tmp_path / "again", settings, resumed, environment=environment, expect_failure=True)
+        assert errors[0] == errors[1] and errors[0][0] == "CheckpointError"
+        assert "Load the model with load_model and launch with an fsdp2" in errors[0][1]
+    errors = train(
+        tmp_path / "again", EACH_STEP | {"save_only_model": False}, None, environment={}, expect_failure=True
+    )
+    assert errors[0] == errors[1] and "Resuming is not supported for models sharded at load time" in errors[0][1]
 
 
 def _run_recipe(argv):

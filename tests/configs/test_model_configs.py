@@ -25,6 +25,7 @@ NUM_PARAMETERS = {
     "meta-llama/Llama-3.1-70B": 70_553_706_496,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "openai-community/gpt2": 124_439_808,
+    "openai/gpt-oss-20b": 20_914_757_184,
 }
 
 

@@ -131,7 +131,7 @@ def test_adapters_that_changed_the_base_are_not_merged_into_its_files(start):
 
     config = LoraConfig(init_lora_weights=start)
     with pytest.raises(ExportError, match=f"initialized with {start}, which changes the base weights"):
-        StoredAdapter(config, {})
+        StoredAdapter(config, {}, None)
 
 
 @pytest.mark.parametrize("start", ["pissa", "olora"])

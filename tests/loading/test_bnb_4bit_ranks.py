@@ -1,7 +1,13 @@
 """Weights quantized to 4 bits on arrival, compared with the stock QLoRA path on real gloo ranks."""
 
+import contextlib
+import io
+import logging
+
 import pytest
 
+from hf_fsdp_recipes import load_model
+from hf_fsdp_recipes.units import format_bytes
 from tests.loading.test_load_model_ranks import HYBRID, _load_only, both
 from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
 from tests.ranks.training import LORA, build, losses_of
@@ -162,3 +168,19 @@ def test_parameters_are_counted_as_if_they_were_not_packed(tiny_model, dtype):
         _num_parameters, 1, tiny_model("llama"), dtype, environment=environment
     )
     assert num_packed == num_plain > num_elements
+
+
+def _warnings_of_4bit_load(model_dir):
+    from tests.ranks.training import quantized
+
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        logging.basicConfig(stream=printed, force=True)
+        load_model(str(model_dir), dtype="bfloat16", **quantized(NF4))
+    return printed.getvalue()
+
+
+def test_experts_that_stay_unquantized_are_logged_with_their_size(tiny_model):
+    [said] = run_ranks(_warnings_of_4bit_load, 1, tiny_model("gpt_oss"), environment=fsdp_environment(FSDP2))
+    num_bytes = 2 * 3 * (32 * 96 + 48 * 32) * 2  # layers, experts, both weights, bfloat16
+    assert "such as model.layers.0.mlp.experts.gate_up_proj, stay in torch.bfloat16, " in said
+    assert f" {format_bytes(num_bytes)} on all ranks" in said

@@ -421,7 +421,12 @@ def test_ignore_mismatched_initializes_tensors_of_another_shape(tiny_model, text
         ({"max_memory": {0: "1GB"}}, "max_memory"),
         ({"low_cpu_mem_usage": True}, "low_cpu_mem_usage=True does not apply"),
         ({"load_in_8bit": True}, "load_in_8bit=True does not apply under FSDP. Pass quantization_config"),
+        (
+            {"distributed_config": {"fsdp_size": 2}},
+            "does not apply under FSDP. Remove it; the template shards the model",
+        ),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0, so there is nothing to train"),
+        ({"experts_implementation": "fast"}, "experts_implementation is 'fast'. Use eager, batched_mm, "),
     ],
 )
 def test_argument_without_a_meaning_under_fsdp_is_refused_by_name(tiny_model, arguments, words):
@@ -431,6 +436,23 @@ def test_argument_without_a_meaning_under_fsdp_is_refused_by_name(tiny_model, ar
     assert errors[0] == errors[1]
     assert errors[0][0] == "LoadError"
     assert words in errors[0][1]
+
+
+def _experts_of(model_dir, implementation):
+    from hf_fsdp_recipes import load_model
+    from hf_fsdp_recipes.loading.load_model import initialize_model
+
+    keywords = {"experts_implementation": implementation}
+    models = [load_model(str(model_dir), **keywords), initialize_model(str(model_dir), **keywords)]
+    return {model.model.layers[0].mlp.experts.config._experts_implementation for model in models}
+
+
+@pytest.mark.parametrize(
+    "variables", [fsdp_environment(FSDP2), {"ACCELERATE_USE_FSDP": "false"}], ids=["FSDP2", "none"]
+)
+def test_experts_use_the_implementation_that_is_asked_for(tiny_model, variables):
+    for name in ("batched_mm", "eager"):
+        assert run_ranks(_experts_of, 1, tiny_model("qwen3_moe"), name, environment=variables) == [{name}]
 
 
 def test_tensor_that_the_checkpoint_lacks_is_initialized_equally_on_all_ranks_if_allowed(

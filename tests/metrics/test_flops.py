@@ -84,6 +84,15 @@ def test_lora_skips_the_gradients_of_frozen_parameters():
     assert lora.training(work) == 1000 * (4 * full.matmul_parameters + 6 * lora.trainable_parameters)
 
 
+def test_adapter_of_experts_counts_for_the_experts_of_a_token():
+    from peft import LoraConfig, get_peft_model
+
+    targets = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    model = get_peft_model(build("qwen3_moe"), LoraConfig(r=4, **targets))
+    sizes = (32 + 2 * 24) + (24 + 32)  # in and out of both products
+    assert count_flops(model).trainable_parameters == 2 * 2 * 4 * sizes  # layers, experts of a token, rank
+
+
 def test_attention_flops_use_sequence_and_window_lengths():
     flops = ModelFlops(0, 0, 0, attention_width=10, window_width=3, window=4)
     work = TokenCounts.of([8, 2], window=4)

@@ -51,7 +51,9 @@ def build(
     }
     args = SFTConfig(output_dir=output_dir, **(defaults | sft_arguments))
     if loader == "stock":
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, **quantized(quantization))
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=dtype, **quantized(quantization), **(load_arguments or {})
+        )
     else:
         model = load_model(model_dir, dtype=dtype, source=loader, **quantized(quantization), **(load_arguments or {}))
     if prepare and prepare[0] == "resize":

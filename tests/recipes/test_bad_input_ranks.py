@@ -157,6 +157,10 @@ MODEL = [
     *settings(config_name="x"),
     Case("new model without a tokenizer", ("tokenizer_name",), {"model_name_or_path": None, "config_name": "x"}),
     Case("overrides of a loaded model", ("config_overrides", "config_name"), {"config_overrides": "hidden_size=8"}),
+    Case(
+        "argument of from_pretrained for a new model", ("model_init_kwargs", "use_kernels", "new model"),
+        broken.new_model(model_init_kwargs={"use_kernels": True}),
+    ),
     Case("config of a new model is missing", (r"no_such\.json",), broken.new_model(config_name="no_such.json")),
     Case("override of an unknown field", ("no_such_field",), broken.new_model(config_overrides="no_such_field=3")),
     Case(
@@ -258,6 +262,10 @@ MODEL = [
     *settings(attn_implementation="no_such"),
     Case("unknown argument of from_pretrained", ("no_such",), {"model_init_kwargs": {"no_such": 1}}),
     Case("device_map", ("device_map",), {"model_init_kwargs": {"device_map": "auto"}}),
+    Case(
+        "unknown experts_implementation", ("experts_implementation", "fast", "Use eager"),
+        {"model_init_kwargs": {"experts_implementation": "fast"}},
+    ),
     *settings(load_source="all"),
 ]  # fmt: skip
 

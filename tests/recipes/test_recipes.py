@@ -63,7 +63,7 @@ def small_variant(recipe, tmp_path):
 
 
 # What `make test` runs; `make test-all` runs the other recipes too.
-TRAINED_ALWAYS = ("llama3_8b_full", "qwen3_8b_lora_80gb", "qwen3_30b_a3b_lora")
+TRAINED_ALWAYS = ("llama3_8b_full", "qwen3_8b_lora_80gb", "qwen3_30b_a3b_lora", "gpt_oss_20b_lora")
 PLANNED_ALWAYS = (
     "quickstart",
     "c4_150m_pretrain",

@@ -13,6 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from benchmarks.published_guide import GuidePlanner, guide_job
+from hf_fsdp_recipes.checkpointing import disk_estimate
 from hf_fsdp_recipes.cli import app
 from hf_fsdp_recipes.configs.shipped_files import read_recipe
 from hf_fsdp_recipes.configs.strategy import Strategy, find_strategy
@@ -157,6 +158,7 @@ BY_SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 30
         (FSDP2, Strategy(), "llama_tied", 0),
         (FSDP2, Strategy(), "llama", 4),
         (FSDP2 | BY_SIZE, Strategy(min_num_params=3000), "qwen3_moe", 0),
+        (FSDP2 | BY_SIZE, Strategy(min_num_params=3000), "qwen3_moe", 4),
         (FSDP2 | TWO_CLASSES, Strategy(wrap_class="LlamaAttention,LlamaMLP"), "llama", 0),
         (FSDP1 | TWO_CLASSES, Strategy(version=1, wrap_class="LlamaAttention,LlamaMLP"), "llama", 0),
         (FSDP1, Strategy(version=1), "llama", 0),
@@ -168,6 +170,7 @@ BY_SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 30
         "fsdp2 tied",
         "fsdp2 lora",
         "fsdp2 by size",
+        "fsdp2 by size lora",
         "fsdp2 classes",
         "fsdp1 classes",
         "fsdp1",
@@ -486,6 +489,17 @@ def test_weights_are_never_read(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"not weights at all")
     result = run(app, ["plan", "--model", str(tmp_path), "--gpu-memory", "80GB"])
     assert result.exit_code == 0 and "fits" in result.output
+
+
+def test_adapters_of_experts_are_planned_and_take_disk_space(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("gpt_oss").to_dict()))
+    recipe = {"model_name_or_path": str(tmp_path), "use_peft": True, "lora_r": 4}
+    recipe |= {"lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "max_length": 32}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    result = run(app, ["plan", "--config", str(tmp_path / "recipe.yaml"), "--template", "fsdp2_cpu", "--json"])
+    num_adapter_parameters = 2 * 4 * 3 * ((32 + 96) + (48 + 32))  # layers, rank, experts, in + out of both weights
+    assert json.loads(result.output)["num_trained"] == num_adapter_parameters
+    assert disk_estimate.estimate(recipe).export_bytes == 4 * num_adapter_parameters
 
 
 def test_recipe_sets_the_options_that_are_not_given(tmp_path):

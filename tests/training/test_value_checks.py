@@ -103,6 +103,7 @@ def llama(tiny_model):
         ({"lora_target_modules": r".*\.fc\d"}, r"names \.\*"),
         ({"lora_modules_to_save": ["head"]}, "lora_modules_to_save names head"),
         ({"lora_target_parameters": ["experts.gate_up_proj"]}, "lora_target_parameters names experts"),
+        ({"lora_target_parameters": "experts.gate_up_proj"}, "lora_target_parameters names experts.gate_up_proj,"),
     ],
 )
 def test_adapter_name_that_the_model_lacks_is_refused_with_those_it_has(llama, tmp_path, settings, words):

@@ -44,7 +44,7 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "mixed_precision": parse_dtype,
     "reduce_dtype": lambda name: parse_dtype(name) or torch.float32,
     "fused_loss": lambda is_fused: "fused" if is_fused else "model",
-    "lora_targets": lambda names: names if names == "all-linear" else tuple(names.split(",")),
+    "lora_targets": lambda names: names if names == "all-linear" else tuple(filter(None, names.split(","))),
 }
 TRAINER_BATCH = 8  # Trainer's default per_device_train_batch_size
 
@@ -60,8 +60,10 @@ def to_options(keys: dict[str, Any]) -> dict[str, Any]:
     options = {option: keys[key] for key, option in OPTION_OF_KEY.items() if keys.get(key) is not None}
     options.setdefault("batch", TRAINER_BATCH)
     if keys.get("use_peft"):
-        targets = keys.get("lora_target_modules") or "all-linear"
+        parameters = keys.get("lora_target_parameters") or ()
+        targets = keys.get("lora_target_modules") or ("" if parameters else "all-linear")
         options["lora"] = keys.get("lora_r", 16)
+        options["lora_parameters"] = (parameters,) if isinstance(parameters, str) else tuple(parameters)
         options["lora_targets"] = targets if isinstance(targets, str) else ",".join(targets)
     if keys.get("load_in_4bit"):
         options |= {"quantized": "4bit", "nested_scales": bool(keys.get("use_bnb_nested_quant"))}

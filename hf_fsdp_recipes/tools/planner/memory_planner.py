@@ -132,7 +132,7 @@ class MemoryPlanner:
 
 
 def _model_key(job: TrainingJob) -> tuple[Any, ...]:
-    return job.compute_dtype, job.gradient_checkpointing, job.lora_rank, job.lora_targets, job.loss
+    return job.compute_dtype, job.gradient_checkpointing, job.lora_rank, job.lora_targets, job.lora_parameters, job.loss
 
 
 def _count_flops(model: MetaModel) -> ModelFlops | None:

@@ -8,7 +8,7 @@ import torch
 
 from hf_fsdp_recipes.errors import LoadError, PlanError, summarize
 from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
-from hf_fsdp_recipes.model_class import task_type_of
+from hf_fsdp_recipes.model_class import choose_class, task_type_of
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
 
 if TYPE_CHECKING:
@@ -36,8 +36,9 @@ def build_meta_model(config: "PreTrainedConfig", job: TrainingJob) -> MetaModel:
     """Build the model that a job trains: on meta, in the compute dtype, ready to trace; PlanError if that is impossible."""
     config = type(config).from_dict(config.to_dict())
     config.use_cache = config.get_text_config().use_cache = False
-    config._attn_implementation = "eager" if job.attention == "eager" else "sdpa"
     try:
+        has_sdpa = choose_class(config)[0]._supports_sdpa
+        config._attn_implementation = "sdpa" if has_sdpa and job.attention != "eager" else "eager"
         model = build_on_meta(config, job.compute_dtype)
     except LoadError as error:
         raise PlanError(f"Cannot build a model from this config: {error}") from error
@@ -57,11 +58,17 @@ def _add_adapter(model: "PreTrainedModel", job: TrainingJob) -> "PeftModel":
     from peft import LoraConfig, get_peft_model
 
     targets = job.lora_targets if isinstance(job.lora_targets, str) else list(job.lora_targets)
-    adapter = LoraConfig(r=job.lora_rank, target_modules=targets, task_type=task_type_of(type(model)))
+    adapter = LoraConfig(
+        r=job.lora_rank,
+        target_modules=targets,
+        target_parameters=list(job.lora_parameters) or None,
+        task_type=task_type_of(type(model)),
+    )
     try:
         return get_peft_model(model, adapter, autocast_adapter_dtype=False)
     except ValueError as error:
-        raise PlanError(f"lora_targets is {job.lora_targets}: {summarize(error, 'line')}") from error
+        targets = ", ".join((*([targets] if isinstance(targets, str) else targets), *job.lora_parameters))
+        raise PlanError(f"lora_targets is {targets}: {summarize(error, 'line')}") from error
 
 
 def _enable_checkpointing(model: MetaModel, has_adapter: bool) -> None:

@@ -65,6 +65,7 @@ class TrainingJob:
     loss: Literal["fused", "model"] = "fused"  # tiled, as in TRL and Liger; or transformers' own, with full logits
     lora_rank: int = 0  # 0 for full fine-tuning
     lora_targets: str | tuple[str, ...] = "all-linear"  # as in PEFT
+    lora_parameters: tuple[str, ...] = ()  # PEFT's target_parameters, such as experts
     is_4bit: bool = False  # base weights in 4 bits (bitsandbytes), under an adapter
     has_nested_scales: bool = False  # quantize the scales of 4-bit weights too (`use_bnb_nested_quant`)
     sync_each_batch: bool = False  # reduce gradients after each micro-batch instead of once per step
