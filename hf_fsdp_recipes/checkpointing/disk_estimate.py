@@ -13,7 +13,7 @@ from hf_fsdp_recipes.configs import validate
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NUM_MOMENTS = 2  # per parameter, of Adam; other optimizers keep fewer
+NUM_MOMENTS = 2  # that Adam keeps per parameter; other optimizers keep fewer
 _ADAPTER_DTYPE_BYTES = 4
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NOT_LINEAR = re.compile(r"embed|wte|wpe|lm_head|norm")
@@ -42,7 +42,10 @@ class DiskEstimate:
 
 
 def estimate(recipe: dict[str, Any]) -> DiskEstimate:
-    """Estimate what a run writes, with TRL's and Trainer's defaults for omitted fields; raise a TemplateError without a config."""
+    """Estimate what a run writes, with TRL's and Trainer's defaults for omitted fields.
+
+    Raises a TemplateError if the model's config cannot be read.
+    """
     model = validate.build_on_meta(str(recipe["model_name_or_path"]), bool(recipe.get("trust_remote_code")))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     dtype = str(recipe.get("dtype", "float32"))

@@ -24,7 +24,7 @@ def find_end(args: "TrainingArguments", state: "TrainerState", callbacks: Iterab
     if not isinstance(recorded, int) or patience is None or patience > recorded:
         return None
     return (
-        f"early stopping ended the run at step {state.global_step} of {state.max_steps} (to train on, raise "
+        f"early stopping ended the run at step {state.global_step} of {state.max_steps} (to continue, raise "
         f"early_stopping_patience above {recorded})"
     )
 

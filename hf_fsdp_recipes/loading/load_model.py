@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-_WHERE_FSDP_PLACES = "Remove it; FSDP places the weights, and the template's fsdp_offload_params keeps them on the CPU."
+_WHERE_FSDP_PLACES = "Remove it; FSDP places the weights. The template's fsdp_offload_params keeps them on the CPU."
 # Arguments of `from_pretrained` that have no effect, or a different one, under FSDP.
 REFUSED_ARGUMENTS = {
     **dict.fromkeys(("device_map", "max_memory", "offload_folder", "offload_state_dict"), _WHERE_FSDP_PLACES),
@@ -77,8 +77,8 @@ def load_model(
         ignore_mismatched: initialize parameters that the checkpoint lacks or has in another shape, instead of refusing them.
         auto_class: class to load, as a class or its name: AutoModelForCausalLM, AutoModelForImageTextToText,
             AutoModelForSequenceClassification, AutoModelForTokenClassification, or a model class. By default the class that
-            the checkpoint's config declares in `architectures`, or AutoModelForCausalLM if transformers does not have it. A
-            classifier's head is newly initialized if the checkpoint is of another class.
+            the checkpoint's config declares in `architectures`, or AutoModelForCausalLM if transformers lacks that class.
+            A classifier's head is newly initialized if the checkpoint is of another class.
         **from_pretrained_kwargs: as in `from_pretrained`: dtype, attn_implementation, revision, token, trust_remote_code,
             config, use_kernels, kernel_config, allow_all_kernels, quantization_config (4-bit bitsandbytes; weights are
             quantized while they load), and overrides of config fields.
@@ -120,10 +120,10 @@ def initialize_model(
     auto_class: model_class.AutoClass = None,
     attn_implementation: str | None = None,
 ) -> "PreTrainedModel":
-    """Build the model that a config declares with new weights from the model's own init, the same for any number of ranks.
+    """Build a config's model with new weights from its own init. They do not depend on the number of ranks.
 
-    Collective: every rank must call this. Rank 0 creates the weights module by module while they are sent into the
-    shards, so no rank holds the full new model.
+    Collective: every rank must call this. Rank 0 creates the weights module by module while it sends them to the shards, so
+    no rank holds the full new model.
 
     Args:
         config_name: a config.json, a directory with one, or a Hub id.
@@ -181,7 +181,7 @@ def _load_without_fsdp(
             adapter = dict(json.loads(adapter_file.read_text())) if is_adapter else {}
         except UNREADABLE as error:
             raise LoadError(f"{adapter_file} cannot be read ({error!r}). Export or copy the adapter again.") from error
-    base = adapter.get("base_model_name_or_path")  # transformers loads it
+    base = adapter.get("base_model_name_or_path")  # loaded by transformers
     for source in (Path(name_or_path, kwargs.get("subfolder") or ""), base or ""):
         check_together(source, is_read_by_all=True)
     if adapter.get("revision") and Path(name_or_path).is_dir():
@@ -281,7 +281,7 @@ def _load_on_meta(
 def _read_custom_config(
     name_or_path: str, auto_class: model_class.AutoClass, kwargs: dict[str, Any]
 ) -> "PreTrainedConfig":
-    """Read the config of a model with custom code, and import the code of the model."""
+    """Read the config of a model with custom code, and import that code."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     config = _read_config(name_or_path, resolve_directory(name_or_path, kwargs), kwargs)
@@ -332,7 +332,9 @@ def _do_all_ranks_see(stored: dict[str, StoredTensor]) -> bool:
         sees = False
     blind = [rank for rank, sees_files in enumerate(distributed.gather_objects(sees)) if not sees_files]
     decision = (
-        f"ranks {blind[:3]} cannot see rank 0's files, so rank 0 reads for all" if blind else "every rank reads its own"
+        f"ranks {blind[:3]} cannot see rank 0's files, so rank 0 reads for all"
+        if blind
+        else "every rank reads its shards"
     )
     distributed.print_main(f"load: {decision}")
     return not blind

@@ -13,8 +13,8 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KEPT_BYTES = 64 * 1024 * 1024  # of modules that were created last; the stream reads up to this far ahead
-MAX_LARGE = 2  # modules that may exceed it: the one that is read and the one before it
+KEPT_BYTES = 64 * 1024 * 1024  # kept of the newest modules; the stream reads up to this far ahead
+MAX_LARGE = 2  # modules that are kept although they exceed KEPT_BYTES: the one being read and the one before it
 
 
 class NewValues:
@@ -50,7 +50,7 @@ class NewValues:
 
     @torch.no_grad()
     def create(self, module_name: str) -> dict[str, torch.Tensor]:
-        """Initialize one module from the current random state; all others stay on meta, where that has no effect."""
+        """Initialize one module from the current random state; on meta, where all others stay, that has no effect."""
         from transformers import PreTrainedModel
 
         path: list[torch.nn.Module] = [self._model]

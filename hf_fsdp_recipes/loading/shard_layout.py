@@ -53,7 +53,7 @@ def row_range(shape: Sequence[int], num_shards: int, shard_rank: int) -> tuple[i
 def find_shard(tensor: DTensor) -> tuple[int, int, bool] | None:
     """Return (first element, number of elements) of this rank's shard, and whether it is a replica of another rank's.
 
-    None if the tensor is sharded on a dimension other than the first, or on several.
+    None if the tensor is sharded on a dimension other than its first, or over several dimensions of the mesh.
     """
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
