@@ -6,7 +6,7 @@
 import re
 from typing import Literal
 
-# What damaged JSON raises.
+# The exceptions that reading damaged JSON can raise.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -45,7 +45,7 @@ class CheckpointError(RecipeError):
 
 
 class SaveError(CheckpointError):
-    """A run trained all its steps, but its last checkpoint could not be written."""
+    """A run trained all its steps, but its last checkpoint could not be written, or its last upload failed."""
 
 
 class DivergenceError(CheckpointError):

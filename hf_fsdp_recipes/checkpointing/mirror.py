@@ -126,7 +126,7 @@ class Mirror:
 
     @property
     def sources(self) -> list[str]:
-        """The directories that are being or will be uploaded; they must not be deleted meanwhile."""
+        """The directories whose upload has not finished. They must not be deleted."""
         with self._changed:
             numbers = [] if self._is_idle() else [self._current, len(self._added)]
             return [str(self._added[number - 1][0]) for number in numbers]

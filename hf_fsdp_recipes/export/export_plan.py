@@ -32,7 +32,7 @@ class ShardExport:
     count: int
     parts: list[TensorRange]  # the stored tensors that the parameter becomes
     dtype: torch.dtype  # in the file
-    read: Callable[[int, int], torch.Tensor]  # (start, count): final values (1-D), from `start` elements after `first`
+    read: Callable[[int, int], torch.Tensor]  # takes (start, count); returns final values (1-D) from `first + start` on
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ExportPlan:
     model: "PreTrainedModel | None"  # possibly on meta; its conversions name the tensors; None for an adapter
     pattern: str  # file name with `{suffix}`
     write_assets: Callable[[Path, FilePlan], None]  # writes configs and tokenizer into a directory; rank 0 calls it
-    base_directory: Path | None = None  # of the config and, for a merge, weights; verified before anything is written
+    base_directory: Path | None = None  # with the config and, for a merge, the weights; verified first
 
     @property
     def is_adapter(self) -> bool:

@@ -36,7 +36,7 @@ def generate_timed(
     network = load_export(model)
     if not network.can_generate():
         raise ExportError(
-            f"{model} is a {network.config.architectures[0]}, which classifies text. Use the model itself, not generate."
+            f"{model} is a {network.config.architectures[0]}, which classifies text and cannot generate. Call the model instead."
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)

@@ -84,7 +84,7 @@ def plan_files(
     split = split_torch_state_dict_into_shards(meta, filename_pattern=pattern, max_shard_size=max_shard_bytes)
     headers, num_bytes, planned = {}, {}, {}
     for file, names in split.filename_to_tensors.items():
-        # The reference writer sorts the same way, to align larger dtypes.
+        # Sorted as in the safetensors library, which aligns larger dtypes this way.
         ordered = sorted(names, key=lambda name: (-meta[name].dtype.itemsize, name))
         entries: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
         offset = 0

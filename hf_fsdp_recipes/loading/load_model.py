@@ -88,10 +88,10 @@ def load_model(
         Trainer does in `train()`; buffers are real. Without FSDP it is what `from_pretrained` returns.
 
     Raises:
-        LoadError: on every rank, before any weight is read, if the model does not exist, the checkpoint is pickled,
-            truncated or inconsistent, a file of an export has changed since it was written, parameters are missing or shapes
-            differ from the config's, an argument is not supported, the class cannot be trained or is only the text part of
-            the declared model and was not requested, or a weight cannot be read shard by shard.
+        LoadError: on every rank, before any weight is read, if the model does not exist; its checkpoint is pickled,
+            truncated or inconsistent, or was changed after it was exported; parameters are missing or have other shapes than
+            in the config; an argument is not supported; the class cannot be trained, or is the text part of a larger model
+            and was not requested; or a weight cannot be read shard by shard.
         TemplateError: the launch uses unsupported parallelism or precision.
     """
     if source not in get_args(Source) or verify not in get_args(Verify):

@@ -33,7 +33,7 @@ def _move_unless_to_meta(original: Any, self: Any, adapter_name: str, device: to
 @_patch(
     "peft.tuners.lora.layer.ParamWrapper._move_adapter_to_device_of_base_layer(self, adapter_name, device)",
     changes="Adapters of fused experts on meta stay on the CPU.",
-    reason="The class has its own method; on meta the adapters would lose their initial values.",
+    reason="This class overrides the method. On meta the adapters would lose their initial values.",
 )
 def _move_expert_adapter_unless_to_meta(original: Any, self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
     parameter = self.get_param()
@@ -63,7 +63,7 @@ def _defer_magnitude(original: Any, self: Any, *, base_layer: Any, lora_A: Any, 
     self.weight = torch.nn.Parameter(torch.empty(lora_B.shape[0], dtype=dtype, device="meta"))
 
 
-DEFERRED_INIT = "_deferred_init"  # attribute of a LoRA layer: the adapter's name, and PEFT's function without the layer
+DEFERRED_INIT = "_deferred_init"  # attribute of a LoRA layer: the adapter's name, and PEFT's function of the layer
 
 
 def _defer_init(original: Any, self: Any, adapter_name: str, *args: Any) -> None:

@@ -16,8 +16,8 @@ _check: ResumeCheck | None = None
 def register_resume_check(check: ResumeCheck) -> None:
     """Set the function that checks the checkpoint from which a run resumes.
 
-    It is called with the trainer, the checkpoint and whether the model is sharded: once before the model is sharded and its
-    weights are read, and under FSDP once after. Collective.
+    It is called with the trainer, the checkpoint and whether the model is sharded. Under FSDP it is called before and after
+    the model is sharded; otherwise once, before the weights are read. Collective.
     """
     global _check
     _check = check
@@ -28,7 +28,7 @@ def register_resume_check(check: ResumeCheck) -> None:
     changes="A checkpoint is checked before the model is sharded, DCP's errors become one CheckpointError, and training after an "
     "evaluation under FSDP1 is refused. Callbacks that have `see_trainer` get the trainer.",
     reason="Trainer loads whatever matches by name, so resuming a larger model's checkpoint raises no error. A callback that "
-    "saves checkpoints has no other way to the states of the others.",
+    "saves checkpoints cannot find the other callbacks, whose states it saves, in any other way.",
     upstream="to file: resuming a sharded checkpoint of another model is not refused",
 )
 def _check_then_prepare(
@@ -68,8 +68,8 @@ def _check_then_load(original: Any, self: Any, resume_from_checkpoint: Any, mode
 
 @_patch(
     "transformers.trainer.Trainer._issue_warnings_after_load(self, load_result)",
-    changes="Without FSDP, a checkpoint that lacks tensors of the model or has others is refused, on resume and when the best "
-    "model is loaded. Tied weights may be absent.",
+    changes="Without FSDP, a checkpoint that lacks tensors of the model or has tensors that the model lacks is refused, on "
+    "resume and when the best model is loaded. Tied weights may be absent.",
     reason="Without FSDP, Trainer loads whatever matches by name and only logs a warning.",
     upstream="to file: resuming from a checkpoint of another model is only a warning",
 )
@@ -94,7 +94,7 @@ def _refuse_other_model(original: Any, self: Any, load_result: Any) -> None:
     "transformers.trainer.Trainer._run_epoch(self, model, epoch)",
     changes="Trains no step if a callback has already stopped training.",
     reason="If `on_train_begin` sets `should_training_stop`, Trainer still trains one step, so each resume of a finished run "
-    "would add one.",
+    "would add a step.",
     upstream="to file: should_training_stop set in on_train_begin is ignored until after the first step",
 )
 def _skip_epoch_if_stopped(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:

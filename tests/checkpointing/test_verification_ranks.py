@@ -49,7 +49,7 @@ def test_rank_without_the_files_is_an_error_instead_of_a_new_start(run):
     errors = run_ranks(_verify, 2, run, True, expect_failure=True)
     assert {name for name, _ in errors} == {"CheckpointError"}
     assert all(
-        "rank 1 sees another one: part-0.bin is missing. Mount the same output_dir" in text for _, text in errors
+        "not on rank 1: part-0.bin is missing. Mount the same output_dir" in text for _, text in errors
     )
 
 
