@@ -95,8 +95,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._is_unsharded = False  # whether Trainer saves on one process or under DDP
         self._is_completing = False  # whether to add manifests to the checkpoints that Trainer writes without FSDP
         self._has_saved = False  # whether Trainer has saved a checkpoint that has no manifest yet
-        self._failure: Exception | None = None  # of the last finished save
-        self._callbacks: list[object] = []  # of the trainer
+        self._failure: Exception | None = None  # the error of the last finished save
+        self._callbacks: list[object] = []  # the trainer's
         self._save_total_limit: int | None = None
         self._random_state: dict[str, Any] = {}
         self._model_assets: dict[str, bytes] = {}

@@ -23,9 +23,9 @@ _NOT_LINEAR = re.compile(r"embed|wte|wpe|lm_head|norm")
 class DiskEstimate:
     """Disk space that a run needs."""
 
-    checkpoint_bytes: int  # of one checkpoint
-    export_bytes: int  # of all exports together
-    num_checkpoints: int  # most on disk at once, including the one being written
+    checkpoint_bytes: int  # bytes of one checkpoint
+    export_bytes: int  # bytes of all exports together
+    num_checkpoints: int  # most checkpoints on disk at once, including the one being written
     is_lower_bound: bool  # whether the number of checkpoints is unknown, so the run may need more
 
     @property

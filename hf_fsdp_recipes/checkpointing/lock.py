@@ -15,7 +15,7 @@ from hf_fsdp_recipes.errors import CheckpointError, RecipeError
 LOCK_FILE = ".writer.lease"
 STALE_SECONDS = 30.0  # shorter than the time that a run waits for the lock
 
-_locks: dict[Path, SoftFileLease] = {}  # of this process
+_locks: dict[Path, SoftFileLease] = {}  # this process's locks
 
 
 def lock_directory(output_dir: str | os.PathLike[str], wait_seconds: float = 60.0) -> SoftFileLease:

@@ -46,11 +46,11 @@ class Mirror:
         self._added: list[tuple[Path, str]] = []  # directories with the names of their manifests
         # Positions in `_added`, from 1: of the last directory that is finished or skipped, and of the current upload.
         self._num_done = self._current = 0
-        self._failures: dict[str, str | None] = {}  # of the last checkpoint and the last export, by manifest name
+        self._failures: dict[str, str | None] = {}  # why the last checkpoint and export failed, by manifest name
         self._has_skipped = False
 
     def check(self, output_dir: str | os.PathLike[str], is_fsdp: bool = True) -> None:
-        """Raise a CheckpointError if there is a mirror, and a rank cannot write to it or the run has no FSDP. Collective."""
+        """Raise a CheckpointError if there is a mirror, and a rank cannot write to it or the run does not use FSDP. Collective."""
         if self._url is None:
             return
         if not is_fsdp:

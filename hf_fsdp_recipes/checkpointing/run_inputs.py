@@ -23,7 +23,7 @@ def describe_rows(rows: Any) -> dict[str, Any]:
         return {}
     facts = {"num_train_rows": len(rows)}
     if isinstance(rows, Dataset):
-        # Notices another file with the same name and length.
+        # Detects another file with the same name and length.
         known = rows.with_format(None).remove_columns(
             [n for n, kind in rows.features.items() if _MEDIA.search(str(kind))]
         )

@@ -44,12 +44,12 @@ class CopyStream:
         self._last_copy: torch.Event | None = None
 
     def wait_for_training(self) -> None:
-        """Delay later copies until the work that training has queued is done. Call it on the training thread; returns at once."""
+        """Make later copies wait for the work that training has queued. Call it on the training thread; returns at once."""
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def hold_training(self) -> None:
-        """Delay work that training queues later until the copies are done. Call it on the training thread; returns at once."""
+        """Make work that training queues from now on wait for the copies. Call it on the training thread; returns at once."""
         if self._last_copy is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._last_copy)
 

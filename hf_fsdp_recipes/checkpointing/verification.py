@@ -13,7 +13,7 @@ from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.errors import CheckpointError, summarize
 
 read_tensor_file = functools.partial(torch.load, map_location="cpu", weights_only=True)
-_verified: set[Path] = set()  # by this process
+_verified: set[Path] = set()  # the checkpoints that this process has verified
 
 
 def latest_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:

@@ -61,7 +61,7 @@ class Writer:
         asynchronous: bool = True,
         on_complete: Callable[[Path], None] | None = None,
     ) -> None:
-        forget_plans()  # of an earlier run in this process
+        forget_plans()  # an earlier run in this process may have left some
         self._on_complete = on_complete
         self.output_dir = Path(output_dir)
         self._asynchronous = asynchronous
@@ -69,7 +69,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._staging: dict[str, HostStaging] = {}
-        self._is_staged = threading.Event()  # set on an accelerator as soon as the copies are queued
+        self._is_staged = threading.Event()  # set once the state is copied, or its copies to the host are queued
         self._copies: CopyStream | None = None
         self._completed: Path | None = None
 
@@ -139,7 +139,7 @@ class Writer:
             self._thread = None
         failure, self._failure = self._failure, None
         try:
-            check_lock(self.output_dir)  # held by rank 0
+            check_lock(self.output_dir)  # rank 0 holds the lock
         except RecipeError as error:
             failure = error
         distributed.raise_together(failure)

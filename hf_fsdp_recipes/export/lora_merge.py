@@ -119,7 +119,7 @@ def recorded_class(config: "PeftConfig", tensors: Mapping[str, Any]) -> tuple[st
         name = None  # use the class that the base model declares
     fields = {field: mapping[field] for field in HEAD_FIELDS if mapping.get(field) is not None}
     if "id2label" in fields:
-        fields["id2label"] = {int(number): label for number, label in fields["id2label"].items()}  # JSON has text keys
+        fields["id2label"] = {int(number): label for number, label in fields["id2label"].items()}  # JSON keys are text
     return name, ({"num_labels": heads[-1]} if is_classifier and heads else {}) | fields
 
 

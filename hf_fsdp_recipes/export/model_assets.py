@@ -40,7 +40,7 @@ def collect(model: torch.nn.Module, tokenizer: "PreTrainedTokenizerBase | None")
 
 
 def save_configs(model: torch.nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Write config and generation config, set for inference, the processor's files and the model's own code. Rank 0 only."""
+    """Write the configs, set for inference, and copy the processor's files and the model's own code. Rank 0 only."""
     from transformers import PreTrainedModel
     from transformers.dynamic_module_utils import custom_object_save
 

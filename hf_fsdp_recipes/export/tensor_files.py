@@ -127,7 +127,7 @@ class FileWriter:
     """Writes ranges of elements to planned files; each rank has its own writer. `close` makes them durable.
 
     Attributes:
-        checksums: of everything written so far.
+        checksums: the checksums of everything written so far.
         borders: with `keeps_borders`, the bytes that do not fill a page; rank 0 writes them.
     """
 

@@ -47,7 +47,7 @@ class Quant4bitSpec:
     is_transposed: bool  # the layer stores the transpose (GPT-2's Conv1D)
     quant_type: str  # nf4 or fp4
     has_nested_scales: bool  # the scales are quantized too (`use_bnb_nested_quant`)
-    storage: torch.dtype  # of the packed weight, which FSDP shards and gathers in this dtype
+    storage: torch.dtype  # dtype of the packed weight, in which FSDP shards and gathers it
 
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, "QuantState"]:
         """Return the packed weight, (n, 1) in `storage`, and its quant state."""

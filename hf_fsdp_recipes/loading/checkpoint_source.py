@@ -60,8 +60,8 @@ def check_sources(model: torch.nn.Module, source: CheckpointSource) -> None:
             unfilled.append(name)
     if unfilled:
         raise LoadError(
-            f"{len(unfilled)} parameters are on meta and not in the checkpoint: {unfilled[:3]}. Give the modules that you "
-            f"add after load_model real values, or load the model with from_pretrained."
+            f"{len(unfilled)} parameters are on meta and not in the checkpoint: {unfilled[:3]}. Modules added after "
+            f"load_model must have real values. Create them with real values, or load the model with from_pretrained."
         )
 
 

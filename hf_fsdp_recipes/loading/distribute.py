@@ -70,7 +70,7 @@ class WeightStream:
         self._uploads: dict[torch.device, Upload] = {}
         # By device, so that one synchronization reads all of a device's flags.
         self._differs: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-        self._error: Exception | None = None  # of the first failed read
+        self._error: Exception | None = None  # the error of the first failed read
 
     def fill(
         self,
@@ -226,7 +226,7 @@ class WeightStream:
         return request
 
     def _connect(self, device: torch.device) -> Upload:
-        """Return the upload to a device. On first use, create it and the memory that the ranks share."""
+        """Return the Upload for a device. On first use, create it, and the memory that the ranks share."""
         if not self._uploads:
             self._group = distributed.patient_group()  # rank 0 may have to wait for slow storage
             self._node = share_memory(NUM_SLOTS * BUCKET_BYTES)
@@ -237,7 +237,7 @@ class WeightStream:
 
 
 def _spans(target: ShardTarget, is_full: bool) -> Iterator[Span]:
-    """Yield the elements of a target to verify: all of them, or a few, at other places in each target."""
+    """Yield the elements of a target to verify: all of them, or a few at places that vary between targets."""
     segment = target.num_elements // SAMPLE_SPANS
     if is_full or segment <= SAMPLE_ELEMENTS:
         yield target, 0, target.num_elements

@@ -59,7 +59,7 @@ def check_together(
         error_class: class of the error to raise.
 
     Raises:
-        RecipeError: on every rank, an `error_class` if a file is missing, was added or has changed.
+        RecipeError: an `error_class` on every rank, if a file is missing, was added or has changed.
     """
     status = _stat_file(Path(directory) / MARKER)
     own = status and (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)

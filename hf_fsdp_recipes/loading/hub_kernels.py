@@ -48,7 +48,7 @@ class HubKernels:
     def apply(self, model: "PreTrainedModel", accelerator: "Accelerator") -> None:
         """Give the layers of a model on meta their kernels for the device on which the model will be sharded.
 
-        Collective: every rank must call this. Downloads what is missing, rank 0 first.
+        Collective: every rank must call this. Downloads missing kernels, on rank 0 first.
 
         Raises:
             LoadError: on every rank, if a kernel cannot be used, or the shards are offloaded to the CPU.

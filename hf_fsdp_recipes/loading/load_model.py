@@ -88,10 +88,10 @@ def load_model(
         Trainer does in `train()`; buffers are real. Without FSDP it is what `from_pretrained` returns.
 
     Raises:
-        LoadError: on every rank, before any weight is read, if the model does not exist; its checkpoint is pickled,
-            truncated or inconsistent, or was changed after it was exported; parameters are missing or have other shapes than
-            in the config; an argument is not supported; the class cannot be trained, or is the text part of a larger model
-            and was not requested; or a weight cannot be read shard by shard.
+        LoadError: on every rank, before any weight is read, if an argument is not supported; the model does not exist; its
+            checkpoint is pickled, truncated, inconsistent, or an export that has changed; a parameter is missing, has the
+            wrong shape or cannot be read shard by shard; or the class cannot be trained, or is only the text part of a
+            larger model and was not requested.
         TemplateError: the launch uses unsupported parallelism or precision.
     """
     if source not in get_args(Source) or verify not in get_args(Verify):
@@ -185,7 +185,7 @@ def _load_without_fsdp(
     for source in (Path(name_or_path, kwargs.get("subfolder") or ""), base or ""):
         check_together(source, is_read_by_all=True)
     if adapter.get("revision") and Path(name_or_path).is_dir():
-        kwargs.setdefault("revision", adapter["revision"])  # of the base model
+        kwargs.setdefault("revision", adapter["revision"])  # the base model's revision
     with distributed.sync_errors(distributed.patient_group()):
         try:
             config = kwargs.get("config")

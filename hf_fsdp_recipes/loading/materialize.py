@@ -35,7 +35,7 @@ class MetaModelLoader:
     """Fills a model on meta while Accelerate prepares it. `patches/accelerate.py` finds it as an attribute of the model.
 
     Args:
-        model: from `build_on_meta`.
+        model: a model from `build_on_meta`.
         source: its checkpoint.
         kernels: the kernels from the Hub that its layers are to use.
     """

@@ -30,8 +30,8 @@ def complete_ranges(
     """Complete `source.ranges`: tied names share ranges, missing names get newly initialized tensors.
 
     Every rank calls this with the same model; not a collective. `is_new` means that there is no checkpoint. Otherwise
-    missing names are an error, unless `ignore_mismatched` is set or they belong to the head of a classifier and
-    `declared`, the checkpoint's class, is another one.
+    missing names are an error, unless `ignore_mismatched` is set, or they belong to a classifier's head and the
+    checkpoint's class, `declared`, is another one.
 
     Raises:
         LoadError: parameters or buffers are missing; or, on a reading rank, tied parameters differ in the checkpoint.

@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KEPT_BYTES = 64 * 1024 * 1024  # kept of the newest modules; the stream reads up to this far ahead
+KEPT_BYTES = 64 * 1024 * 1024  # of the newest modules' values to keep; the stream reads up to this far ahead
 MAX_LARGE = 2  # modules that are kept although they exceed KEPT_BYTES: the one being read and the one before it
 
 
@@ -50,7 +50,7 @@ class NewValues:
 
     @torch.no_grad()
     def create(self, module_name: str) -> dict[str, torch.Tensor]:
-        """Initialize one module from the current random state; on meta, where all others stay, that has no effect."""
+        """Initialize one module from the current random state. The others stay on meta, where initialization does nothing."""
         from transformers import PreTrainedModel
 
         path: list[torch.nn.Module] = [self._model]

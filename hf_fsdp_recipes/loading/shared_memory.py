@@ -25,8 +25,8 @@ class NodeMemory:
     """Memory of one node, and the ranks that see it."""
 
     values: torch.Tensor  # uint8
-    ranks: Sequence[int]  # that share it, the first rank of the node first
-    first_ranks: Sequence[int]  # of all nodes; global rank 0 first
+    ranks: Sequence[int]  # the ranks that share it, the node's first rank first
+    first_ranks: Sequence[int]  # the first rank of each node; global rank 0 first
 
 
 def share_memory(num_bytes: int) -> NodeMemory:

@@ -26,7 +26,7 @@ STEP_PARAMETERS = ["self", "group", "p", "gindex", "pindex"]
 
 
 def shard_optimizer_class(optimizer_class: type) -> type:
-    """Return a subclass of a bitsandbytes optimizer that also supports DTensors; raise a RecipeError if the methods changed."""
+    """Return a subclass of a bitsandbytes optimizer that also supports DTensors; raise a RecipeError if its methods changed."""
     for name in ("init_state", "update_step"):
         found = list(inspect.signature(getattr(optimizer_class, name, int)).parameters)
         if found != STEP_PARAMETERS:

@@ -88,7 +88,7 @@ def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = Fal
     "accelerate.utils.fsdp_utils._set_model_state_dict(model, state_dict, adapter_only, sd_options)",
     feature="checkpointing",
     changes="An adapter-only state dict is loaded into a PEFT model under FSDP1.",
-    reason="As for `_get_model_state_dict`; a resumed run would silently start with new adapters.",
+    reason="Names differ as for `_get_model_state_dict`, so a resumed run would silently start with new adapters.",
     depends_on=("peft",),
 )
 def _set_state_with_adapters(

@@ -63,7 +63,8 @@ def _defer_magnitude(original: Any, self: Any, *, base_layer: Any, lora_A: Any, 
     self.weight = torch.nn.Parameter(torch.empty(lora_B.shape[0], dtype=dtype, device="meta"))
 
 
-DEFERRED_INIT = "_deferred_init"  # attribute of a LoRA layer: the adapter's name, and PEFT's function of the layer
+# Attribute of a LoRA layer: the adapter's name, and a function that calls PEFT's initialization on a layer.
+DEFERRED_INIT = "_deferred_init"
 
 
 def _defer_init(original: Any, self: Any, adapter_name: str, *args: Any) -> None:
@@ -83,7 +84,7 @@ def _defer_init(original: Any, self: Any, adapter_name: str, *args: Any) -> None
 for _init in ("pissa_init(self, adapter_name, init_lora_weights)", "olora_init(self, adapter_name)"):
     _patch(
         f"peft.tuners.lora.layer.LoraLayer.{_init}",
-        changes="An adapter that is computed from a base weight on meta is computed when the weight is loaded.",
+        changes="An adapter that depends on a base weight on meta is computed once the weight is loaded.",
         reason="PEFT would decompose a weight without values.",
     )(_defer_init)
 

@@ -28,7 +28,7 @@ def register_resume_check(check: ResumeCheck) -> None:
     changes="A checkpoint is checked before the model is sharded, DCP's errors become one CheckpointError, and training after an "
     "evaluation under FSDP1 is refused. Callbacks that have `see_trainer` get the trainer.",
     reason="Trainer loads whatever matches by name, so resuming a larger model's checkpoint raises no error. A callback that "
-    "saves checkpoints cannot find the other callbacks, whose states it saves, in any other way.",
+    "saves checkpoints needs the trainer to find the other callbacks, whose states it saves.",
     upstream="to file: resuming a sharded checkpoint of another model is not refused",
 )
 def _check_then_prepare(
@@ -57,7 +57,7 @@ def _check_then_prepare(
     "transformers.trainer.Trainer._load_from_checkpoint(self, resume_from_checkpoint, model)",
     changes="A checkpoint is compared with the sharded model and its optimizer before it is loaded. Without FSDP, its files are "
     "verified.",
-    reason="As for `_prepare_for_training`; the optimizer's state and the dtypes are known only once the model is sharded.",
+    reason="Trainer loads whatever matches by name, and the optimizer's state and the dtypes are known only after sharding.",
     upstream="to file: resuming a sharded checkpoint of another optimizer is not refused",
 )
 def _check_then_load(original: Any, self: Any, resume_from_checkpoint: Any, model: Any = None) -> Any:
@@ -117,7 +117,7 @@ def _save_sharded(original: Any, self: Any, output_dir: str | None = None, _inte
 
 @_patch(
     "transformers.trainer.Trainer._save_checkpoint(self, model, trial)",
-    changes="A callback that `handles_failed_saves` gets the error, and its `end_save` is called on every rank.",
+    changes="A callback with `handles_failed_saves` gets the error, and its `end_save` is called on every rank.",
     reason="On a full disk, Trainer ends the run with a traceback and leaves an unusable checkpoint.",
     upstream="to file: a failed save ends the run and leaves an incomplete checkpoint directory",
 )
