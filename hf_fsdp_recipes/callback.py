@@ -122,7 +122,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     ) -> None:
         """Claim the output directory, and take over Trainer's saves under FSDP."""
         self.on_init_end(args, state, control, **kwargs)  # not called yet if the callback was added later
-        if not args.push_to_hub or self._plugin is not None:  # else Trainer pushes what it saves
+        if not args.push_to_hub or self._plugin is not None:  # otherwise Trainer pushes what it saves
             self.exports.start(args)
         self._is_unsharded = self._plugin is None and unsharded.is_supported(args, state)
         self._is_completing = self._is_unsharded and args.save_strategy != "no" and not args.save_only_model
@@ -137,7 +137,7 @@ class ShardedCheckpointCallback(TrainerCallback):
                 claim_directory(args.output_dir, state, self._previous_run, self._run)
                 self._run = read_run(state)
                 self.mirror.claim(self._run, state.global_step)
-                if self._writer is None:  # else a thread may still be writing
+                if self._writer is None:  # otherwise a thread may still be writing
                     layout.remove_interrupted(args.output_dir)
         end = distributed.run_on_main(lambda: find_end(args, state, self._callbacks))
         self.exports.is_finished = end is not None

@@ -21,7 +21,7 @@ class RecipeError(Exception):
 
 
 class UnexpectedError(RecipeError):
-    """Wraps an exception that is not a RecipeError; on the rank where that exception occurred, it is the `__cause__`."""
+    """Wraps an exception that is not a RecipeError. On the rank where it occurred, it is this error's `__cause__`."""
 
 
 class PatchError(RecipeError):

@@ -104,7 +104,7 @@ class Chunk:
     file: StoredFile
     start: Callable[[], int]  # opens the archive on first use; opening all archives of 512 ranks takes minutes
     offset: int
-    length: int  # of the archive, in bytes
+    length: int  # the archive's length in bytes
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hf_fsdp_recipes.configs import validate
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NUM_MOMENTS = 2  # that Adam keeps per parameter; other optimizers keep fewer
+NUM_MOMENTS = 2  # moments that Adam keeps per parameter; other optimizers keep fewer
 _ADAPTER_DTYPE_BYTES = 4
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NOT_LINEAR = re.compile(r"embed|wte|wpe|lm_head|norm")

@@ -31,7 +31,7 @@ class ShardExport:
     first: int
     count: int
     parts: list[TensorRange]  # the stored tensors that the parameter becomes
-    dtype: torch.dtype  # in the file
+    dtype: torch.dtype  # the dtype in the file
     read: Callable[[int, int], torch.Tensor]  # takes (start, count); returns final values (1-D) from `first + start` on
 
 

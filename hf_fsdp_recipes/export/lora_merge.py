@@ -162,7 +162,7 @@ class ShardMerger:
             )
         self._slices = local_slices(model)
         self._matrices: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._magnitudes: dict[str, torch.Tensor] = {}  # of DoRA
+        self._magnitudes: dict[str, torch.Tensor] = {}  # DoRA's
         self._factors: dict[str, torch.Tensor] = {}
         dora_layers = [name for name, module in self._layers.items() if self._adapter in module.lora_magnitude_vector]
         for piece in (self._slices[f"{name}.base_layer.weight"] for name in dora_layers):

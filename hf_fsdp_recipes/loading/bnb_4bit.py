@@ -42,7 +42,7 @@ CPU_CHUNK_ELEMENTS = 512 * 1024  # a multiple of the block size 64; fits in a co
 class Quant4bitSpec:
     """How one weight is quantized."""
 
-    shape: tuple[int, ...]  # in the checkpoint
+    shape: tuple[int, ...]  # the shape in the checkpoint
     dtype: torch.dtype  # the model's; the weight is cast to it before it is quantized
     is_transposed: bool  # the layer stores the transpose (GPT-2's Conv1D)
     quant_type: str  # nf4 or fp4

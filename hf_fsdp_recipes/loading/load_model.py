@@ -88,10 +88,10 @@ def load_model(
         Trainer does in `train()`; buffers are real. Without FSDP it is what `from_pretrained` returns.
 
     Raises:
-        LoadError: on every rank, before any weight is read, if an argument is not supported; the model does not exist; its
-            checkpoint is pickled, truncated, inconsistent, or an export that has changed; a parameter is missing, has the
-            wrong shape or cannot be read shard by shard; or the class cannot be trained, or is only the text part of a
-            larger model and was not requested.
+        LoadError: on every rank, before any weight is read. An argument is not supported, or the model does not exist. The
+            checkpoint is pickled, truncated, inconsistent, or an export that has changed. A parameter is missing, has the
+            wrong shape, or cannot be read shard by shard. The class cannot be trained, or is only the text part of a larger
+            model and was not requested.
         TemplateError: the launch uses unsupported parallelism or precision.
     """
     if source not in get_args(Source) or verify not in get_args(Verify):

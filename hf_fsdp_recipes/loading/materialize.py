@@ -91,7 +91,7 @@ class MetaModelLoader:
         plugin = accelerator.state.fsdp_plugin
         names = ("auto_wrap_policy", "transformer_cls_names_to_wrap")
         kept = {name: getattr(plugin, name) for name in names}  # Accelerate overwrites them with this model's
-        model.requires_grad_(False)  # or Accelerate would upcast it
+        model.requires_grad_(False)  # otherwise Accelerate would upcast it
         try:
             if plugin.fsdp_version == 1:
                 model = accelerator.prepare_model(model)

@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KEPT_BYTES = 64 * 1024 * 1024  # of the newest modules' values to keep; the stream reads up to this far ahead
+KEPT_BYTES = 64 * 1024 * 1024  # of the newest modules' values are kept; the stream reads up to this far ahead
 MAX_LARGE = 2  # modules that are kept although they exceed KEPT_BYTES: the one being read and the one before it
 
 
@@ -63,7 +63,7 @@ class NewValues:
                     torch.empty_like(parameter, device="cpu"), requires_grad=False
                 )
         try:
-            # From the module up, because some classes initialize their children (GPT2Attention: c_proj).
+            # The module, then its ancestors, because some classes initialize their children (GPT2Attention: c_proj).
             for depth in range(len(path), 0, -1):
                 models = [each for each in path[:depth] if isinstance(each, PreTrainedModel)]
                 models[-1]._init_weights(path[depth - 1])
