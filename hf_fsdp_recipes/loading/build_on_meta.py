@@ -39,7 +39,7 @@ def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
 
 
 def read_config(name: str, overrides: str | None = None) -> "PreTrainedConfig":
-    """Read a config and override fields (`hidden_size=768,num_hidden_layers=12`); raise a LoadError if either fails."""
+    """Read a config and override fields (`hidden_size=768,num_hidden_layers=12`); raise a LoadError if that is not possible."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
