@@ -44,7 +44,7 @@ class DiskEstimate:
 def estimate(recipe: dict[str, Any]) -> DiskEstimate:
     """Estimate what a run writes, with TRL's and Trainer's defaults for omitted fields.
 
-    Raises a TemplateError if the model's config cannot be read.
+    Raises a TemplateError if the model cannot be built from its config.
     """
     model = validate.build_on_meta(str(recipe["model_name_or_path"]), bool(recipe.get("trust_remote_code")))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

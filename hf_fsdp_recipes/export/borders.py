@@ -1,4 +1,4 @@
-"""Handles borders: the ends of a rank's ranges, in pages that other ranks write too. With several nodes, rank 0 writes them.
+"""Handles borders: ends of a rank's ranges, in pages that others may write too. With several nodes, rank 0 writes them.
 
 When an NFS client changes a part of a page that is up to date in its cache, it writes back the whole page, and overwrites what
 other clients have written to that page in the meantime. So each page of an export is written on one node, and nothing is read
