@@ -266,7 +266,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             self.exports.save_model(trainer, Path(output_dir))
 
     def see_trainer(self, trainer: "Trainer") -> None:
-        """Remember the trainer's callbacks, whose states checkpoints include, and record its rows. Called when training starts."""
+        """When training starts, remember the trainer's callbacks, whose states checkpoints include, and record its rows."""
         self._callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         resume.record_rows(trainer)
 

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 class Mirror:
     """Uploads the directories passed to `add`, one at a time, from a thread on each rank.
 
-    Every rank creates one and calls its methods in the same order. If uploads are slower than saves, only the newest checkpoint is
-    uploaded. Without a URL it does nothing.
+    Create one on every rank, and call its methods in the same order. If uploads are slower than saves, only the newest checkpoint
+    is uploaded. Without a URL it does nothing.
     """
 
     def __init__(self, url: str | None) -> None:
@@ -50,7 +50,7 @@ class Mirror:
         self._has_skipped = False
 
     def check(self, output_dir: str | os.PathLike[str], is_fsdp: bool = True) -> None:
-        """Raise a CheckpointError if there is a mirror, and a rank cannot write to it or the run does not use FSDP. Collective."""
+        """Raise a CheckpointError if a rank cannot write to the mirror, or there is one and the run lacks FSDP. Collective."""
         if self._url is None:
             return
         if not is_fsdp:

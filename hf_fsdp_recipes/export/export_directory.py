@@ -23,10 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse_shard_size(size: int | str, argument: str = "max_shard_size") -> int:
-    """Convert a file size that `save_pretrained` accepts, such as "5GB", to bytes; raise an ExportError for any other.
-
-    `argument` is the name of the size in the error.
-    """
+    """Convert a size that `save_pretrained` accepts, such as "5GB", to bytes; for others, an ExportError names `argument`."""
     from huggingface_hub.serialization._base import parse_size_to_int
 
     try:

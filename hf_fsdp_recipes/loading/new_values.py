@@ -1,4 +1,4 @@
-"""New values of parameters that no checkpoint has, created while they are distributed.
+"""Creates values for parameters that no checkpoint has, while these are distributed.
 
 The rank that reads them holds a few modules at a time, never the full new model.
 """

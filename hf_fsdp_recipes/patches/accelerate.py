@@ -14,9 +14,9 @@ LOADER_ATTRIBUTE = "_meta_model_loader"
 def find_meta_model_loader(model: torch.nn.Module) -> Any:
     """Return the loader attached to a model on meta, which may be wrapped; None if there is none.
 
-    Three of its methods are collective and return the model, sharded and filled: `shard_fsdp2(accelerator, model, shard)`, which
-    calls Accelerate's `shard(accelerator, model)`; `prepare_fsdp1(accelerator, model, prepare)`, which calls `prepare()`; and
-    `prepare_frozen(accelerator, model)`, for a model that is not trained. `fingerprint(model)` identifies the checkpoint.
+    Its methods `shard_fsdp2(accelerator, model, shard)`, which calls Accelerate's `shard(accelerator, model)`,
+    `prepare_fsdp1(accelerator, model, prepare)`, which calls `prepare()`, and `prepare_frozen(accelerator, model)`, for a model
+    that is not trained, return the model sharded and filled. They are collective. `fingerprint(model)` identifies the checkpoint.
     """
     found = (module.__dict__.get(LOADER_ATTRIBUTE) for module in model.modules())
     return next((loader for loader in found if loader is not None), None)
