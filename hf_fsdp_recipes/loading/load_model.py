@@ -77,8 +77,8 @@ def load_model(
         ignore_mismatched: initialize parameters that the checkpoint lacks or has in another shape, instead of refusing them.
         auto_class: class to load, as a class or its name: AutoModelForCausalLM, AutoModelForImageTextToText,
             AutoModelForSequenceClassification, AutoModelForTokenClassification, or a model class. By default the class that
-            the checkpoint's config declares in `architectures`, or AutoModelForCausalLM if transformers lacks that class.
-            A classifier's head is newly initialized if the checkpoint is of another class.
+            the checkpoint's config declares in `architectures`, or AutoModelForCausalLM if transformers does not have it. A
+            classifier's head is newly initialized if the checkpoint is of another class.
         **from_pretrained_kwargs: as in `from_pretrained`: dtype, attn_implementation, revision, token, trust_remote_code,
             config, use_kernels, kernel_config, allow_all_kernels, quantization_config (4-bit bitsandbytes; weights are
             quantized while they load), and overrides of config fields.

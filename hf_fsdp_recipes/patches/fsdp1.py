@@ -112,7 +112,7 @@ def _set_state_with_adapters(
     changes="Parameters without optimizer state in a checkpoint have none after it is loaded. Under FSDP1, the state of the "
     "other parameters is allocated before it is loaded.",
     reason="torch asks the checkpoint for the state of every trained parameter, but a parameter that no row has used, as in a "
-    "vision tower, has none. Under FSDP1 a new optimizer has no state, so nothing is loaded and Adam silently restarts.",
+    "vision tower, has none. Under FSDP1 a new optimizer has no state, so nothing is loaded and Adam silently starts anew.",
     depends_on=("torch",),
 )
 def _load_into_allocated_state(
