@@ -84,7 +84,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._asynchronous = asynchronous
         self._rank_files = rank_files or dict
         self._previous_run = previous_run
-        self._run: str | None = None  # id, on rank 0
+        self._run: str | None = None  # the run's id, on rank 0
         self.mirror = Mirror(checkpoint_mirror)
         self.exports = RunExports(export_dir, hub, self.mirror)
         self._signals = SignalWatch() if signals else None
@@ -95,8 +95,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._is_unsharded = False  # whether Trainer saves on one process or under DDP
         self._is_completing = False  # whether to add manifests to the checkpoints that Trainer writes without FSDP
         self._has_saved = False  # whether Trainer has saved a checkpoint that has no manifest yet
-        self._failure: Exception | None = None  # of the last finished save
-        self._callbacks: list[object] = []  # of the trainer
+        self._failure: Exception | None = None  # the error of the last finished save
+        self._callbacks: list[object] = []  # the trainer's
         self._save_total_limit: int | None = None
         self._random_state: dict[str, Any] = {}
         self._model_assets: dict[str, bytes] = {}
@@ -108,7 +108,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         from accelerate.state import AcceleratorState
 
         check_launch(args)
-        distributed.set_timeout(args.ddp_timeout)  # load_model may have started the process group before
+        distributed.set_timeout(args.ddp_timeout)  # load_model may have started the process group earlier
         if vars(control).setdefault("sharded_checkpoint_callback", self) is not self:
             raise CheckpointError("the trainer has two ShardedCheckpointCallbacks. Pass one.")
         self.exports.check(kwargs["model"])
@@ -122,7 +122,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     ) -> None:
         """Claim the output directory, and take over Trainer's saves under FSDP."""
         self.on_init_end(args, state, control, **kwargs)  # not called yet if the callback was added later
-        if not args.push_to_hub or self._plugin is not None:  # else Trainer pushes what it saves
+        if not args.push_to_hub or self._plugin is not None:  # otherwise Trainer pushes what it saves
             self.exports.start(args)
         self._is_unsharded = self._plugin is None and unsharded.is_supported(args, state)
         self._is_completing = self._is_unsharded and args.save_strategy != "no" and not args.save_only_model
@@ -137,14 +137,15 @@ class ShardedCheckpointCallback(TrainerCallback):
                 claim_directory(args.output_dir, state, self._previous_run, self._run)
                 self._run = read_run(state)
                 self.mirror.claim(self._run, state.global_step)
-                if self._writer is None:  # else a thread may still be writing
+                if self._writer is None:  # otherwise a thread may still be writing
                     layout.remove_interrupted(args.output_dir)
         end = distributed.run_on_main(lambda: find_end(args, state, self._callbacks))
         self.exports.is_finished = end is not None
         if end is not None:
             distributed.print_main(f"finished: {end}, so there is nothing to do")
             control.should_training_stop = True
-        self._save_total_limit = args.save_total_limit or self._save_total_limit  # if train() was interrupted
+        # The latter if an earlier train() was interrupted.
+        self._save_total_limit = args.save_total_limit or self._save_total_limit
         if self._is_completing:
             args.save_total_limit = None  # Trainer would delete old checkpoints before the new one has its manifest
         if self._plugin is None:
@@ -195,9 +196,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._random_state = random_state()
         if "train_runtime" in (kwargs.get("logs") or {}):
             if self._writer is not None:
-                args.save_total_limit = (
-                    None  # Trainer could delete the last checkpoint, which shows that the run has ended
-                )
+                # Trainer could delete the last checkpoint, which shows that the run has ended.
+                args.save_total_limit = None
             self._save_if_due(args, state, kwargs)
             if self._writer is not None:
                 self._finish()
@@ -219,7 +219,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Save the epoch's last step if a save is due; with `save_strategy: epoch`, schedule the save."""
+        """Save the epoch's last step if a save is due; with `save_strategy: epoch`, schedule one."""
         self._save_if_due(args, state, kwargs)
         if self._schedule is not None:
             self._schedule.take_flag(state, control, SaveStrategy.EPOCH)
@@ -266,17 +266,17 @@ class ShardedCheckpointCallback(TrainerCallback):
             self.exports.save_model(trainer, Path(output_dir))
 
     def see_trainer(self, trainer: "Trainer") -> None:
-        """Remember the trainer's callbacks, whose states are saved in checkpoints, and its rows. Called when training starts."""
+        """When training starts, remember the trainer's callbacks, whose states checkpoints include, and record its rows."""
         self._callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         resume.record_rows(trainer)
 
     @property
     def handles_failed_saves(self) -> bool:
-        """Whether `end_save` must be called after each of Trainer's own saves."""
+        """Whether Trainer must call `end_save` after each of its own saves."""
         return self._is_unsharded
 
     def end_save(self, args: TrainingArguments, state: TrainerState, error: Exception | None) -> None:
-        """After a save of Trainer's that failed on any rank, delete what it wrote and keep training. Collective."""
+        """If Trainer's own save failed on any rank, delete what it wrote, and keep training. Collective."""
         own = None if error is None else describe_failure(state.global_step, error, args.output_dir)
         reasons = list(filter(None, distributed.gather_objects(own)))
         self._failure = None

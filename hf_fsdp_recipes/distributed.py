@@ -73,12 +73,12 @@ def host_group() -> dist.ProcessGroup | None:
 def patient_group(thread: str = "main") -> dist.ProcessGroup | None:
     """Return a gloo group without a timeout, for waiting while one rank works for longer than `ddp_timeout`.
 
-    For example, while it writes a checkpoint or downloads a model. A rank that dies still ends the wait.
+    One rank may be writing a checkpoint or downloading a model, for example. If it dies, the wait ends.
 
     Collective on the first call: every rank must call this.
 
     Args:
-        thread: each thread that communicates needs a separate group, with the same name on every rank.
+        thread: name for the calling thread, the same on every rank. Each thread that communicates needs a separate group.
     """
     return _group(f"patient {thread}", UNLIMITED) if is_distributed() else None
 

@@ -6,7 +6,7 @@
 import re
 from typing import Literal
 
-# What damaged JSON raises.
+# The exceptions that reading damaged JSON can raise.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -21,7 +21,7 @@ class RecipeError(Exception):
 
 
 class UnexpectedError(RecipeError):
-    """Wraps an exception that is not a RecipeError; on the rank where that exception occurred, it is the `__cause__`."""
+    """Wraps an exception that is not a RecipeError. On the rank where it occurred, it is this error's `__cause__`."""
 
 
 class PatchError(RecipeError):
@@ -45,7 +45,7 @@ class CheckpointError(RecipeError):
 
 
 class SaveError(CheckpointError):
-    """A run trained all its steps, but its last checkpoint could not be written."""
+    """A run trained all its steps, but its last checkpoint could not be written, or its last upload failed."""
 
 
 class DivergenceError(CheckpointError):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 AutoClass = type | str | None
-# PEFT's task type of each auto class that can be trained. A model class listed under two of them, such as
+# PEFT's task type of each auto class that can be trained. A model class listed under two auto classes, such as
 # Gemma3ForConditionalGeneration, belongs to the first.
 TASK_TYPES = {
     "AutoModelForImageTextToText": "CAUSAL_LM",
@@ -31,9 +31,9 @@ def choose_class(
     """Return the class to build, and the config to build it from. Any rank may call this.
 
     `auto_class` is a class or the name of one; None takes what the config declares, or AutoModelForCausalLM if transformers has
-    no class of that name. The result is an auto class if the model has its own code, and the text config if the class is for
-    the text part alone. Raises a LoadError if the class cannot be trained, does not fit the config, or would load the text part
-    without being asked to.
+    no class of that name. The returned class is an auto class if the model has its own code; the returned config is the text
+    config if the class is for the text part alone. Raises a LoadError if the class cannot be trained, does not fit the config,
+    or is for the text part alone and was not requested.
     """
     chosen = _find_class(config, auto_class, trust_remote_code)
     if hasattr(chosen, "_model_mapping"):

@@ -24,8 +24,8 @@ def save_checkpoint(
     Collective: every rank must call this, with the same arguments.
 
     Args:
-        accelerator: has prepared the model, the optimizer and, for its state to be saved, the scheduler.
-        output_dir: the run's directory, which all ranks must see; it belongs to one run.
+        accelerator: must have prepared the model and the optimizer, and the scheduler if its state is to be saved.
+        output_dir: a directory for this run alone, which all ranks must see.
         step: number of steps done; the checkpoint is `<output_dir>/checkpoint-<step>`.
         keep: number of checkpoints to keep; older ones are deleted once this one is complete. None keeps all.
 
@@ -33,9 +33,9 @@ def save_checkpoint(
         The checkpoint's directory.
 
     Raises:
-        CheckpointError: on every rank, if the directory cannot be created or completed, or another process changed it. What was
-            written is deleted, and earlier checkpoints are intact.
-        OSError: on every rank, if a file cannot be written; the same applies.
+        CheckpointError: on every rank, if the directory cannot be created or completed, or another process changed it.
+        OSError: on every rank, if a file cannot be written. After either error, what was written is deleted, and earlier
+            checkpoints are intact.
     """
     final = layout.directory_for(output_dir, step)
     if accelerator.project_configuration.automatic_checkpoint_naming:
@@ -49,7 +49,7 @@ def save_checkpoint(
         distributed.run_on_main(
             lambda: layout.commit(incomplete, final, files, {"step": step}), distributed.patient_group()
         )
-    except BaseException:  # on every rank, so none still writes
+    except BaseException:  # raised on every rank, so no rank is still writing
         if distributed.rank() == 0:
             shutil.rmtree(incomplete, ignore_errors=True)
         raise

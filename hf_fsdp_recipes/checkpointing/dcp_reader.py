@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 NUM_RECENT_BLOCKS = 4
 RecentBlocks = dict[tuple[Path, int], memoryview]
 Checksums = dict[Path, list[str] | None]
-PlainPickles = dict[bytes, bool]  # which archives' pickles describe plain tensors
+PlainPickles = dict[bytes, bool]  # by the pickle in an archive: whether it describes a contiguous tensor
 
 
 class StoredFile:
@@ -41,7 +41,7 @@ class StoredFile:
     Args:
         path: the file.
         checksums: XXH3 of each block, or None to read without verifying.
-        recent: the last blocks that were read; shared by all files, so that memory is constant.
+        recent: the last blocks that were read. All files share it, so that it does not grow with their number.
     """
 
     def __init__(self, path: Path, checksums: list[str] | None, recent: RecentBlocks) -> None:
@@ -97,14 +97,14 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements [first, first + count) of a tensor: bytes from `start()` on, in an archive of `length` bytes at `offset`."""
+    """Elements [first, first + count) of a tensor. They begin at byte `start()` of the file, in the archive at `offset`."""
 
     first: int
     count: int
     file: StoredFile
-    start: Callable[[], int]  # opens the archive on first use; 512 ranks save so many that opening all takes minutes
+    start: Callable[[], int]  # opens the archive on first use; opening all archives of 512 ranks takes minutes
     offset: int
-    length: int
+    length: int  # the archive's length in bytes
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _open_files(directory: Path) -> Callable[[str], StoredFile]:
 
 
 def _verify_manifest(directory: Path) -> Checksums | None:
-    """Check the files that an export reads; return the block checksums of those to check later, or None without a manifest."""
+    """Check the files that an export reads. Return checksums of their blocks, to check later, or None without a manifest."""
     root = directory.parent if directory.name == MODEL_DIRECTORY else directory
     if not (root / layout.MANIFEST).is_file():
         if distributed.is_main():
@@ -226,7 +226,7 @@ def _verify_manifest(directory: Path) -> Checksums | None:
     try:
         for name, entry in layout.read_manifest(root)["files"].items():
             file, num_bytes, blocks = root / name, int(entry["bytes"]), entry.get("blocks")
-            # The state of the optimizer and of single ranks is not read.
+            # An export does not read the state of the optimizer or of single ranks.
             if file.parent not in (root, directory) or file.suffix in (".pt", ".pth"):
                 continue
             if layout.find_size(file) != num_bytes:
@@ -297,7 +297,7 @@ def _data_start(file: StoredFile, name: str, offset: int, length: int, num_bytes
 
 
 def _join(directory: Path, name: str, entry: Any, chunks: list[Chunk]) -> DcpTensor:
-    """Return the tensor of these chunks, of which each range may have several (replicas)."""
+    """Return the tensor that these chunks make up. Several chunks may be replicas of one range."""
     by_first = {chunk.first: chunk for chunk in chunks if chunk.count}
     ordered = tuple(by_first[first] for first in sorted(by_first))
     ends = [0, *(chunk.first + chunk.count for chunk in ordered)]

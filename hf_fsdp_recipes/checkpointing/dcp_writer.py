@@ -49,7 +49,7 @@ class CachedPlanner(DefaultSavePlanner):
 def forget_plans() -> None:
     """Discard the cached plans. Call it on every rank after a failed save, and before another model is saved.
 
-    torch compares names and shapes with the last plan, not dtypes, and a failed save may leave its plan.
+    torch compares names and shapes with those in the last plan, but not dtypes. A failed save may leave its plan behind.
     """
     for name, cached in vars(SavePlanner).items():
         if name.startswith("_cached_") and isinstance(cached, dict):

@@ -13,7 +13,7 @@ from hf_fsdp_recipes.errors import TemplateError, summarize
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NUM_MOMENTS = 2  # per parameter, of Adam; other optimizers keep fewer
+NUM_MOMENTS = 2  # moments that Adam keeps per parameter; other optimizers keep fewer
 _ADAPTER_DTYPE_BYTES = 4
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -22,9 +22,9 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class DiskEstimate:
     """Disk space that a run needs."""
 
-    checkpoint_bytes: int  # of one checkpoint
-    export_bytes: int  # of all exports together
-    num_checkpoints: int  # most on disk at once, including the one being written
+    checkpoint_bytes: int  # bytes of one checkpoint
+    export_bytes: int  # bytes of all exports together
+    num_checkpoints: int  # most checkpoints on disk at once, including the one being written
     is_lower_bound: bool  # whether the number of checkpoints is unknown, so the run may need more
 
     @property
@@ -41,7 +41,10 @@ class DiskEstimate:
 
 
 def estimate(recipe: dict[str, Any]) -> DiskEstimate:
-    """Estimate what a run writes, with TRL's and Trainer's defaults for omitted fields; raise a TemplateError without a config."""
+    """Estimate what a run writes, with TRL's and Trainer's defaults for omitted fields.
+
+    Raises a TemplateError if the model cannot be built from its config.
+    """
     model = validate.build_on_meta(str(recipe["model_name_or_path"]), bool(recipe.get("trust_remote_code")))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     dtype = str(recipe.get("dtype", "float32"))
@@ -57,7 +60,7 @@ def estimate(recipe: dict[str, Any]) -> DiskEstimate:
 
 
 def _count_adapter_parameters(model: "PreTrainedModel", recipe: dict[str, Any]) -> int:
-    """Count the parameters of the recipe's LoRA adapter, by default of all linear layers; adapts the model, which is on meta."""
+    """Count the parameters of the recipe's LoRA adapter, by default on all linear layers. Adds the adapter to the meta model."""
     from peft import LoraConfig, get_peft_model
 
     parameters = recipe.get("lora_target_parameters")

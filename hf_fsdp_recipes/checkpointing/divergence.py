@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_weights(tensors: Iterable[tuple[str, torch.Tensor]], step: int, output_dir: Path) -> None:
-    """Check this rank's weights, with one synchronization per device. Not a collective.
+    """Check this rank's weights for NaN and infinity, with one synchronization per device. Not a collective.
 
     Args:
         tensors: names and local values.

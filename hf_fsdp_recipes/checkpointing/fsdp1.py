@@ -48,6 +48,6 @@ def _has_room_on_device(model: torch.nn.Module, optimizer: torch.optim.Optimizer
 @functools.cache
 def _warn_of_waits() -> None:
     distributed.warn_main(
-        "training waits while the state is copied to the host, because FSDP1 needs room for a copy on the accelerator. Use an "
-        "fsdp2 template."
+        "training waits while the state is copied to the host, because the accelerator has no room for the copy that FSDP1 "
+        "makes. Use an fsdp2 template."
     )

@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 STATE_FILE = "trainer_state.json"
-STATE_KEY = "hf_fsdp_recipes"  # in `stateful_callbacks` there, which Trainer saves and restores with its state
+STATE_KEY = "hf_fsdp_recipes"  # key in the state's `stateful_callbacks`, which Trainer saves and restores
 MODEL_DIRECTORY = "pytorch_model_fsdp_0"
 PARTS = {"model": MODEL_DIRECTORY, "optimizer": "optimizer_0"}  # directories of DCP files, in the order of writing
-METADATA_FILE = ".metadata"  # of each part
+METADATA_FILE = ".metadata"  # in each part's directory
 _NAME = re.compile(r"checkpoint-(\d+)")
 _INCOMPLETE = re.compile(r"\.checkpoint-(\d+)\.incomplete")
 
@@ -65,7 +65,7 @@ def directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
 
 
 def incomplete_directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
-    """Return the path that a step is written to before it is complete. Trainer ignores directories of this name."""
+    """Return the path of a step's checkpoint until it is complete. Trainer ignores directories of this name."""
     return Path(output_dir) / f".checkpoint-{step}.incomplete"
 
 
@@ -194,7 +194,7 @@ def validate(directory: Path, verify: bool = False, part: int = 0, num_parts: in
     Checks names and sizes, and with `verify` the checksums of one of `num_parts` parts of the files.
 
     Raises:
-        CheckpointError: the file system fails, so the checkpoint may be complete.
+        CheckpointError: the file system fails, so it is unknown whether the checkpoint is complete.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
@@ -270,7 +270,7 @@ def quarantine_incomplete(output_dir: str | os.PathLike[str]) -> list[Path]:
 def remove_old(
     output_dir: str | os.PathLike[str], keep: int, protect: Iterable[Path | str] = (), run: str | None = None
 ) -> list[Path]:
-    """Delete a run's oldest complete checkpoints beyond `keep`, never the newest, a protected one or a link. Rank 0 only.
+    """Delete a run's oldest complete checkpoints beyond `keep`, but never the newest, a protected one or a link. Rank 0 only.
 
     Call it after a newer checkpoint is complete. Only directories named exactly `checkpoint-<step>` whose manifest has the
     id `run` are counted and deleted.
@@ -286,7 +286,7 @@ def remove_old(
 
 
 def find_old(checkpoints: Iterable[Checkpoint], keep: int, protect: Iterable[Path | str] = ()) -> list[Checkpoint]:
-    """Return a run's oldest complete checkpoints beyond `keep`, never the newest or a protected one."""
+    """Return a run's oldest complete checkpoints beyond `keep`, but never the newest or a protected one."""
     protected = {Path(path).resolve() for path in protect}
     complete = [checkpoint for checkpoint in checkpoints if checkpoint.is_complete]
     candidates = [checkpoint for checkpoint in complete[:-1] if checkpoint.path.resolve() not in protected]

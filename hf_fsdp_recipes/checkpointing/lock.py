@@ -1,7 +1,7 @@
 """Keeps two runs from writing to the same output directory.
 
-The lock is a file whose time its holder updates every few seconds. A run takes it over if its holder has exited, or has not
-updated it for STALE_SECONDS, as on a node that has died.
+The lock is a file whose modification time its holder updates every few seconds. Another run takes it over if the holder has
+exited, or has not updated it for STALE_SECONDS, for example because its node has died.
 """
 
 import errno
@@ -15,13 +15,13 @@ from hf_fsdp_recipes.errors import CheckpointError, RecipeError
 LOCK_FILE = ".writer.lease"
 STALE_SECONDS = 30.0  # shorter than the time that a run waits for the lock
 
-_locks: dict[Path, SoftFileLease] = {}  # of this process
+_locks: dict[Path, SoftFileLease] = {}  # this process's locks
 
 
 def lock_directory(output_dir: str | os.PathLike[str], wait_seconds: float = 60.0) -> SoftFileLease:
     """Lock a run's output directory for this process, and check that it can be written. Rank 0 only.
 
-    Waits for a previous run to exit. A process may lock a directory several times; release each lock, or exit.
+    Waits for a previous run to exit. A process may lock a directory several times, and must release each lock or exit.
 
     Raises:
         CheckpointError: another process still holds the lock after `wait_seconds`, or the directory cannot be written.

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 class Mirror:
     """Uploads the directories passed to `add`, one at a time, from a thread on each rank.
 
-    Every rank has one and calls its methods in the same order. If uploads are slower than saves, only the newest checkpoint is
-    uploaded. Without a URL it does nothing.
+    Create one on every rank, and call its methods in the same order. If uploads are slower than saves, only the newest checkpoint
+    is uploaded. Without a URL it does nothing.
     """
 
     def __init__(self, url: str | None) -> None:
@@ -46,17 +46,17 @@ class Mirror:
         self._added: list[tuple[Path, str]] = []  # directories with the names of their manifests
         # Positions in `_added`, from 1: of the last directory that is finished or skipped, and of the current upload.
         self._num_done = self._current = 0
-        self._failures: dict[str, str | None] = {}  # of the last checkpoint and the last export, by manifest name
+        self._failures: dict[str, str | None] = {}  # why the last checkpoint and export failed, by manifest name
         self._has_skipped = False
 
     def check(self, output_dir: str | os.PathLike[str], is_fsdp: bool = True) -> None:
-        """Raise a CheckpointError if a rank cannot write to the mirror, or without FSDP. Collective: every rank must call this."""
+        """Raise a CheckpointError if a rank cannot write to the mirror, or there is one and the run lacks FSDP. Collective."""
         if self._url is None:
             return
         if not is_fsdp:
             raise CheckpointError(
                 "checkpoint_mirror needs FSDP, because Trainer's own checkpoints are not uploaded. Launch with an FSDP "
-                "template, or unset it."
+                "template, or unset checkpoint_mirror."
             )
         with distributed.sync_errors(distributed.patient_group()):
             self._storage = Storage(self._url)
@@ -72,7 +72,7 @@ class Mirror:
                 ) from error
 
     def claim(self, run: str | None, step: int, *, is_starting: bool = True) -> None:
-        """Refuse a mirror of another run; when training starts, set aside checkpoints of steps that it repeats. Rank 0 only."""
+        """Refuse another run's mirror. When training starts, set aside checkpoints of steps that it repeats. Rank 0 only."""
         if self._url is None:
             return
         self._run, storage = run, self._storage
@@ -93,7 +93,7 @@ class Mirror:
     def start(self, output_dir: str, step: int, keep: int | None, best: Callable[[], str | None]) -> None:
         """Start the thread, and upload the checkpoint that the run resumes from if it is not in the mirror. Collective.
 
-        `keep` is the number of complete checkpoints to keep, or None for all; `best` returns the path of one to keep anyway.
+        `keep` is the number of complete checkpoints to keep, or None for all. The one whose path `best` returns is always kept.
         """
         self._keep, self._best = keep if keep and keep > 0 else None, best
         if self._url is None or self._thread is not None:  # train() may be called again
@@ -126,7 +126,7 @@ class Mirror:
 
     @property
     def sources(self) -> list[str]:
-        """The directories that are being or will be uploaded; they must not be deleted meanwhile."""
+        """The directories whose upload has not finished. They must not be deleted."""
         with self._changed:
             numbers = [] if self._is_idle() else [self._current, len(self._added)]
             return [str(self._added[number - 1][0]) for number in numbers]
@@ -141,7 +141,7 @@ class Mirror:
                 self._current = len(self._added)
             directory, manifest = self._added[-1]
             try:
-                # Rank 0 chooses the newest. The others may have added fewer or more so far.
+                # Rank 0 chooses its newest. The other ranks may have added fewer or more directories so far.
                 number = distributed.broadcast_object(self._current, self._group)
                 with self._changed:
                     while len(self._added) < number:
@@ -205,7 +205,7 @@ class Mirror:
             self._storage.attempt("rm_file", f"{self._storage.root}/{directory.name}/{UNFINISHED}")
             own = [one for one in self._storage.list_checkpoints() if one.run == self._run]
             newest = max((one.step for one in own if one.is_complete), default=0)
-            # A newer best checkpoint may not be uploaded yet.
+            # Keep the uploaded best one too, because a newer best checkpoint may not be uploaded yet.
             saved_best = layout.read_json(directory / layout.STATE_FILE).get("best_model_checkpoint")
             best = [Path(path).name for path in (self._best(), saved_best) if path]
             old = layout.find_old(own, self._keep, best) if self._keep else []
@@ -219,7 +219,7 @@ class Mirror:
 def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path | None = None) -> Path | None:
     """Download a checkpoint from a mirror into a run's output directory, and return its path there.
 
-    Each node downloads it, or only rank 0 if they share the directory. Ranks wait for each other without a timeout.
+    Each node downloads it, or only rank 0 if the nodes share the directory. Ranks wait for each other without a timeout.
     Collective: every rank must call this, after the process group has started.
 
     Args:

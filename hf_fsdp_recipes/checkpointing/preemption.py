@@ -24,11 +24,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class SignalWatch:
-    """Watches for signals on this rank and shares them with the others. Every rank has one."""
+    """Watches for signals on this rank and shares them with the other ranks. Create one on every rank."""
 
     def __init__(self) -> None:
         self._received = 0
-        # Of the last exchange: a signal's number, and whether a rank has failed.
+        # Result of the last exchange: a signal's number, and whether a rank has failed.
         self._flags = torch.zeros(2, dtype=torch.int32)
         self._pending: dist.Work | None = None
         self._is_agreed = False
@@ -37,7 +37,7 @@ class SignalWatch:
     def start(self) -> None:
         """Install the handlers. Call it on every rank.
 
-        Python allows handlers in the main thread only. Elsewhere, as in Ray Train, signals keep their effect and a line says so.
+        Python allows handlers only in the main thread. In another thread, as in Ray Train, this prints a note instead.
         """
         if threading.current_thread() is not threading.main_thread():
             distributed.print_main("not the main thread: SIGTERM and SIGUSR1 end the run without a last checkpoint")
@@ -59,7 +59,7 @@ class SignalWatch:
         return self._is_agreed
 
     def start_exchange(self, has_failed: bool) -> None:
-        """Start to share this rank's signal, and whether it has failed, while the optimizer steps.
+        """Share this rank's signal, and whether this rank has failed, while the optimizer steps.
 
         Collective: every rank must call this before the optimizer's step.
         """
@@ -98,7 +98,7 @@ class SignalWatch:
 
 
 def _end_with_launcher() -> None:
-    """Have the kernel send SIGTERM to this rank when its launcher dies: torchrun starts ranks in their own sessions."""
+    """Have the kernel send SIGTERM to this rank when its launcher dies, because torchrun starts ranks in their own sessions."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = os.getppid()

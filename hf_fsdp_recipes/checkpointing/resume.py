@@ -218,7 +218,7 @@ def _check_checkpoint(trainer: "Trainer", checkpoint: Path, is_sharded: bool) ->
         check_small_files(checkpoint)
         record_rows(trainer)
     model: Any = trainer.model
-    if not trainer.is_fsdp_enabled:  # Trainer's reader compares the tensors
+    if not trainer.is_fsdp_enabled:  # Trainer compares the model's tensors when it reads them
         optimizer = trainer.create_optimizer()
         distributed.run_on_main(lambda: _compare_optimizer(checkpoint, optimizer))
         distributed.run_on_main(lambda: _compare_runs(checkpoint, trainer))
@@ -252,7 +252,7 @@ def _compare_runs(checkpoint: Path, trainer: "Trainer") -> None:
 
 
 def record_rows(trainer: "Trainer") -> None:
-    """Let checkpoints record a trainer's rows, unless a recipe has described them. Not a collective."""
+    """Make checkpoints record which rows a trainer has, unless a recipe has described them. Not a collective."""
     args: Any = trainer.args
     if not hasattr(args, "recipe_facts"):
         args.recipe_facts = describe_rows(trainer.train_dataset)
@@ -283,7 +283,10 @@ def _check_state(trainer: "Trainer", checkpoint: Path) -> None:
 
 
 def _compare_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse another optimizer's state: each has settings that the other lacks. A new version may add or remove some."""
+    """Refuse the state of another optimizer. It has settings that this one lacks, and lacks settings that this one has.
+
+    A new version of the same optimizer may add settings or remove some.
+    """
     if not (checkpoint / "optimizer.pt").is_file():
         return
     state = read_tensor_file(checkpoint / "optimizer.pt", mmap=True)

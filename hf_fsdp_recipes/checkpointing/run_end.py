@@ -9,7 +9,7 @@ from hf_fsdp_recipes.checkpointing.run_identity import read_run
 if TYPE_CHECKING:
     from transformers import EarlyStoppingCallback, TrainerState, TrainingArguments
 
-PATIENCE = "early_stopping_patience"  # in the manifest of the last checkpoint before early stopping
+PATIENCE = "early_stopping_patience"  # key in the manifest of the last checkpoint before early stopping
 
 
 def find_end(args: "TrainingArguments", state: "TrainerState", callbacks: Iterable[object]) -> str | None:
@@ -24,7 +24,7 @@ def find_end(args: "TrainingArguments", state: "TrainerState", callbacks: Iterab
     if not isinstance(recorded, int) or patience is None or patience > recorded:
         return None
     return (
-        f"early stopping ended the run at step {state.global_step} of {state.max_steps} (to train on, raise "
+        f"early stopping ended the run at step {state.global_step} of {state.max_steps} (to continue, raise "
         f"early_stopping_patience above {recorded})"
     )
 

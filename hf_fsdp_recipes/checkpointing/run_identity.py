@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PreviousRun = Literal["refuse", "archive"]
 
 EXPORT, MERGED_EXPORT = EXPORTS = ("export", "export_merged")
-_EXPORT = re.compile(rf"({'|'.join(EXPORTS)})(-\d+)?")  # with a number if the directory was taken
+_EXPORT = re.compile(rf"({'|'.join(EXPORTS)})(-\d+)?")  # numbered if the directory was taken
 SIDE_FILES = (METRICS_FILE, REPORT_FILE, LOSS_PLOT, THROUGHPUT_PLOT, MEMORY_PLOT, MODEL_FILE)
 
 
@@ -43,7 +43,7 @@ def claim_directory(
     """Make room for a run in its output directory, and give a new run its id.
 
     If another run has written there, the new run is refused, or the earlier files are moved to `previous-<n>` when training
-    starts. Then checkpoints after the step that it resumes from are renamed. Rank 0 only, with the directory locked, before
+    starts. Then checkpoints of steps that the run will repeat are renamed. Rank 0 only, with the directory locked, before
     anything is written.
 
     Args:

@@ -13,9 +13,9 @@ _MEDIA = re.compile(r"\b(Image|Audio|Video|Pdf)\(")
 
 
 def describe_rows(rows: Any) -> dict[str, Any]:
-    """Return the number of a dataset's rows and a checksum of some of them; nothing if it has no length.
+    """Return the number of a dataset's rows and a checksum of some of them, or an empty dict if it has no length.
 
-    The checksum is only for a `datasets.Dataset`. Another dataset may return other values each time.
+    Only a `datasets.Dataset` gets a checksum. Other datasets may return different values each time.
     """
     from datasets import Dataset
 
@@ -23,7 +23,7 @@ def describe_rows(rows: Any) -> dict[str, Any]:
         return {}
     facts = {"num_train_rows": len(rows)}
     if isinstance(rows, Dataset):
-        # Another file of the same name and length should not go unnoticed.
+        # Detects another file with the same name and length.
         known = rows.with_format(None).remove_columns(
             [n for n, kind in rows.features.items() if _MEDIA.search(str(kind))]
         )

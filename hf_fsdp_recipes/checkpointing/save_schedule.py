@@ -5,7 +5,7 @@ from transformers.trainer_utils import SaveStrategy
 
 
 class SaveSchedule:
-    """Takes over Trainer's saves for one run: clears its flag and remembers the step that is due."""
+    """Takes over Trainer's saves for one run: clears Trainer's flag and remembers the step to save."""
 
     def __init__(self, args: TrainingArguments, last_saved_step: int) -> None:
         self.strategy = SaveStrategy(args.save_strategy)

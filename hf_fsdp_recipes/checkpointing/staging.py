@@ -1,8 +1,8 @@
 """Copies this rank's shards to host memory, reusing the same memory for every save.
 
 Shards on an accelerator are copied into pinned memory on a separate stream, once the work that training has queued is done.
-Every save reuses the same host memory. New memory would cause page faults or have to be pinned again, and use would double,
-because the allocator does not reuse memory that another thread has freed.
+New memory for each save would cause page faults or have to be pinned again. It would also double memory use, because the
+allocator does not reuse memory that another thread has freed.
 
 torch's `DefaultStager` is not used: in torch 2.13 its stream does not wait for training's stream, its thread works on
 device 0 on every rank, and it pins memory on CUDA only.
@@ -34,7 +34,7 @@ KeyPath = tuple[Any, ...]  # the keys that lead to a tensor
 class CopyStream:
     """A stream for copying a state to host memory during training, on the accelerator that holds the state.
 
-    Create it on the thread that trains. If the state is in host memory, all methods do nothing.
+    Create it on the training thread. If the state is in host memory, all methods do nothing.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -44,12 +44,12 @@ class CopyStream:
         self._last_copy: torch.Event | None = None
 
     def wait_for_training(self) -> None:
-        """Delay later copies until what training has queued is done. Call it on the thread that trains; returns at once."""
+        """Make later copies wait for the work that training has queued. Call it on the training thread; returns at once."""
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def hold_training(self) -> None:
-        """Delay what training queues from now on until the copies are done. Call it on the same thread; returns at once."""
+        """Make work that training queues from now on wait for the copies. Call it on the training thread; returns at once."""
         if self._last_copy is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._last_copy)
 
@@ -117,7 +117,7 @@ class HostStaging:
         for number, shard in enumerate(tensor.local_shards()):
             values = self._copy_tensor(shard.tensor, (*path, number), memory)
             shards.append(Shard(values, on_host[tuple(shard.metadata.shard_offsets)]))
-        # Not ShardedTensor's own constructor, which communicates with other ranks and refuses pinned memory.
+        # ShardedTensor's own constructor communicates with other ranks and refuses pinned memory.
         return ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, metadata)
 
     def _copy_tensor(self, tensor: torch.Tensor, path: KeyPath, memory: "dict[bool, _HostMemory]") -> torch.Tensor:
@@ -154,7 +154,7 @@ class _HostMemory:
         self.num_expected_bytes += num_bytes
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return uninitialized host memory of a tensor's shape and dtype, in a storage of exactly that size."""
+        """Return uninitialized host memory of a tensor's shape and dtype; its storage is no larger than the tensor."""
         num_bytes = _aligned(tensor.nbytes)
         if num_bytes > len(self._free):
             size = max(num_bytes, min(CHUNK_BYTES, self.num_expected_bytes))

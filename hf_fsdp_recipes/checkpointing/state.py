@@ -78,7 +78,7 @@ def random_state() -> dict[str, Any]:
     }
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None and PartialState().device.type == "cpu":
-        # Reading the generators would create a context on every device, but Trainer expects the entry on each rank.
+        # Reading the generators would create a context on every device, but Trainer expects an entry on each rank.
         states[accelerator.type] = []
     elif accelerator is not None:
         module = torch.get_device_module(accelerator)

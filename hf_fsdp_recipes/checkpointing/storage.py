@@ -9,7 +9,7 @@ from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.errors import CheckpointError, summarize
 
 RETRY_SECONDS = (1.0, 4.0, 16.0)
-UNFINISHED = "upload.json"  # in a checkpoint whose upload has not finished; holds the run's id
+UNFINISHED = "upload.json"  # file in a checkpoint whose upload has not finished; holds the run's id
 
 
 class Storage:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_supported(args: "TrainingArguments", state: "TrainerState") -> bool:
-    """Return whether Trainer's checkpoints can be completed: one process or DDP, in one directory, and not pushed by Trainer."""
+    """Return whether Trainer writes checkpoints on one process or under DDP, to one directory, and does not push them."""
     from accelerate.state import AcceleratorState
 
     is_elsewhere = state.is_hyper_param_search or args.save_on_each_node or args.push_to_hub

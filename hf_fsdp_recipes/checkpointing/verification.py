@@ -13,7 +13,7 @@ from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.errors import CheckpointError, summarize
 
 read_tensor_file = functools.partial(torch.load, map_location="cpu", weights_only=True)
-_verified: set[Path] = set()  # by this process
+_verified: set[Path] = set()  # the checkpoints that this process has verified
 
 
 def latest_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
@@ -40,7 +40,7 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
 def check_named(directory: Path) -> None:
     """Check a checkpoint that the user named to resume from.
 
-    One without a manifest, such as a stock Trainer's, is accepted with a warning.
+    A checkpoint without a manifest, such as a stock Trainer's, is accepted with a warning.
 
     Collective, like `latest_checkpoint`.
 
@@ -86,7 +86,7 @@ def _verify(directory: Path) -> str | None:
     for rank, (unseen, _) in enumerate(found):
         if unseen is not None and found[0][0] is None:
             raise CheckpointError(
-                f"{directory} is complete on rank 0, but rank {rank} sees another one: {unseen}. Mount the same output_dir on "
+                f"{directory} is complete on rank 0, but not on rank {rank}: {unseen}. Mount the same output_dir on "
                 f"every node."
             )
     fault = next((fault for _, fault in found if fault is not None), None)

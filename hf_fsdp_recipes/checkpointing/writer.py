@@ -33,7 +33,7 @@ from hf_fsdp_recipes.metrics import progress
 logger = logging.getLogger(__name__)
 
 State = Mapping[str, Any]
-StagedState = tuple[State, torch.Event | None]  # in host memory once the event is reached
+StagedState = tuple[State, torch.Event | None]  # a state, which is in host memory once the event is reached
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Snapshot:
 
 
 class Writer:
-    """Writes snapshots, one at a time. Every rank has one and calls its methods in the same order.
+    """Writes snapshots, one at a time. Every rank creates a writer and calls its methods in the same order.
 
     Args:
         output_dir: the run's output directory.
@@ -61,7 +61,7 @@ class Writer:
         asynchronous: bool = True,
         on_complete: Callable[[Path], None] | None = None,
     ) -> None:
-        forget_plans()  # of an earlier run in this process
+        forget_plans()  # an earlier run in this process may have left some
         self._on_complete = on_complete
         self.output_dir = Path(output_dir)
         self._asynchronous = asynchronous
@@ -69,7 +69,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._staging: dict[str, HostStaging] = {}
-        self._is_staged = threading.Event()  # on an accelerator, as soon as the copies are queued
+        self._is_staged = threading.Event()  # set once the state is copied, or its copies to the host are queued
         self._copies: CopyStream | None = None
         self._completed: Path | None = None
 
@@ -80,7 +80,7 @@ class Writer:
 
     @property
     def has_started(self) -> bool:
-        """Whether a save was started that `wait` has not collected yet."""
+        """Whether a save was started for which `wait` has not been called yet."""
         return self._thread is not None
 
     @property
@@ -139,7 +139,7 @@ class Writer:
             self._thread = None
         failure, self._failure = self._failure, None
         try:
-            check_lock(self.output_dir)  # held by rank 0
+            check_lock(self.output_dir)  # rank 0 holds the lock
         except RecipeError as error:
             failure = error
         distributed.raise_together(failure)
@@ -215,7 +215,7 @@ class Writer:
     def _discard(self, step: int) -> None:
         """Delete what a failed save has written, once every rank has stopped writing."""
         forget_plans()
-        with contextlib.suppress(RuntimeError, RecipeError):  # a rank has exited, or another run has the directory
+        with contextlib.suppress(RuntimeError, RecipeError):  # a rank has exited, or another run has taken over
             distributed.gather_objects(None, self._group)
             if distributed.is_main():
                 check_lock(self.output_dir)
@@ -286,6 +286,6 @@ def _cause(error: BaseException) -> str:
         return _cause(next((cause for cause in causes if isinstance(cause, OSError)), causes[0]))
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    if "inline_container.cc" in str(error):  # torch's position in the file
+    if "inline_container.cc" in str(error):  # torch reports only its position in the file
         return "torch.save could not write a file"
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

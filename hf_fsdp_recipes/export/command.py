@@ -23,7 +23,7 @@ def export(
         Optional[str], typer.Option(help="Directory or Hub id of the base model, if the checkpoint does not record it.")
     ] = None,
     dtype: Annotated[Optional[str], typer.Option(help="Dtype to cast to, such as bfloat16.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Size of the largest file.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="Maximum size of a file.")] = "5GB",
     merge_adapter: Annotated[
         bool, typer.Option("--merge-adapter", help="LoRA: merge the adapter into the base model.")
     ] = False,

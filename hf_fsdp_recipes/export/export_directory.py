@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse_shard_size(size: int | str, argument: str = "max_shard_size") -> int:
-    """Convert a file size that `save_pretrained` accepts, such as "5GB", to bytes. The ExportError for others names `argument`."""
+    """Convert a size that `save_pretrained` accepts, such as "5GB", to bytes; for others, an ExportError names `argument`."""
     from huggingface_hub.serialization._base import parse_size_to_int
 
     try:
@@ -117,7 +117,7 @@ def _folders(directory: Path, files: Iterable[str]) -> list[Path]:
 def write_marker(directory: Path, checksums: Iterable[dict[str, Checksums]]) -> None:
     """Write the marker that lists all files, then flush everything to disk. Rank 0 only, when the files are complete.
 
-    `checksums` are those of the weights; other files are read.
+    `checksums` are those of the weights. Other files are read to compute theirs.
     """
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     parts = list(checksums)
@@ -133,13 +133,16 @@ def write_marker(directory: Path, checksums: Iterable[dict[str, Checksums]]) -> 
 
 
 def incomplete_directory_for(final: Path) -> Path:
-    """Return the path that an export is written to before it is complete."""
+    """Return the path that an export is written to until it is complete."""
     return final.with_name(f".{final.name}.export")  # a save of checkpoint-<step> uses another suffix
 
 
 @contextlib.contextmanager
 def lock(final: Path) -> Iterator[None]:
-    """Keep other processes from exporting to the same place, if the file system has locks; ExportError if one does. Rank 0 only."""
+    """Keep other processes from exporting to `final`, if the file system has locks. Rank 0 only.
+
+    Raises an ExportError if another process is exporting there.
+    """
     file = final.with_name(f".{final.name}.export.lock")
     file.parent.mkdir(parents=True, exist_ok=True)
     found = FileLock(file)
@@ -215,7 +218,7 @@ def _choose_free_name(final: Path) -> Path:
 
 
 def _delete(directory: Path) -> None:
-    """Delete the files that a checked export's marker lists, the marker last, and the directory."""
+    """Delete the files that a checked export's marker lists, then the marker and the directory."""
     files = list(read_marker(directory)) if (directory / MARKER).is_file() else []
     for name in files:
         (directory / name).unlink(missing_ok=True)

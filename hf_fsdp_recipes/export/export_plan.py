@@ -26,13 +26,13 @@ class ShardExport:
     """This rank's part of one parameter: `count` elements from `first`, in the parameter's row-major order."""
 
     name: str  # key in the model's state dict
-    shape: tuple[int, ...]  # of the full parameter
-    held_dtype: torch.dtype  # that `read` returns
+    shape: tuple[int, ...]  # the full parameter's
+    held_dtype: torch.dtype  # the dtype that `read` returns
     first: int
     count: int
     parts: list[TensorRange]  # the stored tensors that the parameter becomes
-    dtype: torch.dtype  # in the file
-    read: Callable[[int, int], torch.Tensor]  # (start, count): final values (1-D), from `start` elements after `first`
+    dtype: torch.dtype  # the dtype in the file
+    read: Callable[[int, int], torch.Tensor]  # takes (start, count); returns final values (1-D) from `first + start` on
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ExportPlan:
     model: "PreTrainedModel | None"  # possibly on meta; its conversions name the tensors; None for an adapter
     pattern: str  # file name with `{suffix}`
     write_assets: Callable[[Path, FilePlan], None]  # writes configs and tokenizer into a directory; rank 0 calls it
-    base_directory: Path | None = None  # of the config and, for a merge, weights; verified before anything is written
+    base_directory: Path | None = None  # holds the config and, for a merge, the weights; verified before writing
 
     @property
     def is_adapter(self) -> bool:

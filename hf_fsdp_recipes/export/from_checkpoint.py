@@ -1,7 +1,7 @@
 """Converts a sharded checkpoint to a model directory, offline.
 
-The checkpoint's tensors are matched by name with a model on meta; each process writes every n-th tensor. A LoRA checkpoint
-becomes an adapter, or a merged model whose base weights are read chunk by chunk from the base model's files.
+The checkpoint's tensors are matched by name with a model on meta, and divided among the processes. A LoRA checkpoint becomes
+an adapter, or a merged model whose base weights are read chunk by chunk from the base model's files.
 """
 
 import math
@@ -58,13 +58,13 @@ def export_checkpoint(
 ) -> Path:
     """Convert a sharded checkpoint to a directory that `from_pretrained` loads, offline and without GPUs.
 
-    Collective if there are several processes (any number): every process must call this. Reads in chunks, in constant
-    memory. Accepts checkpoints of this package, of a stock Trainer or Accelerate (FSDP2 and FSDP1), plain directories of
-    `.distcp` files, and exported adapters to merge.
+    Collective: every process must call this, and there may be any number of them. Reads in chunks, in constant memory.
+    Accepts checkpoints of this package, of a stock Trainer or Accelerate (FSDP2 and FSDP1), plain directories of `.distcp`
+    files, and exported adapters to merge.
 
     Args:
         checkpoint_dir: `checkpoint-<step>`, its `pytorch_model_fsdp_0`, any directory with a `.metadata` file, or, with
-            `merge_adapter`, one with an `adapter_config.json`.
+            `merge_adapter`, an exported adapter.
         output_dir: as in `export_model`.
         base_model: directory or Hub id to take the config and tokenizer from, and the base weights when merging an adapter.
             None uses the model in the checkpoint's train_params.yaml.
@@ -264,7 +264,7 @@ def _describe_adapter(
 
 
 def _adapter_config(params: dict[str, Any], name: str) -> "PeftConfig":
-    """Return the PEFT config that the checkpoint recorded; raise an ExportError if there is none, as in a stock Trainer's."""
+    """Return the PEFT config that a checkpoint recorded; raise an ExportError if it has none. A stock Trainer records none."""
     from peft import PeftConfig
 
     if "adapter" not in params:

@@ -52,8 +52,9 @@ def export_model(
     Collective: every rank must call this, with the same arguments. The model is not changed.
 
     Args:
-        model: FSDP2, FSDP1, DDP or plain. With PEFT adapters only the adapter is written, unless `merge_adapter`.
-        output_dir: appears when the export is complete; replaces an earlier export there if that holds no other files.
+        model: an FSDP2, FSDP1, DDP or plain model. With PEFT adapters only the adapter is written, unless `merge_adapter`.
+        output_dir: directory that appears when the export is complete. An earlier export there is replaced if it holds no
+            other files.
         dtype: floating-point dtype to cast to while writing; None keeps the parameters' own.
         max_shard_size: bytes or "5GB", as in `save_pretrained`.
         method: `direct`: every rank writes its shards to shared files. `gather`: rank 0 receives and writes all shards.
@@ -102,10 +103,10 @@ def check_export(
     other_bytes: int = 0,
     use_free_name: bool = False,
 ) -> int:
-    """Find out before training whether `export_model` will be able to write a model there; return the export's size in bytes.
+    """Find out before training whether `export_model` will be able to write a model; return the export's size in bytes.
 
-    Collective: every rank must call this. The model may be on meta, sharded or not. The arguments are those of `export_model`,
-    and `other_bytes`, the size of other exports that need room on the same disk. Raises what `export_model` would.
+    Collective: every rank must call this. The model may be on meta, sharded or not. `other_bytes` is the size of other exports
+    that need room on the same disk; the other arguments, and the errors, are those of `export_model`.
     """
     check_arguments(output_dir=str(output_dir), max_shard_size=max_shard_size)
     model = _without_data_parallel(model)

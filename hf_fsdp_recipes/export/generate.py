@@ -36,7 +36,7 @@ def generate_timed(
     network = load_export(model)
     if not network.can_generate():
         raise ExportError(
-            f"{model} is a {network.config.architectures[0]}, which classifies text. Use the model itself, not generate."
+            f"{model} is a {network.config.architectures[0]}, which classifies text. Load it with from_pretrained instead."
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)

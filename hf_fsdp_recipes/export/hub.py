@@ -40,7 +40,7 @@ class HubTarget:
 
 
 def read_target(training: "TrainingArguments", needs_access: bool = True) -> HubTarget | None:
-    """Return the target that `push_to_hub` and its options describe, or None; raise a RecipeError if it is no repository id.
+    """Return the target that `push_to_hub` and its options describe, or None; raise a RecipeError if its id is invalid.
 
     With `needs_access`, also raise one if there is no token or the Hub is switched off.
     """
@@ -140,7 +140,7 @@ class Pusher:
 
 
 def upload(source: Path, repo: str, strategy: str, is_private: bool, folder: Path) -> str:
-    """Upload an export, or a checkpoint as a model and, depending on the strategy, unconverted. Returns the URL."""
+    """Upload an export, or a checkpoint converted to a model; return its URL. Some strategies also upload the checkpoint."""
     from huggingface_hub import HfApi
 
     api = HfApi()

@@ -32,7 +32,7 @@ def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedMo
 def _load_model(
     name: str, auto_class: str | None = None, fields: dict[str, Any] | None = None, **kwargs: Any
 ) -> "PreTrainedModel":
-    """Load a model of the class that is requested or that its config declares, with changed config fields."""
+    """Load a model with changed config fields. Its class is `auto_class`, or the one that its config declares."""
     from transformers import AutoConfig
 
     code = {key: kwargs[key] for key in ("revision", "token", "trust_remote_code") if key in kwargs}

@@ -47,7 +47,7 @@ def is_merged_or_unused(name: str) -> bool:
 
 
 def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[str, str]:
-    """Map the adapter's parameters to their names in `adapter_model.safetensors`; ExportError if PEFT lists others."""
+    """Map the adapter's parameters to their names in `adapter_model.safetensors`; raise an ExportError if PEFT lists others."""
     from peft import get_peft_model_state_dict
 
     peft_model = find_peft_model(model)
@@ -121,10 +121,10 @@ def recorded_class(config: "PeftConfig", tensors: Mapping[str, Any]) -> tuple[st
     name = mapping.get("base_model_class")
     found = getattr(transformers, name or "", None)
     if not str(mapping.get("parent_library")).startswith("transformers") or found is None or not task_type_of(found):
-        name = None  # the base model's own class
+        name = None  # use the class that the base model declares
     fields = {field: mapping[field] for field in HEAD_FIELDS if mapping.get(field) is not None}
     if "id2label" in fields:
-        fields["id2label"] = {int(number): label for number, label in fields["id2label"].items()}  # JSON has strings
+        fields["id2label"] = {int(number): label for number, label in fields["id2label"].items()}  # JSON keys are text
     return name, ({"num_labels": heads[-1]} if is_classifier and heads else {}) | fields
 
 
@@ -140,7 +140,7 @@ def _check_mergeable(config: Any) -> None:
 
 
 def _adapted_weight(name: str, layer: Any) -> str:
-    """Return the name of the parameter that a LoRA layer adapts. PEFT's layers of fused experts are nested and name it."""
+    """Return the name of the parameter that a LoRA layer adapts. PEFT's layers for fused experts are nested and hold it."""
     leaf = getattr(layer, "parameter_name", "weight")
     while hasattr(layer, "base_layer"):
         name, layer = f"{name}.base_layer", layer.base_layer
@@ -183,7 +183,7 @@ class ShardMerger:
             )
         self._slices = local_slices(model)
         self._matrices: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._magnitudes: dict[str, torch.Tensor] = {}  # of DoRA
+        self._magnitudes: dict[str, torch.Tensor] = {}  # DoRA's
         self._factors: dict[str, torch.Tensor] = {}
         dora = [weight for weight, (_, layer) in self._layers.items() if self._adapter in layer.lora_magnitude_vector]
         for piece in (self._slices[weight] for weight in dora):
@@ -273,7 +273,7 @@ def dora_factors(
     b: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """Return what DoRA multiplies each row of `W + scaling * B @ A` by (out,); NaN for rows outside `rows`.
+    """Return the factors (out,) by which DoRA multiplies the rows of `W + scaling * B @ A`; NaN for rows outside `rows`.
 
     `read_rows(top, bottom)` returns rows of W (bottom - top, width). A few megabytes are read at a time.
     """
@@ -288,7 +288,7 @@ def dora_factors(
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor of an adapter's safetensors file; `read` is that of a checkpoint's DcpTensor."""
+    """One tensor of an adapter's safetensors file, read like a checkpoint's DcpTensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -359,7 +359,7 @@ class StoredAdapter:
         self._latest: tuple[str, tuple[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None
 
     def check_fits(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise an ExportError that names the adapter tensors without a base parameter of the right shape."""
+        """Raise an ExportError if the base model has no parameter of the right shape for an adapter's tensor."""
         unmatched = [name for name in self._matrices if name not in self._layers]
         unmatched += [name for name in self._saved_modules if name not in shapes]
         unmatched += [n for n, tensor in self._saved_modules.items() if n in shapes and tensor.shape != shapes[n]]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer_config.json"
 CONFIG_FILE = "config.json"
-# A tokenizer or processor that is saved later writes its own.
+# A tokenizer or processor that is saved later overwrites them.
 PROCESSOR_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -40,7 +40,7 @@ def collect(model: torch.nn.Module, tokenizer: "PreTrainedTokenizerBase | None")
 
 
 def save_configs(model: torch.nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Write config and generation config, set for inference, the processor's files and the model's own code. Rank 0 only."""
+    """Write the configs, set for inference, and copy the processor's files and the model's own code. Rank 0 only."""
     from transformers import PreTrainedModel
     from transformers.dynamic_module_utils import custom_object_save
 
@@ -81,5 +81,5 @@ def find_custom_class(model: torch.nn.Module) -> type | None:
 
 
 def find_directory(checkpoint: Path, file: str) -> Path | None:
-    """Return the checkpoint directory, or its parent, if it contains a file; else None."""
+    """Return the checkpoint directory or its parent, whichever contains a file; else None."""
     return next((folder for folder in (checkpoint, checkpoint.parent) if (folder / file).is_file()), None)

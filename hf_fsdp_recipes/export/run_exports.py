@@ -42,7 +42,7 @@ class RunExports:
         kind = AcceleratorState().distributed_type.value
         if kind in ("DEEPSPEED", "MEGATRON_LM"):
             raise CheckpointError(
-                f"export_dir is set, but a model cannot be exported under {kind}. Use FSDP or DDP, or unset it."
+                f"export_dir is set, but a model cannot be exported under {kind}. Use FSDP or DDP, or unset export_dir."
             )
         check_export(model, self.directory)
 
@@ -54,7 +54,7 @@ class RunExports:
 
     @property
     def sources(self) -> list[str]:
-        """The directories that are being or will be pushed or uploaded; they must not be deleted meanwhile."""
+        """The directories whose push or upload has not finished. They must not be deleted."""
         pushed = [] if self._pusher is None or self._pusher.source is None else [str(self._pusher.source)]
         return pushed + self._mirror.sources
 
@@ -86,12 +86,12 @@ class RunExports:
         return self.is_finished and distributed.run_on_main(lambda: has_weights(export))
 
     def push(self, export: Path) -> None:
-        """Push the final export, if pushing is on, and wait for it, without collectives. A failure only logs a warning."""
+        """Push the final export, if pushing is on, and wait for it. A failure only logs a warning. Not a collective."""
         if self._pusher is not None:
             self._pusher.push_export(export)
 
     def upload(self, *exports: Path) -> None:
-        """Upload exports to the mirror, if there is one, and wait for it; raise a SaveError if one was not uploaded. Collective."""
+        """Upload exports to the mirror, if there is one, and wait; raise a SaveError if an upload failed. Collective."""
         for export in exports:
             self._mirror.add(export, MARKER)
         distributed.raise_together(self._mirror.wait())

@@ -30,9 +30,8 @@ def local_slices(model: torch.nn.Module) -> dict[str, Slice]:
         for prefix, module in model.named_modules()
         for name in getattr(module, "all_tied_weights_keys", None) or ()
     }
-    names.sort(
-        key=lambda item: item[0] in copies
-    )  # tied tensors are written under the name that from_pretrained expects
+    # Tied tensors are written under the name that from_pretrained expects.
+    names.sort(key=lambda item: item[0] in copies)
     flat = fsdp1.flat_slices(model)
     seen: set[int] = set()
     for full_name, tensor in names:

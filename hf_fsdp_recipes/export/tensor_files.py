@@ -84,7 +84,7 @@ def plan_files(
     split = split_torch_state_dict_into_shards(meta, filename_pattern=pattern, max_shard_size=max_shard_bytes)
     headers, num_bytes, planned = {}, {}, {}
     for file, names in split.filename_to_tensors.items():
-        # The reference writer sorts the same way, to align larger dtypes.
+        # Sorted as in the safetensors library, which aligns larger dtypes this way.
         ordered = sorted(names, key=lambda name: (-meta[name].dtype.itemsize, name))
         entries: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
         offset = 0
@@ -127,7 +127,7 @@ class FileWriter:
     """Writes ranges of elements to planned files; each rank has its own writer. `close` makes them durable.
 
     Attributes:
-        checksums: of everything written so far.
+        checksums: the checksums of everything written so far.
         borders: with `keeps_borders`, the bytes that do not fill a page; rank 0 writes them.
     """
 

@@ -24,7 +24,7 @@ def has_weights(directory: Path) -> bool:
 
 
 def check_headers(directory: Path, plan: FilePlan) -> None:
-    """Raise an ExportError if a file has not the planned header and size. Rank 0 only, after all ranks have closed the files."""
+    """Raise an ExportError if a file lacks the planned header or size. Rank 0 only, after all ranks have closed the files."""
     for file, header in plan.headers.items():
         with (directory / file).open("rb") as stream:
             if stream.read(len(header)) != header or stream.seek(0, os.SEEK_END) != plan.num_bytes[file]:
@@ -32,7 +32,7 @@ def check_headers(directory: Path, plan: FilePlan) -> None:
 
 
 def check_adapter_rows(directory: Path, plan: FilePlan) -> None:
-    """Raise an ExportError if a `lora_A` has rows of zeros: it never starts at zero, so a shard is missing. Rank 0 only."""
+    """Raise an ExportError if a `lora_A` has rows of zeros, as when a rank's shard is missing. Rank 0 only."""
     from safetensors import safe_open
 
     for file in plan.headers:
@@ -43,16 +43,16 @@ def check_adapter_rows(directory: Path, plan: FilePlan) -> None:
 
 
 def check_config(directory: Path, plan: FilePlan) -> None:
-    """Raise an ExportError if the planned tensors are not those of the model of the export's config. Rank 0 only."""
+    """Raise an ExportError if the planned tensors do not fit the model in the export's config. Rank 0 only."""
     import transformers
     from accelerate import init_empty_weights
     from transformers import AutoConfig
 
     if "auto_map" in json.loads((directory / "config.json").read_text()):
-        return  # the export does not include the model's code, so the model cannot be built
+        return  # building this model would run its own code
     config = AutoConfig.from_pretrained(directory)
     declared = getattr(transformers, model_class.declared_class(config) or "", None)
-    with init_empty_weights():  # the trained class, whatever its head
+    with init_empty_weights():  # build the trained class, with its head
         model = model_class.build(config) if declared is None else declared._from_config(config)
     model.tie_weights()
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

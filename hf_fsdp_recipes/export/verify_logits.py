@@ -27,11 +27,11 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 2e-2}
 def check_logits(model: torch.nn.Module, export: Path, tokenizer: "PreTrainedTokenizerBase") -> float:
     """Compare a model in training, sharded or not, with its export; return the largest difference relative to the largest logit.
 
-    Collective: every rank must call this, because the sharded forward needs all of them. All raise an ExportError if the export
-    cannot be loaded or its logits differ.
+    Collective: every rank must call this, because the sharded forward needs every rank. All ranks raise an ExportError if the
+    export cannot be loaded or its logits differ.
     """
     device = next((buffer.device for buffer in model.buffers()), torch.device("cpu"))
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's own
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's tokenizer
     inputs = {"input_ids": tokenizer(PROMPT, return_tensors="pt")["input_ids"].to(device)}
     was_training = model.training
     model.eval()
@@ -51,7 +51,7 @@ def _quantization_kwargs(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
     config = copy.deepcopy(config)
-    config.bnb_4bit_quant_storage = torch.uint8  # the same values; other storage dtypes are for sharding
+    config.bnb_4bit_quant_storage = torch.uint8  # stores the same values; other storage dtypes are for sharding
     return {"quantization_config": config, "device_map": {"": "cpu"}}
 
 

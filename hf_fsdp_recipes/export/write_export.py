@@ -58,8 +58,8 @@ def write_export(
 
     Collective: every rank must call this, after `check_arguments`. `describe` returns this rank's plan; it may fail on some
     ranks but must not call collectives. `prepare` is called on every rank between planning and writing, and may call
-    collectives. `source` is the
-    directory that is exported, if there is one. After an ExportError, which every rank raises, `output_dir` is unchanged.
+    collectives. `source` is the directory that is exported, if there is one. An ExportError is raised on
+    every rank, and leaves `output_dir` unchanged.
     """
     with contextlib.ExitStack() as stack:
         with distributed.sync_errors(), _failed_write(output_dir):
@@ -120,7 +120,7 @@ def _write_files(
 
 @contextlib.contextmanager
 def _failed_write(directory: Path) -> Iterator[None]:
-    """Turn a file system error into an ExportError of one line."""
+    """Turn a file system error into an ExportError with a one-line message."""
     try:
         yield
     except OSError as error:
@@ -277,7 +277,7 @@ def _write_received(
                 writer.write(*chunk)
                 bar.update(chunk[2].nbytes)
     except Exception as error:
-        deque(received, maxlen=0)  # the other ranks send everything
+        deque(received, maxlen=0)  # receive the rest, because the other ranks send everything
         return error
     return None
 

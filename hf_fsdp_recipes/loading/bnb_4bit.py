@@ -1,4 +1,4 @@
-"""Quantizes weights to 4 bits while they load: one rank reads and quantizes a weight, and every rank gets its shard.
+"""Quantizes weights to 4 bits while they load: one rank reads and quantizes a weight; every rank gets its shard of it.
 
 No rank holds more than one unquantized weight (two copies while one is transposed). Every rank gets all scales
 (bitsandbytes' quant state), because dequantizing a gathered weight needs them.
@@ -43,12 +43,12 @@ CPU_CHUNK_ELEMENTS = 512 * 1024  # a multiple of the block size 64; fits in a co
 class Quant4bitSpec:
     """How one weight is quantized."""
 
-    shape: tuple[int, ...]  # in the checkpoint
-    dtype: torch.dtype  # the model's, to which the weight is cast first
+    shape: tuple[int, ...]  # the shape in the checkpoint
+    dtype: torch.dtype  # the model's; the weight is cast to it before it is quantized
     is_transposed: bool  # the layer stores the transpose (GPT-2's Conv1D)
     quant_type: str  # nf4 or fp4
     has_nested_scales: bool  # the scales are quantized too (`use_bnb_nested_quant`)
-    storage: torch.dtype  # of the packed weight, as FSDP shards and gathers it
+    storage: torch.dtype  # dtype of the packed weight, in which FSDP shards and gathers it
 
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, "QuantState"]:
         """Return the packed weight, (n, 1) in `storage`, and its quant state."""
@@ -84,7 +84,7 @@ class Quant4bitSpec:
 
 
 def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtype: torch.dtype) -> "HfQuantizer":
-    """Replace a meta model's linear layers with 4-bit ones of unpacked shape, and return the quantizer. Not a collective.
+    """Replace a meta model's linear layers with 4-bit layers, not yet packed; return the quantizer. Not a collective.
 
     Fused experts are no linear layers, so transformers leaves them as they are, which rank 0 logs.
 
@@ -125,7 +125,7 @@ def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtyp
 
 
 def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torch.dtype) -> dict[str, Quant4bitSpec]:
-    """Give the 4-bit layers' meta weights their packed shape; return how to quantize each by name. Not a collective."""
+    """Give the 4-bit layers' meta weights their packed shape; return the spec of each, by name. Not a collective."""
     from bitsandbytes.nn import Linear4bit, Params4bit
     from transformers.pytorch_utils import Conv1D
 
@@ -186,11 +186,11 @@ def fill(
     Collective: every rank must call this, with the same work in the same order.
 
     Args:
-        work: for each 4-bit weight: the target of its packed bytes, with the ranges of the unpacked weight; how to quantize
-            it; and its layer.
+        work: for each 4-bit weight, the target of its packed bytes (with the ranges of the unpacked weight), its spec and
+            its layer.
         index: the checkpoint; needed only on the ranks that read.
         stream: sends rank 0's data to all ranks.
-        do_all_ranks_read: whether each rank reads and quantizes an equal part of the weights; else rank 0 does all.
+        do_all_ranks_read: whether each rank reads and quantizes an equal part of the weights. If not, rank 0 does them all.
         device: this rank's compute device, where it quantizes.
     """
     if not work:
@@ -207,7 +207,7 @@ def fill(
     sizes = [target.local.nbytes for target, _, _ in work]
     for number, (target, _, layer) in enumerate(progress.each(work, "load 4-bit weights", sizes=sizes)):
         reader = number % num_readers
-        if reader == 0:  # all readers quantize at the same time
+        if reader == 0:  # all readers quantize their next weight at the same time
             quantized = _next_quantized(own)
         # Every rank gets the shapes of the scales, or the reader's error.
         shapes = distributed.run_on_main(describe, distributed.patient_group(), reader)

@@ -18,7 +18,7 @@ HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", 
 
 
 def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
-    """Return a model's directory; a Hub id is downloaded with `from_pretrained`'s `kwargs`, or a LoadError raised."""
+    """Return a model's directory. Download a Hub id with `from_pretrained`'s `kwargs`; raise a LoadError if that fails."""
     if Path(name_or_path).is_dir():
         return Path(name_or_path) / (kwargs.get("subfolder") or "")
     from huggingface_hub import snapshot_download
@@ -40,10 +40,10 @@ def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
 
 
 def read_config(name: str, overrides: str | None = None, is_4bit: bool = False) -> "PreTrainedConfig":
-    """Read a config and override fields (`hidden_size=768,num_hidden_layers=12`); raise a LoadError if that is not possible.
+    """Read a config and override fields (`hidden_size=768,num_hidden_layers=12`); raise a LoadError if either fails.
 
-    A quantized checkpoint's config is returned as that of the dequantized model, or refused as `load_model` does; with `is_4bit`,
-    if the weights are to be quantized to 4 bits, it is always refused.
+    The config of a quantized checkpoint becomes that of the dequantized model. It is refused if `load_model` would refuse the
+    checkpoint, or if `is_4bit` says that the weights will be quantized to 4 bits.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -108,9 +108,8 @@ def build_on_meta(
             f"a {config.model_type!r} model cannot be built: {summarize(error)}. Check its config.json and the arguments."
         ) from error
     present = {type(module).__name__ for module in model.modules()}
-    model._no_split_modules = present & set(
-        model._no_split_modules or ()
-    )  # Accelerate refuses classes that the model lacks
+    # Accelerate refuses classes that the model lacks.
+    model._no_split_modules = present & set(model._no_split_modules or ())
     for module in model.modules():  # run the model's own init, but only on modules with buffers
         module._is_hf_initialized = next(module.buffers(recurse=False), None) is None
     model.initialize_weights()

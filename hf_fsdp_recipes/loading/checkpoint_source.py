@@ -60,8 +60,8 @@ def check_sources(model: torch.nn.Module, source: CheckpointSource) -> None:
             unfilled.append(name)
     if unfilled:
         raise LoadError(
-            f"{len(unfilled)} parameters are on meta and not in the checkpoint: {unfilled[:3]}. Initialize modules that you add "
-            f"after load_model with real values, or load the model with from_pretrained."
+            f"{len(unfilled)} parameters are on meta and not in the checkpoint: {unfilled[:3]}. If you add "
+            f"modules after load_model, create them on the CPU, or load the model with from_pretrained."
         )
 
 

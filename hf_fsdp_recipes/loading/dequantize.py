@@ -1,7 +1,7 @@
 """Dequantizes FP8 and MXFP4 checkpoints while they are read, a few rows at a time.
 
-A quantized weight is described as a stored tensor of the dtype that is asked for. Whoever reads a range of it gets that range
-dequantized, so every way of loading works as for other checkpoints, and no rank holds a full weight.
+A quantized weight is described as a stored tensor of the requested dtype, and each range of it is dequantized when it is read.
+So every way of loading works as for other checkpoints, and no rank holds a full weight.
 
 Source: transformers 5.18 to 5.23, `integrations/finegrained_fp8.py` (`Fp8Dequantize`), `integrations/mxfp4.py`
 (`Mxfp4Dequantize`), `quantizers/auto.py` (`get_hf_quantizer`). The values are equal to theirs, bit for bit.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 METHODS = ("fp8", "mxfp4")
-GROUP = 32  # values of MXFP4 that share a scale, in 16 bytes
+GROUP = 32  # MXFP4 values that share a scale; they take 16 bytes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Fp8Weight:
     block: tuple[int, int]
 
     def shape(self) -> tuple[int, ...] | None:
-        """Return the shape of the dequantized weight, or None if there is not one scale for each block."""
+        """Return the shape of the dequantized weight, or None if a block does not have exactly one scale."""
         *matrices, rows, columns = self.packed.shape
         expected = (*matrices, -(-rows // self.block[0]), -(-columns // self.block[1]))
         has_all = self.scales.shape == expected or math.prod(expected) == math.prod(self.scales.shape) == 1
@@ -61,7 +61,7 @@ class Mxfp4Weight:
     scales: StoredTensor
 
     def shape(self) -> tuple[int, ...] | None:
-        """Return the shape of the dequantized weights, or None if there is not one scale for each group."""
+        """Return the shape of the dequantized weights, or None if a group does not have exactly one scale."""
         has_all = len(self.scales.shape) == 3 and self.packed.shape == (*self.scales.shape, GROUP // 2)
         if not has_all or {self.packed.dtype, self.scales.dtype} != {torch.uint8}:
             return None
@@ -77,7 +77,7 @@ class Mxfp4Weight:
             expert, first = divmod(start, expert_elements)
             last = min(first + end - start, expert_elements)
             left, right = first // (GROUP * rows), -(-last // (GROUP * rows))
-            # A group of all rows is a few bytes in each row of the file, so a full expert is read: a few megabytes.
+            # Reads a full expert, a few megabytes, because a group has only a few bytes in each row of the file.
             packed, scales = (
                 _read(index, tensor, expert * size, size).view(1, *tensor.shape[1:])[:, :, left:right]
                 for tensor, size in ((each, math.prod(each.shape[1:])) for each in (self.packed, self.scales))
@@ -99,10 +99,10 @@ def _is_float8(tensor: StoredTensor) -> bool:
 
 
 def take_quantization(config: "PreTrainedConfig", name_or_path: str, is_quantizing: bool = False) -> Any:
-    """Remove a checkpoint's quantization config from its model's and return it, or None. Any rank may call this.
+    """Remove the quantization config from a model's config and return it, or None if there is none. Any rank may call this.
 
     Raises:
-        LoadError: the checkpoint cannot be dequantized while it loads, or `is_quantizing`: it is to be quantized to 4 bits.
+        LoadError: the checkpoint cannot be dequantized while it loads, or `is_quantizing` asks to quantize it again.
         ValueError, TypeError: the quantization config is invalid.
     """
     method, quantization = find_quantization(config)
@@ -123,7 +123,7 @@ def take_quantization(config: "PreTrainedConfig", name_or_path: str, is_quantizi
 
 
 def find_quantization(config: "PreTrainedConfig") -> tuple[str | None, Any]:
-    """Return a checkpoint's quantization method, and transformers' config that dequantizes it; None for each that there is not."""
+    """Return a checkpoint's quantization method or None, and transformers' config to dequantize it, or None if unsupported."""
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     found = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
@@ -138,9 +138,9 @@ def find_quantization(config: "PreTrainedConfig") -> tuple[str | None, Any]:
 
 
 def dequantizing_arguments(config: "PreTrainedConfig", part: "PreTrainedConfig") -> dict[str, Any]:
-    """Return the argument with which `from_pretrained` dequantizes FP8 and MXFP4 on every device; none for other checkpoints.
+    """Return the argument that makes `from_pretrained` dequantize FP8 and MXFP4 on every device; {} for other checkpoints.
 
-    `part` is the config to load, `config` or that of its text part, which is given the quantization config.
+    `part` is the config to load: `config`, or its text part. It gets the quantization config.
     """
     _, quantization = find_quantization(config)
     if quantization is None:
@@ -152,7 +152,7 @@ def dequantizing_arguments(config: "PreTrainedConfig", part: "PreTrainedConfig")
 def describe_dequantized(
     stored: Mapping[str, StoredTensor], quantization: Any, dtype: torch.dtype
 ) -> dict[str, StoredTensor]:
-    """Return a checkpoint's tensors, with its quantized weights as if they were stored in `dtype`. Any rank may call this.
+    """Return a checkpoint's tensors, with quantized weights described as if stored in `dtype`. Any rank may call this.
 
     Raises:
         LoadError: a weight is not quantized as `quantization` says, or lacks its scales.

@@ -25,9 +25,9 @@ from hf_fsdp_recipes.loading.shard_layout import ShardTarget
 from hf_fsdp_recipes.loading.shared_memory import share_memory
 
 BUCKET_BYTES = 16 * 1024 * 1024  # a multiple of ALIGNMENT
-NUM_SLOTS = 4  # for buckets, in each node's memory
-ALIGNMENT = 64  # of each tensor's bytes in a bucket; every dtype's size divides it
-UPLOAD_BYTES = 4 * 1024 * 1024  # of each of a rank's two pinned buffers; a multiple of ALIGNMENT
+NUM_SLOTS = 4  # buckets that fit into the memory shared on each node
+ALIGNMENT = 64  # bytes to which each tensor in a bucket is aligned; a multiple of every dtype's size
+UPLOAD_BYTES = 4 * 1024 * 1024  # size of a pinned buffer, of which each rank has two; a multiple of ALIGNMENT
 SAMPLE_SPANS = 8  # per tensor
 SAMPLE_ELEMENTS = 64  # per span
 
@@ -68,9 +68,9 @@ class WeightStream:
         self._index = index
         self._verifies_all = verifies_all
         self._uploads: dict[torch.device, Upload] = {}
-        # By device, so that reading the flags of all tensors there takes one synchronization.
+        # By device, so that one synchronization reads all of a device's flags.
         self._differs: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-        self._error: Exception | None = None  # of the first failed read
+        self._error: Exception | None = None  # the error of the first failed read
 
     def fill(
         self,
@@ -96,7 +96,7 @@ class WeightStream:
         self._send(spans, compare, index or self._index, lambda num_bytes: None)
 
     def check(self) -> None:
-        """Raise an error on every rank: the first failed read, or a LoadError if a rank's elements differ from those read."""
+        """Raise on every rank: the error of the first failed read, or a LoadError if a rank's elements differ from rank 0's."""
         distributed.raise_together(self._error)
         names = [
             name
@@ -158,7 +158,7 @@ class WeightStream:
             self._pass_on(buckets, use, upload, read, note)
 
     def _read(self, pieces: Sequence[_Piece], slot: torch.Tensor, index: SafetensorsIndex) -> None:
-        """Read pieces into a slot. After an error, which is kept, write zeros so that the exchange between ranks completes."""
+        """Read pieces into a slot. After an error, keep it and write zeros, so that the exchange between ranks completes."""
         for piece in pieces:
             buffer = slot[piece.offset : piece.offset + piece.num_bytes]
             try:
@@ -182,9 +182,9 @@ class WeightStream:
         fetch: Callable[[_Bucket, torch.Tensor], list[Callable[[], Any]]],
         note: Callable[[_Bucket], None] = lambda bucket: None,
     ) -> None:
-        """Pass buckets on to the next node and to this node's ranks, NUM_SLOTS - 1 of them fetched ahead.
+        """Pass buckets on to the next node and to this node's ranks, and fetch NUM_SLOTS - 1 buckets ahead.
 
-        `fetch` starts to fill a slot and returns what to wait for; `note` is called with each bucket that is done.
+        `fetch` starts to fill a slot and returns functions that wait for it; `note` is called with each bucket that is done.
         """
         after = self._node.first_ranks[self._node.first_ranks.index(distributed.rank()) + 1 :][:1]
         fetching: deque[tuple[int, _Bucket, list[Callable[[], Any]]]] = deque()
@@ -217,7 +217,7 @@ class WeightStream:
         return self._node.values[start : start + BUCKET_BYTES]
 
     def _signal(self, operation: Callable[..., dist.Work | None], peer: int) -> dist.Work:
-        """Send or receive a message without content: a bucket is in its slot, or a rank has taken its elements."""
+        """Send or receive the message that a bucket is in its slot, or that a rank has taken its elements."""
         return self._transfer(operation, torch.zeros(1, dtype=torch.uint8), peer)
 
     def _transfer(self, operation: Callable[..., dist.Work | None], values: torch.Tensor, peer: int) -> dist.Work:
@@ -226,9 +226,9 @@ class WeightStream:
         return request
 
     def _connect(self, device: torch.device) -> Upload:
-        """Prepare on first use what the ranks share, and what this rank needs for a device."""
+        """Return the Upload for a device. On first use, create it, and the memory that the ranks share."""
         if not self._uploads:
-            self._group = distributed.patient_group()  # storage may keep rank 0 waiting
+            self._group = distributed.patient_group()  # rank 0 may have to wait for slow storage
             self._node = share_memory(NUM_SLOTS * BUCKET_BYTES)
         if device not in self._uploads:
             with distributed.sync_errors():
@@ -237,7 +237,7 @@ class WeightStream:
 
 
 def _spans(target: ShardTarget, is_full: bool) -> Iterator[Span]:
-    """Yield the elements of a target to verify: all, or a few at places that differ from target to target."""
+    """Yield the elements of a target to verify: all of them, or a few at places that vary between targets."""
     segment = target.num_elements // SAMPLE_SPANS
     if is_full or segment <= SAMPLE_ELEMENTS:
         yield target, 0, target.num_elements
@@ -267,7 +267,7 @@ def _buckets(spans: Iterable[Span]) -> Iterator[_Bucket]:
 
 
 def _split(bucket: _Bucket) -> Iterator[Sequence[_Piece]]:
-    """Split a bucket for the reading threads, into pieces of at most READ_BYTES together."""
+    """Split a bucket into batches of at most READ_BYTES for the reading threads."""
     batch: list[_Piece] = []
     used = 0
     for piece in bucket:
@@ -285,7 +285,7 @@ def _split(bucket: _Bucket) -> Iterator[Sequence[_Piece]]:
 
 
 def _take(bucket: _Bucket, slot: torch.Tensor, use: Use, upload: Upload) -> None:
-    """Use this rank's elements of a bucket. The slot is free afterwards; an accelerator may still be copying."""
+    """Use this rank's elements of a bucket. Then the slot is free, even if the device still copies from pinned memory."""
     parts = []
     for piece in bucket:
         target, item_bytes = piece.target, piece.target.stored_dtype.itemsize
@@ -313,7 +313,7 @@ def _take(bucket: _Bucket, slot: torch.Tensor, use: Use, upload: Upload) -> None
 
 
 def _upload(batch: Sequence[tuple[ShardTarget, int, torch.Tensor]], use: Use, upload: Upload) -> None:
-    """Use values on the device, through one pinned buffer."""
+    """Copy values to the device through one pinned buffer, and use them there."""
     buffer, used = upload.buffer(UPLOAD_BYTES), 0
     places = []
     for _, _, values in batch:

@@ -1,6 +1,6 @@
 """Computes DoRA's magnitudes, the row norms of base weights, on each rank's shard after loading.
 
-`patches/peft.py` keeps them on meta until then. FSDP2 and unquantized linear layers only.
+`patches/peft.py` keeps them on meta until then. Only FSDP2 and unquantized linear layers are supported.
 
 Source: peft 0.21 `lora/dora.py` (`DoraLinearLayer.update_layer`, `get_weight_norm`).
 """

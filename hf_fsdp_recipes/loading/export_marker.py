@@ -1,4 +1,4 @@
-"""The marker of an export, which lists its files, and the verification of an export before it is read."""
+"""Reads the marker that lists an export's files, and verifies an export before it is loaded."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from hf_fsdp_recipes.loading.read_ranges import count_readers
 
 MARKER = "export_manifest.json"
 MARKER_FORMAT = 1
-# Files that would change which model is loaded; others may be added to an export.
+# Adding one of these files would change which model is loaded; other files may be added to an export.
 LOADED = ("[!.]*.safetensors*", "config.json", "generation_config.json", "adapter_config.json")
 BLOCK_BYTES = 256 * 1024  # stays in a core's cache until its checksum is computed; twice as fast as 2 MB
 Checksums = list[tuple[int, int, str]]  # first byte, number of bytes and XXH3 of each range that was written
@@ -54,12 +54,12 @@ def check_together(
 
     Args:
         directory: the export; may exist on some ranks only.
-        is_read_by_all: every rank reads the copy that it sees, such as one on its node's disk, so each copy is verified. If
-            False, only rank 0's is.
-        error_class: of the error.
+        is_read_by_all: whether every rank reads the copy that it sees, such as one on its node's disk. Then every copy is
+            verified; otherwise only rank 0's.
+        error_class: class of the error to raise.
 
     Raises:
-        RecipeError: on every rank, if a file is missing, was added or has changed.
+        RecipeError: an `error_class` on every rank, if a file is missing, was added or has changed.
     """
     status = _stat_file(Path(directory) / MARKER)
     own = status and (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
@@ -74,7 +74,7 @@ def check_together(
 
 
 def check_files(directory: Path, part: int = 0, num_parts: int = 1) -> None:
-    """Check the names and sizes of an export's files, and one of `num_parts` parts of their checksums, if it has a marker.
+    """If an export has a marker, check its files' names and sizes, and one of `num_parts` parts of their checksums.
 
     Any process may call this.
 

@@ -1,4 +1,4 @@
-"""Kernels from the Hub in a model on meta: what `from_pretrained` does with `use_kernels` and `kernel_config`.
+"""Gives a model on meta kernels from the Hub, as `from_pretrained` does for `use_kernels` and `kernel_config`.
 
 Source: transformers 5.23 `PreTrainedModel.from_pretrained` and `set_use_kernels`, `integrations/hub_kernels.py`.
 """
@@ -28,14 +28,14 @@ class HubKernels:
     """The kernels that a model is to use."""
 
     is_used: bool = False
-    config: Any = None  # a KernelConfig; None takes the kernels that transformers chooses
-    allows_all: bool = False  # also those of publishers that the kernels package does not trust
+    config: Any = None  # a KernelConfig; None for the kernels that transformers chooses
+    allows_all: bool = False  # also allows kernels of publishers that the kernels package does not trust
 
     @contextlib.contextmanager
     def building(
         self, config: "PreTrainedConfig", auto_class: model_class.AutoClass, trust_remote_code: bool
     ) -> Iterator[None]:
-        """Replace the layers whose kernels have weights of their own, in models that are built meanwhile. Not a collective."""
+        """Replace layers whose kernels have their own weights, in models built inside the context. Not a collective."""
         from transformers.integrations import hub_kernels
 
         with hub_kernels.allow_all_hub_kernels() if self.allows_all else contextlib.nullcontext():
@@ -46,12 +46,12 @@ class HubKernels:
             yield
 
     def apply(self, model: "PreTrainedModel", accelerator: "Accelerator") -> None:
-        """Give the layers of a model on meta the kernels for the device that it is about to be sharded on.
+        """Give the layers of a model on meta their kernels for the device on which the model will be sharded.
 
-        Collective: every rank must call this. Downloads what is missing, rank 0 first.
+        Collective: every rank must call this. Downloads missing kernels, on rank 0 first.
 
         Raises:
-            LoadError: on every rank, if a kernel cannot be used, or the shards will be on the CPU and not on the accelerator.
+            LoadError: on every rank, if a kernel cannot be used, or the shards are offloaded to the CPU.
         """
         if not self.is_used:
             return
@@ -59,12 +59,12 @@ class HubKernels:
         if device.type != "cpu" and (hasattr(offload, "pin_memory") or getattr(offload, "offload_params", False)):
             raise LoadError(
                 "use_kernels does not work with fsdp_offload_params: transformers chooses kernels for the weights' device, the "
-                "CPU. Drop one of them."
+                "CPU. Drop one of the two."
             )
         from transformers.integrations import hub_kernels
 
         def replace() -> None:
-            # transformers asks the first parameter where the model is. Kernels for training also serve evaluation.
+            # transformers takes the model's device from its first parameter. Kernels for training also work in evaluation.
             parameters, was_training = model._parameters, model.training
             model._parameters = {"device": torch.nn.Parameter(torch.empty(0, device=device)), **parameters}
             model.training = True
@@ -82,14 +82,14 @@ class HubKernels:
             getattr(type(module), "kernel_layer_name", "") for module in model.modules() if _has_kernel(module)
         )
         layers = ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
-        distributed.print_main(f"kernels: {layers or f'no layer of this model has one for {device.type}'}")
+        distributed.print_main(f"kernels: {layers or f'no layer of this model has a kernel for {device.type}'}")
 
 
 def take_arguments(kwargs: dict[str, Any]) -> HubKernels:
-    """Remove the arguments for kernels from those of `from_pretrained`, and check them. Not a collective.
+    """Remove the kernel arguments from `from_pretrained`'s, and check them. Not a collective.
 
     Raises:
-        LoadError: the kernels package is missing or has another version than transformers needs.
+        LoadError: `kernel_config` is not a KernelConfig, or the version of kernels that transformers needs is not installed.
     """
     from transformers.integrations.hub_kernels import is_kernel
     from transformers.utils import import_utils, kernel_config
@@ -126,7 +126,7 @@ def _has_kernel(module: torch.nn.Module) -> bool:
 def _explained(chosen: type) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # of the Hub, of kernels or of the kernel's own code
+    except Exception as error:  # from the Hub, the kernels package or a kernel's own code
         raise LoadError(
             f"the kernels for {chosen.__name__} cannot be used: {type(error).__name__}: {summarize(error, 'line')}. Correct "
             f"kernel_config, or drop use_kernels."

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-_WHERE_FSDP_PLACES = "Remove it; FSDP places the weights, and the template's fsdp_offload_params keeps them on the CPU."
+_WHERE_FSDP_PLACES = "Remove it; FSDP places the weights. The template's fsdp_offload_params keeps them on the CPU."
 # Arguments of `from_pretrained` that have no effect, or a different one, under FSDP.
 REFUSED_ARGUMENTS = {
     **dict.fromkeys(("device_map", "max_memory", "offload_folder", "offload_state_dict"), _WHERE_FSDP_PLACES),
@@ -92,10 +92,10 @@ def load_model(
         Trainer does in `train()`; buffers are real. Without FSDP it is what `from_pretrained` returns.
 
     Raises:
-        LoadError: on every rank, before any weight is read, if the model does not exist, the checkpoint is pickled,
-            truncated or inconsistent, a file of an export has changed since it was written, parameters are missing or shapes
-            differ from the config's, an argument is not supported, the class cannot be trained or is only the text part of
-            the declared model and was not requested, or a weight cannot be read shard by shard.
+        LoadError: on every rank, before any weight is read. An argument is not supported, or the model does not exist. The
+            checkpoint is pickled, truncated, inconsistent, or an export that has changed. A parameter is missing, has the
+            wrong shape, or cannot be read shard by shard. The class cannot be trained, or is only the text part of a larger
+            model and was not requested.
         TemplateError: the launch uses unsupported parallelism or precision.
     """
     _check_experts(from_pretrained_kwargs.get("experts_implementation"))
@@ -126,10 +126,10 @@ def initialize_model(
     attn_implementation: str | None = None,
     experts_implementation: str | None = None,
 ) -> "PreTrainedModel":
-    """Build the model that a config declares with new weights from the model's own init, the same for any number of ranks.
+    """Build a config's model with new weights from its own init. They do not depend on the number of ranks.
 
-    Collective: every rank must call this. Rank 0 creates the weights module by module while they are sent into the
-    shards, so no rank holds the full new model.
+    Collective: every rank must call this. Rank 0 creates the weights module by module while it sends them to the shards, so
+    no rank holds the full new model.
 
     Args:
         config_name: a config.json, a directory with one, or a Hub id.
@@ -201,11 +201,11 @@ def _load_without_fsdp(
             adapter = dict(json.loads(adapter_file.read_text())) if is_adapter else {}
         except UNREADABLE as error:
             raise LoadError(f"{adapter_file} cannot be read ({error!r}). Export or copy the adapter again.") from error
-    base = adapter.get("base_model_name_or_path")  # transformers loads it
+    base = adapter.get("base_model_name_or_path")  # loaded by transformers
     for source in (Path(name_or_path, kwargs.get("subfolder") or ""), base or ""):
         check_together(source, is_read_by_all=True)
     if adapter.get("revision") and Path(name_or_path).is_dir():
-        kwargs.setdefault("revision", adapter["revision"])  # of the base model
+        kwargs.setdefault("revision", adapter["revision"])  # the base model's revision
     with distributed.sync_errors(distributed.patient_group()):
         try:
             config = kwargs.get("config")
@@ -220,7 +220,7 @@ def _load_without_fsdp(
                 _print_text_part(config, chosen)
             dequantizing = dequantizing_arguments(config, part)
             model, report = chosen.from_pretrained(name_or_path, **(dequantizing | kwargs), output_loading_info=True)
-            if dequantizing:  # or the model would be quantized again when it is saved
+            if dequantizing:  # otherwise the model would be quantized again when it is saved
                 model._weight_conversions = None
                 set_conversions(model)
             model.config.architectures = [type(model).__name__]
@@ -313,7 +313,7 @@ def _load_on_meta(
 def _read_custom_config(
     name_or_path: str, auto_class: model_class.AutoClass, kwargs: dict[str, Any]
 ) -> "PreTrainedConfig":
-    """Read the config of a model with custom code, and import the code of the model."""
+    """Read the config of a model with custom code, and import that code."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     config, _ = _read_config(name_or_path, resolve_directory(name_or_path, kwargs), kwargs)
@@ -363,7 +363,9 @@ def _do_all_ranks_see(stored: dict[str, StoredTensor]) -> bool:
         sees = False
     blind = [rank for rank, sees_files in enumerate(distributed.gather_objects(sees)) if not sees_files]
     decision = (
-        f"ranks {blind[:3]} cannot see rank 0's files, so rank 0 reads for all" if blind else "every rank reads its own"
+        f"ranks {blind[:3]} cannot see rank 0's files, so rank 0 reads for all"
+        if blind
+        else "every rank reads its shards"
     )
     distributed.print_main(f"load: {decision}")
     return not blind

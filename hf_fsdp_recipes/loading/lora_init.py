@@ -1,6 +1,6 @@
-"""Computes adapters that PEFT derives from the base weights (PiSSA, OLoRA) once those are in the shards.
+"""Computes adapters that PEFT derives from the base weights (PiSSA, OLoRA) once those weights are in the shards.
 
-`patches/peft.py` defers the computation until then. FSDP2 and unquantized linear layers only.
+`patches/peft.py` defers the computation until then. Only FSDP2 and unquantized linear layers are supported.
 
 Source: peft 0.21 `lora/layer.py` (`LoraLayer.pissa_init`, `olora_init`).
 """
@@ -27,11 +27,11 @@ def has_deferred_adapters(model: torch.nn.Module) -> bool:
 def compute_adapters(model: torch.nn.Module, device: torch.device) -> None:
     """Compute the deferred adapters of an FSDP2 model, and subtract them from its base weights, as PEFT does.
 
-    Collective: every rank must call this. Each rank computes every n-th layer with PEFT's own function, and holds that layer's
-    weight in full meanwhile.
+    Collective: every rank must call this. The ranks divide the layers among them and compute each with PEFT's own function,
+    for which a rank holds one layer's full weight.
 
     Args:
-        model: its base weights are loaded.
+        model: a model whose base weights are loaded.
         device: this rank's compute device.
 
     Raises:

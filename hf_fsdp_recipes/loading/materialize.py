@@ -1,4 +1,4 @@
-"""Fills a model that was built on meta when Accelerate shards it, and verifies the result.
+"""Fills a model on meta when Accelerate shards it, and verifies the result.
 
 This module handles FSDP2; `fsdp1.py` materializes FSDP1's units.
 """
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class MetaModelLoader:
-    """Fills a model on meta while Accelerate prepares it. It is an attribute of the model, where `patches/accelerate.py` finds it.
+    """Fills a model on meta while Accelerate prepares it. `patches/accelerate.py` finds it as an attribute of the model.
 
     Args:
-        model: from `build_on_meta`.
+        model: a model from `build_on_meta`.
         source: its checkpoint.
         kernels: the kernels from the Hub that its layers are to use.
     """
@@ -90,28 +90,29 @@ class MetaModelLoader:
 
         plugin = accelerator.state.fsdp_plugin
         names = ("auto_wrap_policy", "transformer_cls_names_to_wrap")
-        kept = {name: getattr(plugin, name) for name in names}  # Accelerate sets them for this model's classes
-        model.requires_grad_(False)  # or Accelerate would upcast it
+        kept = {name: getattr(plugin, name) for name in names}  # Accelerate overwrites them with this model's
+        model.requires_grad_(False)  # otherwise Accelerate would upcast it
         try:
             if plugin.fsdp_version == 1:
                 model = accelerator.prepare_model(model)
                 accelerator._models.remove(model)
             else:
                 model = self.shard_fsdp2(accelerator, model, fsdp2_prepare_model)
-                model.set_reshard_after_forward(True)  # no backward pass would free the root and the head
+                # Without a backward pass, the root and the head would stay gathered.
+                model.set_reshard_after_forward(True)
         finally:
             vars(plugin).update(kept)
         return model.eval()
 
     def fingerprint(self, model: torch.nn.Module) -> str:
-        """Return a hash of the checkpoint's files and the model's shapes, on rank 0; elsewhere an arbitrary text.
+        """Return a hash of the checkpoint's files and the model's shapes. Only rank 0's is meaningful.
 
         Raises:
             LoadError: the model has adapters.
         """
         if has_adapter(model):
             raise LoadError(
-                "precompute_ref_log_probs needs the base model before TRL shards the one with adapters. Pass "
+                "precompute_ref_log_probs needs the base model before TRL shards the model with adapters. Pass "
                 "ref_model=load_model(...) to the trainer."
             )
         if self.source.index is None:
@@ -151,7 +152,7 @@ def fill_sharded(model: torch.nn.Module, source: CheckpointSource, device: torch
 
     Raises:
         LoadError: on every rank, if a parameter has no source or an unsupported placement, or a weight cannot be read or
-            is not the same after it was sent.
+            arrives changed.
     """
     with distributed.sync_errors():
         resize.apply_resize(model, source)
@@ -187,7 +188,7 @@ def _allocate(
     sharded: list[ShardTarget] = []
     replicated: list[ShardTarget] = []
     packed: list[bnb_4bit.Packed] = []
-    owners: dict[int, list[tuple[Any, str]]] = {}  # by id of the parameter
+    owners: dict[int, list[tuple[Any, str]]] = {}  # by the parameter's id
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
             owners.setdefault(id(parameter), []).append((module, leaf))

@@ -31,8 +31,8 @@ def complete_ranges(
     """Complete `source.ranges`: tied names share ranges, missing names get newly initialized tensors.
 
     Every rank calls this with the same model; not a collective. `is_new` means that there is no checkpoint. Otherwise
-    missing names are an error, unless `ignore_mismatched` is set or they belong to the head of a classifier and the
-    checkpoint is `declared` to be of another class.
+    missing names are an error, unless `ignore_mismatched` is set, or they belong to a classifier's head and the
+    checkpoint's class, `declared`, is another one.
 
     Raises:
         LoadError: parameters or buffers are missing; or, on a reading rank, tied parameters differ in the checkpoint.
@@ -56,9 +56,9 @@ def complete_ranges(
 def without_new_head(
     model: "PreTrainedModel", lacking: list[str], declared: str | None, name_or_path: str
 ) -> list[str]:
-    """Return the missing names without a classifier's head if the checkpoint is of another class; print where the head is from.
+    """Return the missing names; a classifier's new head is not missing if the checkpoint is of another class.
 
-    Every rank calls this; not a collective.
+    Prints whether the head is new. Every rank calls this; not a collective.
     """
     if task_type_of(type(model)) not in ("SEQ_CLS", "TOKEN_CLS"):
         return lacking
@@ -78,12 +78,12 @@ def without_new_head(
 
 
 def check_complete(name_or_path: str, lacking: list[str], has_any: bool, ignore_mismatched: bool) -> None:
-    """Raise a LoadError if a checkpoint lacks the model or parts of it; with `ignore_mismatched`, only warn about the parts.
+    """Raise a LoadError if a checkpoint lacks the model or parts of it.
 
-    Every rank calls this; not a collective.
+    With `ignore_mismatched`, missing parts are only a warning. Every rank calls this; not a collective.
     """
     if not has_any:
-        raise LoadError(f"no tensor of {name_or_path} belongs to the model of its config. Check the config.json.")
+        raise LoadError(f"no tensor of {name_or_path} belongs to the model in its config. Check the config.json.")
     found = f"{name_or_path} lacks {len(lacking)} of the model's parameters and buffers: {', '.join(lacking[:3])}"
     if lacking and not ignore_mismatched:
         raise LoadError(

@@ -1,4 +1,4 @@
-"""New values of parameters that no checkpoint has, created while they are distributed.
+"""Creates values for parameters that no checkpoint has, while these are distributed.
 
 The rank that reads them holds a few modules at a time, never the full new model.
 """
@@ -12,8 +12,8 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KEPT_BYTES = 64 * 1024 * 1024  # of modules that were created last; the stream reads up to this far ahead
-MAX_LARGE = 2  # modules that may exceed it: the one that is read and the one before it
+KEPT_BYTES = 64 * 1024 * 1024  # of the newest modules' values are kept; the stream reads up to this far ahead
+MAX_LARGE = 2  # modules that are kept although they exceed KEPT_BYTES: the one being read and the one before it
 
 
 class NewValues:
@@ -22,7 +22,7 @@ class NewValues:
     They depend on the seed, the module and its place in the model, but not on the number of ranks.
 
     Args:
-        model: the model on meta; a copy, if the model will be sharded before its values are read.
+        model: the model on meta. If the model will be sharded before its values are read, pass a copy.
         seed: of the values that `read` returns.
     """
 
@@ -49,7 +49,7 @@ class NewValues:
 
     @torch.no_grad()
     def create(self, module_name: str) -> dict[str, torch.Tensor]:
-        """Initialize one module from the current random state; all others stay on meta, where that has no effect."""
+        """Initialize one module from the current random state. The others stay on meta, where initialization does nothing."""
         from transformers import PreTrainedModel
 
         path: list[torch.nn.Module] = [self._model]
@@ -62,7 +62,7 @@ class NewValues:
                     torch.empty_like(parameter, device="cpu"), requires_grad=False
                 )
         try:
-            # From the module up, because some classes initialize their children (GPT2Attention: c_proj).
+            # The module, then its ancestors, because some classes initialize their children (GPT2Attention: c_proj).
             for depth in range(len(path), 0, -1):
                 models = [each for each in path[:depth] if isinstance(each, PreTrainedModel)]
                 models[-1]._init_weights(path[depth - 1])

@@ -100,9 +100,9 @@ def _fill_shard(target: ShardTarget, index: SafetensorsIndex, upload: Upload) ->
 
 
 def count_readers(num_reading_ranks: int | None = None) -> int:
-    """Return the number of reading threads: up to 4, enough for storage, but not more than this rank's share of the cores.
+    """Return the number of reading threads: up to 4, which keep storage busy, and no more than this rank's share of the cores.
 
-    The ranks of this node that read at the same time share the cores; by default all ranks do.
+    `num_reading_ranks` ranks of this node share the cores, by default all of its ranks.
     """
     num_ranks = num_reading_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(MAX_READERS, max(1, num_cores() // num_ranks))

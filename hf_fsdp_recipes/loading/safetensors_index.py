@@ -28,7 +28,7 @@ INDEX_FILE = "model.safetensors.index.json"
 PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 IN_MEMORY = Path("<in memory>")
 PREFETCH_BYTES = 64 * 1024 * 1024  # enough read-ahead to keep a disk busy
-PREFETCH_REQUEST_BYTES = 4 * 1024 * 1024  # of that, per system call
+PREFETCH_REQUEST_BYTES = 4 * 1024 * 1024  # per system call
 
 DTYPES = {
     "F64": torch.float64,
@@ -51,7 +51,7 @@ DTYPES = {
 class StoredTensor:
     """One tensor in one file: `num_bytes` from byte `start` of the file, row-major, little-endian.
 
-    Of a quantized weight, dtype, shape and number of bytes are those of the dequantized values, which is what `read_into` reads.
+    `read_into` dequantizes a quantized weight, so its dtype, shape and number of bytes are those of the dequantized values.
     """
 
     name: str
@@ -68,7 +68,7 @@ def stored_in_memory(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> S
     return StoredTensor(name, IN_MEMORY, dtype, shape, 0, math.prod(shape) * dtype.itemsize)
 
 
-InMemory: TypeAlias = torch.Tensor | Callable[[], torch.Tensor]  # values, or what creates them
+InMemory: TypeAlias = torch.Tensor | Callable[[], torch.Tensor]  # values, or a function that creates them
 ByteRange = tuple[StoredTensor, int, int]  # (tensor, first byte within it, number of bytes)
 
 
@@ -118,7 +118,7 @@ class SafetensorsIndex:
             start_bytes, num_bytes = (part * stored_bytes // tensor.num_bytes for part in (start_bytes, num_bytes))
         with contextlib.suppress(
             OSError
-        ):  # advice only: some file systems refuse it, and the read will report what is wrong
+        ):  # only advice, which some file systems refuse; the read itself reports errors
             descriptor, first = self._descriptor(tensor.file), tensor.start + start_bytes
             if num_bytes and not _is_cached(descriptor, first + num_bytes - 1):
                 os.posix_fadvise(descriptor, first, num_bytes, os.POSIX_FADV_WILLNEED)
@@ -138,7 +138,7 @@ class SafetensorsIndex:
 
 
 class Prefetcher:
-    """Asks the kernel to read ahead, always PREFETCH_BYTES of what is needed next. Not thread-safe."""
+    """Asks the kernel to read ahead the next PREFETCH_BYTES that are needed. Not thread-safe."""
 
     def __init__(self, index: SafetensorsIndex, ranges: Iterable[ByteRange]) -> None:
         self._index = index
@@ -199,7 +199,7 @@ def read_header(file: Path) -> list[StoredTensor]:
                 tensors.append(StoredTensor(name, file, dtype, shape, start, num_bytes))
                 start += num_bytes
     except (SafetensorError, KeyError) as error:
-        problem = f"its header cannot be read, or its tensors are not its {file.stat().st_size:,} bytes"
+        problem = f"its header cannot be read, or its tensors do not fill its {file.stat().st_size:,} bytes"
         raise _broken(file, f"{problem} ({summarize(error)})") from error
     return tensors
 

@@ -1,7 +1,7 @@
-"""Memory that the ranks of each node share, without a name that could outlive them.
+"""Memory that the ranks of each node share. It has no name, so it cannot outlive them.
 
-The ranks of a node open an anonymous file of the node's first rank through /proc. Ranks that cannot, such as
-those in another container, get separate memory.
+The ranks of a node open an anonymous file of the node's first rank through /proc. Ranks that cannot open it, such as those
+in another container, get separate memory.
 
 Source: memfd_create(2).
 """
@@ -17,7 +17,7 @@ import torch
 
 from hf_fsdp_recipes import distributed
 
-_KEY_BYTES = 4096  # for a random key that identifies the memory, one page
+_KEY_BYTES = 4096  # one page, for a random key that identifies the memory
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class NodeMemory:
     """Memory of one node, and the ranks that see it."""
 
     values: torch.Tensor  # uint8
-    ranks: Sequence[int]  # that share it, the first rank of the node first
-    first_ranks: Sequence[int]  # of all nodes; global rank 0 first
+    ranks: Sequence[int]  # the ranks that share it, the node's first rank first
+    first_ranks: Sequence[int]  # the first rank of each node; global rank 0 first
 
 
 def share_memory(num_bytes: int) -> NodeMemory:
@@ -63,7 +63,7 @@ def _create(key: bytes) -> int | None:
 
 
 def _open(path: Path, num_bytes: int, key: bytes) -> torch.Tensor | None:
-    """Map a file in memory and give it its size, if it holds the key."""
+    """If an in-memory file holds the key, give it its size and map it."""
     try:
         with path.open("r+b") as file:
             if file.read(len(key)) != key:

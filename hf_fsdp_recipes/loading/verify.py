@@ -43,7 +43,7 @@ def check_finite(parameters: Iterable[tuple[str, torch.Tensor]], name_or_path: s
     if found:
         raise LoadError(
             f"{len(found)} parameters of {name_or_path} contain NaN or infinity: {', '.join(found[:3])}. Load an intact "
-            f"checkpoint; if its values are finite, load it with dtype float32."
+            f"checkpoint. If its values are finite, load it with dtype float32."
         )
 
 

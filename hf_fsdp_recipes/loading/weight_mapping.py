@@ -1,8 +1,8 @@
 """Maps each parameter to ranges of checkpoint tensors.
 
 transformers renames, fuses and splits the tensors of some checkpoints while loading (`core_model_loading.py`), above all MoE
-experts. Fusing experts concatenates their bytes, so a parameter is a list of `TensorRange`s. We find them by passing row
-numbers instead of weights through transformers' own conversion. Conversions that do more than rearrange full rows raise an
+experts. Fusing experts concatenates their bytes, so a parameter is a list of `TensorRange`s. They are found by passing row
+numbers instead of weights through transformers' own conversion. A conversion that does more than rearrange full rows is an
 error.
 
 Source: transformers 5.18 to 5.23, `core_model_loading.rename_source_key`, `revert_weight_conversion`.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorRange:
-    """The next `num_elements` of a parameter: those of a stored tensor of `shape`, starting at element `start`."""
+    """The next `num_elements` of a parameter: those of a stored tensor from element `start` on. `shape` is that tensor's."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class WeightMapping:
         return ranges, unexpected
 
     def is_unchanged(self, name: str, names: Iterable[str]) -> bool:
-        """Return whether a stored tensor with a parameter's name is read as it is, given the names of all parameters."""
+        """Return whether a stored tensor with a parameter's name is read unchanged; `names` are those of all parameters."""
         return self._rename(name, dict.fromkeys(names, True)) == (name, None)
 
     def _rename(self, stored: str, names: Mapping[str, bool]) -> tuple[str, str | None]:
@@ -125,7 +125,7 @@ class WeightMapping:
 
 
 def set_conversions(model: "PreTrainedModel") -> None:
-    """Record the weight conversions of a model that was not loaded, as `from_pretrained` does.
+    """Record the weight conversions of a model that was not loaded. `from_pretrained` does that when it loads one.
 
     Otherwise transformers would look them up again for every name.
     """
@@ -176,7 +176,7 @@ def _row_numbers(shape: Sequence[int]) -> torch.Tensor:
     shape = tuple(shape)
     rows = shape[:-1] if len(shape) > 1 else shape
     numbers = torch.arange(math.prod(rows)).reshape(rows)
-    # Two columns, because transformers before 5.23 drops every dimension of size 1 while it splits experts.
+    # Two columns: while it splits experts, transformers before 5.23 drops every dimension of size 1.
     return numbers.unsqueeze(-1).expand(*rows, 2) if len(shape) > 1 else numbers
 
 

@@ -14,10 +14,9 @@ LOADER_ATTRIBUTE = "_meta_model_loader"
 def find_meta_model_loader(model: torch.nn.Module) -> Any:
     """Return the loader attached to a model on meta, which may be wrapped; None if there is none.
 
-    `loader.shard_fsdp2(accelerator, model, shard)` calls Accelerate's `shard(accelerator, model)` and returns its result with
-    the shards filled. `loader.prepare_fsdp1(accelerator, model, prepare)` does the same with `prepare()` and FSDP1's units,
-    and `loader.prepare_frozen(accelerator, model)` with a model that is not trained. All are collective.
-    `loader.fingerprint(model)` identifies the checkpoint.
+    Its methods `shard_fsdp2(accelerator, model, shard)`, which calls Accelerate's `shard(accelerator, model)`,
+    `prepare_fsdp1(accelerator, model, prepare)`, which calls `prepare()`, and `prepare_frozen(accelerator, model)`, for a model
+    that is not trained, return the model sharded and filled. They are collective. `fingerprint(model)` identifies the checkpoint.
     """
     found = (module.__dict__.get(LOADER_ATTRIBUTE) for module in model.modules())
     return next((loader for loader in found if loader is not None), None)

@@ -1,8 +1,8 @@
 """Makes bitsandbytes' optimizers work under FSDP2: each rank updates its own rows.
 
-Their operators do not accept DTensors ("does not have a sharding strategy registered"), but an update only needs one element
-or, for 8-bit states, one block of 256. The states become DTensors sharded like their parameter, so that torch DCP can save and
-load them. Blocks of 8-bit states start at each rank's first row, so they can only be resumed on the same number of ranks.
+Their operators do not accept DTensors ("does not have a sharding strategy registered"), but updating an element needs only that
+element or, for 8-bit states, its block of 256. The states become DTensors sharded like their parameter, so that DCP can save
+and load them. Blocks of 8-bit states start at each rank's first row, so they can only be resumed on the same number of ranks.
 
 Source: bitsandbytes 0.50 `optim/optimizer.py`: `init_state`, `update_step` and `prefetch_state` receive one parameter
 and keep its state in `self.state[p]`.
@@ -26,7 +26,7 @@ STEP_PARAMETERS = ["self", "group", "p", "gindex", "pindex"]
 
 
 def shard_optimizer_class(optimizer_class: type) -> type:
-    """Return a subclass of a bitsandbytes optimizer that also supports DTensors; raise a RecipeError if it has changed."""
+    """Return a subclass of a bitsandbytes optimizer that also supports DTensors; raise a RecipeError if its methods changed."""
     for name in ("init_state", "update_step"):
         found = list(inspect.signature(getattr(optimizer_class, name, int)).parameters)
         if found != STEP_PARAMETERS:
@@ -92,7 +92,7 @@ class _LocalStep:
 
 
 def _largest_shard(p: DTensor) -> torch.Tensor:
-    """Return this rank's shard, or an uninitialized tensor of rank 0's shape if the shard is smaller."""
+    """Return this rank's shard, or if it is smaller than rank 0's, an uninitialized tensor of that shape."""
     shard = p.to_local().detach()
     if not p.ndim:
         return shard

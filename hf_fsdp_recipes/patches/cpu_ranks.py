@@ -13,8 +13,8 @@ from hf_fsdp_recipes.patches import registry
 def is_requested() -> bool:
     """Return whether the launcher requests FSDP on CPU ranks, or FSDP on a machine without an accelerator.
 
-    `accelerate launch` ignores `use_cpu: true` in FSDP configs: accelerate 1.15 sets ACCELERATE_USE_CPU in its simple launcher
-    only.
+    `accelerate launch` ignores `use_cpu: true` in FSDP configs: accelerate 1.15 sets ACCELERATE_USE_CPU only in its simple
+    launcher.
     """
     flag = os.environ.get("ACCELERATE_USE_CPU")
     return is_fsdp_requested() and (not torch.accelerator.is_available() if flag is None else is_true(flag))
@@ -23,7 +23,8 @@ def is_requested() -> bool:
 def enable() -> None:
     """Make Accelerate treat CPU ranks as FSDP ranks, if the launcher requests that. Idempotent.
 
-    Call it on every rank before the first Accelerator. Collective if a TrainingArguments exists: ranks then join a group here.
+    Call it on every rank before the first Accelerator. If a TrainingArguments exists, this is a collective,
+    because the ranks then start their process group here.
 
     Raises:
         TemplateError: an Accelerator already exists.
@@ -45,8 +46,8 @@ def enable() -> None:
             "an Accelerator was created before FSDP could be turned on for CPU ranks. Call load_model, "
             "ShardedCheckpointCallback or build_trainer before the first Accelerator or Trainer."
         )
-    # Without ACCELERATE_USE_CPU, a TrainingArguments created earlier initialized Accelerate's state for a single process. It
-    # reads that state at each use, so it sees all ranks once the state is initialized again.
+    # Without ACCELERATE_USE_CPU, a TrainingArguments created earlier initialized Accelerate's state for a single process. The
+    # arguments read that state at each use, so they see all ranks once it is initialized again.
     if PartialState._shared_state.get("distributed_type") == DistributedType.NO:
         PartialState._reset_state()
         PartialState(cpu=True)

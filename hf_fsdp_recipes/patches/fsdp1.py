@@ -88,7 +88,7 @@ def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = Fal
     "accelerate.utils.fsdp_utils._set_model_state_dict(model, state_dict, adapter_only, sd_options)",
     feature="checkpointing",
     changes="An adapter-only state dict is loaded into a PEFT model under FSDP1.",
-    reason="As for `_get_model_state_dict`; a resumed run would silently start with new adapters.",
+    reason="Names differ as for `_get_model_state_dict`, so a resumed run would silently start with new adapters.",
     depends_on=("peft",),
 )
 def _set_state_with_adapters(
@@ -109,10 +109,10 @@ def _set_state_with_adapters(
 @_patch(
     "transformers.trainer.load_fsdp_optimizer(fsdp_plugin, accelerator, optimizer)",
     feature="checkpointing",
-    changes="Parameters that had no optimizer state when a checkpoint was saved have none afterwards. Under FSDP1, the others' "
-    "state is allocated before.",
-    reason="torch asks the checkpoint for the state of every trained parameter, but one that no row has used, such as a vision "
-    "tower's, has none. Under FSDP1 a new optimizer has no state, so nothing is loaded and Adam silently restarts from zero.",
+    changes="Parameters without optimizer state in a checkpoint have none after it is loaded. Under FSDP1, the state of the "
+    "other parameters is allocated before it is loaded.",
+    reason="torch asks the checkpoint for the state of every trained parameter, but a parameter that no row has used, as in a "
+    "vision tower, has none. Under FSDP1 a new optimizer has no state, so nothing is loaded and Adam silently starts anew.",
     depends_on=("torch",),
 )
 def _load_into_allocated_state(
@@ -133,7 +133,7 @@ def _load_into_allocated_state(
     unused = [trained[name] for name in new] if len(new) < len(trained) else []
     if unused:
         distributed.print_main(
-            f"resume: {len(unused)} trained parameters had no optimizer state yet and start without, such as {new[0]}"
+            f"resume: {len(unused)} trained parameters, such as {new[0]}, had no optimizer state yet and start without it"
         )
     for parameter in unused:  # torch ignores the state of frozen parameters
         optimizer.state.pop(parameter, None)
@@ -150,7 +150,7 @@ def _load_into_allocated_state(
 
 
 def _read_names_with_state(directory: Path) -> set[str]:
-    """Return the names of the parameters with optimizer state in a checkpoint; none if it is not a DCP directory."""
+    """Return the names of the parameters with optimizer state in a directory; an empty set if it is not a DCP directory."""
     from torch.distributed.checkpoint import FileSystemReader
 
     if not (directory / ".metadata").is_file():

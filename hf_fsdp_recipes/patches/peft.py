@@ -34,7 +34,7 @@ def _move_unless_to_meta(original: Any, self: Any, adapter_name: str, device: to
 @_patch(
     "peft.tuners.lora.layer.ParamWrapper._move_adapter_to_device_of_base_layer(self, adapter_name, device)",
     changes="Adapters of fused experts on meta stay on the CPU.",
-    reason="The class has its own method; on meta the adapters would lose their initial values.",
+    reason="This class overrides the method. On meta the adapters would lose their initial values.",
 )
 def _move_expert_adapter_unless_to_meta(original: Any, self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
     parameter = self.get_param()
@@ -64,7 +64,8 @@ def _defer_magnitude(original: Any, self: Any, *, base_layer: Any, lora_A: Any, 
     self.weight = torch.nn.Parameter(torch.empty(lora_B.shape[0], dtype=dtype, device="meta"))
 
 
-DEFERRED_INIT = "_deferred_init"  # attribute of a LoRA layer: the adapter's name, and PEFT's function without the layer
+# Attribute of a LoRA layer: the adapter's name, and a function that calls PEFT's initialization on a layer.
+DEFERRED_INIT = "_deferred_init"
 
 
 def _defer_init(original: Any, self: Any, adapter_name: str, *args: Any) -> None:
@@ -84,7 +85,7 @@ def _defer_init(original: Any, self: Any, adapter_name: str, *args: Any) -> None
 for _init in ("pissa_init(self, adapter_name, init_lora_weights)", "olora_init(self, adapter_name)"):
     _patch(
         f"peft.tuners.lora.layer.LoraLayer.{_init}",
-        changes="An adapter that is computed from a base weight on meta is computed when the weight is loaded.",
+        changes="An adapter that depends on a base weight on meta is computed once the weight is loaded.",
         reason="PEFT would decompose a weight without values.",
     )(_defer_init)
 

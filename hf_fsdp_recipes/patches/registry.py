@@ -1,4 +1,4 @@
-"""Declares, guards and applies the patches. Imports patch nothing.
+"""Declares, checks and applies the patches. Importing this package patches nothing.
 
 `apply` checks every patch of a feature before it changes anything, so an upstream change causes one clear error instead of a
 half-patched process.
@@ -20,7 +20,7 @@ from hf_fsdp_recipes.errors import PatchError
 Feature = Literal["cpu ranks", "size wrap", "loading", "checkpointing", "reduction dtype"]
 # Modules of this package that declare patches when imported.
 MODULES = ("accelerate", "fsdp1", "peft", "torch", "transformers", "trl")
-# Versions with which `make test-versions` passed; a test compares it with setup.cfg.
+# Versions with which `make test-versions` passed; a test compares them with setup.cfg.
 TESTED_VERSIONS = {
     "torch": "2.13 to 2.15",
     "accelerate": "1.15",

@@ -3,7 +3,7 @@
 `wait_for_gloo_at_exit` prevents an abort when a rank exits right after a collective. A gloo worker (`pt_gloo_runloop`) first
 wakes the thread that waits for the collective and then releases the collective's tensors, for which it needs the GIL. If the
 interpreter starts to shut down in between, CPython up to 3.13 ends the worker with `pthread_exit`, which unwinds through a C++
-destructor: SIGABRT. `destroy_process_group` does not help, because FSDP2 keeps other references, so no worker is joined.
+destructor and aborts. `destroy_process_group` does not help: FSDP2 keeps other references to the group, so no worker is joined.
 
 `wait_for_gloo_workers` prevents a hang at the same moment under DDP. Its C++ reducer may hold the last reference to the process
 group; the group's destructor then joins a worker that waits for the GIL, which the joining thread holds.
@@ -94,8 +94,8 @@ if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):  # torch 2.15 no longer 
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed(self)",
         feature="reduction dtype",
         changes="Nothing is done for a parameter that was never gathered, because it has no gradient.",
-        reason="torch reads the gathered parameter, which does not exist for a frozen output head: TRL's fused loss uses its "
-        "weight without calling it. With gradient accumulation, the first step would fail.",
+        reason="torch reads the gathered parameter, which does not exist for a frozen output head: TRL's fused loss uses the "
+        "head's weight without calling the head. With gradient accumulation, the first step would fail.",
         upstream="to file: accumulating gradients with a reduce_dtype fails for a unit whose forward never ran",
     )
     def _convert_if_gathered(original: Any, self: Any) -> None:
@@ -196,7 +196,7 @@ def _read_metadata_safely(original: Any, self: Any, *args: Any, **kwargs: Any) -
 @Patch(
     "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.load_bytes(self, read_item, value)",
     feature="checkpointing",
-    changes="Values that are not tensors are first loaded with `weights_only=True`.",
+    changes="Values that are not tensors are first loaded with `weights_only=True`, as a check.",
     reason="torch loads them with `weights_only=False`, so resuming from a checkpoint could run any code that is in it.",
     upstream="to file: `DefaultLoadPlanner.load_bytes` loads with weights_only=False",
 )

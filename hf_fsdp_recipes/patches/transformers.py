@@ -16,8 +16,8 @@ _check: ResumeCheck | None = None
 def register_resume_check(check: ResumeCheck) -> None:
     """Set the function that checks the checkpoint from which a run resumes.
 
-    It is called with the trainer, the checkpoint and whether the model is sharded: once before the model is sharded and its
-    weights are read, and under FSDP once after. Collective.
+    It is called with the trainer, the checkpoint and whether the model is sharded. Under FSDP it is called before and after
+    the model is sharded; otherwise once, before the weights are read. Collective.
     """
     global _check
     _check = check
@@ -26,10 +26,10 @@ def register_resume_check(check: ResumeCheck) -> None:
 @_patch(
     "transformers.trainer.Trainer._prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint)",
     changes="A checkpoint is checked before the model is sharded, DCP's errors become one CheckpointError, and training after an "
-    "evaluation under FSDP1 is refused, and so is what Trainer cannot do with models that transformers has sharded. Callbacks that "
-    "have `see_trainer` get the trainer.",
+    "evaluation under FSDP1 is refused, and so are settings that Trainer cannot apply to models that transformers has sharded. "
+    "Callbacks that have `see_trainer` get the trainer.",
     reason="Trainer loads whatever matches by name, so resuming a larger model's checkpoint raises no error. A callback that "
-    "saves checkpoints has no other way to the states of the others.",
+    "saves checkpoints needs the trainer to find the other callbacks, whose states it saves.",
     upstream="to file: resuming a sharded checkpoint of another model is not refused",
 )
 def _check_then_prepare(
@@ -59,7 +59,7 @@ def _check_then_prepare(
     "transformers.trainer.Trainer._load_from_checkpoint(self, resume_from_checkpoint, model)",
     changes="A checkpoint is compared with the sharded model and its optimizer before it is loaded. Without FSDP, its files are "
     "verified.",
-    reason="As for `_prepare_for_training`; the optimizer's state and the dtypes are known only once the model is sharded.",
+    reason="Trainer loads whatever matches by name, and the optimizer's state and the dtypes are known only after sharding.",
     upstream="to file: resuming a sharded checkpoint of another optimizer is not refused",
 )
 def _check_then_load(original: Any, self: Any, resume_from_checkpoint: Any, model: Any = None) -> Any:
@@ -70,7 +70,7 @@ def _check_then_load(original: Any, self: Any, resume_from_checkpoint: Any, mode
 
 
 def _refuse_presharded(trainer: Any, is_needed: bool = True) -> None:
-    """Raise a CheckpointError if transformers has sharded the model at load time and Trainer would fail on that later."""
+    """Raise a CheckpointError if transformers has sharded the model while loading it, and Trainer would fail later."""
     if is_needed and getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise CheckpointError(
             "from_pretrained(distributed_config=...) has sharded the model, so an FSDP template cannot shard it again, and Trainer "
@@ -81,8 +81,8 @@ def _refuse_presharded(trainer: Any, is_needed: bool = True) -> None:
 
 @_patch(
     "transformers.trainer.Trainer._issue_warnings_after_load(self, load_result)",
-    changes="Without FSDP, a checkpoint that lacks tensors of the model or has others is refused, on resume and when the best "
-    "model is loaded. Tied weights may be absent.",
+    changes="Without FSDP, a checkpoint that lacks tensors of the model or has tensors that the model lacks is refused, on "
+    "resume and when the best model is loaded. Tied weights may be absent.",
     reason="Without FSDP, Trainer loads whatever matches by name and only logs a warning.",
     upstream="to file: resuming from a checkpoint of another model is only a warning",
 )
@@ -107,7 +107,7 @@ def _refuse_other_model(original: Any, self: Any, load_result: Any) -> None:
     "transformers.trainer.Trainer._run_epoch(self, model, epoch)",
     changes="Trains no step if a callback has already stopped training.",
     reason="If `on_train_begin` sets `should_training_stop`, Trainer still trains one step, so each resume of a finished run "
-    "would add one.",
+    "would add a step.",
     upstream="to file: should_training_stop set in on_train_begin is ignored until after the first step",
 )
 def _skip_epoch_if_stopped(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -130,7 +130,7 @@ def _save_sharded(original: Any, self: Any, output_dir: str | None = None, _inte
 
 @_patch(
     "transformers.trainer.Trainer._save_checkpoint(self, model, trial)",
-    changes="A callback that `handles_failed_saves` gets the error, and its `end_save` is called on every rank.",
+    changes="A callback with `handles_failed_saves` gets the error, and its `end_save` is called on every rank.",
     reason="On a full disk, Trainer ends the run with a traceback and leaves an unusable checkpoint.",
     upstream="to file: a failed save ends the run and leaves an incomplete checkpoint directory",
 )

@@ -48,9 +48,7 @@ def test_damage_that_one_rank_finds_is_known_to_all(run):
 def test_rank_without_the_files_is_an_error_instead_of_a_new_start(run):
     errors = run_ranks(_verify, 2, run, True, expect_failure=True)
     assert {name for name, _ in errors} == {"CheckpointError"}
-    assert all(
-        "rank 1 sees another one: part-0.bin is missing. Mount the same output_dir" in text for _, text in errors
-    )
+    assert all("not on rank 1: part-0.bin is missing. Mount the same output_dir" in text for _, text in errors)
 
 
 def _fail_on_rank_1(run):

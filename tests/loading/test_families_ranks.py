@@ -26,8 +26,11 @@ def model_types(auto_class):
 
 def round_trips(auto_class, types, folder):
     """Return {type: "" or why not} on rank 0."""
+    from accelerate import PartialState
+
     from hf_fsdp_recipes import distributed
 
+    PartialState(cpu=True)  # otherwise both ranks would make the first model
     results = {}
     for model_type in types:
         source = folder / model_type

@@ -400,7 +400,7 @@ def test_checkpoint_of_another_architecture_is_refused_even_if_missing_parameter
         _load_only, 2, directory, {"ignore_mismatched": True}, environment=environment, expect_failure=True
     )
     assert errors[0] == errors[1]
-    assert "no tensor of" in errors[0][1] and "belongs to the model of its config" in errors[0][1]
+    assert "no tensor of" in errors[0][1] and "belongs to the model in its config" in errors[0][1]
 
 
 def test_ignore_mismatched_initializes_tensors_of_another_shape(tiny_model, text_file, tmp_path):
