@@ -1,8 +1,8 @@
-"""Measures on one accelerator what CPU ranks cannot show. Made for machines that are lent for minutes.
+"""Measures on one accelerator what CPU ranks cannot show. Made for machines that are available for minutes only.
 
     make gpu-day [OUT=runs/gpu-day] [MODELS=runs/gpu-day-models] [MINUTES=9] [AGAIN=copies]
 
-Each measurement has its own process and a line in OUT/results.jsonl, so that a crash loses only that one. A call ends
+Each measurement has its own process and a line in OUT/results.jsonl, so that a crash loses only one. A call ends
 before its limit and prints what is left; the next call continues. OUT/report.md has all figures, OUT/logs the output of each
 measurement, and OUT/traces a trace of one step of each training run, for Perfetto. All models have random weights; MODELS takes
 25 GB and can be deleted afterwards. `--scale small` measures tiny models, to test the program.
@@ -48,7 +48,7 @@ SETTINGS = {
     "full_1b": FULL | {"gradient_checkpointing": False, "per_device_train_batch_size": 2},
 }
 CHECKPOINTING = {"gradient_checkpointing": True}
-# As in recipes/qwen3_8b_lora_80gb.yaml. The peer accumulates 16 micro-batches, which takes too long here.
+# Like recipes/qwen3_8b_lora_80gb.yaml, with 4 micro-batches. NeMo Automodel accumulates 16, which would take too long here.
 FASTEST = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 4,
@@ -84,7 +84,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Day:
-    """What a measurement is given: where to put results and models, and how large the models are."""
+    """What a measurement needs: where to put results and models, how large the models are, and the time limit."""
 
     out: Path
     models: Path

@@ -2,7 +2,7 @@
 
     python benchmarks/save.py [--parameters 1.1e9]
 
-Two gloo ranks, a Llama of the given size with AdamW, parameters and optimizer state in bf16. Prints a table and
+Runs a Llama of the given size with AdamW on two gloo ranks; parameters and optimizer state are in bf16. Prints a table and
 rewrites its section of docs/measured.md.
 """
 

@@ -86,7 +86,7 @@ class Reference:
 
     result: Result
     names: set[str]  # in the output directory
-    num_events: list[list[int]]  # file operations of each rank in each phase, saving every step
+    num_events: list[list[int]]  # file operations of each rank in each phase, with a save at every step
     seconds: tuple[float, float, float]  # loading, training, exporting
 
 
@@ -106,7 +106,7 @@ class Kill(NamedTuple):
 
 @dataclass
 class Tally:
-    """Everything that is counted."""
+    """All counts, and the violations."""
 
     kills: Counter[tuple[str, str]] = field(default_factory=Counter)
     cells: Counter[str] = field(default_factory=Counter)
@@ -286,10 +286,10 @@ class Soak:
         )
 
     def find_reference(self, cell: Cell) -> Reference:
-        """Return the uninterrupted run of a cell, which is run once, on tmpfs."""
+        """Return the uninterrupted run of a cell. It runs once, on tmpfs, for both places."""
         if cell[1:] not in self._references:
             if not self._references:
-                self._run_reference(cell)  # fills the cache of the rows, so the next one is timed
+                self._run_reference(cell)  # only this first run fills the cache of rows; the next one is timed
             self._references[cell[1:]] = self._run_reference(cell)
         return self._references[cell[1:]]
 
@@ -369,7 +369,7 @@ def summarize(soak: Soak, seconds: float) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100, help="how many kills at least")
+    parser.add_argument("--kills", type=int, default=100, help="minimum number of kills")
     parser.add_argument("--disk", type=Path, default=Path("runs/soak"), help="a new directory on a disk")
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm/hf-fsdp-soak"), help="a new directory on a tmpfs")
     parser.add_argument("--seed", type=int, default=0)
@@ -382,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         place.mkdir(parents=True)
     soak = Soak(places, options.seed)
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # interrupted, it still ends its ranks and reports
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends its ranks and reports
     with contextlib.suppress(KeyboardInterrupt):
         for number in itertools.count() if options.case is None else [options.case]:
             Case(soak, number).run()

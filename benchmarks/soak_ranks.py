@@ -233,7 +233,7 @@ class FileWatch:
             return DELETING
         if top.startswith(".checkpoint-"):
             own.save_phase = self._find_save_phase(event, top, below)
-        elif own.save_phase == COMMIT and not path:  # likewise
+        elif own.save_phase == COMMIT and not path:  # flushed after the rename of a checkpoint, too
             own.save_phase = 0
             return COMMIT
         return own.save_phase or own.phase
@@ -272,7 +272,7 @@ class Processes:
                 continue
 
     def wait(self, seconds: float) -> bool:
-        """Wait for up to the timeout and return whether all have ended."""
+        """Wait for up to `seconds`, and return whether all have ended."""
         deadline = time.monotonic() + seconds
         for pid, descriptor in list(self._descriptors.items()):
             poll = select.poll()
@@ -290,7 +290,7 @@ class Processes:
                 continue
 
     def end(self) -> None:
-        """Kill what is left; show in the log where it was."""
+        """Kill the processes that are left, and show in the log where they were."""
         self.send(signal.SIGUSR2)
         time.sleep(0.5)
         self.send(signal.SIGKILL)

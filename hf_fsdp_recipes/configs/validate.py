@@ -107,7 +107,7 @@ def _check_keys(config: Section, fsdp: Section, parallel: Section) -> Iterator[s
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    # Accelerate merges both sections into the launcher's arguments, so it reads these keys.
+    # Accelerate merges both sections into the launcher's arguments, so their keys are the launcher's.
     arguments = vars(launch_command_parser().parse_args(["script.py"]))
     for place, keys, known in (
         ("", config, {*ClusterConfig.__dataclass_fields__, "dynamo_backend", "fp16"}),  # the last two are deprecated

@@ -24,7 +24,7 @@ NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Token counts of a set of sequences that determine their FLOPs."""
+    """The token counts from which the FLOPs of a set of sequences follow."""
 
     tokens: int  # sum of the sequence lengths, without padding
     pairs: int  # sum of length * length
@@ -43,8 +43,8 @@ class ModelFlops:
     """Sizes of a model that determine its FLOPs."""
 
     matmul_parameters: int  # in the matrix products of one token
-    trainable_parameters: int  # the trained ones of those
-    head_parameters: int  # the ones in the language model head, which activation checkpointing does not recompute
+    trainable_parameters: int  # how many of them are trained
+    head_parameters: int  # how many are in the language model head, which activation checkpointing does not recompute
     attention_width: int  # heads * (query dim + value dim), summed over the layers with full attention
     window_width: int  # the same, summed over the layers with sliding-window attention
     window: int | None  # window length in tokens

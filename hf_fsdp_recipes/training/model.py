@@ -82,7 +82,7 @@ def _add_rows(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", mo
 
 
 def _check_adapter_names(model: "PreTrainedModel", model_arguments: "ModelConfig") -> None:
-    """Check that the model has all modules and parameters that the adapter names; PEFT ignores unknown names."""
+    """Check that the model has all modules and parameters named in the adapter's settings; PEFT ignores unknown names."""
     if not model_arguments.use_peft:
         return
     modules = [name for name, _ in model.named_modules()]

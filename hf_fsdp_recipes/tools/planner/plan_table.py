@@ -124,7 +124,7 @@ def _comparison(alternatives: Sequence[Alternative]) -> list[str]:
 
 
 def format_suggestion(suggestion: Alternative) -> str:
-    """Format what to launch, in two lines."""
+    """Format a suggestion in two lines."""
     job = suggestion.plan.job
     checkpointing = "on" if job.gradient_checkpointing else "off"
     return (

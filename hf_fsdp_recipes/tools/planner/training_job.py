@@ -70,7 +70,7 @@ class TrainingJob:
     sync_each_batch: bool = False  # reduce gradients after each micro-batch instead of once per step
 
     def __post_init__(self) -> None:
-        """Validate the combination; PlanError lists everything that is wrong."""
+        """Raise a PlanError that lists everything that is wrong with the settings."""
         cluster, faults = self.cluster, []
         for name in ("batch", "length", "accumulation"):
             if getattr(self, name) < 1:
@@ -100,7 +100,7 @@ class TrainingJob:
 
     @property
     def num_communicators(self) -> int:
-        """NCCL communicators of a rank: for all ranks and, with hybrid sharding, for its replica's shards and its replicas."""
+        """NCCL communicators of a rank: one for all ranks and, with hybrid sharding, one within and one across replicas."""
         return 0 if self.cluster.num_gpus == 1 else 3 if self.strategy.is_hybrid else 1
 
     @property

@@ -28,7 +28,7 @@ NUM_REPEATS = 3
 CPU_WORKLOAD = (torch.float32, (1 << 20, 1 << 22, 1 << 24, 1 << 26), 1024, NUM_REPEATS)
 ACCELERATOR_WORKLOAD = (torch.bfloat16, (1 << 24, 1 << 26, 1 << 28, 1 << 30, 1 << 31), 8192, 200)
 PRODUCTS_SECONDS = 1.0  # a slow device stops after fewer products
-NUM_PAIR_ROUNDS = 3  # with two, one node of an odd number could have a single partner
+NUM_PAIR_ROUNDS = 3  # in two rounds, one node of an odd number could have a single partner
 
 
 def main(info: ParticipantInfo, prefix: str, local_rank: int, on_cpu: bool) -> None:

@@ -93,7 +93,7 @@ def _run(found: Hardware, *command: str) -> str:
 
 
 def _split_variable(name: str) -> list[str] | None:
-    """Return the entries of a list of devices; None if the variable is not set."""
+    """Return the entries of a variable that lists devices; None if it is not set."""
     value = os.environ.get(name)
     return None if value is None else [entry.strip() for entry in value.split(",") if entry.strip()]
 
@@ -199,7 +199,7 @@ def _find_visible_amd(num_gpus: int) -> list[int]:
 
 
 def _read_amd_pages(found: Hardware) -> None:
-    """Source: Linux documentation, "AMDGPU RAS Support": address, size, and R, P or F per bad page."""
+    """Each line has a bad page's address, size, and R, P or F. Source: Linux documentation, "AMDGPU RAS Support"."""
     files = sorted((SYS / "class/drm").glob("card*/device/ras/gpu_vram_bad_pages"))
     if len(_find_visible_amd(len(files))) < len(files):
         return  # which card is which GPU is unknown, so the fault could belong to a hidden GPU

@@ -1,4 +1,4 @@
-"""Facts about nodes: versions, code and files, which must be the same on all, and limits that deserve a warning."""
+"""Facts about nodes: versions, code and files, which must be the same on all nodes, and limits that deserve a warning."""
 
 import hashlib
 import os

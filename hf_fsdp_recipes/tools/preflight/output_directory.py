@@ -16,7 +16,7 @@ from hf_fsdp_recipes.tools.preflight.node_info import Row, shorten
 
 MAX_PROBE_BYTES = 64 << 20
 MAX_PROBE_SECONDS = 1.0
-VISIBILITY_SECONDS = 5.0  # NFS caches directory attributes (acdirmin, 30 s) before it shows another host's new file
+VISIBILITY_SECONDS = 5.0  # NFS caches directory attributes (acdirmin, 30 s), which hides another host's new file
 _CHUNK_BYTES = 16 << 20
 
 

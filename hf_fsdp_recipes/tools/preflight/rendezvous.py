@@ -57,7 +57,7 @@ class Rendezvous:
         self.info = info
         self.timeout_seconds = timeout_seconds
         self.extend_deadline(timeout_seconds)
-        # With host and pid after `check_membership`.
+        # `check_membership` adds host and pid.
         self.names = [f"node {node_rank}" for node_rank in range(info.num_nodes)]
         self.prefix = f"hf-fsdp-preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         tcp_store, self.is_leader = _open_store(info, self.deadline)

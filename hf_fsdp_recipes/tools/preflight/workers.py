@@ -1,6 +1,6 @@
 """Starts one process per local rank to describe its device and measure bandwidth.
 
-Each is a process, so that one that crashes or hangs in a collective can be reported and killed.
+A process of its own that crashes or hangs in a collective can be reported and killed.
 """
 
 import json
@@ -73,7 +73,7 @@ class Workers:
         interface = addresses.find_interface_to(self._rendezvous.info.master_address)
         return PreflightError(
             f"local rank {local_rank} {problem}. If it used the wrong network interface, export "
-            f"GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}: that one leads to the master."
+            f"GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}, which leads to the master address."
         )
 
 

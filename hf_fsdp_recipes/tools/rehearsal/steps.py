@@ -1,6 +1,6 @@
 """Runs a recipe end to end on CPU ranks, with a tiny model of the same architecture. Needs no weights and no GPU.
 
-The steps are static checks, three launches of the recipe, and its export.
+The steps are static checks, three launches of the recipe, and checks of its export.
 """
 
 import copy
@@ -153,7 +153,7 @@ def check_data(rehearsal: Rehearsal) -> str:
 
 
 def train_and_kill(rehearsal: Rehearsal) -> str:
-    """Train until the first checkpoint is complete, then kill launcher and ranks, as a failing node would."""
+    """Train until the first checkpoint is complete, then kill launcher and ranks, as if the node failed."""
     with rehearsal.launch("load") as run:
         rehearsal.wait(run, lambda: bool(rehearsal.checkpoints()))
         if not rehearsal.checkpoints():

@@ -1,4 +1,4 @@
-"""The measurements of a self-test and its report. Each has its own ranks, so that a crash does not end the others."""
+"""The measurements of a self-test and its report. Each measurement has its own ranks, so a crash does not end the others."""
 
 import json
 import os
@@ -57,7 +57,7 @@ class Site:
     num_tokens: int = 64  # of a training step during a save
     num_batches: int = 1
     script: Path = SFT_SCRIPT
-    deadline: float = field(default_factory=lambda: time.monotonic() + 600)  # a measurement is killed then
+    deadline: float = field(default_factory=lambda: time.monotonic() + 600)  # when a measurement is killed
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _launch(
     precision: str | None = None,
     is_enough: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Run a script on all ranks to its end, or kill launcher and ranks once `is_enough`; return whether it was killed."""
+    """Run a script on all ranks to its end, or kill launcher and ranks once `is_enough()`; return whether they were killed."""
     config = read_config("fsdp2_cpu" if site.device is None else "fsdp2_full_shard")
     config |= {"num_processes": site.num_ranks} | ({"mixed_precision": precision} if precision else {})
     template = log_file.with_suffix(".yaml")

@@ -32,7 +32,7 @@ NUM_REPEATS = 5
 
 
 def main(measurements: Mapping[str, Callable[..., Figures]]) -> None:
-    """Measure what the command line names on every rank; rank 0 writes the slowest rank's figures."""
+    """Run the measurement named on the command line on every rank; rank 0 writes the worst of the ranks' figures."""
     from accelerate import Accelerator
 
     name, options, file = sys.argv[1:]

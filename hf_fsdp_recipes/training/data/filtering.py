@@ -130,7 +130,7 @@ def find_token_fault(row: Mapping[str, Any], vocabulary_size: int) -> str | None
         if not isinstance(values, list):
             return f"{name} is {values!r:.60}, not a list of integers"
         for value in values:
-            if type(value) not in (int, float) or value % 1:  # a fraction in another row turns all into floats
+            if type(value) not in (int, float) or value % 1:  # a fraction in another row turns all values into floats
                 return f"{name} has {value!r:.60}, which is not an integer"
         if len(values) != len(row["input_ids"]):
             return f"{name} has {len(values)} values for {len(row['input_ids'])} input_ids"

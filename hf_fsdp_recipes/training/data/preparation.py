@@ -40,7 +40,7 @@ class Preparation:
         self.tokenizer = tokenizer
         self.training = arguments.training
         self.recipe = arguments.recipe
-        # Added tokens may leave gaps, so the number of tokens is not enough.
+        # The ids of added tokens may leave gaps, so the number of tokens can be too small.
         self._vocabulary_size = 1 + max(tokenizer.get_vocab().values())
 
     def max_length(self, packing: bool) -> int | None:
@@ -81,7 +81,7 @@ class Preparation:
             options = {"num_proc": training.dataset_num_proc, "desc": f"Packing {name}"}
             rows = pack_dataset(rows, training.max_length, training.packing_strategy, options)
         rows = self._shuffle(rows)
-        if packing and self.max_length(packing) is None:  # a sequence may consist only of part of a prompt
+        if packing and self.max_length(packing) is None:  # a sequence may have nothing but part of a prompt
             rows = rows.filter(has_trainable_label, num_proc=training.dataset_num_proc)
         return rows
 
@@ -208,7 +208,7 @@ def _tokenize_part(
 
 
 def _mix(tokenized: list[Dataset], parts: list[DatasetPart], arguments: Arguments) -> Dataset:
-    """Draw rows by the parts' fractions, or concatenate all rows if there are none."""
+    """Draw rows by the parts' fractions, or concatenate all rows if no part has one."""
     fractions = [part.fraction for part in parts if part.fraction is not None]
     if len(parts) == 1 or not fractions:
         return concatenate_datasets(tokenized)

@@ -180,7 +180,7 @@ class RowStream(IterableDataset):
         return list(zip(self.sources, map(int, counts), strict=True))
 
     def _prepare(self, read: list[list[dict[str, Any]]]) -> tuple[Dataset | None, RowCounts]:
-        disable_progress_bars()  # there would be one per block and step
+        disable_progress_bars()  # there would be a bar per block and step
         counts, parts = RowCounts(), []
         for source, rows in zip(self.sources, read, strict=True):
             if rows:
@@ -226,7 +226,7 @@ def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Tr
         for part in parts
         if part.evaluation is not None
     ]
-    if distributed.is_main():  # all ranks read the same rows
+    if distributed.is_main():  # one rank is enough, because all read the same rows
         for each in options:
             _evaluation_stream(**each).first_block()
     # `datasets` streams, which Accelerate splits over the ranks
