@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--scale", choices=("full", "small"), default="full")
     parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS))
     parser.add_argument("--again", nargs="+", choices=MEASUREMENTS, default=[], help="measure these again")
-    parser.add_argument("--run", choices=MEASUREMENTS, help=argparse.SUPPRESS)  # one, in this process
+    parser.add_argument("--run", choices=MEASUREMENTS, help=argparse.SUPPRESS)  # runs one measurement, in this process
     options = parser.parse_args()
     options.out, options.models = options.out.resolve(), options.models.resolve()
     for directory in (options.out / "logs", options.models):

@@ -382,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         place.mkdir(parents=True)
     soak = Soak(places, options.seed)
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends its ranks and reports
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an interrupted soak ends its ranks and reports
     with contextlib.suppress(KeyboardInterrupt):
         for number in itertools.count() if options.case is None else [options.case]:
             Case(soak, number).run()

@@ -1,7 +1,7 @@
 """The launcher and ranks of benchmarks/soak.py: forked processes that run recipes/sft.py and report where they are.
 
-A rank reports through shared memory. Python's audit events show which file it is about to touch, which tells loading from
-staging, writing and renaming, and lets a kill hit exactly one file operation: the rank waits there to be killed.
+A rank reports through shared memory. Python's audit events show which file a rank is about to touch. They tell loading from
+staging, writing and renaming, and a kill can hit exactly one file operation, because the rank waits there to be killed.
 """
 
 import ctypes
@@ -154,7 +154,7 @@ def _run_rank(board: Board, rank: int, arguments: Sequence[str], trap: Trap | No
     output_dir = Path(arguments[arguments.index("--output_dir") + 1])
     watch = FileWatch(board, rank, output_dir, trap if trap is not None and trap.rank == rank else None)
     sys.addaudithook(watch.see)
-    # What ddp_timeout sets on accelerators; on CPU ranks TrainingArguments does not pass it on.
+    # ddp_timeout sets this on accelerators; on CPU ranks TrainingArguments does not pass it on.
     distributed_c10d.default_pg_timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
     try:
         _report_steps(board.ranks[rank])
@@ -261,7 +261,7 @@ def _path_of(event: str, arguments: tuple[Any, ...]) -> str | None:
 
 
 class Processes:
-    """Processes, not all of them children of this one, tracked by file descriptor."""
+    """Processes, tracked by file descriptor because not all are children of this one."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._descriptors: dict[int, int] = {}

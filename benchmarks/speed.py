@@ -26,7 +26,7 @@ VOCABULARY = 32_768  # large enough for the head to matter
 
 @dataclass(frozen=True)
 class Switch:
-    """A feature: the settings with and without it, or, if no setting turns it off, a script without it."""
+    """A feature: the settings with and without it. If no setting turns it off, `script_without` does."""
 
     on: dict[str, Any]
     off: dict[str, Any]

@@ -267,7 +267,7 @@ def launch(template: Path, num_processes: int, command: Sequence[str]) -> str:
     """Start a script through Accelerate on this machine; return what it printed.
 
     Raises:
-        RuntimeError: it failed; contains the last lines that it printed.
+        RuntimeError: the script failed; contains the last lines of its output.
     """
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

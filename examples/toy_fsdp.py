@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def train(ddp: bool, num_steps: int, device: torch.device) -> None:
-    """Train the toy model on random rows and print what it took."""
+    """Train the toy model on random rows and print the loss and memory."""
     torch.manual_seed(0)  # the same model on every rank
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS))).to(device)
     if ddp:

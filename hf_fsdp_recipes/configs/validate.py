@@ -52,7 +52,7 @@ def read_config(source: str | Path) -> Section:
 def find_faults(config: Section, model_classes: Collection[str] | None = None) -> list[str]:
     """Return all faults of a parsed config, each with the value and what to change.
 
-    If `model_classes`, the names of a model's module classes, is given, the wrap classes are checked too.
+    With `model_classes`, the names of a model's module classes, the wrap classes are checked too.
     """
     fsdp = _with_prefix(config.get("fsdp_config"), "fsdp_")
     parallel = _with_prefix(config.get("parallelism_config"), "parallelism_config_")

@@ -3,7 +3,7 @@
 A token costs 2 FLOPs per matmul parameter in the forward pass, 2 in the backward pass for the activations, and 2 more
 for the gradient of each trained parameter: 6 in full fine-tuning, a little over 4 with LoRA. Attention costs two matrix
 products over all pairs of tokens of a sequence, causal or not, and twice that in the backward pass. Embedding look-ups,
-norms and the loss do not count. A mixture of experts counts the experts that each token is routed to.
+norms and the loss do not count. Of a mixture of experts, only those count that a token is routed to.
 
 Source: PaLM (arXiv:2204.02311), appendix B; its attention term is 12 * layers * heads * head_dim * length.
 """

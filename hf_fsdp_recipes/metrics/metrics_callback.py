@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 MODEL_FILE = "model.txt"
 MAX_LINES_PRINTED = 60
 LOGGED = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "hfu", "step_seconds")
-MIN_SAVE_SECONDS = 1e-3  # shorter times only check whether a save is due
+MIN_SAVE_SECONDS = 1e-3  # a shorter time is only the check whether a save is due
 LOGGED_MEMORY = {"host_memory_gb": "host_bytes", "device_peak_memory_gb": "device_peak_bytes"}
 
 
@@ -70,7 +70,7 @@ class MetricsCallback(TrainerCallback):
         self._load_seconds: float | None = None  # None once they are logged
         # Entries of this start, until they are written at its first step.
         self._first_entries: list[dict[str, Any]] | None = None
-        self._is_recording = False  # rank 0, from the first step on
+        self._is_recording = False  # true on rank 0, from the first step on
         self._can_write = True
 
     # Trainer's events, in the order of a run.

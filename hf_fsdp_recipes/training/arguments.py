@@ -51,9 +51,9 @@ class RecipeArguments:
 
     attention: Literal["auto", "flash", "sdpa", "eager", "flex"] = _argument(
         "auto",
-        "Attention implementation. auto uses the newest FlashAttention that is installed. If none is, packed documents on a GPU "
-        "use FlashAttention 2 from the Hub, or else flex; anything else uses the model's default. flash may also use the Hub. "
-        "Only with the kernels package is anything downloaded from the Hub.",
+        "Attention implementation. auto uses the newest FlashAttention that is installed. If there is none, packed documents "
+        "on a GPU use FlashAttention 2 from the Hub, or else flex; anything else uses the model's default. flash may also use "
+        "the Hub. The Hub is used only if the kernels package is installed.",
     )
     config_name: str | None = _argument(
         None,

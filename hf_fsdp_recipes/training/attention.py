@@ -144,7 +144,7 @@ def check_packing(config: "PretrainedConfig", implementation: str) -> None:
         raise RecipeError(
             f"packing leaks between documents in {config.model_type} models with {implementation} attention: the first document "
             f"changes the second one's logits by {leak:.1e} of the largest. Use "
-            f"{'attention: flash or ' * (not is_flash and _is_safe_with_flash(config))}{advice}"
+            f"{'attention: flash, ' * (not is_flash and _is_safe_with_flash(config))}{advice}"
         )
 
 

@@ -107,7 +107,7 @@ def build_trainer(arguments: Arguments) -> "Trainer":
         ) from error
     trainer.optimizer_cls_and_kwargs = sharded_optimizer(arguments.training)
     if getattr(arguments.training, "precompute_ref_log_probs", False):
-        trainer.ref_model = None  # TRL has used it, but would keep it in memory
+        trainer.ref_model = None  # TRL no longer needs this model, but would keep it in memory
     dtypes.cast_trainable(trainer.model, fsdp_version(), arguments.recipe.adapter_dtype)
     place_before_reporters(trainer)
     if arguments.recipe.export:
@@ -118,7 +118,7 @@ def build_trainer(arguments: Arguments) -> "Trainer":
 def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "TrainingRows":
     """Load the rows a run trains and evaluates on, and set SFTTrainer's arguments so that it does not prepare them again.
 
-    TRL's other trainers prepare their rows. Collective: every rank must call this. Rank 0 prepares the rows and the others
+    TRL's other trainers prepare rows themselves. Collective: every rank must call this. Rank 0 prepares the rows and the others
     read its cache, waiting without a timeout. Rank 0 prints how many rows were dropped and truncated.
     """
     from hf_fsdp_recipes.training.data import cache

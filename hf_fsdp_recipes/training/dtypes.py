@@ -54,9 +54,9 @@ def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dty
 def set_reduction_dtype(plugin: Any, reduce_dtype: str = "float32") -> None:
     """Choose the dtype of gradient reduction under mixed precision, and keep the dtypes of the model's outputs and buffers.
 
-    Accelerate 1.15 would reduce gradients in the mixed-precision dtype. It would also round to that dtype the outputs of each
-    unit (FSDP2), or buffers such as rotary frequencies (FSDP1). Nothing changes without mixed
-    precision, or without FSDP (Accelerate's `plugin` is None). Every rank calls this before sharding; not a collective.
+    Accelerate 1.15 would reduce gradients in the mixed-precision dtype. It would also round the outputs of each unit
+    (FSDP2), or buffers such as rotary frequencies (FSDP1), to that dtype. Nothing changes without mixed precision, or without
+    FSDP (Accelerate's `plugin` is None). Every rank calls this before sharding; not a collective.
     """
     policy = None if plugin is None else plugin.mixed_precision_policy
     if plugin is None or policy is None or policy.param_dtype in (None, torch.float32):

@@ -93,7 +93,7 @@ def _conflicts(training: "SFTConfig", recipe: "RecipeArguments") -> Iterator[str
             f"padding_free: true ignores max_length: {training.max_length}, because TRL then does not truncate rows. Set "
             f"max_length: null, or packing: true, which has no padding either."
         )
-    # transformers 5.23 renamed it activation_checkpointing and keeps the old name in sync.
+    # transformers 5.23 renamed gradient_checkpointing to activation_checkpointing, and keeps the old name in sync.
     if training.gradient_checkpointing and parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
         yield (
             "gradient_checkpointing: true (TRL's default) and fsdp_activation_checkpointing: true in the template would "

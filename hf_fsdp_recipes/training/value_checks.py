@@ -71,7 +71,7 @@ def name_settings(message: str, values: Mapping[str, Any]) -> str:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value from YAML has a field's type, or is a string that argparse converts."""
+    """Return whether a value from YAML has a field's type or is a string, which argparse converts later."""
     parts = get_args(hint)
     if get_origin(hint) is Literal:
         return value in parts
@@ -130,7 +130,7 @@ def check_scheduler(training: "SFTConfig") -> None:
 def check_adapter(model: "ModelConfig", given: Collection[str]) -> None:
     """Raise a RecipeError for adapter settings or quantized weights without `use_peft`.
 
-    `given` has the names that the user has set, because the value set may equal the default.
+    `given` has the names that the user has set, even if to the default.
     """
     if model.use_peft:
         return

@@ -12,7 +12,7 @@ from hf_fsdp_recipes.tools.planner.fsdp_units import FsdpUnit
 from hf_fsdp_recipes.tools.planner.memory_planner import MemoryPlan
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
 
-COMPUTE_EFFICIENCY = 0.4  # share of the peak FLOP/s: assumed
+COMPUTE_EFFICIENCY = 0.4  # assumed share of the peak FLOP/s
 
 
 @dataclass(frozen=True)

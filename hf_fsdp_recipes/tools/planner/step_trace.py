@@ -112,8 +112,8 @@ def trace_step(
 ) -> list[TraceEvent]:
     """Run forward and backward of one micro-batch and return the events of the watched modules, in order.
 
-    From the last decoder layer's forward until its backward, memory counts as logits. To compare, tests trace real
-    tensors with `device` set to the CPU.
+    From the last decoder layer's forward until its backward, memory counts as logits. Tests trace real tensors on
+    the CPU, with `device`, to compare.
     """
     watched = dict.fromkeys([*watched, *([last_layer] if last_layer else [])])
     tracker = AllocationTracker({t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())})

@@ -73,7 +73,7 @@ def describe(device: torch.device) -> DeviceInfo:
 
 
 def measure(device: torch.device, info: ParticipantInfo) -> WorkerRates:
-    """Measure bandwidth within and between nodes, and the speed of a matrix product. Collective of all nodes' workers."""
+    """Measure bandwidth within and between nodes, and the speed of a matrix product. Collective for the workers of all nodes."""
     links = {}
     if info.ranks_per_node > 1:
         node_group, _ = dist.new_subgroups(info.ranks_per_node)
@@ -88,7 +88,7 @@ def measure(device: torch.device, info: ParticipantInfo) -> WorkerRates:
 
 
 def measure_pairs(device: torch.device, info: ParticipantInfo) -> dict[str, float]:
-    """Return the all-gather bandwidth with each partner node, by its number, while other pairs are busy too. Collective."""
+    """Return the all-gather bandwidth with each partner, by node number, while other pairs are busy too. Collective."""
     rates = {}
     for pairs in pair_nodes(info.num_nodes):
         for pair in pairs:

@@ -2,7 +2,7 @@
 
 Transfers hide behind computation unless they take longer. In a step over T tokens, a rank computes 6 T FLOPs per
 parameter. Full sharding moves 3 values per parameter over the slowest link: the parameter for forward, the parameter again
-for backward, and its gradient. So that link needs a bandwidth of 3 x bytes / (6 T) x the rank's FLOP/s,
+for backward, and its gradient. That link thus needs a bandwidth of 3 x bytes / (6 T) x the rank's FLOP/s,
 regardless of model size.
 
 Source: Kaplan et al. 2020 (6 FLOPs per parameter and token); Rajbhandari et al. 2020, ZeRO, section 7 (3 volumes with sharded
@@ -48,7 +48,7 @@ class RankLoad:
 
 
 def apply_launch_counts(config: dict[str, Any], num_nodes: int, ranks_per_node: int) -> dict[str, Any]:
-    """Return an Accelerate config with the counts that the launcher passes on the command line."""
+    """Return an Accelerate config with the numbers of nodes and ranks that the launcher passes on the command line."""
     launched = config | {"num_machines": num_nodes, "num_processes": num_nodes * ranks_per_node}
     if "hybrid" in read_sharding(config) and "parallelism_config" in config:
         sizes = {

@@ -65,7 +65,7 @@ def collect(files: list[Path], num_ranks: int) -> NodeInfo:
 
 
 def _find_versions() -> dict[str, str]:
-    """Return the versions that must match, "none" for what a node does not have; the same names on every node."""
+    """Return the versions that must match, under the same names on every node; "none" for what a node does not have."""
     nccl = getattr(torch.get_device_module(), "nccl", None)  # also on ROCm, where RCCL uses NCCL's version numbers
     return {
         "python": platform.python_version(),

@@ -1,6 +1,6 @@
 """Starts one process per local rank to describe its device and measure bandwidth.
 
-A process of its own that crashes or hangs in a collective can be reported and killed.
+So a worker that crashes or hangs in a collective can be reported and killed.
 """
 
 import json

@@ -122,7 +122,7 @@ def to_cpu_ranks(config: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
 def write_recipe(settings: dict[str, Any], arguments: Arguments, directory: Path) -> list[str]:
     """Write the recipe, adapted to the model and rows in the directory; return what the real job does differently.
 
-    `settings` is the recipe as `read_settings` returns it, and `arguments` the same recipe, parsed.
+    `settings` is what `read_settings` returned for the recipe; `arguments` is the recipe after parsing.
     """
     replaced = {key: value for key, value in REPLACED_SETTINGS.items() if settings.get(key, value) != value}
     training, model = arguments.training, str(directory / "model")

@@ -209,7 +209,7 @@ MEASUREMENTS: dict[str, tuple[int, Callable[[Site], Figures]]] = {  # with the s
 
 
 def write_report(file: Path, title: str, device: str | None, num_ranks: int, results: Sequence[Result]) -> None:
-    """Write machine and versions, all figures, and the errors."""
+    """Write a report with the machine, the versions, all figures, and the errors."""
     names = (*PACKAGES, *OPTIONAL_PACKAGES)
     versions = [f"{name} {found}" for name in names if (found := package_version(name))]
     memory = psutil.virtual_memory().total / 2**30

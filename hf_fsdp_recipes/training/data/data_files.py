@@ -86,7 +86,7 @@ def _check_not_nested(file: Path) -> None:
 
 @contextlib.contextmanager
 def explain_errors(name: str) -> Iterator[None]:
-    """Turn any error of the readers into a DataError with the file, the line and the reason; reads local files again."""
+    """Turn any error of the readers into a DataError with file, line and reason, which takes a second read of local files."""
     try:
         yield
     except DataError:

@@ -57,7 +57,7 @@ def _split_rows(train: Any, test: Any, name: str, arguments: Arguments) -> tuple
     """Return training and evaluation rows, which come from the test split or are held out from training."""
     script, training, recipe = arguments.script, arguments.training, arguments.recipe
     check_num_rows(train, name, training.world_size)
-    if hasattr(training, "dataset_text_field"):  # only SFT has it
+    if hasattr(training, "dataset_text_field"):  # only SFTConfig has it
         _print_unused_columns(train.column_names or [], name, training.dataset_text_field)
     if training.eval_strategy == "no":
         return train, None
