@@ -73,7 +73,7 @@ def describe(device: torch.device) -> DeviceInfo:
 
 
 def measure(device: torch.device, info: ParticipantInfo) -> WorkerRates:
-    """Measure bandwidth within and between nodes, and the speed of a matrix product. Collective for the workers of all nodes."""
+    """Measure bandwidth within and between nodes, and the speed of a matrix product. Collective for all nodes' workers."""
     links = {}
     if info.ranks_per_node > 1:
         node_group, _ = dist.new_subgroups(info.ranks_per_node)

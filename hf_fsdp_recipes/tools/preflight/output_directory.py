@@ -71,8 +71,8 @@ def describe(directory: Path, probes: list[tuple[float, int]], names: list[str])
     free_bytes = min(free_bytes for _, free_bytes in probes)
     return (
         "output",
-        f"{directory} is shared and writable; while all nodes write, the slowest is {slowest}: {rate / 1e6:,.0f} MB/s with fsync; "
-        f"{free_bytes / 1e9:,.1f} GB free",
+        f"{directory} is shared and writable; while all nodes write, the slowest is {slowest}: {rate / 1e6:,.0f} MB/s with "
+        f"fsync; {free_bytes / 1e9:,.1f} GB free",
     )
 
 

@@ -1,7 +1,7 @@
 """Writes and reads a directory of prepared rows, which `hf-fsdp prepare-data` creates and a recipe names as dataset_name.
 
-The directory contains the output of `datasets.save_to_disk`, and `prepared.json` with the settings that the rows depend on. It is written
-under a temporary name and renamed when it is complete.
+The directory contains the output of `datasets.save_to_disk`, and `prepared.json` with the settings that the rows depend on. It
+is written under a temporary name and renamed when it is complete.
 """
 
 import json
