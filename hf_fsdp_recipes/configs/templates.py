@@ -211,7 +211,7 @@ def _entries(template: Template) -> Iterator[tuple[str, object, str]]:
     if template.is_hybrid and template.version == 2:
         yield "parallelism_config", "", ""
         yield "parallelism_config/parallelism_config_dp_replicate_size", nodes, "replicas: one per node"
-        yield "parallelism_config/parallelism_config_dp_shard_size", ranks // nodes, "ranks per replica: one node's"
+        yield "parallelism_config/parallelism_config_dp_shard_size", ranks // nodes, "ranks per replica: all of a node"
 
 
 def _fsdp_entries(template: Template) -> Iterator[tuple[str, object, str]]:
@@ -227,9 +227,9 @@ def _fsdp_entries(template: Template) -> Iterator[tuple[str, object, str]]:
         yield "backward_prefetch", "BACKWARD_PRE", "gathers the next unit while the current one computes"
     if template.min_num_params is not None:
         yield "auto_wrap_policy", "SIZE_BASED_WRAP", "FSDP units by parameter count"
-        yield "min_num_params", template.min_num_params, "parameters that a unit must exceed"
+        yield "min_num_params", template.min_num_params, "a unit has more parameters than this"
     else:
-        comment = "one FSDP unit per decoder layer, the class the model declares"
+        comment = "one FSDP unit per decoder layer, by the class the model declares"
         yield "auto_wrap_policy", "TRANSFORMER_BASED_WRAP", comment
         if template.wrap_class:
             classes = template.wrap_class.replace(" ", "")  # Accelerate splits at commas only

@@ -128,8 +128,8 @@ class RecipeArguments:
     )
     checkpoint_mirror: str | None = _argument(
         None,
-        "Where to upload complete checkpoints and the export while training continues: a URL such as s3://bucket/run (needs the "
-        "extra mirror), or a path.",
+        "Where to upload complete checkpoints and the export while training continues: a URL such as s3://bucket/run (needs "
+        "hf-fsdp-recipes[mirror]), or a path.",
     )
     report: bool = _argument(True, "Write metrics.jsonl, report.md and plots to the output directory.")
     throughput_warmup_steps: int = _argument(3, "Number of first steps to exclude from the reported throughput.")

@@ -101,7 +101,7 @@ def _check_adapter_names(model: "PreTrainedModel", model_arguments: "ModelConfig
         if unknown:
             examples = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in weights)
             raise RecipeError(
-                f"{field} names {', '.join(unknown)}, but {type(model).__name__} has none of that name. It has "
+                f"{field} names {', '.join(unknown)}, but {type(model).__name__} has no such name. It has "
                 f"{', '.join(examples)}."
             )
 

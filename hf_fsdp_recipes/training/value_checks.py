@@ -145,5 +145,5 @@ def check_adapter(model: "ModelConfig", given: Collection[str]) -> None:
     if model.load_in_4bit or model.load_in_8bit:
         raise RecipeError(
             "quantized weights cannot be trained (load_in_4bit, load_in_8bit). Set use_peft: true to train an adapter on them, "
-            "or drop them."
+            "or drop these settings."
         )

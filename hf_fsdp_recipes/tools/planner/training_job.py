@@ -78,7 +78,7 @@ class TrainingJob:
         if cluster.num_gpus < 1 or cluster.gpus_per_node < 1:
             faults.append(f"{cluster.num_gpus} GPUs, {cluster.gpus_per_node} per node; use at least 1 of each")
         elif cluster.num_gpus > cluster.gpus_per_node and cluster.num_gpus % cluster.gpus_per_node:
-            faults.append(f"{cluster.num_gpus} GPUs do not fill nodes of {cluster.gpus_per_node}; use a multiple")
+            faults.append(f"{cluster.num_gpus} GPUs do not fill nodes of {cluster.gpus_per_node}; fill every node")
         if self.optimizer not in NUM_STATES:
             faults.append(f"cannot plan optimizer {self.optimizer!r}; use one of {', '.join(sorted(NUM_STATES))}")
         if self.is_4bit and not self.lora_rank:

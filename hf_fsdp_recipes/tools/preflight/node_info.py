@@ -107,8 +107,8 @@ def _find_gloo_error() -> str | None:
     if any(not addresses.is_loopback(each) for each in found):
         return None
     return (
-        f"its host name {host} {f'resolves to {found[0]}' if found else 'does not resolve'} there, but gloo listens at that "
-        f"address. Export GLOO_SOCKET_IFNAME={addresses.find_interface_to(host)}, or fix /etc/hosts."
+        f"its host name {host} {f'resolves to {found[0]}' if found else 'does not resolve'} there, but gloo needs an "
+        f"address that other hosts can reach. Export GLOO_SOCKET_IFNAME={addresses.find_interface_to(host)}, or fix /etc/hosts."
     )
 
 

@@ -147,7 +147,7 @@ def check_data(rehearsal: Rehearsal) -> str:
     """Tokenize the rows as the run will, to find missing columns and chat templates."""
     arguments = parse_arguments(["--config", str(rehearsal.directory / tiny_recipe.RECIPE_FILE), "--use_cpu", "true"])
     if is_streaming(arguments) or cache.is_cache(arguments.script.dataset_name):
-        return "streamed or already tokenized; the run reads it"
+        return "rows are streamed or already tokenized, so only the run reads them"
     rows = prepare(arguments, tokenizer_for_rows(load_tokenizer(arguments), arguments.training))
     return "; ".join(counts.describe(arguments.training.max_length) for counts in rows.counts.values())
 

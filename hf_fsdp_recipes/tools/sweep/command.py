@@ -18,7 +18,7 @@ def sweep(
     output: Annotated[Optional[Path], typer.Option(help="Output directory; default: runs/sweep_RECIPE.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps per case; the first 3 are warm-up.")] = 13,
     script: Annotated[Optional[Path], typer.Option(help="Script to launch; default: the shipped sft.py.")] = None,
-    time_limit_minutes: Annotated[float, typer.Option(help="A case that takes longer fails and is ended.")] = 60,
+    time_limit_minutes: Annotated[float, typer.Option(help="A case that takes longer is stopped and fails.")] = 60,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs per node, with --submit.")] = 8,
     submit: Annotated[bool, typer.Option("--submit", help="Only write Slurm jobs, to submit.sh.")] = False,
     collect: Annotated[Optional[Path], typer.Option(help="Only write the table and plots of this sweep.")] = None,

@@ -82,6 +82,6 @@ def load_processor(arguments: "Arguments", tokenizer: "PreTrainedTokenizerBase")
     processor.tokenizer = tokenizer
     processor.chat_template = tokenizer.chat_template or processor.chat_template
     distributed.print_main(
-        "rows with images: tokenized while training, and neither packed, filtered nor counted before"
+        "rows with images: tokenized while training, and neither packed, filtered nor counted beforehand"
     )
     return processor
