@@ -171,7 +171,7 @@ def plan(recipe: Path, template: str) -> dict[str, Any]:
     return json.loads(text)
 
 
-MEASUREMENTS: dict[str, tuple[int, Callable[[Day], Figures]]] = {  # with the seconds that each is expected to take
+MEASUREMENTS: dict[str, tuple[int, Callable[[Day], Figures]]] = {  # the number is the expected time in seconds
     "copies": (30, lambda day: selftest.measure_copies(day.site())),
     "train_kill_resume": (120, lambda day: selftest.train_kill_resume(day.site())),
     "save_20gb": (180, lambda day: selftest.measure_save(day.site(LLAMA_1_7B))),

@@ -36,7 +36,7 @@ KINDS = ("all ranks", "one rank", "one rank, torchrun stops the others", "launch
 TRAPS = ("staging", "writing", "commit", "deleting", "export", "export rename", "after export")
 ONCE = ("export", "export rename", "after export")  # phases that do not recur with every save
 HANG_SECONDS = 120  # survivors must end within this; torch tries twice to reach a rank 0 that died before it listened
-RUN_SECONDS = 240  # a run that is not killed must end within this; it may wait 60 s for the lock
+RUN_SECONDS = 240  # a run that is not killed must end within this time; waiting for the lock can take 60 s
 ORPHAN_SECONDS = 3.0  # the longest time that ranks without a launcher run alongside the next run
 POLL_SECONDS = 0.002
 SETTINGS = {
@@ -85,7 +85,7 @@ class Reference:
     """The uninterrupted run of a cell."""
 
     result: Result
-    names: set[str]  # in the output directory
+    names: set[str]  # all names in the output directory
     num_events: list[list[int]]  # file operations of each rank in each phase, with a save at every step
     seconds: tuple[float, float, float]  # loading, training, exporting
 
@@ -167,7 +167,8 @@ class Case:
             phase = PHASES.index(choose.choice(TRAPS))
             counts = {rank: of_rank[phase] for rank, of_rank in enumerate(self.reference.num_events) if of_rank[phase]}
             rank = choose.choice(sorted(counts))
-            share = 1.0 if PHASES[phase] in ONCE else remaining / self.save_steps / 2  # so that the moment is reached
+            # A larger share could set the moment after the end of the run.
+            share = 1.0 if PHASES[phase] in ONCE else remaining / self.save_steps / 2
             trap = Trap(rank, phase, choose.randint(1, max(1, int(counts[rank] * share))))
         return Kill(choose.choice(KINDS), seconds, trap, choose.randrange(self.cell.num_ranks))
 
@@ -361,7 +362,8 @@ def summarize(soak: Soak, seconds: float) -> dict[str, Any]:
         "violations": tally.violations,
         "seconds": round(seconds, 1),
         "seconds_per_kill": round(seconds / max(1, num_kills), 2),
-        "cpu_seconds_per_kill": round((used.ru_utime + used.ru_stime) / max(1, num_kills), 2),  # of reaped processes
+        # Only reaped processes count.
+        "cpu_seconds_per_kill": round((used.ru_utime + used.ru_stime) / max(1, num_kills), 2),
         "seed": soak.seed,
         "machine": machine(),
     }

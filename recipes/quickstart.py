@@ -24,7 +24,7 @@ from typing import Any
 
 RECIPES = Path(__file__).resolve().parent
 NEW_TOKENS = 48
-MARKER = ".quickstart"  # in a directory that a quickstart has created
+MARKER = ".quickstart"  # marks a directory that a quickstart has created
 PICTURE = "quickstart.png"
 
 
@@ -255,7 +255,9 @@ def compare(before: list[str], after: list[str]) -> bool:
     for kind, first in (("in the training set", 0), ("reworded, not in the training set", 1)):
         stated = [fact.is_stated(answer) for fact, answer in zip(FACTS, after[first::2], strict=True)]
         earlier = [fact.is_stated(answer) for fact, answer in zip(FACTS, before[first::2], strict=True)]
-        say(f"  questions {kind}: {sum(stated)} of {len(FACTS)} answers state the fact; before training {sum(earlier)}")
+        say(
+            f"  questions {kind}: {sum(stated)} of {len(FACTS)} answers state the fact; before training, {sum(earlier)} did"
+        )
     return all(fact.is_stated(answer) for fact, answer in zip(FACTS, after[::2], strict=True))
 
 

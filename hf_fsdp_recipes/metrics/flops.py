@@ -42,7 +42,7 @@ class TokenCounts:
 class ModelFlops:
     """Sizes of a model that determine its FLOPs."""
 
-    matmul_parameters: int  # in the matrix products of one token
+    matmul_parameters: int  # parameters in the matrix products of one token
     trainable_parameters: int  # how many of them are trained
     head_parameters: int  # how many are in the language model head, which activation checkpointing does not recompute
     attention_width: int  # heads * (query dim + value dim), summed over the layers with full attention
@@ -161,10 +161,10 @@ def _window(config: Any) -> int | None:
     return getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
 
 
-# Trainer's `include_num_input_tokens_seen` and TRL's `num_tokens` synchronize at every micro-batch. The former also takes real
-# tokens for padding if the pad token is the end-of-text token and there is no mask (packing).
+# Trainer's `include_num_input_tokens_seen` and TRL's `num_tokens` synchronize at every micro-batch. With packed rows, which have
+# no mask, Trainer's also counts real end-of-text tokens as padding if that is the pad token.
 def count_tokens(inputs: Mapping[str, Any], window: int | None = None) -> torch.Tensor:
-    """Count a batch's tokens and the pairs of tokens that attend to each other, without padding or a device synchronization.
+    """Count a batch's tokens without padding, and the pairs of tokens that attend to each other. Does not synchronize.
 
     Sequences in packed batches begin at `cu_seq_lens_q`, or else where `position_ids` restart at 0. A packed sequence of one
     token is padding from `pad_to_multiple_of` and does not count.

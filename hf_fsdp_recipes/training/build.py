@@ -155,7 +155,7 @@ def default_run_name(training: "SFTConfig", model: str, date: datetime | None = 
     """
     gpus_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_nodes = max(1, int(os.environ.get("WORLD_SIZE", "1")) // gpus_per_node)
-    name = PurePosixPath(model).name.removesuffix(".json")  # of a new model's config
+    name = PurePosixPath(model).name.removesuffix(".json")  # a new model is named after its config's file
     length = f"{training.max_steps}steps" if training.max_steps > 0 else f"{training.num_train_epochs:g}"
     return (
         f"fsdp_training_{date or datetime.now():%Y%m%d-%H%M}_{name}_{num_nodes}_{gpus_per_node}"
@@ -176,7 +176,7 @@ def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
         return
     base = arguments.model.model_name_or_path
 
-    def check() -> None:  # the original weights are merged from files, so take their size from the files
+    def check() -> None:  # the merge reads the original weights from files, so take the size from the files
         files = resolve_directory(str(base), {"revision": arguments.model.model_revision}).glob("*.safetensors")
         total = num_bytes + sum(file.stat().st_size for file in files)
         size = options["max_shard_size"]

@@ -21,7 +21,7 @@ class StepTraffic:
 
     gpu_bytes: int  # received by one GPU from the others of its node
     node_bytes: int  # received by one node from the others
-    seconds: float  # of communication
+    seconds: float  # time of communication
     compute_seconds: float | None  # at 40% of the peak FLOP/s; None if the model's FLOPs cannot be counted
 
     @property

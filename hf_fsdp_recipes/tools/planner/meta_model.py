@@ -25,8 +25,8 @@ class Parameter:
 
     name: str
     requires_grad: bool
-    num_elements: int  # in the unsharded parameter
-    num_padded_elements: int  # with FSDP2's padding
+    num_elements: int  # elements of the unsharded parameter
+    num_padded_elements: int  # the same with FSDP2's padding
     num_shard_elements: float  # padded elements per rank
     sharded_item_bytes: float  # per element in the shard: 4 for fp32 masters, 0.5 for 4-bit weights
     unsharded_item_bytes: float  # per element when gathered

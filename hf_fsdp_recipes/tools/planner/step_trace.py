@@ -36,9 +36,9 @@ class TraceEvent:
     """A point in the step where FSDP acts, with the memory in use there and the peak since the previous event."""
 
     kind: EventKind
-    name: str  # of the module or parameter
+    name: str  # name of the module or parameter
     live_bytes: dict[str, int]  # alive now, by category
-    peak_bytes: dict[str, int]  # by category, when their sum was highest since the previous event
+    peak_bytes: dict[str, int]  # the same when their sum was highest since the previous event
 
 
 class AllocationTracker(TorchDispatchMode):

@@ -56,7 +56,7 @@ class TrainingJob:
     accumulation: int = 1  # micro-batches per step
     dtype: torch.dtype = torch.float32  # parameters as loaded (TRL's `dtype`)
     mixed_precision: torch.dtype | None = torch.bfloat16  # compute dtype of the template; None to compute in `dtype`
-    reduce_dtype: torch.dtype = torch.float32  # of gradient reduction and accumulation in mixed precision
+    reduce_dtype: torch.dtype = torch.float32  # dtype of gradient reduction and accumulation in mixed precision
     optimizer: str = "adamw_torch_fused"  # Trainer's `optim`
     gradient_checkpointing: bool = True
     # With sdpa_padded (padded rows), a mask makes transformers repeat key and value heads. Eager attention keeps scores of

@@ -19,7 +19,7 @@ from hf_fsdp_recipes.tools.preflight.node_info import Row
 NUM_FLOPS = 6  # per parameter and token
 PASSES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2}
 MIN_HYBRID_GAIN = 1.2  # a smaller gain is not worth the advice
-SLOW_FRACTION = 0.75  # of the median; healthy nodes of the same kind differ less
+SLOW_FRACTION = 0.75  # share of the median; healthy nodes of the same kind differ less
 
 
 Bandwidths = dict[str, float]  # bus bandwidth of all_gather and all_reduce, in bytes per second
@@ -40,11 +40,11 @@ class WorkerRates(TypedDict):
 class RankLoad:
     """What a rank computes per micro-batch, and the size of its parameters."""
 
-    num_tokens: int  # in one forward and backward of one rank
+    num_tokens: int  # tokens per rank in one forward and backward pass
     tokens_source: str  # where that number comes from
-    flops_per_second: float  # of a matrix product on the slowest rank
-    parameter_bytes: int  # of one parameter as it is gathered
-    gradient_bytes: int = 4  # of one gradient as it is reduced
+    flops_per_second: float  # speed of a matrix product on the slowest rank
+    parameter_bytes: int  # size of one parameter when gathered
+    gradient_bytes: int = 4  # size of one gradient when reduced
 
 
 def apply_launch_counts(config: dict[str, Any], num_nodes: int, ranks_per_node: int) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def check(found: list[Hardware], names: list[str]) -> list[Row]:
             warnings.append(
                 f"{link} differs: {differences}. Check the cables, switches and drivers, or leave a node out."
             )
-    links: dict[str, list[str]] = {}  # of the first node, by state
+    links: dict[str, list[str]] = {}  # the first node's links by state
     for link, state in found[0]["links"].items():
         links.setdefault(state, []).append(link)
     text = "; ".join(f"{shorten(same)}: {state}" for state, same in links.items())
@@ -145,7 +145,7 @@ def _read_nvidia(found: Hardware) -> None:
 
 
 def _read_nvlinks(found: Hardware) -> None:
-    states: dict[str, list[str]] = {}  # by name of the GPU
+    states: dict[str, list[str]] = {}  # the key is the GPU's name
     for index, name, lines in _NVLINKS_OF_GPU.findall(_run(found, "nvidia-smi", "nvlink", "-s")):
         counts = Counter(rate or "inactive" for rate in _NVLINK.findall(lines))
         states.setdefault(name, []).append(", ".join(f"{count} x {state}" for state, count in sorted(counts.items())))

@@ -37,7 +37,7 @@ MEDIUM = {
     "num_key_value_heads": 16, "vocab_size": 32_000, "max_position_embeddings": 4096,
 }  # fmt: skip
 MEDIUM_DEVICE_BYTES = 16_000_000_000  # with training and a second copy of the state, MEDIUM takes 10 GB
-NUM_LOG_LINES = 40  # of a failed launch, for the report
+NUM_LOG_LINES = 40  # last lines of a failed launch that the report shows
 RECIPE = {
     "max_length": 64, "max_steps": 60, "save_steps": 10, "logging_steps": 1, "per_device_train_batch_size": 2,
     "learning_rate": 1.0e-3, "gradient_checkpointing": False, "attention": "eager", "full_determinism": True,
@@ -52,9 +52,9 @@ class Site:
     directory: Path  # for models, checkpoints and logs
     device: str | None = None  # name of the accelerators, or None for CPU ranks
     num_ranks: int = 2
-    config: Mapping[str, Any] = field(default_factory=lambda: TINY)  # of the Llama that is loaded and saved
-    copied_bytes: int = 16_000_000  # of one copy between host and device
-    num_tokens: int = 64  # of a training step during a save
+    config: Mapping[str, Any] = field(default_factory=lambda: TINY)  # config of the Llama that is loaded and saved
+    copied_bytes: int = 16_000_000  # size of one copy between host and device
+    num_tokens: int = 64  # tokens per micro-batch while saving
     num_batches: int = 1
     script: Path = SFT_SCRIPT
     deadline: float = field(default_factory=lambda: time.monotonic() + 600)  # when a measurement is killed
@@ -200,7 +200,7 @@ def _train(site: Site, output: Path, is_killed: bool = False) -> int:
     return max(entry.get("step", 0) for entry in read_metrics(output / METRICS_FILE))
 
 
-MEASUREMENTS: dict[str, tuple[int, Callable[[Site], Figures]]] = {  # with the seconds that each is expected to take
+MEASUREMENTS: dict[str, tuple[int, Callable[[Site], Figures]]] = {  # the number is the expected time in seconds
     "copies": (20, measure_copies),
     "load": (40, measure_load),
     "save": (60, measure_save),

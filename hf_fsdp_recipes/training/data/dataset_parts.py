@@ -24,7 +24,7 @@ class DatasetPart:
     name: str
     train: Dataset | IterableDataset
     evaluation: Dataset | IterableDataset | None = None
-    fraction: float | None = None  # of the mixture; None uses all rows
+    fraction: float | None = None  # share of the mixture; None uses all rows
 
 
 def load_parts(arguments: Arguments) -> list[DatasetPart]:

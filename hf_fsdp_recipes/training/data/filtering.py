@@ -14,7 +14,8 @@ from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.data.dataset_parts import NOT_UTF8_MARK
 
 NO_LABEL = -100
-TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")  # of tokenized rows
+# The columns of tokenized rows.
+TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")
 
 
 class RowStatus(IntEnum):

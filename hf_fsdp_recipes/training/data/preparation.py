@@ -29,7 +29,7 @@ class TrainingRows:
 
     train: Any  # Dataset or RowStream
     evaluation: Any = None  # Dataset, datasets.IterableDataset or None
-    counts: dict[str, RowCounts] = field(default_factory=dict)  # by dataset name and split
+    counts: dict[str, RowCounts] = field(default_factory=dict)  # the key is dataset name and split
     has_images: bool = False  # not tokenized; SFTTrainer needs the model's processor
 
 
@@ -77,7 +77,7 @@ class Preparation:
         """Pack tokenized rows if `packing` is on, and shuffle them if `shuffle_dataset` is set."""
         training = self.training
         if packing:
-            rows = self._shuffle(rows)  # so that rows in one sequence are not correlated
+            rows = self._shuffle(rows)  # otherwise rows in one sequence would be correlated
             options = {"num_proc": training.dataset_num_proc, "desc": f"Packing {name}"}
             rows = pack_dataset(rows, training.max_length, training.packing_strategy, options)
         rows = self._shuffle(rows)

@@ -36,7 +36,7 @@ class RowTokenizer:
     assistant_only: bool
     add_special_tokens: bool  # to plain text
     append_end_token: bool  # to plain text
-    max_length: int | None  # in tokens; None truncates nothing
+    max_length: int | None  # number of tokens; None truncates nothing
     keep_end: bool  # whether longer rows keep their end instead of their start
     special_ids: tuple[int, ...]
     vocabulary_size: int

@@ -109,7 +109,7 @@ class RowStream(IterableDataset):
         self, sources: list[StreamSource], preparation: Preparation, packing: bool, seed: int, shuffle_rows: int
     ) -> None:
         self.sources = sources
-        self.counts = RowCounts()  # of all rows read so far
+        self.counts = RowCounts()  # counts all rows read so far
         self._preparation, self._packing = preparation, packing
         self._seed, self._shuffles = seed, shuffle_rows > 0
         self._block_rows = shuffle_rows or DEFAULT_BLOCK_ROWS
