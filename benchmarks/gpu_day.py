@@ -32,7 +32,7 @@ from hf_fsdp_recipes.tools.selftest.measurements import Figures, Result, Site, f
 from hf_fsdp_recipes.tools.subprocess_runner import start
 
 RANKS_SCRIPT = ROOT / "benchmarks" / "gpu_day_ranks.py"
-SMALL_SECONDS = 60  # for each measurement with `--scale small`
+SMALL_SECONDS = 60  # expected time of each measurement with `--scale small`
 MARGIN_SECONDS = 15  # kept free before a call's limit, for the report
 LLAMA_8B = LLAMA3 | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
 LLAMA_1B = LLAMA3 | {

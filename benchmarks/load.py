@@ -164,7 +164,7 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
         ]
         for shard in shards:
             touched = shard.detach().reshape(-1)[::512]
-            touched.copy_(touched.clone())  # as training will; a write makes mapped pages private
+            touched.copy_(touched.clone())  # training writes too, and a write makes mapped pages private
         dist.barrier()
     shard_bytes = sum(shard.numel() * shard.dtype.itemsize for shard in shards)
     return {"seconds": memory.seconds, "peak": memory.peak_bytes - memory.before_bytes, "shard": shard_bytes}

@@ -233,7 +233,7 @@ class FileWatch:
             return DELETING
         if top.startswith(".checkpoint-"):
             own.save_phase = self._find_save_phase(event, top, below)
-        elif own.save_phase == COMMIT and not path:  # flushed after the rename of a checkpoint, too
+        elif own.save_phase == COMMIT and not path:  # the same after the rename of a checkpoint
             own.save_phase = 0
             return COMMIT
         return own.save_phase or own.phase

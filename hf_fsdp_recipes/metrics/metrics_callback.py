@@ -67,7 +67,7 @@ class MetricsCallback(TrainerCallback):
         self._hook: RemovableHandle | None = None
         self._start_step = self._logged_step = 0
         self._measured: list[dict[str, Any]] = []  # entries since this start, for the averages
-        self._load_seconds: float | None = None  # None once they are logged
+        self._load_seconds: float | None = None  # None once it is logged
         # Entries of this start, until they are written at its first step.
         self._first_entries: list[dict[str, Any]] | None = None
         self._is_recording = False  # true on rank 0, from the first step on

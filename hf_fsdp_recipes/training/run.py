@@ -29,7 +29,7 @@ def run(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
     if arguments.recipe.dry_run and plan is not None:
         plan(arguments)
         return
-    checkpoint = find_resume(arguments)  # locks output_dir; with `auto`, the newest complete one
+    checkpoint = find_resume(arguments)  # locks output_dir; `auto` finds the newest complete checkpoint
     trainer = build_trainer(arguments)  # prepares the data; no rank holds weights yet
     failed_save = train(trainer, checkpoint)  # shards the model, loads its weights, trains, saves checkpoints
     finish(trainer, arguments)  # exports the final weights, each rank its own slices

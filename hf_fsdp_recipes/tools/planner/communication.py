@@ -19,10 +19,10 @@ COMPUTE_EFFICIENCY = 0.4  # assumed share of the peak FLOP/s
 class StepTraffic:
     """Communication and compute of one optimizer step."""
 
-    gpu_bytes: int  # received by one GPU from the others of its node
-    node_bytes: int  # received by one node from the others
+    gpu_bytes: int  # bytes that one GPU receives from the others of its node
+    node_bytes: int  # bytes that one node receives from the others
     seconds: float  # time of communication
-    compute_seconds: float | None  # at 40% of the peak FLOP/s; None if the model's FLOPs cannot be counted
+    compute_seconds: float | None  # time at 40% of the peak FLOP/s; None if the model's FLOPs cannot be counted
 
     @property
     def step_seconds(self) -> float:

@@ -30,8 +30,8 @@ class Cluster:
     gpus_per_node: int = 8
     gpu_bytes: int | None = 80 * 10**9  # memory of one GPU; None if unknown
     host_bytes: int | None = None  # memory of one node; None if unknown
-    node_bytes_per_second: float = 200e9 / 8  # into one node from the other nodes
-    gpu_bytes_per_second: float = 300e9  # into one GPU from the other GPUs of its node
+    node_bytes_per_second: float = 200e9 / 8  # bandwidth into one node from the other nodes
+    gpu_bytes_per_second: float = 300e9  # bandwidth into one GPU from the other GPUs of its node
     gpu_flops: float = 312e12  # peak dense bf16 FLOP/s of one GPU
 
     @property

@@ -175,7 +175,7 @@ def _read_amd(found: Hardware) -> None:
     gpus: Any = []
     with contextlib.suppress(ValueError):  # without options, amd-smi also reads many values that take long
         report = json.loads(_run(found, "amd-smi", "metric", "--ecc", "--throttle", "--json"))
-        gpus = report.get("gpu_data", []) if isinstance(report, dict) else report  # a list before ROCm 7
+        gpus = report.get("gpu_data", []) if isinstance(report, dict) else report  # the report is a list before ROCm 7
     visible = _find_visible_amd(len(gpus))
     for gpu in (gpu for index, gpu in enumerate(gpus) if index in visible):
         name, ecc, throttle = f"GPU {gpu.get('gpu')}", gpu.get("ecc"), gpu.get("throttle")

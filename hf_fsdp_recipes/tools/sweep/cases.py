@@ -36,7 +36,7 @@ class Case:
     num_ranks: int
     num_nodes: int
     directory: Path  # the run's output directory
-    settings: dict[str, Any]  # all that affect the measurement; `config` is the Accelerate config
+    settings: dict[str, Any]  # all settings that affect the measurement; `config` is the Accelerate config
 
     @property
     def name(self) -> str:

@@ -15,7 +15,7 @@ from hf_fsdp_recipes.tools.sweep.cases import TEMPLATE_FILE, Case, read_record
 from hf_fsdp_recipes.units import count
 
 SCALING_PLOT, STRATEGIES_PLOT, SUBMIT_FILE = "scaling.png", "strategies.png", "submit.sh"
-SAMPLE_SECONDS = 0.2  # between two samples of host memory
+SAMPLE_SECONDS = 0.2  # time between two samples of host memory
 SAMPLES_PER_CHECK = 5  # processes and steps are looked up once per this many samples
 
 

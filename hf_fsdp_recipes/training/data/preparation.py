@@ -30,7 +30,7 @@ class TrainingRows:
     train: Any  # Dataset or RowStream
     evaluation: Any = None  # Dataset, datasets.IterableDataset or None
     counts: dict[str, RowCounts] = field(default_factory=dict)  # the key is dataset name and split
-    has_images: bool = False  # not tokenized; SFTTrainer needs the model's processor
+    has_images: bool = False  # rows with images are not tokenized; SFTTrainer needs the processor
 
 
 class Preparation:

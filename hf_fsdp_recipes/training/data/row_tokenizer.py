@@ -34,8 +34,8 @@ class RowTokenizer:
     chat_template: str | None  # None: the tokenizer's own
     completion_only: bool
     assistant_only: bool
-    add_special_tokens: bool  # to plain text
-    append_end_token: bool  # to plain text
+    add_special_tokens: bool  # applies to plain text only
+    append_end_token: bool  # applies to plain text only
     max_length: int | None  # number of tokens; None truncates nothing
     keep_end: bool  # whether longer rows keep their end instead of their start
     special_ids: tuple[int, ...]

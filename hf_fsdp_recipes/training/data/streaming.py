@@ -118,7 +118,7 @@ class RowStream(IterableDataset):
 
     def _reset(self, num_blocks: int, offset: int) -> None:
         self._num_blocks, self._offset = num_blocks, offset
-        self._block: Block | None = None  # the one in use
+        self._block: Block | None = None  # the block in use
         self._next_block: Future[Block | None] | None = None
         self.counts = RowCounts()
 
