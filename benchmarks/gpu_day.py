@@ -208,7 +208,7 @@ def main() -> None:
         result_file(options.out, options.run).write_text(json.dumps(dataclasses.asdict(result)))
         return
     if options.scale == "full" and not torch.accelerator.is_available():
-        parser.error("there is no accelerator. On CPU ranks, only --scale small runs, to test the program.")
+        parser.error("there is no accelerator. On CPU ranks, use --scale small, which tests the program.")
     left = run_all(options, deadline)
     print(f"left: {', '.join(left) or 'nothing'}; report: {options.out / 'report.md'}")
 

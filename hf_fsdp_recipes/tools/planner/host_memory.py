@@ -9,9 +9,8 @@ from hf_fsdp_recipes.loading.distribute import BUCKET_BYTES, NUM_SLOTS, UPLOAD_B
 from hf_fsdp_recipes.tools.planner.memory_planner import OPTIMIZER, PARAMETERS, MemoryPlan
 
 # From docs/measured.md.
-PROCESS_BYTES = (
-    930_000_000  # a rank's memory before it loads anything: 926 and 933 MB in the distributed training guide
-)
+# A rank before it loads anything takes 926 or 933 MB in the distributed training guide.
+PROCESS_BYTES = 930_000_000
 LOADING_BYTES = 60_000_000  # per rank, in addition to its shard and the buckets, with any load_source
 QUANTIZING_BYTES = 500_000_000  # per rank, in addition to its shard and the largest weight, for 4-bit weights
 
