@@ -105,7 +105,7 @@ def model_name(arguments: "Arguments") -> str:
 
 
 def read_model_config(arguments: "Arguments") -> "PreTrainedConfig":
-    """Return the config of a recipe's model, pretrained or new; if it cannot be read, the shipped one."""
+    """Return the config of a recipe's model, pretrained or new; the shipped one if it cannot be read."""
     config = read_config(model_configs.find_config(model_name(arguments)), arguments.recipe.config_overrides)
     if arguments.recipe.config_name is not None:
         return config
