@@ -2,7 +2,7 @@
 
     python benchmarks/export.py [--parameters 1.1e9] [--parameters 0.3e9]
 
-A Llama of the given size with bf16 parameters, sharded with FSDP2 over two gloo ranks. Every method ends with
+Exports a Llama of the given size with bf16 parameters, sharded with FSDP2 over two gloo ranks. Every method ends with
 the full model on disk, fsynced. Prints a table and rewrites its section of docs/measured.md.
 """
 

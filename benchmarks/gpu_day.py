@@ -1,8 +1,8 @@
-"""Measures on one accelerator what CPU ranks cannot show. Made for machines that are lent for minutes.
+"""Measures on one accelerator what CPU ranks cannot show. Made for machines that are available for minutes only.
 
     make gpu-day [OUT=runs/gpu-day] [MODELS=runs/gpu-day-models] [MINUTES=9] [AGAIN=copies]
 
-Each measurement has its own process and a line in OUT/results.jsonl, so that a crash loses only that one. A call ends
+Each measurement has its own process and a line in OUT/results.jsonl, so that a crash loses only one. A call ends
 before its limit and prints what is left; the next call continues. OUT/report.md has all figures, OUT/logs the output of each
 measurement, and OUT/traces a trace of one step of each training run, for Perfetto. All models have random weights; MODELS takes
 25 GB and can be deleted afterwards. `--scale small` measures tiny models, to test the program.
@@ -32,7 +32,7 @@ from hf_fsdp_recipes.tools.selftest.measurements import Figures, Result, Site, f
 from hf_fsdp_recipes.tools.subprocess_runner import start
 
 RANKS_SCRIPT = ROOT / "benchmarks" / "gpu_day_ranks.py"
-SMALL_SECONDS = 60  # for each measurement with `--scale small`
+SMALL_SECONDS = 60  # expected time of each measurement with `--scale small`
 MARGIN_SECONDS = 15  # kept free before a call's limit, for the report
 LLAMA_8B = LLAMA3 | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
 LLAMA_1B = LLAMA3 | {
@@ -48,7 +48,7 @@ SETTINGS = {
     "full_1b": FULL | {"gradient_checkpointing": False, "per_device_train_batch_size": 2},
 }
 CHECKPOINTING = {"gradient_checkpointing": True}
-# As in recipes/qwen3_8b_lora_80gb.yaml. The peer accumulates 16 micro-batches, which takes too long here.
+# Like recipes/qwen3_8b_lora_80gb.yaml, with 4 micro-batches. NeMo Automodel accumulates 16, which would take too long here.
 FASTEST = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 4,
@@ -84,7 +84,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Day:
-    """What a measurement is given: where to put results and models, and how large the models are."""
+    """What a measurement needs: where to put results and models, how large the models are, and the time limit."""
 
     out: Path
     models: Path
@@ -171,7 +171,7 @@ def plan(recipe: Path, template: str) -> dict[str, Any]:
     return json.loads(text)
 
 
-MEASUREMENTS: dict[str, tuple[int, Callable[[Day], Figures]]] = {  # with the seconds that each is expected to take
+MEASUREMENTS: dict[str, tuple[int, Callable[[Day], Figures]]] = {  # the number is the expected time in seconds
     "copies": (30, lambda day: selftest.measure_copies(day.site())),
     "train_kill_resume": (120, lambda day: selftest.train_kill_resume(day.site())),
     "save_20gb": (180, lambda day: selftest.measure_save(day.site(LLAMA_1_7B))),
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--scale", choices=("full", "small"), default="full")
     parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS))
     parser.add_argument("--again", nargs="+", choices=MEASUREMENTS, default=[], help="measure these again")
-    parser.add_argument("--run", choices=MEASUREMENTS, help=argparse.SUPPRESS)  # one, in this process
+    parser.add_argument("--run", choices=MEASUREMENTS, help=argparse.SUPPRESS)  # runs one measurement, in this process
     options = parser.parse_args()
     options.out, options.models = options.out.resolve(), options.models.resolve()
     for directory in (options.out / "logs", options.models):
@@ -208,7 +208,7 @@ def main() -> None:
         result_file(options.out, options.run).write_text(json.dumps(dataclasses.asdict(result)))
         return
     if options.scale == "full" and not torch.accelerator.is_available():
-        parser.error("there is no accelerator. On CPU ranks, only --scale small runs, to test the program.")
+        parser.error("there is no accelerator. On CPU ranks, use --scale small, which tests the program.")
     left = run_all(options, deadline)
     print(f"left: {', '.join(left) or 'nothing'}; report: {options.out / 'report.md'}")
 

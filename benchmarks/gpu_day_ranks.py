@@ -1,4 +1,4 @@
-"""What the rank of `gpu_day.py` measures against other loaders: transformers' own, and bitsandbytes' own quantization."""
+"""What the rank of `gpu_day.py` measures of other loaders: from_pretrained, and bitsandbytes' own quantization."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -2,9 +2,10 @@
 
     python benchmarks/load.py [--parameters 1.1e9] [--parameters 0.3e9]
 
-A random Llama of the given size in bf16 safetensors of 500 MB, two gloo ranks on one machine. Every loader
-ends with sharded parameters whose pages have all been touched. Memory is peak anonymous memory above the start. The
-files are in the page cache, except in rows marked "from disk". Prints a table and rewrites its section of docs/measured.md.
+Loads a random Llama of the given size from bf16 safetensors of 500 MB on two gloo ranks of one machine. Every loader
+ends with sharded parameters whose pages have all been touched. Memory is the peak anonymous memory above the level at the
+start. The files are in the page cache, except in rows marked "from disk". Prints a table and rewrites its section of
+docs/measured.md.
 """
 
 import argparse
@@ -163,7 +164,7 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
         ]
         for shard in shards:
             touched = shard.detach().reshape(-1)[::512]
-            touched.copy_(touched.clone())  # as training will; a write makes mapped pages private
+            touched.copy_(touched.clone())  # training writes too, and a write makes mapped pages private
         dist.barrier()
     shard_bytes = sum(shard.numel() * shard.dtype.itemsize for shard in shards)
     return {"seconds": memory.seconds, "peak": memory.peak_bytes - memory.before_bytes, "shard": shard_bytes}

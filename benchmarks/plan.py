@@ -82,9 +82,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="rewrite the table of docs/planner.md")
     options = parser.parse_args()
     if not options.as_glibc_comes and not MALLOC.items() <= os.environ.items():
-        os.execve(
-            sys.executable, [sys.executable, *sys.argv], os.environ | MALLOC
-        )  # glibc reads it when a process starts
+        # glibc reads these settings only when a process starts.
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | MALLOC)
     multiprocessing.set_forkserver_preload(PRELOADED)
     chosen = options.only or range(len(CASES))
     lines = ["| run | ranks | predicted, MB | measured, MB | error |", "|---|---|---|---|---|"]

@@ -2,8 +2,8 @@
 
     python benchmarks/precision.py [--parameters 2e6] [--steps 200]
 
-Runs recipes/sft.py under FSDP2 on two CPU ranks: a full fine-tune of a new model, 4 micro-batches per step. Prints docs/speed.md's
-table.
+Runs recipes/sft.py under FSDP2 on two CPU ranks: a full fine-tune of a new model, 4 micro-batches per step. Prints a table
+for docs/speed.md.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Sets up the planner like the runs in the distributed training guide's FSDP chapter, to compare with its memory figures.
+"""Sets up the planner like the runs in the distributed training guide's FSDP chapter, to compare its figures with the guide's.
 
 tests/tools/test_planner.py checks the comparison and docs/planner.md prints it. The guide's runs differ from Trainer's: torch's
 own size-based wrapping, everything in bf16, logits upcast to fp32 (transformers 4.4x), and a plain loop that keeps the
@@ -48,7 +48,7 @@ class GuidePlanner(MemoryPlanner):
         return build_units(group_by_policy(model, policy, job.strategy.reshards_after_forward), model, job)
 
     def trace(self, model: Any, job: TrainingJob, units: list[FsdpUnit]) -> list[TraceEvent]:
-        """Add what the loop keeps to the events of forward."""
+        """Add the memory that the loop keeps to the events of the forward pass."""
         events = super().trace(model, job, units)
         outputs_bytes = sum(events[-1].live_bytes.values())
         self._kept_bytes = {"kept outputs": outputs_bytes, REDUCED_GRADIENTS: gradient_bytes(units, job)}

@@ -2,7 +2,7 @@
 
     python benchmarks/report.py [--parameters 1e7] [--steps 40]
 
-Two gloo ranks with FSDP2, and a stock Trainer that logs every step, which is the worst case. Compares the median wall
+A stock Trainer on two gloo ranks with FSDP2 logs every step, which is the worst case. Compares the median wall
 time and CPU time of both kinds of steps, and measures the time inside the callback; CPU time and time inside the callback
 are meaningful on a busy machine too. Prints a table and rewrites its section of docs/measured.md.
 """

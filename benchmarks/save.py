@@ -2,7 +2,7 @@
 
     python benchmarks/save.py [--parameters 1.1e9]
 
-Two gloo ranks, a Llama of the given size with AdamW, parameters and optimizer state in bf16. Prints a table and
+Runs a Llama of the given size with AdamW on two gloo ranks; parameters and optimizer state are in bf16. Prints a table and
 rewrites its section of docs/measured.md.
 """
 
@@ -81,7 +81,7 @@ def measure(num_parameters: float, directory: Path) -> dict:
                 started = time.perf_counter()
                 writer.save(Snapshot(repeat, capture(model, optimizer, plugin), {}, {}))
                 blocked = time.perf_counter() - started
-                blocks = compute(STEP_SECONDS) if kind == "beside" else 0  # the next forward and backward
+                blocks = compute(STEP_SECONDS) if kind == "beside" else 0  # as the next forward and backward do
                 at_optimizer = time.perf_counter()
                 writer.wait_until_staged()
                 blocked += time.perf_counter() - at_optimizer

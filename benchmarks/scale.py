@@ -1,8 +1,8 @@
-"""How the time to load, save, export and agree grows with the number of ranks, for the same bytes on the same cores.
+"""How the time to load, save, export and gather objects grows with the number of ranks, for the same bytes and cores.
 
     python -m benchmarks.scale [--parameters 3e8] [--ranks 2 8 32] [--label now]
 
-Forked gloo ranks on one machine, a Llama with bf16 parameters and AdamW, sharded with FSDP2. Also counts the
+Forks gloo ranks on one machine, with a Llama in bf16 and AdamW, sharded with FSDP2. Also counts the
 exchanges between ranks in each operation. Prints a table.
 """
 
@@ -61,7 +61,7 @@ def import_once() -> None:
 
 
 def measure(num_parameters: float, scratch: Path) -> dict[str, tuple[float, int]]:
-    """Return seconds and number of exchanges of each piece of work. Every rank runs this."""
+    """Return seconds and number of exchanges of each operation. Every rank runs this."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

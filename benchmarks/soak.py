@@ -36,7 +36,7 @@ KINDS = ("all ranks", "one rank", "one rank, torchrun stops the others", "launch
 TRAPS = ("staging", "writing", "commit", "deleting", "export", "export rename", "after export")
 ONCE = ("export", "export rename", "after export")  # phases that do not recur with every save
 HANG_SECONDS = 120  # survivors must end within this; torch tries twice to reach a rank 0 that died before it listened
-RUN_SECONDS = 240  # a run that is not killed must end within this; it may wait 60 s for the lock
+RUN_SECONDS = 240  # a run that is not killed must end within this time; waiting for the lock can take 60 s
 ORPHAN_SECONDS = 3.0  # the longest time that ranks without a launcher run alongside the next run
 POLL_SECONDS = 0.002
 SETTINGS = {
@@ -85,8 +85,8 @@ class Reference:
     """The uninterrupted run of a cell."""
 
     result: Result
-    names: set[str]  # in the output directory
-    num_events: list[list[int]]  # file operations of each rank in each phase, saving every step
+    names: set[str]  # all names in the output directory
+    num_events: list[list[int]]  # file operations of each rank in each phase, with a save at every step
     seconds: tuple[float, float, float]  # loading, training, exporting
 
 
@@ -106,7 +106,7 @@ class Kill(NamedTuple):
 
 @dataclass
 class Tally:
-    """Everything that is counted."""
+    """All counts, and the violations."""
 
     kills: Counter[tuple[str, str]] = field(default_factory=Counter)
     cells: Counter[str] = field(default_factory=Counter)
@@ -167,7 +167,8 @@ class Case:
             phase = PHASES.index(choose.choice(TRAPS))
             counts = {rank: of_rank[phase] for rank, of_rank in enumerate(self.reference.num_events) if of_rank[phase]}
             rank = choose.choice(sorted(counts))
-            share = 1.0 if PHASES[phase] in ONCE else remaining / self.save_steps / 2  # so that the moment is reached
+            # A larger share could set the moment after the end of the run.
+            share = 1.0 if PHASES[phase] in ONCE else remaining / self.save_steps / 2
             trap = Trap(rank, phase, choose.randint(1, max(1, int(counts[rank] * share))))
         return Kill(choose.choice(KINDS), seconds, trap, choose.randrange(self.cell.num_ranks))
 
@@ -286,10 +287,10 @@ class Soak:
         )
 
     def find_reference(self, cell: Cell) -> Reference:
-        """Return the uninterrupted run of a cell, which is run once, on tmpfs."""
+        """Return the uninterrupted run of a cell. It runs once, on tmpfs, for both places."""
         if cell[1:] not in self._references:
             if not self._references:
-                self._run_reference(cell)  # fills the cache of the rows, so the next one is timed
+                self._run_reference(cell)  # only this first run fills the cache of rows; the next one is timed
             self._references[cell[1:]] = self._run_reference(cell)
         return self._references[cell[1:]]
 
@@ -361,7 +362,8 @@ def summarize(soak: Soak, seconds: float) -> dict[str, Any]:
         "violations": tally.violations,
         "seconds": round(seconds, 1),
         "seconds_per_kill": round(seconds / max(1, num_kills), 2),
-        "cpu_seconds_per_kill": round((used.ru_utime + used.ru_stime) / max(1, num_kills), 2),  # of reaped processes
+        # Only reaped processes count.
+        "cpu_seconds_per_kill": round((used.ru_utime + used.ru_stime) / max(1, num_kills), 2),
         "seed": soak.seed,
         "machine": machine(),
     }
@@ -369,7 +371,7 @@ def summarize(soak: Soak, seconds: float) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100, help="how many kills at least")
+    parser.add_argument("--kills", type=int, default=100, help="minimum number of kills")
     parser.add_argument("--disk", type=Path, default=Path("runs/soak"), help="a new directory on a disk")
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm/hf-fsdp-soak"), help="a new directory on a tmpfs")
     parser.add_argument("--seed", type=int, default=0)
@@ -382,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         place.mkdir(parents=True)
     soak = Soak(places, options.seed)
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # interrupted, it still ends its ranks and reports
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an interrupted soak ends its ranks and reports
     with contextlib.suppress(KeyboardInterrupt):
         for number in itertools.count() if options.case is None else [options.case]:
             Case(soak, number).run()

@@ -1,7 +1,7 @@
 """The launcher and ranks of benchmarks/soak.py: forked processes that run recipes/sft.py and report where they are.
 
-A rank reports through shared memory. Python's audit events show which file it is about to touch, which tells loading from
-staging, writing and renaming, and lets a kill hit exactly one file operation: the rank waits there to be killed.
+A rank reports through shared memory. Python's audit events show which file a rank is about to touch. They tell loading from
+staging, writing and renaming, and a kill can hit exactly one file operation, because the rank waits there to be killed.
 """
 
 import ctypes
@@ -154,7 +154,7 @@ def _run_rank(board: Board, rank: int, arguments: Sequence[str], trap: Trap | No
     output_dir = Path(arguments[arguments.index("--output_dir") + 1])
     watch = FileWatch(board, rank, output_dir, trap if trap is not None and trap.rank == rank else None)
     sys.addaudithook(watch.see)
-    # What ddp_timeout sets on accelerators; on CPU ranks TrainingArguments does not pass it on.
+    # ddp_timeout sets this on accelerators; on CPU ranks TrainingArguments does not pass it on.
     distributed_c10d.default_pg_timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
     try:
         _report_steps(board.ranks[rank])
@@ -233,7 +233,7 @@ class FileWatch:
             return DELETING
         if top.startswith(".checkpoint-"):
             own.save_phase = self._find_save_phase(event, top, below)
-        elif own.save_phase == COMMIT and not path:  # likewise
+        elif own.save_phase == COMMIT and not path:  # the same after the rename of a checkpoint
             own.save_phase = 0
             return COMMIT
         return own.save_phase or own.phase
@@ -261,7 +261,7 @@ def _path_of(event: str, arguments: tuple[Any, ...]) -> str | None:
 
 
 class Processes:
-    """Processes, not all of them children of this one, tracked by file descriptor."""
+    """Processes, tracked by file descriptor because not all are children of this one."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._descriptors: dict[int, int] = {}
@@ -272,7 +272,7 @@ class Processes:
                 continue
 
     def wait(self, seconds: float) -> bool:
-        """Wait for up to the timeout and return whether all have ended."""
+        """Wait for up to `seconds`, and return whether all have ended."""
         deadline = time.monotonic() + seconds
         for pid, descriptor in list(self._descriptors.items()):
             poll = select.poll()
@@ -290,7 +290,7 @@ class Processes:
                 continue
 
     def end(self) -> None:
-        """Kill what is left; show in the log where it was."""
+        """Kill the processes that are left, and show in the log where they were."""
         self.send(signal.SIGUSR2)
         time.sleep(0.5)
         self.send(signal.SIGKILL)

@@ -3,7 +3,7 @@
     python benchmarks/speed.py [--parameters 1e7] [--steps 12] [--rounds 1]
 
 Runs recipes/sft.py under FSDP2 on two CPU ranks. Rows have 150 to 450 tokens, so that padding costs time; times are
-per token. CPU time is meaningful on a busy machine too; memory is the peak during training. Prints docs/speed.md's table.
+per token. CPU time is meaningful on a busy machine too; memory is the peak during training. Prints a table for docs/speed.md.
 """
 
 import argparse
@@ -26,7 +26,7 @@ VOCABULARY = 32_768  # large enough for the head to matter
 
 @dataclass(frozen=True)
 class Switch:
-    """A feature: the settings with and without it, or, if no setting turns it off, a script without it."""
+    """A feature: the settings with and without it. If no setting turns it off, `script_without` does."""
 
     on: dict[str, Any]
     off: dict[str, Any]
@@ -91,7 +91,7 @@ def measure(name: str, options: Any, directory: Path) -> str:
 
 
 def a_token(run: Path) -> dict[str, float]:
-    """Return the seconds per token after the warm-up, over all steps, and the peak memory."""
+    """Return the mean seconds per token after the warm-up, and the peak memory."""
     from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 
     rank = slower_rank(run)

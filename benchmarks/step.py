@@ -4,11 +4,11 @@
     python benchmarks/step.py --gpu [--cases lora_8b full_1b] [-- --gradient_checkpointing true]
 
 On two CPU ranks, recipes/sft.py and TRL's own scripts/sft.py alternate in one run, with the same template, YAML and
-stopwatch (`timed.py`, which also turns on FSDP on CPU ranks for both; Accelerate alone trains plain copies there). The
+stopwatch. The stopwatch, `timed.py`, also turns on FSDP, because Accelerate alone trains unsharded copies on CPU ranks. The
 figures are ratios of medians, in wall-clock time and in CPU time, which is meaningful on a busy machine too. On one GPU,
 the recipe runs alone, with random weights and packed rows of 4,096 tokens; tokens per second and MFU come from
-MetricsCallback. Arguments after `--` go to the recipe. Each prints a table and rewrites its section of docs/measured.md,
-"A step against trl sft"; --gpu adds the section "One GPU", which is missing until a GPU has been measured.
+MetricsCallback. Arguments after `--` go to the recipe. Prints a table and rewrites a section of docs/measured.md:
+"A step against trl sft", or "One GPU" with --gpu.
 """
 
 import argparse
@@ -267,7 +267,7 @@ def launch(template: Path, num_processes: int, command: Sequence[str]) -> str:
     """Start a script through Accelerate on this machine; return what it printed.
 
     Raises:
-        RuntimeError: it failed; contains the last lines that it printed.
+        RuntimeError: the script failed; contains the last lines of its output.
     """
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""A script of the shape of transformers' `run_clm.py`, and the three lines that make it shard, resume and export.
+"""A script like transformers' `run_clm.py`, with the three lines that make it shard, resume and export.
 
     accelerate launch --config_file accelerate_configs/fsdp2_full_shard.yaml examples/own_clm.py \
         --model_name_or_path Qwen/Qwen3-8B --train_file my_rows.jsonl --output_dir runs/mine --bf16 --do_train
@@ -31,7 +31,7 @@ class DataTrainingArguments:
     """What to train on."""
 
     train_file: str = field(metadata={"help": "JSON lines file with a text column."})
-    validation_file: str | None = field(default=None, metadata={"help": "The same, for --do_eval."})
+    validation_file: str | None = field(default=None, metadata={"help": "The same for --do_eval."})
     block_size: int = field(default=1024, metadata={"help": "Tokens per training sequence."})
 
 
@@ -68,7 +68,7 @@ def main() -> None:
         callbacks=[ShardedCheckpointCallback()],  # new
     )
     if arguments.do_train:
-        # instead of get_last_checkpoint, which takes interrupted saves for complete
+        # instead of get_last_checkpoint, which would also return an interrupted save
         checkpoint = arguments.resume_from_checkpoint or latest_checkpoint(arguments.output_dir)
         result = trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model()

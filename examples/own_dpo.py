@@ -1,4 +1,4 @@
-"""Align a language model with preferences with TRL's `DPOTrainer`; model and reference model are sharded while they load.
+"""Align a language model with preferences: TRL's `DPOTrainer`, with model and reference model sharded while they load.
 
     accelerate launch --config_file accelerate_configs/fsdp2_full_shard.yaml examples/own_dpo.py \
         --model Qwen/Qwen3-8B --data my_preferences.jsonl --output_dir runs/mine
@@ -44,7 +44,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     trainer = DPOTrainer(
         model=model,
-        ref_model=reference,  # without it, TRL loads one with load_model, too
+        ref_model=reference,  # without it, TRL loads one, also with load_model
         args=arguments,
         train_dataset=load_dataset("json", data_files=options.data, split="train"),
         processing_class=tokenizer,

@@ -50,7 +50,7 @@ def main() -> None:
     )
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=has_answer,  # or load_model(...) of a reward model, which is sharded, too
+        reward_funcs=has_answer,  # or a reward model from load_model(...), which is sharded too
         args=arguments,
         train_dataset=load_dataset("json", data_files=options.data, split="train"),
         processing_class=AutoTokenizer.from_pretrained(options.model),

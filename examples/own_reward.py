@@ -1,4 +1,4 @@
-"""Train a reward model with TRL's `RewardTrainer`: sharded loading, a new head of one score, resume, and a final export.
+"""Train a reward model with TRL's `RewardTrainer`: sharded loading, a new head with one score, resume, and a final export.
 
     accelerate launch --config_file accelerate_configs/fsdp2_full_shard.yaml examples/own_reward.py \
         --model Qwen/Qwen3-8B --data my_preferences.jsonl --output_dir runs/mine

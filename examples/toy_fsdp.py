@@ -31,14 +31,13 @@ def main() -> None:
     options = parser.parse_args()
 
     device = start()
-    train(
-        options.ddp, options.steps, device
-    )  # its DDP model must be gone when the process group ends: DDP's C++ part can hang then
+    # The DDP model is gone when this returns. Otherwise DDP's C++ code can hang when the process group ends.
+    train(options.ddp, options.steps, device)
     dist.destroy_process_group()
 
 
 def train(ddp: bool, num_steps: int, device: torch.device) -> None:
-    """Train the toy model on random rows and print what it took."""
+    """Train the toy model on random rows and print the loss and memory."""
     torch.manual_seed(0)  # the same model on every rank
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS))).to(device)
     if ddp:
@@ -90,7 +89,7 @@ def report(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of this rank's parts; a sharded tensor counts with its shard."""
+    """Return the bytes that this rank holds; of a sharded tensor, only its shard counts."""
     local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 

@@ -1,4 +1,4 @@
-"""The `hf-fsdp` command. Each package defines its own subcommands; none imports torch until it runs."""
+"""The `hf-fsdp` command. Each package defines its subcommands, which import torch only when they run."""
 
 import logging
 import sys
@@ -42,7 +42,7 @@ app.command("report")(report_command.report)
 
 def main() -> None:
     """Run the command. A RecipeError becomes one line on stderr and exit status 1."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports kernels that only training in 4 bits needs
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of missing kernels for 4-bit training
     try:
         app()
     except RecipeError as error:
@@ -54,7 +54,7 @@ def main() -> None:
 def prepare_data(
     context: typer.Context,
     output: Annotated[Path, typer.Option(help="Directory to write; pass it to a recipe as dataset_name.")],
-    config: Annotated[Optional[Path], typer.Option(help="Recipe with the settings, by name or file.")] = None,
+    config: Annotated[Optional[Path], typer.Option(help="Recipe to read the settings from: a name or a file.")] = None,
 ) -> None:
     """Tokenize and pack a recipe's dataset once, on a CPU. Override any field of the recipe with --field value."""
     from hf_fsdp_recipes.training.data.cache import prepare_directory

@@ -27,7 +27,7 @@ def parallel_sizes() -> dict[str, str]:
 
 
 def mixed_precision() -> str | None:
-    """Return no, bf16, fp16 or fp8, or None if the launcher did not set it."""
+    """Return the launcher's mixed precision: no, bf16, fp16 or fp8, or None if it set none."""
     return os.environ.get("ACCELERATE_MIXED_PRECISION")
 
 

@@ -7,7 +7,7 @@ import re
 
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 _PEFT_PREFIX = "base_model.model."
-_PEFT_BASE = re.compile(r"(\.base_layer)+\.")  # several if PEFT adapts more than one parameter of a module
+_PEFT_BASE = re.compile(r"(\.base_layer)+\.")  # repeated if PEFT adapts several parameters of a module
 _PEFT_SAVED_MODULE = re.compile(r"\.(modules_to_save\.[^.]+|original_module)\.")
 _ADAPTER = re.compile(r"\.(lora_|modules_to_save\.|trainable_tokens_|ia3_|oft_|boft_|hada_|lokr_|vera_)")
 
@@ -35,5 +35,5 @@ def in_base_model(name: str) -> str:
 
 
 def without_adapter_name(name: str, adapter_name: str) -> str:
-    """Return an adapter tensor's name in PEFT's files, without the adapter name that models and FSDP1 checkpoints keep."""
+    """Return an adapter tensor's name as PEFT's files have it, without the name of the adapter."""
     return name.replace(f".modules_to_save.{adapter_name}.", ".").replace(f".{adapter_name}.", ".")

@@ -7,7 +7,7 @@ import torch
 if TYPE_CHECKING:
     from peft import PeftModel
 
-HEAD_FIELDS = ("id2label", "label2id", "pad_token_id")  # of a classifier's config; training may set them
+HEAD_FIELDS = ("id2label", "label2id", "pad_token_id")  # fields of a classifier's config that training may set
 
 
 def find_peft_model(model: torch.nn.Module) -> "PeftModel | None":
@@ -31,8 +31,8 @@ def active_adapter(peft_model: "PeftModel") -> str:
 def describe_class(base: torch.nn.Module) -> dict[str, Any] | None:
     """Return the base model's class as PEFT's `auto_mapping`, with a classifier's labels, or None for a model with its own code.
 
-    PEFT records it only for adapters without a task type. Others need it too, because the base model's config may declare
-    another class: a reward model's base is declared as a causal model.
+    PEFT records the class only for adapters without a task type. Other adapters need it too, because the base model's config
+    may declare another class: a reward model's base is declared as a causal model.
     """
     cls = next(cls for cls in type(base).__mro__ if not cls.__name__.startswith("FSDP"))
     if not cls.__module__.startswith("transformers."):

@@ -8,7 +8,7 @@ TRAINING_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.
 
 
 def parse_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype of a name, or None for "no" (no mixed precision); raise a ValueError if it is neither."""
+    """Return the dtype of a name, or None for "no" (no mixed precision); raise a ValueError for other names."""
     if name.lower() in ("no", "none", "false"):
         return None
     for short_name, dtype in TRAINING_DTYPES.items():
@@ -24,7 +24,7 @@ def format_dtype(dtype: torch.dtype) -> str:
 
 
 def mixed_precision_dtype() -> torch.dtype | None:
-    """Return the mixed-precision dtype of the Accelerator, or of the launcher if there is no Accelerator yet; None if off."""
+    """Return the mixed-precision dtype of the Accelerator, or of the launcher if there is no Accelerator yet, or None."""
     from accelerate.state import AcceleratorState, is_initialized
 
     name = AcceleratorState().mixed_precision if is_initialized() else mixed_precision()

@@ -22,7 +22,7 @@ def count(number: int, noun: str) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a size such as "80GB" (decimal), "512GiB" (binary) or "1.5T"; raise a ValueError if it is not one."""
+    """Return the bytes of a size such as "80GB" (decimal), "512GiB" (binary) or "1.5T"; raise a ValueError for other text."""
     number, prefix, _ = _split(text, r"B?", "80GB or 512GiB")
     return int(number * _FACTORS[prefix.upper()])
 

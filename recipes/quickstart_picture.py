@@ -15,7 +15,7 @@ def draw_picture(entries: Sequence[dict], killed: Sequence[dict]) -> Figure:
     loss, memory = figure.subplots(1, 2, width_ratios=(3, 2))
     steps = [entry for entry in entries if "loss" in entry]
     for part, color, width, label in (
-        # Wide, because the resumed run repeats these steps exactly and covers them.
+        # A wide line, because the resumed run repeats these steps exactly and covers it.
         ([entry for entry in killed if entry["step"] >= resumed_at], plots.ORANGE, 6, "lost in the kill, repeated"),
         ([entry for entry in steps if entry["step"] <= resumed_at], plots.GRAY, 1.5, "before the kill"),
         ([entry for entry in steps if entry["step"] >= resumed_at], plots.BLUE, 1.5, "resumed"),
@@ -30,7 +30,7 @@ def draw_picture(entries: Sequence[dict], killed: Sequence[dict]) -> Figure:
 
 
 def draw_loading(axes: Axes, entries: Sequence[dict]) -> None:
-    """Draw the host memory that the last start's loading added on each rank, at its peak and when it was done."""
+    """Draw the host memory that loading added on each rank at the last start: at the peak, and when done."""
     starts = [entry for entry in entries if "num_parameters" in entry]
     num_ranks, full_mb = starts[-1]["num_ranks"], starts[-1]["num_parameters"] * 4 / 1e6
     stages = [entry for entry in entries if entry.get("stage") == "read into shards"][-num_ranks:]

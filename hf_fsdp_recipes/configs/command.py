@@ -40,9 +40,9 @@ def print_path(
 
 @config_app.command("show")
 def show(
-    name: Annotated[str, typer.Argument(help="Name of a template: one from `config list`, or its variant.")],
+    name: Annotated[str, typer.Argument(help="Name of a template: one from `config list`, or a variant.")],
 ) -> None:
-    """Print a template: the file of that name in the current directory or among the shipped ones, or else a variant."""
+    """Print a template: a file in the current directory, a shipped file, or a variant that has no file."""
     try:
         text = find_file("accelerate_configs", name).read_text(encoding="utf-8")
     except TemplateError:

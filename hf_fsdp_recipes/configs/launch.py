@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_launch(training: "TrainingArguments | None" = None) -> None:
-    """Raise a TemplateError that lists unsupported parallelism or precision, and ranks that Trainer does not see.
+    """Raise a TemplateError if parallelism or precision is unsupported, or if Trainer sees fewer ranks than were launched.
 
     Without `training`, only the launcher's settings are checked. Not a collective, but every rank reaches the same result.
     """

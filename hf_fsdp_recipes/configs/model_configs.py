@@ -1,4 +1,4 @@
-"""Published configs of the models that recipes and pages name, for tools that need only a model's shapes.
+"""Published configs of the models named in recipes and documentation, for tools that need only a model's shapes.
 
 They are used when the real config cannot be read: offline, or before access to a gated model is granted. Training never
 uses them.
@@ -26,7 +26,7 @@ def find_config(name: str) -> str:
 
 
 def describe_source(name: str) -> list[str]:
-    """Return a line that says that the shipped config is used, or nothing if it is not."""
+    """Return a line saying that the shipped config is used, or an empty list if it is not."""
     if find_config(name) == name:
         return []
     return [

@@ -6,11 +6,9 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 ELEMENTWISE = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")
-# With these, a run on two ranks has the losses of one rank, and resumes exactly.
-SHARDABLE = {
-    1: (*ELEMENTWISE, "adagrad"),
-    2: ELEMENTWISE,
-}  # FSDP2 prepares Adagrad's state, which exists before the first step
+# With these, a run has the same losses on two ranks as on one, and resumes exactly.
+# Under FSDP2, Adagrad fails, because it creates its state while the parameters are on meta.
+SHARDABLE = {1: (*ELEMENTWISE, "adagrad"), 2: ELEMENTWISE}
 
 
 def optimizer_name(args: "TrainingArguments") -> str:

@@ -30,7 +30,7 @@ def shipped_directory(folder: Folder) -> Path:
 
 
 def shipped_recipes() -> list[Path]:
-    """Return the shipped recipes by name. Other YAML files in the folder, such as skypilot.yaml, set no output_dir."""
+    """Return the shipped recipes, sorted by name. Other YAML files in the folder, such as skypilot.yaml, set no output_dir."""
     files = sorted(shipped_directory("recipes").glob("*.yaml"))
     return [file for file in files if "\noutput_dir:" in file.read_text(encoding="utf-8")]
 
@@ -58,7 +58,7 @@ def find_file(folder: Folder, name: str | Path, error_class: type[RecipeError] |
 def read_recipe(name: str | Path, error_class: type[RecipeError] = RecipeError) -> dict[str, Any]:
     """Return the keys and values of a recipe, given as a file or the name of a shipped one.
 
-    A relative path that exists in the recipe's folder but not in the current directory is made relative to the latter.
+    A relative path in the recipe starts in the current directory or, if it does not exist there, in the recipe's folder.
 
     Raises:
         RecipeError or `error_class`: the recipe cannot be found or read, or is not a YAML mapping.

@@ -8,7 +8,7 @@ from hf_fsdp_recipes.configs.validate import read_config
 from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import TemplateError
 
-# In the order of torch's ShardingStrategy: FSDP1 configs may give the number, from 1.
+# In the order of torch's ShardingStrategy, because FSDP1 configs may give its number, which starts at 1.
 FSDP1_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 
 
@@ -16,8 +16,8 @@ FSDP1_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "
 class Strategy:
     """The parts of an Accelerate FSDP config that determine memory and communication."""
 
-    name: str = "fsdp2_full_shard"  # of the template or file
-    version: int = 2  # of FSDP
+    name: str = "fsdp2_full_shard"  # name of the template or file
+    version: int = 2  # FSDP version
     sharding: str = "full_shard"  # or shard_grad_op, hybrid_shard, hybrid_shard_zero2, no_shard
     is_offloaded: bool = False  # keeps parameters, gradients and optimizer state in host memory
     min_num_params: int | None = None  # parameter count that an FSDP unit must exceed; None to wrap by layer class

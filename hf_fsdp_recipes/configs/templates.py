@@ -13,7 +13,7 @@ from typing import Literal
 from hf_fsdp_recipes.errors import TemplateError
 
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard"]
-# Comments on when to choose a config. `hf-fsdp config list` prints the first line of one of these tuples.
+# Comments on when to choose a config. `hf-fsdp config list` prints their first lines.
 STRATEGIES: dict[Strategy, tuple[str, ...]] = {
     "full_shard": (
         "Shards parameters, gradients and optimizer state across all ranks: least memory, most communication.",
@@ -60,9 +60,8 @@ VARIANTS = {
     ),
 }
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
-MAIN_PROCESS_IP = (
-    "pass --main_process_ip"  # not a valid host name, so a launch without the flag fails instead of waiting
-)
+# Not a valid host name, so a launch without the flag fails instead of waiting.
+MAIN_PROCESS_IP = "pass --main_process_ip"
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def find_template(name: str) -> Template:
 
 
 def render(template: Template) -> str:
-    """Return a template as commented YAML; raise a TemplateError if its counts do not match or its settings conflict."""
+    """Return a template as commented YAML; raise a TemplateError if nodes and ranks do not match or settings conflict."""
     _check(template)
     lines = [f"# {line}".rstrip() for line in _header(template)] + [""]
     for path, value, comment in _entries(template):
@@ -212,7 +211,7 @@ def _entries(template: Template) -> Iterator[tuple[str, object, str]]:
     if template.is_hybrid and template.version == 2:
         yield "parallelism_config", "", ""
         yield "parallelism_config/parallelism_config_dp_replicate_size", nodes, "replicas: one per node"
-        yield "parallelism_config/parallelism_config_dp_shard_size", ranks // nodes, "ranks per replica: one node's"
+        yield "parallelism_config/parallelism_config_dp_shard_size", ranks // nodes, "ranks per replica: all of a node"
 
 
 def _fsdp_entries(template: Template) -> Iterator[tuple[str, object, str]]:
@@ -228,9 +227,9 @@ def _fsdp_entries(template: Template) -> Iterator[tuple[str, object, str]]:
         yield "backward_prefetch", "BACKWARD_PRE", "gathers the next unit while the current one computes"
     if template.min_num_params is not None:
         yield "auto_wrap_policy", "SIZE_BASED_WRAP", "FSDP units by parameter count"
-        yield "min_num_params", template.min_num_params, "parameters that a unit must exceed"
+        yield "min_num_params", template.min_num_params, "a unit has more parameters than this"
     else:
-        comment = "one FSDP unit per decoder layer, the class the model declares"
+        comment = "one FSDP unit per decoder layer, by the class the model declares"
         yield "auto_wrap_policy", "TRANSFORMER_BASED_WRAP", comment
         if template.wrap_class:
             classes = template.wrap_class.replace(" ", "")  # Accelerate splits at commas only
@@ -239,7 +238,7 @@ def _fsdp_entries(template: Template) -> Iterator[tuple[str, object, str]]:
         yield "offload_params", "true", "parameters and the optimizer step on the CPU"
     comment = "each rank saves its shard; FULL_STATE_DICT gathers everything on rank 0"
     yield "state_dict_type", "SHARDED_STATE_DICT", comment
-    yield "cpu_ram_efficient_loading", "false", "load_model takes care of it; transformers >= 5 ignores this key"
+    yield "cpu_ram_efficient_loading", "false", "load_model loads shards instead; transformers >= 5 ignores this key"
     if template.version == 1:
         yield "sync_module_states", "false", "load_model distributes the weights itself, also on CPU"
         yield "use_orig_params", "true", ""

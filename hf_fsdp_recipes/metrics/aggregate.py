@@ -18,7 +18,7 @@ class MfuInputs:
     """Inputs for computing FLOP/s, MFU and HFU; None if unknown."""
 
     flops: ModelFlops | None = None
-    peak_flops: float | None = None  # dense, of one device
+    peak_flops: float | None = None  # dense peak of one device
     is_recomputed: bool = False  # whether activation checkpointing repeats the forward pass
 
 

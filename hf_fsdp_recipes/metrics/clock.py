@@ -18,7 +18,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._marks: list[tuple[str, Any]] = []  # (phase, end time)
-        self._seconds = dict.fromkeys(PHASES, 0.0)  # of summed marks
+        self._seconds = dict.fromkeys(PHASES, 0.0)  # sums of the marks removed so far
         self._device: Any = None
         self._is_running = False
 

@@ -3,7 +3,7 @@
 A token costs 2 FLOPs per matmul parameter in the forward pass, 2 in the backward pass for the activations, and 2 more
 for the gradient of each trained parameter: 6 in full fine-tuning, a little over 4 with LoRA. Attention costs two matrix
 products over all pairs of tokens of a sequence, causal or not, and twice that in the backward pass. Embedding look-ups,
-norms and the loss do not count. A mixture of experts counts the experts that each token is routed to.
+norms and the loss do not count. Of a mixture of experts, only those count that a token is routed to.
 
 Source: PaLM (arXiv:2204.02311), appendix B; its attention term is 12 * layers * heads * head_dim * length.
 """
@@ -24,7 +24,7 @@ NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Token counts of a set of sequences that determine their FLOPs."""
+    """The token counts from which the FLOPs of a set of sequences follow."""
 
     tokens: int  # sum of the sequence lengths, without padding
     pairs: int  # sum of length * length
@@ -42,9 +42,9 @@ class TokenCounts:
 class ModelFlops:
     """Sizes of a model that determine its FLOPs."""
 
-    matmul_parameters: int  # in the matrix products of one token
-    trainable_parameters: int  # the trained ones of those
-    head_parameters: int  # the ones in the language model head, which activation checkpointing does not recompute
+    matmul_parameters: int  # parameters in the matrix products of one token
+    trainable_parameters: int  # how many of them are trained
+    head_parameters: int  # how many are in the language model head, which activation checkpointing does not recompute
     attention_width: int  # heads * (query dim + value dim), summed over the layers with full attention
     window_width: int  # the same, summed over the layers with sliding-window attention
     window: int | None  # window length in tokens
@@ -161,10 +161,10 @@ def _window(config: Any) -> int | None:
     return getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
 
 
-# Trainer's `include_num_input_tokens_seen` and TRL's `num_tokens` synchronize at every micro-batch. The former also takes real
-# tokens for padding if the pad token is the end-of-text token and there is no mask (packing).
+# Trainer's `include_num_input_tokens_seen` and TRL's `num_tokens` synchronize at every micro-batch. With packed rows, which have
+# no mask, Trainer's also counts real end-of-text tokens as padding if that is the pad token.
 def count_tokens(inputs: Mapping[str, Any], window: int | None = None) -> torch.Tensor:
-    """Count a batch's tokens and the pairs of tokens that attend to each other, without padding or a device synchronization.
+    """Count a batch's tokens without padding, and the pairs of tokens that attend to each other. Does not synchronize.
 
     Sequences in packed batches begin at `cu_seq_lens_q`, or else where `position_ids` restart at 0. A packed sequence of one
     token is padding from `pad_to_multiple_of` and does not count.

@@ -33,7 +33,7 @@ class DeviceMemory:
     """Memory allocated on this rank's accelerator between two logged steps; zeros on CPU ranks.
 
     Args:
-        device: the accelerator's module (`torch.cuda`), or None. One without memory counters (`torch.mps`) counts as None.
+        device: the accelerator's module (`torch.cuda`), or None. A module without memory counters (`torch.mps`) counts as None.
     """
 
     def __init__(self, device: Any = None) -> None:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 MODEL_FILE = "model.txt"
 MAX_LINES_PRINTED = 60
 LOGGED = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "hfu", "step_seconds")
-MIN_SAVE_SECONDS = 1e-3  # less is the check whether a save is due
+MIN_SAVE_SECONDS = 1e-3  # a shorter time is only the check whether a save is due
 LOGGED_MEMORY = {"host_memory_gb": "host_bytes", "device_peak_memory_gb": "device_peak_bytes"}
 
 
@@ -67,9 +67,10 @@ class MetricsCallback(TrainerCallback):
         self._hook: RemovableHandle | None = None
         self._start_step = self._logged_step = 0
         self._measured: list[dict[str, Any]] = []  # entries since this start, for the averages
-        self._load_seconds: float | None = None  # until they are logged
-        self._first_entries: list[dict[str, Any]] | None = None  # of this start; written and cleared at its first step
-        self._is_recording = False  # rank 0, from the first step on
+        self._load_seconds: float | None = None  # None once it is logged
+        # Entries of this start, until they are written at its first step.
+        self._first_entries: list[dict[str, Any]] | None = None
+        self._is_recording = False  # true on rank 0, from the first step on
         self._can_write = True
 
     # Trainer's events, in the order of a run.
@@ -123,7 +124,7 @@ class MetricsCallback(TrainerCallback):
         """Write an entry and add the throughput to the logs. Collective: every rank must call this (Trainer does)."""
         logs = kwargs.get("logs") or {}
         if "train_runtime" not in logs:
-            self._begin(args, state, kwargs["model"])  # with eval_on_start, before the first step
+            self._begin(args, state, kwargs["model"])  # eval_on_start logs before the first step
         else:
             logs |= {f"average_{name}": value for name, value in aggregate.average(self._measured).items()}
         entry: dict[str, Any] = {"step": state.global_step, "epoch": state.epoch, **_numbers(logs)}
@@ -135,7 +136,7 @@ class MetricsCallback(TrainerCallback):
         self._append(args, entry)
 
     on_evaluate = _mark("evaluation")
-    on_save = _mark("save")  # Trainer's own; ShardedCheckpointCallback marks its saves
+    on_save = _mark("save")  # after Trainer's saves; ShardedCheckpointCallback marks its own
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -11,7 +11,7 @@ _NEED_STEP = {"loss", "eval_loss", "ended_at_step"}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a metrics.jsonl, skipping incomplete lines and those without a step that they need."""
+    """Return the entries of a metrics.jsonl, without incomplete lines and entries that lack a required step."""
     entries = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
@@ -46,6 +46,6 @@ def begin(path: Path, step: int, entries: Sequence[dict[str, Any]]) -> None:
 
 
 def last_of_each_step(entries: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Return the entries that have `key`, ordered by step. For a step repeated after a resume, only the last entry."""
+    """Return the entries that have `key`, ordered by step; if a resumed run repeated a step, only its last entry."""
     found = {entry["step"]: entry for entry in entries if key in entry}
     return [found[step] for step in sorted(found)]

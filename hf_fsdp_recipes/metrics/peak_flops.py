@@ -1,7 +1,7 @@
 """Peak FLOP/s of devices per dtype: dense (without structured sparsity), from the vendors' documents.
 
-A device needs an exact match of its full name, because a missing MFU is better than a wrong one: MIG slices and laptop GPUs
-do not match. Tensor-core figures assume fp32 accumulation, as in PyTorch. A card that clocks higher than its rating can exceed
+A device must match by its full name, because a missing MFU is better than a wrong one; MIG slices and laptop GPUs do not
+match. Tensor-core figures assume fp32 accumulation, as in PyTorch. A card that clocks higher than its rating can exceed
 its peak by a few percent.
 """
 
@@ -13,8 +13,8 @@ import torch
 from hf_fsdp_recipes.precision import format_dtype
 
 DTYPES = ("bfloat16", "float16", "tf32", "float32")
-# Regular expression for a device's full name in lower case, without vendor and series: TFLOP/s for each of DTYPES, None
-# if the device has no matrix unit for it. The vendor's document follows as a comment.
+# The key is a regular expression for a device's full name in lower case, without vendor and series. The values are TFLOP/s for
+# each of DTYPES, or None if the device has no matrix unit for it. The comment names the vendor's document.
 # fmt: off
 PEAKS: dict[str, tuple[float | None, ...]] = {
     r"gb300": (2500, 2500, 1250, 80),  # NVIDIA GB300 NVL72 specifications, per GPU, halved for sparsity

@@ -17,7 +17,7 @@ BLUE, PALE_BLUE, ORANGE, GRAY = "#1f5a8c", "#9db4c8", "#d9822b", "#8a8f98"
 PHASE_COLORS = dict(zip(PHASES, ("#d9822b", "#1f5a8c", "#6fa3cf", "#7a4f9a", "#3b8f5c", "#c9ccd1"), strict=True))
 RANK_COLORS = ("#1f5a8c", "#d9822b", "#3b8f5c", "#7a4f9a", "#b8434e", "#4fa3b8", "#8c6d31", "#5f6770")
 MAX_BARS = 60
-MIN_SHARE = 0.01  # of the time; shorter phases have no visible bar
+MIN_SHARE = 0.01  # share of the time; shorter phases have no visible bar
 STEP_LABEL = "optimizer step"
 
 Entry = dict[str, Any]

@@ -27,7 +27,7 @@ def is_shown() -> bool:
 
 
 def bar(total: float | None, title: str, unit: str = "B", **style: Any) -> tqdm:
-    """Return a tqdm bar, of bytes with unit prefixes or of other units: `with bar(num_bytes, "load") as shown: shown.update(n)`."""
+    """Return a tqdm bar that counts bytes or another unit: `with bar(num_bytes, "load") as shown: shown.update(n)`."""
     # sys.__stderr__, because some callers redirect sys.stderr to hide upstream's messages.
     return tqdm(
         total=total,

@@ -13,7 +13,7 @@ from hf_fsdp_recipes.metrics import memory
 
 MAX_RANKS_SHOWN = 16  # the others are in metrics.jsonl
 _recorded: list["Stage"] = []
-gathered: list["Stage"] = []  # of all ranks; MetricsCallback writes and clears them
+gathered: list["Stage"] = []  # the stages of all ranks; MetricsCallback writes and clears them
 
 
 @dataclass(frozen=True)

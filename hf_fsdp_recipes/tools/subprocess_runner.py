@@ -54,7 +54,7 @@ class Run:
             time.sleep(interval_seconds)
 
     def wait(self, timeout_seconds: float, condition: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until the command exits or a condition is met, and return whether it was; RecipeError after the timeout."""
+        """Wait for the command to exit or a condition to be met; return whether it was met. RecipeError after the timeout."""
         try:
             return any(condition() for _ in self.poll(timeout_seconds))
         except TimeoutError as error:
@@ -86,7 +86,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], log_file: Path
 
     torchrun starts each rank in a new session, so killing the launcher's process group would miss the ranks. This
     process therefore becomes a subreaper (prctl(2)) and adopts ranks whose launcher has died. SIGTERM raises
-    SystemExit in the block, so the ranks end with it too. Call this from the main thread, which handles signals.
+    SystemExit in the block, so it ends the ranks too. Call this from the main thread, which handles signals.
     """
     unrelated = {child.pid for child in psutil.Process().children()}
     process = None

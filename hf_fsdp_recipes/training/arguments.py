@@ -51,9 +51,9 @@ class RecipeArguments:
 
     attention: Literal["auto", "flash", "sdpa", "eager", "flex"] = _argument(
         "auto",
-        "Attention implementation; auto picks the newest FlashAttention that is installed, or else, for packed documents on a "
-        "GPU, FlashAttention 2 from the Hub or flex, or else the model's default; the Hub is used if the kernels package is "
-        "installed, also by flash.",
+        "Attention implementation. auto uses the newest FlashAttention that is installed. If there is none, packed documents "
+        "on a GPU use FlashAttention 2 from the Hub, or else flex; anything else uses the model's default. flash may also use "
+        "the Hub. The Hub is used only if the kernels package is installed.",
     )
     config_name: str | None = _argument(
         None,
@@ -96,13 +96,14 @@ class RecipeArguments:
     )
     reduce_dtype: Literal["float32", "bfloat16"] = _argument(
         "float32",
-        "Dtype in which ranks add their gradients in mixed precision; bfloat16 halves communication, with 8 bits of precision.",
+        "Dtype in which ranks add their gradients in mixed precision; bfloat16 halves communication but keeps only 8 bits.",
     )
     verify_export: Literal["auto", "logits", "off"] = _argument(
         "auto", "Compare the export's logits with the trained model's; auto does so below 3 billion parameters."
     )
     asynchronous_save: bool = _argument(
-        True, "Write checkpoints in the background while training continues; each rank needs host memory for its state."
+        True,
+        "Write checkpoints in the background while training continues; each rank needs host memory for a copy of its state.",
     )
     prompt_template: Literal["alpaca", "chat"] = _argument(
         "alpaca", "Format for instruction/input/output rows; alpaca makes a text prompt, chat makes messages."
@@ -127,8 +128,8 @@ class RecipeArguments:
     )
     checkpoint_mirror: str | None = _argument(
         None,
-        "Where to upload complete checkpoints and the export while training continues: a URL such as s3://bucket/run (needs the "
-        "extra mirror), or a path.",
+        "Where to upload complete checkpoints and the export while training continues: a URL such as s3://bucket/run (needs "
+        "hf-fsdp-recipes[mirror]), or a path.",
     )
     report: bool = _argument(True, "Write metrics.jsonl, report.md and plots to the output directory.")
     throughput_warmup_steps: int = _argument(3, "Number of first steps to exclude from the reported throughput.")
@@ -199,7 +200,7 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
         model.lora_target_modules = [model.lora_target_modules]
     config = arguments.training.accelerator_config
     if arguments.training.dataloader_pin_memory and "accelerator_config" not in values:
-        config.non_blocking = True  # batches are uploaded while the host continues
+        config.non_blocking = True  # batches are copied to the device while the host continues
     check_arguments(arguments, values.keys() | _flag_names(argv))
     return arguments
 

@@ -1,7 +1,7 @@
 """Selects the attention implementation and verifies that packed documents do not attend to each other.
 
-Packing is verified on a tiny model of the same architecture, because it depends on the model's own masking code and, with
-linear attention, on the kernels that are installed.
+Packing is verified on a tiny model of the same architecture, because the result depends on the model's own masking code and,
+with linear attention, on the installed kernels.
 
 Source: transformers 5.23 `masking_utils.py` (position_ids that restart at 0 produce a block-diagonal mask, in models
 that build their masks there), `modeling_flash_attention_utils.py`, `integrations/hub_kernels.py`
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
 AMPERE, HOPPER = 8, 9  # major compute capabilities
-FLEX_DEVICES = ("cuda", "xpu")  # that torch compiles flex attention for
-EMULATED_FLASH = "varlen_probe"  # not "flash": transformers treats such names differently
+FLEX_DEVICES = ("cuda", "xpu")  # for which torch compiles flex attention
+EMULATED_FLASH = "varlen_probe"  # no "flash" in it: transformers treats names with "flash" differently
 LEAK_TOLERANCE = 1e-4  # relative to the largest logit, in float32
 
 
@@ -53,7 +53,7 @@ def find_flash(downloads: bool) -> str | None:
     """Return the newest FlashAttention that is installed, or None.
 
     With `downloads`, version 2 may also come from the Hub, through the `kernels` package. FlashAttention 3 counts
-    only if it is installed. Otherwise transformers would download a build for inference, which may lack the backward pass.
+    only if it is installed, because the build that transformers downloads is for inference and may lack the backward pass.
     """
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
@@ -88,7 +88,8 @@ def avoid_dense_mask(model: "PreTrainedModel") -> None:
     can_compile = device is not None and device.type in FLEX_DEVICES and find_spec("triton") is not None
     is_too_old = 0 < _nvidia_generation() < AMPERE
     config = model.config.get_text_config()
-    has_dropout = any(getattr(config, name, 0) for name in ("attention_dropout", "attn_pdrop"))  # flex has none
+    # Flex attention has no dropout.
+    has_dropout = any(getattr(config, name, 0) for name in ("attention_dropout", "attn_pdrop"))
     is_sdpa = model.config._attn_implementation == "sdpa"
     if can_compile and not is_too_old and not has_dropout and is_sdpa and model._supports_flex_attn:
         model.set_attn_implementation("flex_attention")
@@ -97,16 +98,16 @@ def avoid_dense_mask(model: "PreTrainedModel") -> None:
 def _use_flash_from_hub(model: "PreTrainedModel") -> bool:
     """Replace SDPA with FlashAttention from the Hub, and return whether that worked on every rank. Collective."""
     is_sdpa, dtype = model.config._attn_implementation == "sdpa", mixed_precision_dtype() or model.dtype
-    # transformers replaces version 2 in models that list others, such as gpt-oss, with kernels for inference.
+    # If a model lists other versions, as gpt-oss does, transformers replaces version 2 with kernels for inference.
     can_use = model._supports_flash_attn and not getattr(model, "_compatible_flash_implementations", None)
     flash = find_flash(downloads=True) if is_sdpa and can_use and dtype.itemsize == 2 else None
 
-    def replace() -> bool:  # rank 0 first, which downloads it
+    def replace() -> bool:  # runs on rank 0 first, to download the kernel once
         try:
             if flash is not None:
                 model.set_attn_implementation(flash)
-        except Exception as error:  # of the Hub, of kernels or of the kernel's own code
-            logger.warning("attention: %s cannot be had from the Hub: %s", flash, summarize(error, "line"))
+        except Exception as error:  # the Hub, the kernels package or the kernel may raise anything
+            logger.warning("attention: %s cannot be loaded from the Hub: %s", flash, summarize(error, "line"))
             return False
         return flash is not None
 
@@ -126,15 +127,15 @@ def check_packing(config: "PretrainedConfig", implementation: str) -> None:
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 
-    advice = "packing: false; packing_strategy: wrapped accepts it."
+    advice = "packing: false, or packing_strategy: wrapped if documents may affect each other."
     mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
     is_flash = "flash" in implementation if mask is None else mask is flash_attention_mask
     tested = EMULATED_FLASH if is_flash else implementation if implementation in ("eager", "sdpa") else "sdpa"
     try:
         leak = measure_leak(config, tested)
-    except Exception as error:  # of the model's own code, or of what transformers refuses
+    except Exception as error:  # the model's own code may raise anything
         if is_flash and not _is_stateful(config) and "packed sequences" not in str(error):
-            return  # no tiny model of some architectures can be built
+            return  # some architectures cannot be built as a tiny model
         raise RecipeError(
             f"packing cannot be used with {config.model_type} models here, because the test that documents do not affect each "
             f"other failed: {summarize(error)}. Use {advice}"
@@ -143,7 +144,7 @@ def check_packing(config: "PretrainedConfig", implementation: str) -> None:
         raise RecipeError(
             f"packing leaks between documents in {config.model_type} models with {implementation} attention: the first document "
             f"changes the second one's logits by {leak:.1e} of the largest. Use "
-            f"{'attention: flash or ' * (not is_flash and _is_safe_with_flash(config))}{advice}"
+            f"{'attention: flash, ' * (not is_flash and _is_safe_with_flash(config))}{advice}"
         )
 
 
@@ -159,7 +160,7 @@ def _is_safe_with_flash(config: "PretrainedConfig") -> bool:
 
 
 def _attend_as_flash(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-    """Compute SDPA with the documents that FlashAttention would find in its arguments."""
+    """Compute SDPA within the documents that FlashAttention would find in its arguments."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     lengths = [kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")]

@@ -75,7 +75,7 @@ def build_trainer(arguments: Arguments) -> "Trainer":
     model = build_model(arguments, tokenizer)
     if needs_reference(arguments):
         specific["ref_model"] = build_reference(model, arguments, tokenizer)
-    if kind.name != "grpo":  # which reads them for its reference model
+    if kind.name != "grpo":  # GRPOTrainer builds its reference model with them
         arguments.training.model_init_kwargs = None
     if arguments.recipe.verify_export == "auto":  # decide while every rank can still count all parameters
         is_small = model.num_parameters() < MAX_VERIFIED_PARAMETERS
@@ -97,12 +97,8 @@ def build_trainer(arguments: Arguments) -> "Trainer":
             callbacks=callbacks,
             **specific,
         )
-    except (
-        ImportError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # arguments that Trainer rejects only when it is created
+    except (ImportError, TypeError, ValueError, RuntimeError) as error:
+        # Trainer rejects some arguments only when it is created.
         reason = summarize(error)
         values = vars(arguments.training) | {"report_to": ",".join(arguments.training.report_to)}
         raise RecipeError(
@@ -111,7 +107,7 @@ def build_trainer(arguments: Arguments) -> "Trainer":
         ) from error
     trainer.optimizer_cls_and_kwargs = sharded_optimizer(arguments.training)
     if getattr(arguments.training, "precompute_ref_log_probs", False):
-        trainer.ref_model = None  # TRL has used it, and keeps one that it was given
+        trainer.ref_model = None  # TRL no longer needs this model, but would keep it in memory
     dtypes.cast_trainable(trainer.model, fsdp_version(), arguments.recipe.adapter_dtype)
     place_before_reporters(trainer)
     if arguments.recipe.export:
@@ -120,9 +116,9 @@ def build_trainer(arguments: Arguments) -> "Trainer":
 
 
 def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "TrainingRows":
-    """Load the rows a run trains and evaluates on, and set SFTTrainer's arguments so that it prepares nothing.
+    """Load the rows a run trains and evaluates on, and set SFTTrainer's arguments so that it does not prepare them again.
 
-    TRL's other trainers prepare their rows. Collective: every rank must call this. Rank 0 prepares the rows and the others
+    TRL's other trainers prepare rows themselves. Collective: every rank must call this. Rank 0 prepares the rows and the others
     read its cache, waiting without a timeout. Rank 0 prints how many rows were dropped and truncated.
     """
     from hf_fsdp_recipes.training.data import cache
@@ -148,7 +144,7 @@ def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "Tr
     if rows.has_images:
         return rows
     training.dataset_kwargs = (training.dataset_kwargs or {}) | {"skip_prepare_dataset": True}
-    training.assistant_only_loss = False  # already in the labels; SFTTrainer would ask for messages
+    training.assistant_only_loss = False  # the labels have it already; SFTTrainer would require messages
     return rows
 
 
@@ -159,7 +155,7 @@ def default_run_name(training: "SFTConfig", model: str, date: datetime | None = 
     """
     gpus_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_nodes = max(1, int(os.environ.get("WORLD_SIZE", "1")) // gpus_per_node)
-    name = PurePosixPath(model).name.removesuffix(".json")  # of a new model's config
+    name = PurePosixPath(model).name.removesuffix(".json")  # a new model is named after its config's file
     length = f"{training.max_steps}steps" if training.max_steps > 0 else f"{training.num_train_epochs:g}"
     return (
         f"fsdp_training_{date or datetime.now():%Y%m%d-%H%M}_{name}_{num_nodes}_{gpus_per_node}"
@@ -170,9 +166,8 @@ def default_run_name(training: "SFTConfig", model: str, date: datetime | None = 
 def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
     """Check before training that the exports can be written. Collective: every rank must call this."""
     output, is_moved = Path(arguments.training.output_dir), arguments.recipe.previous_run == "archive"
-    options = _export_options(arguments) | {
-        "use_free_name": is_moved
-    }  # another run's exports are moved before training
+    # Another run's exports are moved before training.
+    options = _export_options(arguments) | {"use_free_name": is_moved}
     num_bytes = check_export(model, output / EXPORT, **options)
     if not arguments.recipe.merge_adapter:
         return
@@ -181,7 +176,7 @@ def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
         return
     base = arguments.model.model_name_or_path
 
-    def check() -> None:  # merged from files, so the model does not tell its size
+    def check() -> None:  # the merge reads the original weights from files, so take the size from the files
         files = resolve_directory(str(base), {"revision": arguments.model.model_revision}).glob("*.safetensors")
         total = num_bytes + sum(file.stat().st_size for file in files)
         size = options["max_shard_size"]

@@ -13,7 +13,7 @@ from trl import SFTTrainer
 
 
 class _Pending:
-    """A number on the device, with the operations that SFTTrainer applies to it; `item` does not read it."""
+    """A number on the device, with the operations that SFTTrainer applies to it; `item` does not copy it to the host."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value.detach()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def set_frozen_dtype(model_arguments: "ModelConfig") -> None:
     """Load a 4-bit model's other parameters in the mixed-precision dtype, because frozen ones need no fp32 master weights.
 
-    Changes `dtype` if it has TRL's default. The quantization config takes its compute dtype from there, too.
+    Changes `dtype` if it has TRL's default. The quantization config takes its compute dtype from `dtype`, too.
     """
     precision = mixed_precision_dtype()
     if model_arguments.load_in_4bit and precision is not None and model_arguments.dtype in (None, "auto", "float32"):
@@ -36,8 +36,8 @@ def set_frozen_dtype(model_arguments: "ModelConfig") -> None:
 def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dtype: str = "auto") -> None:
     """Cast adapters to their training dtype, print all dtypes on rank 0, and check that FSDP1 can shard them.
 
-    Every rank calls this before sharding; not a collective. `fsdp_version` is None without FSDP. FSDP1 raises a TemplateError
-    for parameters of more than one dtype, and for a separate copy of the output head.
+    Every rank calls this before sharding; not a collective. `fsdp_version` is None without FSDP. Under FSDP1, raises a
+    TemplateError if parameters have more than one dtype, or if the output head is in lora_modules_to_save.
     """
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     if frozen and fsdp_version is not None:
@@ -54,9 +54,9 @@ def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dty
 def set_reduction_dtype(plugin: Any, reduce_dtype: str = "float32") -> None:
     """Choose the dtype of gradient reduction under mixed precision, and keep the dtypes of the model's outputs and buffers.
 
-    Accelerate 1.15 would reduce gradients in the mixed-precision dtype. It would also round to that dtype the outputs of each
-    unit (FSDP2), or buffers such as rotary frequencies (FSDP1). Without FSDP (`plugin`, Accelerate's, is None) or mixed
-    precision nothing is changed. Every rank calls this before sharding; not a collective.
+    Accelerate 1.15 would reduce gradients in the mixed-precision dtype. It would also round the outputs of each unit
+    (FSDP2), or buffers such as rotary frequencies (FSDP1), to that dtype. Nothing changes without mixed precision, or without
+    FSDP (Accelerate's `plugin` is None). Every rank calls this before sharding; not a collective.
     """
     policy = None if plugin is None else plugin.mixed_precision_policy
     if plugin is None or policy is None or policy.param_dtype in (None, torch.float32):
@@ -90,7 +90,7 @@ class DtypesCallback(TrainerCallback):
         self.reduce_dtype = reduce_dtype
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the reduction dtype before TRL shards a reference model, so that it rounds like the model."""
+        """Set the reduction dtype before TRL shards a reference model, so that both models round alike."""
         set_reduction_dtype(getattr(AcceleratorState(), "fsdp_plugin", None), self.reduce_dtype)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

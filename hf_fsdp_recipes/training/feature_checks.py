@@ -1,4 +1,4 @@
-"""Checks that speed and memory features work with this launch, and sets what they need in this process.
+"""Checks that speed and memory features work with this launch, and makes the settings that they need.
 
 Without these checks, unsupported features fail in the first step or silently do nothing. All features except
 `compile_blocks` belong to Trainer or TRL.
@@ -78,7 +78,7 @@ def _shared_memory_errors(training: "SFTConfig") -> Iterator[str]:
     used = [name for name, limit in settings.items() if (getattr(training, name, None) or 0) > limit]
     try:
         if used:
-            multiprocessing.Lock()  # is in /dev/shm on Linux, as are the batches of data loaders
+            multiprocessing.Lock()  # on Linux, the lock and the batches of data loaders are in /dev/shm
     except OSError as error:
         yield (
             f"{used[0]} is {getattr(training, used[0])}, but processes cannot share memory here ({error.strerror}). Free space "
@@ -90,10 +90,10 @@ def _conflicts(training: "SFTConfig", recipe: "RecipeArguments") -> Iterator[str
     is_sft = hasattr(training, "packing")
     if is_sft and training.padding_free and not training.packing and training.max_length is not None:
         yield (
-            f"padding_free: true ignores max_length: {training.max_length}, because TRL does not truncate rows there. Set "
+            f"padding_free: true ignores max_length: {training.max_length}, because TRL then does not truncate rows. Set "
             f"max_length: null, or packing: true, which has no padding either."
         )
-    # transformers 5.23 renamed it activation_checkpointing and keeps the old name in sync.
+    # transformers 5.23 renamed gradient_checkpointing to activation_checkpointing, and keeps the old name in sync.
     if training.gradient_checkpointing and parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
         yield (
             "gradient_checkpointing: true (TRL's default) and fsdp_activation_checkpointing: true in the template would "

@@ -82,7 +82,7 @@ def _add_rows(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", mo
 
 
 def _check_adapter_names(model: "PreTrainedModel", model_arguments: "ModelConfig") -> None:
-    """Check that the model has all modules and parameters that the adapter names; PEFT ignores unknown names."""
+    """Check that the model has all modules and parameters named in the adapter's settings; PEFT ignores unknown names."""
     if not model_arguments.use_peft:
         return
     modules = [name for name, _ in model.named_modules()]
@@ -101,7 +101,7 @@ def _check_adapter_names(model: "PreTrainedModel", model_arguments: "ModelConfig
         if unknown:
             examples = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in weights)
             raise RecipeError(
-                f"{field} names {', '.join(unknown)}, but {type(model).__name__} has none of that name. It has "
+                f"{field} names {', '.join(unknown)}, but {type(model).__name__} has no such name. It has "
                 f"{', '.join(examples)}."
             )
 

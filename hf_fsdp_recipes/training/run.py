@@ -23,17 +23,17 @@ def run(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
 
     # Checks everything that needs no model; every rank gets the same arguments.
     arguments = parse_arguments(trainer=name)
-    # Imported now, when CPU ranks are set up: it imports bitsandbytes, which would print on each of them.
+    # Imported only now that CPU ranks are set up, because this imports bitsandbytes, which would print on each of them.
     from hf_fsdp_recipes.training.build import build_trainer, find_resume, finish, train
 
     if arguments.recipe.dry_run and plan is not None:
         plan(arguments)
         return
-    checkpoint = find_resume(arguments)  # locks output_dir; with `auto`, the newest complete one
+    checkpoint = find_resume(arguments)  # locks output_dir; `auto` finds the newest complete checkpoint
     trainer = build_trainer(arguments)  # prepares the data; no rank holds weights yet
     failed_save = train(trainer, checkpoint)  # shards the model, loads its weights, trains, saves checkpoints
     finish(trainer, arguments)  # exports the final weights, each rank its own slices
-    wait_for_gloo_workers()  # DDP could hang when the process group ends
+    wait_for_gloo_workers()  # otherwise DDP could hang when the process group ends
     trainer.accelerator.end_training()
     if failed_save is not None:
         raise failed_save  # the last checkpoint could not be written
@@ -41,7 +41,7 @@ def run(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
 
 @record  # unexpected errors appear in torchrun's error table and files
 def start(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
-    """Run the recipe on the command line, as `run`; errors that tell what to do end the process with one line."""
+    """Run the recipe on the command line, as `run`; an error that says what to do ends the process with one line."""
     wait_for_gloo_at_exit()
     with exit_with_message():
         run(name, plan)

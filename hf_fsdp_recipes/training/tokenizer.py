@@ -1,4 +1,4 @@
-"""Loads the recipe's tokenizer, completes it like SFTTrainer, and hashes it for the cache of prepared rows."""
+"""Loads the recipe's tokenizer, sets end token and chat template as SFTTrainer does, and hashes it for prepared rows."""
 
 import copy
 import hashlib
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Text that shows differences between normalizers and pre-tokenizers; part of the hash.
 PROBE = "The 3 quick brown Foxes, née Fuchs,\n\tjump: don't they?  <s>"
-CLONED_VOCABULARY_MULTIPLE = 64  # TRL pads the vocabulary to this when it clones a chat template
+CLONED_VOCABULARY_MULTIPLE = 64  # TRL pads the vocabulary to a multiple of this when it clones a chat template
 
 
 def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":

@@ -37,9 +37,9 @@ SFT_ONLY = [
 class TrainerKind:
     """A trainer of TRL."""
 
-    title: str  # of TRL's classes, DPO for DPOTrainer and DPOConfig; in lower case, the subcommand of `hf-fsdp`
-    columns: tuple[tuple[str, ...], ...] = ()  # columns that rows must have, as alternatives; for SFT, see row_formats
-    auto_class: str | None = None  # None takes what the checkpoint declares
+    title: str  # as in TRL's class names: DPO for DPOTrainer and DPOConfig
+    columns: tuple[tuple[str, ...], ...] = ()  # rows must have one of these sets of columns; for SFT, see row_formats
+    auto_class: str | None = None  # None takes the class that the checkpoint declares
     has_reference: bool = False  # whether the trainer takes a `ref_model`
 
     @property
@@ -93,8 +93,8 @@ def check_trainer(arguments: "Arguments", given: Collection[str]) -> None:
         raise RecipeError(f"{', '.join(refused)} {verb} to hf-fsdp sft only, not to {kind.name}. Drop {refused[0]}.")
     if getattr(training, "sync_ref_model", False):
         raise RecipeError(
-            "sync_ref_model changes the reference model, which checkpoints do not have, so a resumed run would start from the "
-            "first one. Drop it."
+            "sync_ref_model changes the reference model, which checkpoints do not contain, so a resumed run would go back to "
+            "the first one. Drop it."
         )
     if kind.name != "grpo":
         return
@@ -110,7 +110,7 @@ def check_trainer(arguments: "Arguments", given: Collection[str]) -> None:
 def needs_reference(arguments: "Arguments") -> bool:
     """Return whether the trainer has to be given a reference model.
 
-    TRL uses the base model of an adapter as reference, but computes log probabilities in advance before it is sharded.
+    With an adapter, TRL uses the base model as reference. But it precomputes log probabilities before that model is sharded.
     """
     is_adapter = arguments.model.use_peft
     return find_kind(arguments.training).has_reference and (
@@ -121,7 +121,7 @@ def needs_reference(arguments: "Arguments") -> bool:
 def load_rewards(arguments: "Arguments") -> list[Any]:
     """Return GRPO's reward model and functions. Collective: every rank must call this.
 
-    Functions are TRL's by name, or any function by its dotted path, which may start in the current directory.
+    A function is given by its name in `trl.rewards`, or by a dotted path, which may start in the current directory.
 
     Raises:
         RecipeError: on every rank, if there is no such function or model.
@@ -143,7 +143,8 @@ def load_rewards(arguments: "Arguments") -> list[Any]:
                     f"trl.rewards, or a dotted path such as my_rewards.count_words."
                 ) from error
             if name == "get_soft_overlong_punishment":
-                found[-1] = found[-1](max_completion_len=1280, soft_punish_cache=256)  # as trl 1.16 `scripts/grpo.py`
+                # As in trl 1.16 `scripts/grpo.py`.
+                found[-1] = found[-1](max_completion_len=1280, soft_punish_cache=256)
     if script.reward_model_name_or_path:
         source = arguments.recipe.load_source
         model = load_model(script.reward_model_name_or_path, auto_class=SEQUENCE, num_labels=1, source=source)

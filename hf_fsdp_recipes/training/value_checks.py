@@ -55,7 +55,7 @@ def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
         choices = fields_by_name[name].metadata.get("choices")
         hint = Literal[tuple(choices)] | None if choices else hints[name]
         if value is False and name.endswith("_strategy"):
-            errors.append(f'{name} is false, as which YAML reads an unquoted no. Write {name}: "no".')
+            errors.append(f'{name} is false, because YAML reads an unquoted no as false. Write {name}: "no".')
         elif not _fits(value, hint):
             errors.append(f"{name} is {value!r:.80}. Set it to {_describe(hint)}.")
     if errors:
@@ -64,14 +64,14 @@ def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
 
 
 def name_settings(message: str, values: Mapping[str, Any]) -> str:
-    """Return `name: value: ` of the first text setting whose value an upstream message quotes without its name, or ''."""
+    """Return `name: value: ` of the first text setting that an upstream message quotes by value but not by name, or ''."""
     texts = {name: value for name, value in values.items() if isinstance(value, str) and len(value) > 3}
     quoted = [name for name, value in texts.items() if value.lower() in message.lower() and name not in message]
     return "".join(f"{name}: {values[name]}: " for name in quoted[:1])
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value from YAML has a field's type, or is a string that argparse converts."""
+    """Return whether a value from YAML has a field's type or is a string, which argparse converts later."""
     parts = get_args(hint)
     if get_origin(hint) is Literal:
         return value in parts
@@ -130,7 +130,7 @@ def check_scheduler(training: "SFTConfig") -> None:
 def check_adapter(model: "ModelConfig", given: Collection[str]) -> None:
     """Raise a RecipeError for adapter settings or quantized weights without `use_peft`.
 
-    `given` are the names that the user has set, because a setting may equal its default.
+    `given` has the names that the user has set, even if to the default.
     """
     if model.use_peft:
         return
@@ -145,5 +145,5 @@ def check_adapter(model: "ModelConfig", given: Collection[str]) -> None:
     if model.load_in_4bit or model.load_in_8bit:
         raise RecipeError(
             "quantized weights cannot be trained (load_in_4bit, load_in_8bit). Set use_peft: true to train an adapter on them, "
-            "or drop them."
+            "or drop these settings."
         )

@@ -35,7 +35,7 @@ def test_quickstart_trains_is_killed_resumes_and_exports(tiny_model, tmp_path):
         assert f"[{number}/6]" in done.stdout
     assert (output / "export" / "adapter_model.safetensors").is_file()
     assert (output / "export_merged" / "model.safetensors").is_file()
-    assert "questions in the training set: 0 of 3 answers state the fact; before training 0" in done.stdout
+    assert "questions in the training set: 0 of 3 answers state the fact; before training, 0 did" in done.stdout
     title, picture = (output / "report.md").read_text().split("\n\n")[:2]
     assert title.startswith("# ") and picture.endswith("(quickstart.png)")
     assert (output / "quickstart.png").is_file()

@@ -173,7 +173,7 @@ def test_vision_models_that_ignore_text_positions_need_flash(name):
         rope_scaling=rope, architectures=[f"{name}ForConditionalGeneration"], vision_config=vision
     )
     with pytest.raises(
-        RecipeError, match=rf"in {config.model_type} models with sdpa.* Use attention: flash or packing: false"
+        RecipeError, match=rf"in {config.model_type} models with sdpa.* Use attention: flash, packing: false"
     ):
         attention.check_packing(config, "sdpa")
     attention.check_packing(config, "flash_attention_2")  # gets the documents' lengths from the trainer

@@ -98,7 +98,10 @@ def llama(tiny_model):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"lora_target_modules": ["qproj"]}, "lora_target_modules names qproj, but LlamaForCausalLM has none.*q_proj"),
+        (
+            {"lora_target_modules": ["qproj"]},
+            "lora_target_modules names qproj, but LlamaForCausalLM has no such name.*q_proj",
+        ),
         ({"lora_target_modules": ["q_proj", "fc1"]}, "names fc1,"),
         ({"lora_target_modules": r".*\.fc\d"}, r"names \.\*"),
         ({"lora_modules_to_save": ["head"]}, "lora_modules_to_save names head"),

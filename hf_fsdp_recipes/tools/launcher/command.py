@@ -44,7 +44,7 @@ def _starter(script: str) -> Callable[..., None]:
             str, typer.Option("--accelerate_config", help="A shipped template, or an Accelerate config file.")
         ],
         config: Annotated[
-            Optional[str], typer.Option("--config", help="A shipped recipe, or the file of your own.")
+            Optional[str], typer.Option("--config", help="A shipped recipe, or a file of your own.")
         ] = None,
     ) -> None:
         template = find_file("accelerate_configs", accelerate_config)
@@ -81,7 +81,7 @@ def show(name: Annotated[str, typer.Argument(help="A recipe from `recipes list`,
 
 @recipes_app.command("copy")
 def copy(name: Annotated[str, typer.Argument(help="A recipe from `recipes list`, or another shipped file.")]) -> None:
-    """Copy a recipe and the shipped files that it names into the current directory, to change them."""
+    """Copy a recipe and the shipped files that it names into the current directory, so that you can edit them."""
     for file in copies.copy_recipe(name, Path()):
         print(f"wrote {file}")
 

@@ -21,7 +21,7 @@ def plan(
     template: Annotated[str, typer.Option(help="Name of a template, or path of an Accelerate config.")] = (
         "fsdp2_full_shard"
     ),
-    config: Annotated[Optional[Path], typer.Option(help="Recipe to take settings from, by name or file.")] = None,
+    config: Annotated[Optional[Path], typer.Option(help="Recipe to read the settings from: a name or a file.")] = None,
     gpus: Annotated[Optional[int], typer.Option(help="GPUs on all nodes; default: the template's.")] = None,
     gpus_per_node: Annotated[Optional[int], typer.Option(help="GPUs on each node.")] = None,
     gpu_memory: Annotated[Optional[str], typer.Option(help="Memory of one GPU, such as 24GB; default: 80GB.")] = None,
@@ -65,7 +65,7 @@ def run(
 ) -> tuple[str, bool | None]:
     """Plan the job, or with `--suggest` find the fastest one that fits; return the text and whether it fits (None: unknown)."""
     with _silence_upstream():
-        # Imports torch and transformers, which would slow down every other command.
+        # Imported here, because torch and transformers would slow down every other command.
         from hf_fsdp_recipes.configs.model_configs import describe_source, find_config
         from hf_fsdp_recipes.configs.shipped_files import read_recipe
         from hf_fsdp_recipes.configs.strategy import find_strategy
@@ -77,7 +77,7 @@ def run(
         options = (to_options(read_recipe(recipe, PlanError)) if recipe else {}) | options
         name = model or options.get("model")
         if name is None:
-            raise PlanError("There is no model to plan for. Pass --model, or a recipe with one as --config.")
+            raise PlanError("There is no model to plan for. Pass --model, or --config with a recipe that names one.")
         overrides = None if model else options.get("config_overrides")  # the overrides belong to the recipe's model
         job = make_job(find_strategy(template), options)
         planner = MemoryPlanner(read_config(find_config(name), overrides, job.is_4bit))

@@ -12,17 +12,17 @@ from hf_fsdp_recipes.tools.planner.fsdp_units import FsdpUnit
 from hf_fsdp_recipes.tools.planner.memory_planner import MemoryPlan
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
 
-COMPUTE_EFFICIENCY = 0.4  # share of the peak FLOP/s: assumed
+COMPUTE_EFFICIENCY = 0.4  # assumed share of the peak FLOP/s
 
 
 @dataclass(frozen=True)
 class StepTraffic:
     """Communication and compute of one optimizer step."""
 
-    gpu_bytes: int  # received by one GPU from the others of its node
-    node_bytes: int  # received by one node from the others
-    seconds: float  # of communication
-    compute_seconds: float | None  # at 40% of the peak FLOP/s; None if the model's FLOPs cannot be counted
+    gpu_bytes: int  # bytes that one GPU receives from the others of its node
+    node_bytes: int  # bytes that one node receives from the others
+    seconds: float  # time of communication
+    compute_seconds: float | None  # time at 40% of the peak FLOP/s; None if the model's FLOPs cannot be counted
 
     @property
     def step_seconds(self) -> float:

@@ -116,7 +116,7 @@ def read_model_config(arguments: "Arguments") -> "PreTrainedConfig":
 
 
 def template_faults(config: dict[str, Any], model: torch.nn.Module) -> list[str]:
-    """Return all mistakes in an Accelerate config that is used with this model, which may be on meta."""
+    """Return all mistakes in an Accelerate config for this model; the model may be on meta."""
     return validate.find_faults(config, {type(module).__name__ for module in model.modules()})
 
 

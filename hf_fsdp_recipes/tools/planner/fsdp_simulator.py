@@ -10,7 +10,7 @@ GATHERED, UNSHARDED_GRADIENTS, REDUCED_GRADIENTS = "gathered units", "whole grad
 
 
 class MemoryTimeline:
-    """Bytes by category over time, and their state when the sum was highest."""
+    """Bytes by category over time, and what they were when their sum was highest."""
 
     def __init__(self, resident_bytes: dict[str, int]) -> None:
         self.current_bytes = dict(resident_bytes)

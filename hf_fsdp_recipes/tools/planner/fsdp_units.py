@@ -22,14 +22,14 @@ ModuleGroup = tuple[list[torch.nn.Module], bool]
 class FsdpUnit:
     """Parameters that are gathered, freed and reduced together (torch: an FSDP parameter group)."""
 
-    # Names of the modules that use the parameters ("" is the root); the first to run gathers, the last to finish frees.
+    # Names of the modules that use the parameters ("" is the root); the first to run gathers them, the last frees them.
     modules: tuple[str, ...]
     parameters: tuple[Parameter, ...]  # without those of nested units
     reshards_after_forward: bool  # the parameters are freed after forward
 
     @property
     def name(self) -> str:
-        """The modules, for tables."""
+        """The names of the modules, for tables."""
         return " + ".join(self.modules) if self.modules != (ROOT,) else "root"
 
     @property
@@ -59,7 +59,7 @@ class FsdpUnit:
 
 
 def find_units(model: MetaModel, job: TrainingJob) -> list[FsdpUnit]:
-    """Split a model into units as FSDP and the wrapping policy do, the root last; PlanError if it lacks the class to wrap."""
+    """Split a model into units as FSDP does, the root last; PlanError if the model lacks the class to wrap."""
     return build_units((_group_fsdp2 if job.strategy.version == 2 else _group_fsdp1)(model, job), model, job)
 
 

@@ -9,8 +9,9 @@ from hf_fsdp_recipes.loading.distribute import BUCKET_BYTES, NUM_SLOTS, UPLOAD_B
 from hf_fsdp_recipes.tools.planner.memory_planner import OPTIMIZER, PARAMETERS, MemoryPlan
 
 # From docs/measured.md.
-PROCESS_BYTES = 930_000_000  # a rank before it loads anything: 926 and 933 MB in the distributed training guide
-LOADING_BYTES = 60_000_000  # per rank, in addition to its shard and the buckets, for either source
+# A rank before it loads anything takes 926 or 933 MB in the distributed training guide.
+PROCESS_BYTES = 930_000_000
+LOADING_BYTES = 60_000_000  # per rank, in addition to its shard and the buckets, with any load_source
 QUANTIZING_BYTES = 500_000_000  # per rank, in addition to its shard and the largest weight, for 4-bit weights
 
 
@@ -64,6 +65,6 @@ def _pinned_bytes(num_bytes: int) -> int:
 
 
 def _quantizing_bytes(plan: MemoryPlan) -> int:
-    """Return what a rank needs to quantize weights one at a time."""
+    """Return the bytes that a rank needs to quantize weights one at a time."""
     largest = max(parameter.num_elements for parameter in plan.parameters)
     return QUANTIZING_BYTES + largest * plan.job.compute_dtype.itemsize

@@ -1,4 +1,4 @@
-"""Build the job to plan from command-line options, a recipe's keys and TRL's defaults, in this order."""
+"""Builds the job to plan from command-line options, else a recipe's keys, else TRL's defaults."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ OPTION_OF_KEY = {
     "reduce_dtype": "reduce_dtype",
     "gradient_checkpointing": "gradient_checkpointing",
 }
-# The fields of options.
+# The fields of Cluster and TrainingJob that options set.
 CLUSTER_FIELDS = {
     "gpus_per_node": "gpus_per_node",
     "gpu_memory": "gpu_bytes",

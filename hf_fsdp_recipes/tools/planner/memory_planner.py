@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 PARAMETERS, OPTIMIZER, STEP = "parameters", "optimizer", "optimizer step"
 SCALES, UNPACKED = "4-bit scales", "unpacked weight"
-VALUES_PER_SCALE = 64  # fp32 scales of 4-bit values; one byte each with nested quantization
+VALUES_PER_SCALE = 64  # 4-bit values that share a scale: 4 bytes, or one byte with nested quantization
 SCALES_PER_SCALE = 256  # nested quantization: scales that share one fp32 scale
-# Assumed, not measured (docs/planner.md): memory of the GPU context and cuBLAS, of each communicator of NCCL, and the share of
+# Assumed, not measured (docs/planner.md): memory of the GPU context and cuBLAS, of each NCCL communicator, and the share of
 # temporary memory that the caching allocator cannot reuse.
 GPU_CONTEXT_BYTES = 900_000_000
 COMMUNICATOR_BYTES = 600_000_000
@@ -69,7 +69,7 @@ class MemoryPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """Device bytes to run: the peak and the allowance."""
+        """Device bytes that a run needs: the peak and the allowance."""
         return self.peak_bytes + self.allowance_bytes
 
     @property
@@ -110,7 +110,7 @@ class MemoryPlanner:
         )
 
     def find_units(self, model: MetaModel, job: TrainingJob) -> list[FsdpUnit]:
-        """Return what FSDP gathers at once."""
+        """Return the units that FSDP gathers at once."""
         return find_units(model, job)
 
     def trace(self, model: MetaModel, job: TrainingJob, units: list[FsdpUnit]) -> list[TraceEvent]:
@@ -126,7 +126,7 @@ class MemoryPlanner:
     def _model(self, job: TrainingJob) -> MetaModel:
         key = (*_model_key(job), job.attention == "eager")
         if key not in self._models:
-            self._models.clear()  # deep models have many modules
+            self._models.clear()  # the modules of a deep model take much memory
             self._models[key] = build_meta_model(self._config, job)
         return self._models[key]
 
@@ -143,7 +143,7 @@ def _count_flops(model: MetaModel) -> ModelFlops | None:
 
 
 def _resident_bytes(units: list[FsdpUnit], job: TrainingJob) -> tuple[dict[str, int], dict[str, int]]:
-    """Return what stays allocated, on the device and on the host."""
+    """Return the bytes that stay allocated between steps, on the device and on the host."""
     shards = {PARAMETERS: sum(unit.shard_bytes for unit in units)}
     states = {OPTIMIZER: round(sum(_state_bytes(unit, job.optimizer) for unit in units))}
     if job.is_offloaded:

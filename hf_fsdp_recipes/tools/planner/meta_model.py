@@ -25,8 +25,8 @@ class Parameter:
 
     name: str
     requires_grad: bool
-    num_elements: int  # in the unsharded parameter
-    num_padded_elements: int  # with FSDP2's padding
+    num_elements: int  # elements of the unsharded parameter
+    num_padded_elements: int  # the same with FSDP2's padding
     num_shard_elements: float  # padded elements per rank
     sharded_item_bytes: float  # per element in the shard: 4 for fp32 masters, 0.5 for 4-bit weights
     unsharded_item_bytes: float  # per element when gathered
@@ -74,7 +74,7 @@ def _add_adapter(model: "PreTrainedModel", job: TrainingJob) -> "PeftModel":
 def _enable_checkpointing(model: MetaModel, has_adapter: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # Meta has no random state to preserve, and its few bytes do not matter.
+        # On meta there is no random state to preserve, and the bytes that it takes elsewhere do not matter.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     if has_adapter:
         model.enable_input_require_grads()  # as Trainer does; otherwise frozen layers would not be recomputed
@@ -91,7 +91,7 @@ def _describe(name: str, tensor: torch.nn.Parameter, job: TrainingJob, is_packed
     if job.strategy.version == 2:  # pads rows to a multiple of the ranks; FSDP1 pads by less than an element per rank
         num_rows = tensor.shape[0] if tensor.shape else 1
         num_padded = -(-num_rows // job.num_shards) * job.num_shards * (num_elements // max(num_rows, 1))
-    # Accelerate upcasts what is trained in mixed precision to fp32; frozen parameters keep their dtype.
+    # In mixed precision, Accelerate upcasts trained parameters to fp32; frozen ones keep their dtype.
     is_master = tensor.requires_grad and job.mixed_precision is not None
     stored = torch.float32 if is_master else job.dtype
     return Parameter(

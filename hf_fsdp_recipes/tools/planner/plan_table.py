@@ -48,7 +48,7 @@ def format_plan(plan: MemoryPlan, strategies: Sequence[Alternative], changes: Se
     if changes and plan.fits:
         lines += ["", "faster, and fits too", *_comparison(changes)]
     elif changes:
-        lines += ["", "changes that would make it fit, in the order tried", *_comparison(changes)]
+        lines += ["", "changes tried to make it fit, in this order", *_comparison(changes)]
         is_enough = changes[-1].plan.fits
         lines.append(
             f"smallest change: {changes[-1].label}" if is_enough else "no single change is enough; try --suggest"
@@ -109,7 +109,7 @@ def _traffic_table(plan: MemoryPlan) -> list[str]:
         compute = "compute unknown: the FLOPs of this architecture cannot be counted"
     else:
         is_bound = traffic.seconds > traffic.compute_seconds
-        bound = "communication-bound" if is_bound else "communication is hidden if they overlap"
+        bound = "communication-bound" if is_bound else "communication is hidden if the two overlap"
         compute = f"{traffic.compute_seconds:.2f} s of compute at 40% of the peak: {bound}"
     return [*align(rows), f"  {traffic.seconds:.2f} s of communication, {compute}"]
 
@@ -124,7 +124,7 @@ def _comparison(alternatives: Sequence[Alternative]) -> list[str]:
 
 
 def format_suggestion(suggestion: Alternative) -> str:
-    """Format what to launch, in two lines."""
+    """Format a suggestion in two lines."""
     job = suggestion.plan.job
     checkpointing = "on" if job.gradient_checkpointing else "off"
     return (

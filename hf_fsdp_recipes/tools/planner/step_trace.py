@@ -23,8 +23,8 @@ from hf_fsdp_recipes.tools.planner.meta_model import MetaModel
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
 
 ACTIVATIONS, LOGITS = "activations", "logits and loss"
-# At pre_backward, the gradients of a module's outputs are computed; at post_backward, those of its inputs; at gradient,
-# that of a parameter; at forward_done, the loss.
+# What has just been computed: at pre_backward, the gradients of a module's outputs; at post_backward, those of its inputs; at
+# gradient, the gradient of a parameter; at forward_done, the loss.
 EventKind = Literal[
     "pre_forward", "post_forward", "forward_done", "pre_backward", "post_backward", "gradient", "step_done"
 ]
@@ -36,9 +36,9 @@ class TraceEvent:
     """A point in the step where FSDP acts, with the memory in use there and the peak since the previous event."""
 
     kind: EventKind
-    name: str  # of the module or parameter
+    name: str  # name of the module or parameter
     live_bytes: dict[str, int]  # alive now, by category
-    peak_bytes: dict[str, int]  # by category, when their sum was highest since the previous event
+    peak_bytes: dict[str, int]  # the same when their sum was highest since the previous event
 
 
 class AllocationTracker(TorchDispatchMode):
@@ -56,7 +56,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            # Meta has no values. True is the answer for a batch without padding or packing.
+            # Tensors on meta have no values. For a batch without padding or packing the answer is true.
             return args[0].dtype == torch.bool or 1
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
@@ -112,8 +112,8 @@ def trace_step(
 ) -> list[TraceEvent]:
     """Run forward and backward of one micro-batch and return the events of the watched modules, in order.
 
-    From the last decoder layer's forward until its backward, memory counts as logits. To compare, tests trace real
-    tensors with `device` set to the CPU.
+    From the last decoder layer's forward until its backward, memory counts as logits. Tests trace real tensors on
+    the CPU, with `device`, to compare.
     """
     watched = dict.fromkeys([*watched, *([last_layer] if last_layer else [])])
     tracker = AllocationTracker({t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())})

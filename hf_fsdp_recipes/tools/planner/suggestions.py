@@ -26,7 +26,7 @@ class Alternative:
 
     @cached_property
     def traffic(self) -> StepTraffic:
-        """What a step moves and computes."""
+        """How many bytes a step moves, and how long it takes."""
         return estimate_traffic(self.plan)
 
     @property
@@ -53,7 +53,7 @@ class Alternative:
 
 
 def find_changes(planner: MemoryPlanner, plan: MemoryPlan) -> list[Alternative]:
-    """Return faster settings that fit too, or what was tried to make the job fit; nothing if the device's memory is unknown."""
+    """Return faster settings that fit too, or the changes tried to make the job fit; none if the device's memory is unknown."""
     if plan.fits is None:
         return []
     return find_faster_settings(planner, plan.job) if plan.fits else find_smallest_change(planner, plan.job)
@@ -137,7 +137,7 @@ def _with_strategy(job: TrainingJob, **fields: Any) -> TrainingJob:
 
 
 def compare_strategies(planner: MemoryPlanner, job: TrainingJob) -> list[Alternative]:
-    """Plan every sharding strategy that the cluster allows; return those that fit first, fastest first."""
+    """Plan every sharding strategy that the cluster allows, and sort them: those that fit first, then the fastest."""
     allowed = [name for name in FSDP1_STRATEGIES if job.cluster.num_nodes > 1 or not name.startswith("hybrid")]
     found = [
         _try(planner, sharding, with_sharding(job, sharding))

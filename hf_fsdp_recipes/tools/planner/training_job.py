@@ -30,8 +30,8 @@ class Cluster:
     gpus_per_node: int = 8
     gpu_bytes: int | None = 80 * 10**9  # memory of one GPU; None if unknown
     host_bytes: int | None = None  # memory of one node; None if unknown
-    node_bytes_per_second: float = 200e9 / 8  # into one node from the other nodes
-    gpu_bytes_per_second: float = 300e9  # into one GPU from the other GPUs of its node
+    node_bytes_per_second: float = 200e9 / 8  # bandwidth into one node from the other nodes
+    gpu_bytes_per_second: float = 300e9  # bandwidth into one GPU from the other GPUs of its node
     gpu_flops: float = 312e12  # peak dense bf16 FLOP/s of one GPU
 
     @property
@@ -56,7 +56,7 @@ class TrainingJob:
     accumulation: int = 1  # micro-batches per step
     dtype: torch.dtype = torch.float32  # parameters as loaded (TRL's `dtype`)
     mixed_precision: torch.dtype | None = torch.bfloat16  # compute dtype of the template; None to compute in `dtype`
-    reduce_dtype: torch.dtype = torch.float32  # of gradient reduction and accumulation in mixed precision
+    reduce_dtype: torch.dtype = torch.float32  # dtype of gradient reduction and accumulation in mixed precision
     optimizer: str = "adamw_torch_fused"  # Trainer's `optim`
     gradient_checkpointing: bool = True
     # With sdpa_padded (padded rows), a mask makes transformers repeat key and value heads. Eager attention keeps scores of
@@ -71,7 +71,7 @@ class TrainingJob:
     sync_each_batch: bool = False  # reduce gradients after each micro-batch instead of once per step
 
     def __post_init__(self) -> None:
-        """Validate the combination; PlanError lists everything that is wrong."""
+        """Raise a PlanError that lists everything that is wrong with the settings."""
         cluster, faults = self.cluster, []
         for name in ("batch", "length", "accumulation"):
             if getattr(self, name) < 1:
@@ -79,7 +79,7 @@ class TrainingJob:
         if cluster.num_gpus < 1 or cluster.gpus_per_node < 1:
             faults.append(f"{cluster.num_gpus} GPUs, {cluster.gpus_per_node} per node; use at least 1 of each")
         elif cluster.num_gpus > cluster.gpus_per_node and cluster.num_gpus % cluster.gpus_per_node:
-            faults.append(f"{cluster.num_gpus} GPUs do not fill nodes of {cluster.gpus_per_node}; use a multiple")
+            faults.append(f"{cluster.num_gpus} GPUs do not fill nodes of {cluster.gpus_per_node}; fill every node")
         if self.optimizer not in NUM_STATES:
             faults.append(f"cannot plan optimizer {self.optimizer!r}; use one of {', '.join(sorted(NUM_STATES))}")
         if self.is_4bit and not self.lora_rank:
@@ -101,7 +101,7 @@ class TrainingJob:
 
     @property
     def num_communicators(self) -> int:
-        """NCCL communicators of a rank: for all ranks and, with hybrid sharding, for its replica's shards and its replicas."""
+        """NCCL communicators of a rank: one for all ranks and, with hybrid sharding, one within and one across replicas."""
         return 0 if self.cluster.num_gpus == 1 else 3 if self.strategy.is_hybrid else 1
 
     @property

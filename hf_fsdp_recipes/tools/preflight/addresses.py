@@ -32,7 +32,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_written_loopback(address: str) -> bool:
-    """Tell whether an address means loopback on every host; a host's own name may mean it on that host only."""
+    """Tell whether an address means loopback on every host. A host's own name may, but only on that host."""
     return address == "localhost" or address.startswith(("127.", "::1"))
 
 
@@ -73,7 +73,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def wait_for_listener(address: str, port: int, deadline: float) -> None:
-    """Wait until a TCP connection succeeds, until `deadline` (`time.monotonic()`); then raise the last attempt's OSError.
+    """Wait for a TCP connection to succeed; at `deadline` (`time.monotonic()`), raise the last attempt's OSError.
 
     TCPStore's own client reports every failure as a timeout. A name that does not exist raises at once.
     """

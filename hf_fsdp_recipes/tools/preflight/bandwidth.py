@@ -28,7 +28,7 @@ NUM_REPEATS = 3
 CPU_WORKLOAD = (torch.float32, (1 << 20, 1 << 22, 1 << 24, 1 << 26), 1024, NUM_REPEATS)
 ACCELERATOR_WORKLOAD = (torch.bfloat16, (1 << 24, 1 << 26, 1 << 28, 1 << 30, 1 << 31), 8192, 200)
 PRODUCTS_SECONDS = 1.0  # a slow device stops after fewer products
-NUM_PAIR_ROUNDS = 3  # with two, one node of an odd number could have a single partner
+NUM_PAIR_ROUNDS = 3  # in two rounds, one node of an odd number could have a single partner
 
 
 def main(info: ParticipantInfo, prefix: str, local_rank: int, on_cpu: bool) -> None:
@@ -73,7 +73,7 @@ def describe(device: torch.device) -> DeviceInfo:
 
 
 def measure(device: torch.device, info: ParticipantInfo) -> WorkerRates:
-    """Measure bandwidth within and between nodes, and the speed of a matrix product. Collective of all nodes' workers."""
+    """Measure bandwidth within and between nodes, and the speed of a matrix product. Collective for all nodes' workers."""
     links = {}
     if info.ranks_per_node > 1:
         node_group, _ = dist.new_subgroups(info.ranks_per_node)
@@ -88,7 +88,7 @@ def measure(device: torch.device, info: ParticipantInfo) -> WorkerRates:
 
 
 def measure_pairs(device: torch.device, info: ParticipantInfo) -> dict[str, float]:
-    """Return the all-gather bandwidth with each partner node, by its number, while other pairs are busy too. Collective."""
+    """Return the all-gather bandwidth with each partner, by node number, while other pairs are busy too. Collective."""
     rates = {}
     for pairs in pair_nodes(info.num_nodes):
         for pair in pairs:

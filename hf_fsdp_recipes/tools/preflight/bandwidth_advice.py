@@ -1,8 +1,8 @@
 """Advice on a template's sharding strategy from the measured bandwidth.
 
-Transfers hide behind computation as long as they take no longer. In a step over T tokens, a rank computes 6 T FLOPs per
+Transfers hide behind computation unless they take longer. In a step over T tokens, a rank computes 6 T FLOPs per
 parameter. Full sharding moves 3 values per parameter over the slowest link: the parameter for forward, the parameter again
-for backward, and its gradient. So that link needs a bandwidth of 3 x bytes / (6 T) x the rank's FLOP/s,
+for backward, and its gradient. That link thus needs a bandwidth of 3 x bytes / (6 T) x the rank's FLOP/s,
 regardless of model size.
 
 Source: Kaplan et al. 2020 (6 FLOPs per parameter and token); Rajbhandari et al. 2020, ZeRO, section 7 (3 volumes with sharded
@@ -19,16 +19,16 @@ from hf_fsdp_recipes.tools.preflight.node_info import Row
 NUM_FLOPS = 6  # per parameter and token
 PASSES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2}
 MIN_HYBRID_GAIN = 1.2  # a smaller gain is not worth the advice
-SLOW_FRACTION = 0.75  # of the median; healthy nodes of the same kind differ less
+SLOW_FRACTION = 0.75  # share of the median; healthy nodes of the same kind differ less
 
 
 Bandwidths = dict[str, float]  # bus bandwidth of all_gather and all_reduce, in bytes per second
 
 
 class WorkerRates(TypedDict):
-    """What one rank measured on its links: "within" its node, "between" nodes, each only if there is more than one.
+    """What one rank measured: the links "within" its node, if it has several ranks, and "between" nodes, if there are several.
 
-    `partners` holds the all-gather bandwidth with some other nodes, by their number, if there are three nodes or more.
+    With three nodes or more, `partners` maps the numbers of some other nodes to the all-gather bandwidth with them.
     """
 
     links: dict[str, Bandwidths]
@@ -40,15 +40,15 @@ class WorkerRates(TypedDict):
 class RankLoad:
     """What a rank computes per micro-batch, and the size of its parameters."""
 
-    num_tokens: int  # in one forward and backward of one rank
+    num_tokens: int  # tokens per rank in one forward and backward pass
     tokens_source: str  # where that number comes from
-    flops_per_second: float  # of a matrix product on the slowest rank
-    parameter_bytes: int  # of one parameter as it is gathered
-    gradient_bytes: int = 4  # of one gradient as it is reduced
+    flops_per_second: float  # speed of a matrix product on the slowest rank
+    parameter_bytes: int  # size of one parameter when gathered
+    gradient_bytes: int = 4  # size of one gradient when reduced
 
 
 def apply_launch_counts(config: dict[str, Any], num_nodes: int, ranks_per_node: int) -> dict[str, Any]:
-    """Return an Accelerate config with the counts that the launcher passes on the command line."""
+    """Return an Accelerate config with the numbers of nodes and ranks that the launcher passes on the command line."""
     launched = config | {"num_machines": num_nodes, "num_processes": num_nodes * ranks_per_node}
     if "hybrid" in read_sharding(config) and "parallelism_config" in config:
         sizes = {
@@ -72,9 +72,9 @@ def read_load(config: dict[str, Any], recipe: dict[str, Any], flops_per_second: 
 def hybrid_gain(
     moved_bytes: int, load: RankLoad, between: float, within: float, num_nodes: int, num_local: int
 ) -> float:
-    """Return how many times faster the transfers of a micro step are if parameters stay on the `num_local` ranks of a node.
+    """Return how many times faster the transfers of a micro-batch are if parameters stay on the `num_local` ranks of a node.
 
-    An all-reduce of the gradients between nodes remains: two volumes, (nodes - 1) / nodes of each.
+    An all-reduce of the gradients between nodes remains. It moves 2 * (nodes - 1) / nodes times their bytes.
     """
     num_ranks = num_nodes * num_local
     flat = moved_bytes * (num_ranks - 1) / num_ranks / between
@@ -123,7 +123,7 @@ def describe(
     names: list[str],
     ranks_per_node: int,
 ) -> list[Row]:
-    """Return the table's rows about bandwidth and what is slow; with a template, also the advice on its strategy."""
+    """Return the table's rows about bandwidth and slow nodes; with a template, also the advice on its strategy."""
     rows: list[Row] = [("warning", warning) for warning in find_slow(rates_by_node, names)]
     gather_rates: dict[str, float] = {}
     for link in rates_by_node[0][0]["links"]:

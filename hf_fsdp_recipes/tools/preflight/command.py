@@ -1,4 +1,4 @@
-"""The `hf-fsdp preflight` command. What it runs is imported when it runs, not for `--help`."""
+"""The `hf-fsdp preflight` command. Its checks are imported when it runs, not for `--help`."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ def preflight(
     master_addr: Annotated[Optional[str], typer.Option(help="Host name or IP address of node 0.")] = None,
     master_port: Annotated[int, typer.Option(help="Port on node 0 that the job will use.")] = 29500,
     template: Annotated[Optional[Path], typer.Option(help="The job's Accelerate config.")] = None,
-    config: Annotated[Optional[Path], typer.Option(help="The job's recipe, by name or file.")] = None,
+    config: Annotated[Optional[Path], typer.Option(help="The job's recipe: a name or a file.")] = None,
     output_dir: Annotated[
         Optional[Path], typer.Option(help="The run's output directory. Default: the recipe's.")
     ] = None,

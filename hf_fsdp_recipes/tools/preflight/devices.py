@@ -1,11 +1,11 @@
-"""Checks that the devices of all ranks are alike and free enough to train on."""
+"""Checks that the devices of all ranks are alike and have enough free memory."""
 
 from typing import TypedDict
 
 from hf_fsdp_recipes.errors import PreflightError
 from hf_fsdp_recipes.tools.preflight.node_info import Row, list_differences, shorten
 
-MIN_FREE_FRACTION = 0.5  # below this another program is using the device
+MIN_FREE_FRACTION = 0.5  # below this, another program is using the device
 WARN_FREE_FRACTION = 0.9
 MEMORY_TOLERANCE = 0.02  # drivers and ECC settings differ a little
 

@@ -71,7 +71,7 @@ def check(found: list[Hardware], names: list[str]) -> list[Row]:
             warnings.append(
                 f"{link} differs: {differences}. Check the cables, switches and drivers, or leave a node out."
             )
-    links: dict[str, list[str]] = {}  # of the first node, by state
+    links: dict[str, list[str]] = {}  # the first node's links by state
     for link, state in found[0]["links"].items():
         links.setdefault(state, []).append(link)
     text = "; ".join(f"{shorten(same)}: {state}" for state, same in links.items())
@@ -93,7 +93,7 @@ def _run(found: Hardware, *command: str) -> str:
 
 
 def _split_variable(name: str) -> list[str] | None:
-    """Return the entries of a list of devices; None if the variable is not set."""
+    """Return the entries of a variable that lists devices; None if it is not set."""
     value = os.environ.get(name)
     return None if value is None else [entry.strip() for entry in value.split(",") if entry.strip()]
 
@@ -145,7 +145,7 @@ def _read_nvidia(found: Hardware) -> None:
 
 
 def _read_nvlinks(found: Hardware) -> None:
-    states: dict[str, list[str]] = {}  # by name of the GPU
+    states: dict[str, list[str]] = {}  # the key is the GPU's name
     for index, name, lines in _NVLINKS_OF_GPU.findall(_run(found, "nvidia-smi", "nvlink", "-s")):
         counts = Counter(rate or "inactive" for rate in _NVLINK.findall(lines))
         states.setdefault(name, []).append(", ".join(f"{count} x {state}" for state, count in sorted(counts.items())))
@@ -175,7 +175,7 @@ def _read_amd(found: Hardware) -> None:
     gpus: Any = []
     with contextlib.suppress(ValueError):  # without options, amd-smi also reads many values that take long
         report = json.loads(_run(found, "amd-smi", "metric", "--ecc", "--throttle", "--json"))
-        gpus = report.get("gpu_data", []) if isinstance(report, dict) else report  # a list before ROCm 7
+        gpus = report.get("gpu_data", []) if isinstance(report, dict) else report  # the report is a list before ROCm 7
     visible = _find_visible_amd(len(gpus))
     for gpu in (gpu for index, gpu in enumerate(gpus) if index in visible):
         name, ecc, throttle = f"GPU {gpu.get('gpu')}", gpu.get("ecc"), gpu.get("throttle")
@@ -199,7 +199,7 @@ def _find_visible_amd(num_gpus: int) -> list[int]:
 
 
 def _read_amd_pages(found: Hardware) -> None:
-    """Source: Linux documentation, "AMDGPU RAS Support": address, size, and R, P or F per bad page."""
+    """Each line has a bad page's address, size, and R, P or F. Source: Linux documentation, "AMDGPU RAS Support"."""
     files = sorted((SYS / "class/drm").glob("card*/device/ras/gpu_vram_bad_pages"))
     if len(_find_visible_amd(len(files))) < len(files):
         return  # which card is which GPU is unknown, so the fault could belong to a hidden GPU

@@ -1,4 +1,4 @@
-"""Facts about nodes: versions, code and files, which must be the same on all, and limits that deserve a warning."""
+"""Facts about nodes: versions, code and files, which must be the same on all nodes, and limits that deserve a warning."""
 
 import hashlib
 import os
@@ -65,7 +65,7 @@ def collect(files: list[Path], num_ranks: int) -> NodeInfo:
 
 
 def _find_versions() -> dict[str, str]:
-    """Return the versions that must match, "none" for what a node does not have; the same names on every node."""
+    """Return the versions that must match, under the same names on every node; "none" for what a node does not have."""
     nccl = getattr(torch.get_device_module(), "nccl", None)  # also on ROCm, where RCCL uses NCCL's version numbers
     return {
         "python": platform.python_version(),
@@ -107,8 +107,8 @@ def _find_gloo_error() -> str | None:
     if any(not addresses.is_loopback(each) for each in found):
         return None
     return (
-        f"its host name {host} {f'resolves to {found[0]}' if found else 'does not resolve'} there, but gloo listens at that "
-        f"address. Export GLOO_SOCKET_IFNAME={addresses.find_interface_to(host)}, or fix /etc/hosts."
+        f"its host name {host} {f'resolves to {found[0]}' if found else 'does not resolve'} there, but gloo needs an "
+        f"address that other hosts can reach. Export GLOO_SOCKET_IFNAME={addresses.find_interface_to(host)}, or fix /etc/hosts."
     )
 
 

@@ -16,7 +16,7 @@ from hf_fsdp_recipes.tools.preflight.node_info import Row, shorten
 
 MAX_PROBE_BYTES = 64 << 20
 MAX_PROBE_SECONDS = 1.0
-VISIBILITY_SECONDS = 5.0  # NFS caches directory attributes (acdirmin, 30 s) before it shows another host's new file
+VISIBILITY_SECONDS = 5.0  # NFS caches directory attributes (acdirmin, 30 s), which hides another host's new file
 _CHUNK_BYTES = 16 << 20
 
 
@@ -71,8 +71,8 @@ def describe(directory: Path, probes: list[tuple[float, int]], names: list[str])
     free_bytes = min(free_bytes for _, free_bytes in probes)
     return (
         "output",
-        f"{directory} is shared and writable; slowest node with all writing: {rate / 1e6:,.0f} MB/s with fsync on {slowest}; "
-        f"{free_bytes / 1e9:,.1f} GB free",
+        f"{directory} is shared and writable; while all nodes write, the slowest is {slowest}: {rate / 1e6:,.0f} MB/s with "
+        f"fsync; {free_bytes / 1e9:,.1f} GB free",
     )
 
 

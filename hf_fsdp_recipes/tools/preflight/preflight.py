@@ -23,8 +23,8 @@ from hf_fsdp_recipes.tools.preflight.node_info import NodeInfo, Row
 from hf_fsdp_recipes.tools.preflight.rendezvous import ParticipantInfo, Rendezvous
 from hf_fsdp_recipes.tools.preflight.workers import Workers
 
-MIN_CHECK_SECONDS = 30.0  # for the checks after all nodes have joined, even if --timeout is shorter
-CHECK_SECONDS_PER_NODE = 0.5  # in addition: node 0 hosts the store, and all nodes write to one directory
+MIN_CHECK_SECONDS = 30.0  # at least this long for the checks after all nodes have joined, even if --timeout is shorter
+CHECK_SECONDS_PER_NODE = 0.5  # added, because node 0 hosts the store and all nodes write to one directory
 MARGIN_SECONDS = 3.0  # a worker that hangs is reported this long before node 0 stops waiting for its node
 
 
@@ -79,7 +79,7 @@ def check_node(info: ParticipantInfo, job: Job, timeout_seconds: float) -> None:
         with contextlib.closing(Workers(rendezvous, job.is_on_cpu)) as workers:
             rows += _check_output(rendezvous, job)
             rows += _check_devices(rendezvous, workers)
-            # The workers still keep the driver loaded. Without that or persistence mode, nvidia-smi would start it for each GPU.
+            # The workers keep the driver loaded. Without them or persistence mode, nvidia-smi would load it for each GPU.
             rows += _check_hardware(rendezvous, job)
             rows += _measure_bandwidth(rendezvous, workers, job)
     if info.node_rank == 0:

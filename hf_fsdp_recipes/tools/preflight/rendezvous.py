@@ -1,7 +1,7 @@
-"""Connects the nodes of a preflight on a c10d store, where all of them get the same result.
+"""Connects the nodes of a preflight through a c10d store, which gives all of them the same result.
 
-Node 0 leads. It hosts a `TCPStore` on the master port; under torchrun and `accelerate launch` the nodes use the one that the
-launcher's agent hosts there. A key that is missing at the deadline names the node that should have written it.
+Node 0 leads. It hosts a `TCPStore` on the master port; under torchrun and `accelerate launch` the nodes use the store that
+the launcher's agent hosts there. A key that is missing at the deadline names the node that should have written it.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class Rendezvous:
         self.info = info
         self.timeout_seconds = timeout_seconds
         self.extend_deadline(timeout_seconds)
-        # With host and pid after `check_membership`.
+        # `check_membership` adds host and pid.
         self.names = [f"node {node_rank}" for node_rank in range(info.num_nodes)]
         self.prefix = f"hf-fsdp-preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         tcp_store, self.is_leader = _open_store(info, self.deadline)

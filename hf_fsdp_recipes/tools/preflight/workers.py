@@ -1,6 +1,6 @@
 """Starts one process per local rank to describe its device and measure bandwidth.
 
-Each is a process, so that one that crashes or hangs in a collective can be reported and killed.
+So a worker that crashes or hangs in a collective can be reported and killed.
 """
 
 import json
@@ -24,7 +24,7 @@ class Workers:
 
     def __init__(self, rendezvous: Rendezvous, on_cpu: bool) -> None:
         self._rendezvous, info = rendezvous, rendezvous.info
-        self._started: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []  # with their output
+        self._started: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []  # processes and their output
         command = [sys.executable, "-m", "hf_fsdp_recipes.tools.preflight.bandwidth", json.dumps(asdict(info))]
         environment = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
         for local_rank in range(info.ranks_per_node):
@@ -73,7 +73,7 @@ class Workers:
         interface = addresses.find_interface_to(self._rendezvous.info.master_address)
         return PreflightError(
             f"local rank {local_rank} {problem}. If it used the wrong network interface, export "
-            f"GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}: that one leads to the master."
+            f"GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}, the interface that leads to the master address."
         )
 
 

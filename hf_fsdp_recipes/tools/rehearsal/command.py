@@ -10,7 +10,7 @@ from hf_fsdp_recipes.errors import RecipeError
 
 def rehearse(
     context: typer.Context,
-    recipe: Annotated[Path, typer.Argument(help="A recipe, by name or file; any of its fields can follow.")],
+    recipe: Annotated[Path, typer.Argument(help="A recipe: a name or a file. Any of its fields can follow.")],
     template: Annotated[str, typer.Option(help="A shipped template, or an Accelerate config file.")],
     keep: Annotated[bool, typer.Option("--keep", help="Keep the rehearsal's directory.")] = False,
 ) -> None:

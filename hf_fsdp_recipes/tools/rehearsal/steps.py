@@ -1,6 +1,6 @@
 """Runs a recipe end to end on CPU ranks, with a tiny model of the same architecture. Needs no weights and no GPU.
 
-The steps are static checks, three launches of the recipe, and its export.
+The steps are static checks, three launches of the recipe, and checks of its export.
 """
 
 import copy
@@ -147,13 +147,13 @@ def check_data(rehearsal: Rehearsal) -> str:
     """Tokenize the rows as the run will, to find missing columns and chat templates."""
     arguments = parse_arguments(["--config", str(rehearsal.directory / tiny_recipe.RECIPE_FILE), "--use_cpu", "true"])
     if is_streaming(arguments) or cache.is_cache(arguments.script.dataset_name):
-        return "streamed or already tokenized; the run reads it"
+        return "rows are streamed or already tokenized, so only the run reads them"
     rows = prepare(arguments, tokenizer_for_rows(load_tokenizer(arguments), arguments.training))
     return "; ".join(counts.describe(arguments.training.max_length) for counts in rows.counts.values())
 
 
 def train_and_kill(rehearsal: Rehearsal) -> str:
-    """Train until the first checkpoint is complete, then kill launcher and ranks, as a failing node would."""
+    """Train until the first checkpoint is complete, then kill launcher and ranks, as if the node failed."""
     with rehearsal.launch("load") as run:
         rehearsal.wait(run, lambda: bool(rehearsal.checkpoints()))
         if not rehearsal.checkpoints():

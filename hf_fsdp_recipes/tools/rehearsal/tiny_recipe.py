@@ -33,7 +33,7 @@ MAX_TOKENS = 256  # per row: long enough for prompts, short enough for CPUs
 MIN_UNIT_PARAMETERS = 5000  # for size-based wrapping, because the tiny model is smaller than one real unit
 NUM_HYBRID_RANKS = 4  # two replicas of two shards
 STRATEGY_WITHIN_NODE = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
-# Settings that need hardware or an account.
+# Replacements for settings that need hardware or an account.
 REPLACED_SETTINGS = {
     "attention": "auto",
     "attn_implementation": None,
@@ -63,7 +63,7 @@ def write_model(arguments: Arguments, directory: Path) -> str:
 
 
 def _make_tokenizer(arguments: Arguments) -> tuple[Any, str]:
-    """Return the recipe's tokenizer, or one of bytes if it is that of a model that cannot be read, and a note."""
+    """Return the recipe's tokenizer, or a tokenizer of bytes if its model cannot be read, and a note."""
     name = str(arguments.recipe.tokenizer_name or arguments.model.model_name_or_path)
     if find_config(name) != name:
         return stand_ins.byte_tokenizer(), f", a tokenizer of bytes instead of {name}'s, which cannot be read"
@@ -100,7 +100,7 @@ def write_template(template: Path, directory: Path) -> None:
 def to_cpu_ranks(config: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
     """Return a copy of a config with only device and rank counts changed; sharding, wrapping and dtypes stay.
 
-    A rehearsal has one node, so FSDP1's HYBRID_SHARD becomes FULL_SHARD, and _HYBRID_SHARD_ZERO2 becomes SHARD_GRAD_OP. An FSDP2
+    A rehearsal has one node, so FSDP1's HYBRID_SHARD becomes FULL_SHARD, and HYBRID_SHARD_ZERO2 becomes SHARD_GRAD_OP. An FSDP2
     hybrid mesh gets four ranks, whatever `num_ranks` is.
     """
     config = copy.deepcopy(config)
@@ -122,7 +122,7 @@ def to_cpu_ranks(config: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
 def write_recipe(settings: dict[str, Any], arguments: Arguments, directory: Path) -> list[str]:
     """Write the recipe, adapted to the model and rows in the directory; return what the real job does differently.
 
-    `settings` is the recipe as `read_settings` returns it, and `arguments` the same recipe, parsed.
+    `settings` is what `read_settings` returned for the recipe; `arguments` is the recipe after parsing.
     """
     replaced = {key: value for key, value in REPLACED_SETTINGS.items() if settings.get(key, value) != value}
     training, model = arguments.training, str(directory / "model")

@@ -1,4 +1,4 @@
-"""The measurements of a self-test and its report. Each has its own ranks, so that a crash does not end the others."""
+"""The measurements of a self-test and its report. Each measurement has its own ranks, so a crash does not end the others."""
 
 import json
 import os
@@ -37,7 +37,7 @@ MEDIUM = {
     "num_key_value_heads": 16, "vocab_size": 32_000, "max_position_embeddings": 4096,
 }  # fmt: skip
 MEDIUM_DEVICE_BYTES = 16_000_000_000  # with training and a second copy of the state, MEDIUM takes 10 GB
-NUM_LOG_LINES = 40  # of a failed launch, for the report
+NUM_LOG_LINES = 40  # last lines of a failed launch that the report shows
 RECIPE = {
     "max_length": 64, "max_steps": 60, "save_steps": 10, "logging_steps": 1, "per_device_train_batch_size": 2,
     "learning_rate": 1.0e-3, "gradient_checkpointing": False, "attention": "eager", "full_determinism": True,
@@ -52,12 +52,12 @@ class Site:
     directory: Path  # for models, checkpoints and logs
     device: str | None = None  # name of the accelerators, or None for CPU ranks
     num_ranks: int = 2
-    config: Mapping[str, Any] = field(default_factory=lambda: TINY)  # of the Llama that is loaded and saved
-    copied_bytes: int = 16_000_000  # of one copy between host and device
-    num_tokens: int = 64  # of a training step during a save
+    config: Mapping[str, Any] = field(default_factory=lambda: TINY)  # config of the Llama that is loaded and saved
+    copied_bytes: int = 16_000_000  # size of one copy between host and device
+    num_tokens: int = 64  # tokens per micro-batch while saving
     num_batches: int = 1
     script: Path = SFT_SCRIPT
-    deadline: float = field(default_factory=lambda: time.monotonic() + 600)  # a measurement is killed then
+    deadline: float = field(default_factory=lambda: time.monotonic() + 600)  # when a measurement is killed
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _launch(
     precision: str | None = None,
     is_enough: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Run a script on all ranks to its end, or kill launcher and ranks once `is_enough`; return whether it was killed."""
+    """Run a script on all ranks to its end, or kill launcher and ranks once `is_enough()`; return whether they were killed."""
     config = read_config("fsdp2_cpu" if site.device is None else "fsdp2_full_shard")
     config |= {"num_processes": site.num_ranks} | ({"mixed_precision": precision} if precision else {})
     template = log_file.with_suffix(".yaml")
@@ -200,7 +200,7 @@ def _train(site: Site, output: Path, is_killed: bool = False) -> int:
     return max(entry.get("step", 0) for entry in read_metrics(output / METRICS_FILE))
 
 
-MEASUREMENTS: dict[str, tuple[int, Callable[[Site], Figures]]] = {  # with the seconds that each is expected to take
+MEASUREMENTS: dict[str, tuple[int, Callable[[Site], Figures]]] = {  # the number is the expected time in seconds
     "copies": (20, measure_copies),
     "load": (40, measure_load),
     "save": (60, measure_save),
@@ -209,7 +209,7 @@ MEASUREMENTS: dict[str, tuple[int, Callable[[Site], Figures]]] = {  # with the s
 
 
 def write_report(file: Path, title: str, device: str | None, num_ranks: int, results: Sequence[Result]) -> None:
-    """Write machine and versions, all figures, and the errors."""
+    """Write a report with the machine, the versions, all figures, and the errors."""
     names = (*PACKAGES, *OPTIONAL_PACKAGES)
     versions = [f"{name} {found}" for name in names if (found := package_version(name))]
     memory = psutil.virtual_memory().total / 2**30

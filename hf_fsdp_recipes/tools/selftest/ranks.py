@@ -32,7 +32,7 @@ NUM_REPEATS = 5
 
 
 def main(measurements: Mapping[str, Callable[..., Figures]]) -> None:
-    """Measure what the command line names on every rank; rank 0 writes the slowest rank's figures."""
+    """Run the measurement named on the command line on every rank; rank 0 writes the worst of the ranks' figures."""
     from accelerate import Accelerator
 
     name, options, file = sys.argv[1:]
@@ -81,7 +81,7 @@ def time_work(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def load(accelerator: "Accelerator", checkpoint: str, source: str, dtype: str, **kwargs: Any) -> tuple[Any, Any]:
-    """Return a loaded and sharded model with its AdamW."""
+    """Return a loaded and sharded model and its AdamW optimizer."""
     model = load_model(checkpoint, dtype=dtype, source=source, **kwargs)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     return accelerator.prepare(model, optimizer)
@@ -118,7 +118,7 @@ def _are_equal(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Ten
 def measure_save(
     accelerator: "Accelerator", checkpoint: str, directory: str, num_tokens: int, num_batches: int
 ) -> Figures:
-    """Save while training continues, change the state at once, and compare the checkpoint with the state when it was saved."""
+    """Save while training continues, change the state at once, and compare the checkpoint with the state at the save."""
     model, optimizer = load(accelerator, checkpoint, "rank0", "float32")
     state_bytes = 12 * sum(parameter.numel() for parameter in model.parameters())
     if distributed.run_on_main(lambda: shutil.disk_usage(directory).free) < state_bytes:

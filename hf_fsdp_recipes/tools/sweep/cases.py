@@ -1,4 +1,4 @@
-"""The cases of a sweep: each is a template at a rank count.
+"""The cases of a sweep: each is a template with a number of ranks.
 
 case.json records a case's settings; the case is repeated only if they change.
 """
@@ -36,7 +36,7 @@ class Case:
     num_ranks: int
     num_nodes: int
     directory: Path  # the run's output directory
-    settings: dict[str, Any]  # all that affect the measurement; `config` is the Accelerate config
+    settings: dict[str, Any]  # all settings that affect the measurement; `config` is the Accelerate config
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class Case:
         self._write({name: getattr(self, name) for name in ("template", "num_ranks", "num_nodes", "settings")})
 
     def finish_record(self, status: str, host_peak_bytes: int) -> None:
-        """Add how the run ended to case.json, and the peak memory of its largest process."""
+        """Add to case.json how the run ended, and the peak memory of its largest process."""
         self._write(read_record(self.directory) | {"status": status, "host_peak_bytes": host_peak_bytes})
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ def make_cases(
 ) -> tuple[list[Case], list[str]]:
     """Return a case for each template and rank count (over all nodes), and the reasons why combinations were skipped.
 
-    `overrides` are `--field value` pairs for the recipe; `ranks_per_node` is for Slurm jobs, None for this machine. Raises a
+    `overrides` are `--field value` pairs for the recipe; `ranks_per_node` is None on this machine, set for Slurm. Raises a
     PlanError or TemplateError if a template or number is wrong, or no combination is possible.
     """
     recipe = read_recipe(recipe_file, PlanError)

@@ -11,17 +11,17 @@ from hf_fsdp_recipes.errors import PlanError
 def sweep(
     context: typer.Context,
     recipe: Annotated[
-        Optional[Path], typer.Argument(help="Recipe, by name or file. Override any of its fields with --field value.")
+        Optional[Path], typer.Argument(help="Recipe: a name or a file. Override any of its fields with --field value.")
     ] = None,
     ranks: Annotated[str, typer.Option(help="Rank counts over all nodes, comma-separated.")] = "1,2",
     templates: Annotated[str, typer.Option(help="Shipped templates, comma-separated.")] = "fsdp2_full_shard",
     output: Annotated[Optional[Path], typer.Option(help="Output directory; default: runs/sweep_RECIPE.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps per case; the first 3 are warm-up.")] = 13,
     script: Annotated[Optional[Path], typer.Option(help="Script to launch; default: the shipped sft.py.")] = None,
-    time_limit_minutes: Annotated[float, typer.Option(help="End a case after this long; it counts as failed.")] = 60,
+    time_limit_minutes: Annotated[float, typer.Option(help="A case that takes longer is stopped and fails.")] = 60,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs per node, with --submit.")] = 8,
     submit: Annotated[bool, typer.Option("--submit", help="Only write Slurm jobs, to submit.sh.")] = False,
-    collect: Annotated[Optional[Path], typer.Option(help="Write table and plots for an existing sweep.")] = None,
+    collect: Annotated[Optional[Path], typer.Option(help="Only write the table and plots of this sweep.")] = None,
 ) -> None:
     """Measure a recipe over rank counts and templates: memory, time and throughput, as a table and plots."""
     # Imported here because these load torch.

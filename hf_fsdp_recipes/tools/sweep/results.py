@@ -40,7 +40,7 @@ class Result:
     gradient_accumulation_steps: int | None = None
     num_rows: int | None = None  # training sequences after packing; None for a stream
     no_mfu: str | None = None  # why there is no MFU
-    peak_memory_bytes: int | None = None  # of the largest rank
+    peak_memory_bytes: int | None = None  # peak of the largest rank
     memory_kind: str | None = None  # a key of MEMORY_KINDS
     measured_steps: int | None = None  # steps after the warm-up
     step_seconds: float | None = None  # median of these steps
@@ -77,7 +77,7 @@ def _memory(logged: Sequence[dict[str, Any]], record: dict[str, Any]) -> dict[st
         peak_bytes = max((max(entry.get(name) or [0]) for entry in logged), default=0)
         if peak_bytes:
             return {"peak_memory_bytes": peak_bytes, "memory_kind": DEVICE}
-    peak_bytes = record.get("host_peak_bytes")  # of a case that ran on this machine
+    peak_bytes = record.get("host_peak_bytes")  # recorded for a case that ran on this machine
     return {"peak_memory_bytes": peak_bytes, "memory_kind": HOST} if peak_bytes else {}
 
 

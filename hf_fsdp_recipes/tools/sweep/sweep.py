@@ -15,7 +15,7 @@ from hf_fsdp_recipes.tools.sweep.cases import TEMPLATE_FILE, Case, read_record
 from hf_fsdp_recipes.units import count
 
 SCALING_PLOT, STRATEGIES_PLOT, SUBMIT_FILE = "scaling.png", "strategies.png", "submit.sh"
-SAMPLE_SECONDS = 0.2  # between two samples of host memory
+SAMPLE_SECONDS = 0.2  # time between two samples of host memory
 SAMPLES_PER_CHECK = 5  # processes and steps are looked up once per this many samples
 
 
@@ -113,14 +113,13 @@ def _job_line(case: Case) -> str:
     options += [f"--output={case.directory / run_status.JOB_LOG_FILE}"]
     options += [] if case.is_on_cpu else [f"--gpus-per-node={ranks_per_node}"]
     assignments = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
-    script = str(
-        find_file("recipes", "launch.slurm")
-    )  # the one that `hf-fsdp slurm init` wrote, or else the shipped one
+    # The one that `hf-fsdp slurm init` wrote, or else the shipped one.
+    script = str(find_file("recipes", "launch.slurm"))
     return f"{assignments} sbatch {shlex.join([*options, script, *case.arguments])}"
 
 
 def write_summary(directory: Path) -> Path:
-    """Write sweep.json, sweep.md and the plots from the cases so far; return sweep.md, or PlanError without a result."""
+    """Write sweep.json, sweep.md and the plots from the cases so far; return sweep.md; PlanError if no case has a result."""
     found = results.read_results(directory)
     if not found:
         raise PlanError(f"{directory} has no cases of a sweep. Pass the directory that `hf-fsdp sweep` wrote.")

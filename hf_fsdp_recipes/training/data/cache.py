@@ -1,7 +1,7 @@
 """Writes and reads a directory of prepared rows, which `hf-fsdp prepare-data` creates and a recipe names as dataset_name.
 
-It contains the output of `datasets.save_to_disk`, and `prepared.json` with the settings that the rows depend on. It is written
-under a temporary name and renamed when it is complete.
+The directory contains the output of `datasets.save_to_disk`, and `prepared.json` with the settings that the rows depend on. It
+is written under a temporary name and renamed when it is complete.
 """
 
 import json
@@ -50,7 +50,7 @@ def prepare_directory(argv: list[str], output: Path) -> list[str]:
 
 
 def write_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, output: Path) -> TrainingRows:
-    """Prepare the rows of a run and write them to a new directory. One process, without a process group."""
+    """Prepare the rows of a run and write them to a new directory. Runs in one process, without a process group."""
     if output.exists():
         raise DataError(f"{output} already exists. Delete it, or choose a different --output.")
     if is_streaming(arguments):

@@ -26,7 +26,7 @@ def find_files(path: Path) -> dict[str, list[Path]]:
     """Return a path's data files by split; in a folder, files named test*, eval* or valid* are the test split.
 
     Hidden files and folders below the path, and those that start with two underscores, are skipped; so are files without
-    rows, with a warning. Raises a DataError if nothing is left, or for several types of files or rows inside an object.
+    rows, with a warning. Raises a DataError if nothing is left, if file types are mixed, or if the rows are inside an object.
     """
     visible = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_visible(file, path))
     files = [file for file in visible if reader_for(file)]
@@ -86,7 +86,7 @@ def _check_not_nested(file: Path) -> None:
 
 @contextlib.contextmanager
 def explain_errors(name: str) -> Iterator[None]:
-    """Turn any error of the readers into a DataError with the file, the line and the reason; reads local files again."""
+    """Turn any error of the readers into a DataError with file, line and reason, which takes a second read of local files."""
     try:
         yield
     except DataError:

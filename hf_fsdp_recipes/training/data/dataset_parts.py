@@ -24,11 +24,11 @@ class DatasetPart:
     name: str
     train: Dataset | IterableDataset
     evaluation: Dataset | IterableDataset | None = None
-    fraction: float | None = None  # of the mixture; None uses all rows
+    fraction: float | None = None  # share of the mixture; None uses all rows
 
 
 def load_parts(arguments: Arguments) -> list[DatasetPart]:
-    """Read training rows and, if the recipe evaluates, evaluation rows of every dataset in it. Not a collective."""
+    """Read the training rows of each dataset and, if the recipe evaluates, its evaluation rows. Not a collective."""
     script, streaming = arguments.script, is_streaming(arguments)
     if arguments.mixture.datasets:
         return [_load_part(part, streaming, arguments) for part in arguments.mixture.datasets]
@@ -57,7 +57,7 @@ def _split_rows(train: Any, test: Any, name: str, arguments: Arguments) -> tuple
     """Return training and evaluation rows, which come from the test split or are held out from training."""
     script, training, recipe = arguments.script, arguments.training, arguments.recipe
     check_num_rows(train, name, training.world_size)
-    if hasattr(training, "dataset_text_field"):  # SFT's
+    if hasattr(training, "dataset_text_field"):  # only SFTConfig has it
         _print_unused_columns(train.column_names or [], name, training.dataset_text_field)
     if training.eval_strategy == "no":
         return train, None
@@ -103,7 +103,7 @@ def _is_local(name: str) -> bool:
 
 
 def _decoding(reader: str) -> dict[str, str]:
-    """Return reader options that mark invalid UTF-8, so that these rows can be dropped and counted.
+    """Return reader options that mark invalid UTF-8, so that rows with it can be dropped and counted.
 
     Source: datasets 5.2, packaged_modules/json: `encoding_errors` applies only if the encoding is not spelled "utf-8".
     """

@@ -14,7 +14,8 @@ from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.data.dataset_parts import NOT_UTF8_MARK
 
 NO_LABEL = -100
-TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")  # of tokenized rows
+# The columns of tokenized rows.
+TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")
 
 
 class RowStatus(IntEnum):
@@ -130,7 +131,7 @@ def find_token_fault(row: Mapping[str, Any], vocabulary_size: int) -> str | None
         if not isinstance(values, list):
             return f"{name} is {values!r:.60}, not a list of integers"
         for value in values:
-            if type(value) not in (int, float) or value % 1:  # a fraction in another row turns all into floats
+            if type(value) not in (int, float) or value % 1:  # a fraction in another row turns all values into floats
                 return f"{name} has {value!r:.60}, which is not an integer"
         if len(values) != len(row["input_ids"]):
             return f"{name} has {len(values)} values for {len(row['input_ids'])} input_ids"

@@ -18,7 +18,7 @@ COLUMNS = ("image", "images")
 
 
 def has_images(rows: Any) -> bool:
-    """Return whether rows have images: any value in an image column, or, in a stream, such a column."""
+    """Return whether rows have images: a value in an image column, or, in a stream, just the column."""
     names = [name for name in COLUMNS if name in (rows.column_names or [])]
     return any(not isinstance(rows, Dataset) or pc.sum(_count_images(rows, name)).as_py() for name in names)
 
@@ -31,7 +31,7 @@ def _count_images(rows: Dataset, column: str) -> Any:
 
 
 def open_images(part: "DatasetPart", text_column: str) -> tuple[Dataset, Dataset | None]:
-    """Return a dataset's training and evaluation rows, with paths cast to images; DataError for a row without an image."""
+    """Return a dataset's training and evaluation rows, with paths cast to images. Every row must have an image."""
     columns = set(part.train.column_names)
     if not {"messages", text_column} & columns and not {"prompt", "completion"} <= columns:
         raise DataError(
@@ -49,7 +49,7 @@ def _with_images(rows: Dataset, name: str) -> Dataset:
         # A rank without images would not gather the vision tower, and the others would wait for it.
         row = num_images.index(0).as_py()
         raise DataError(
-            f"{name}, row {row + 1}: {column} is empty. Every row needs an image; train the others separately."
+            f"{name}, row {row + 1}: {column} is empty. Every row needs an image; train on rows without one separately."
         )
     if feature == Value("string"):
         return rows.cast_column(column, Image())
@@ -57,7 +57,7 @@ def _with_images(rows: Dataset, name: str) -> Dataset:
 
 
 def without_images(rows: Dataset) -> Dataset:
-    """Return rows without the columns of images."""
+    """Return rows without their image columns."""
     return rows.remove_columns([column for column in rows.column_names if column in COLUMNS])
 
 
@@ -82,6 +82,6 @@ def load_processor(arguments: "Arguments", tokenizer: "PreTrainedTokenizerBase")
     processor.tokenizer = tokenizer
     processor.chat_template = tokenizer.chat_template or processor.chat_template
     distributed.print_main(
-        "rows with images: tokenized while training, and neither packed, filtered nor counted before"
+        "rows with images: tokenized while training, and neither packed, filtered nor counted beforehand"
     )
     return processor

@@ -29,8 +29,8 @@ class TrainingRows:
 
     train: Any  # Dataset or RowStream
     evaluation: Any = None  # Dataset, datasets.IterableDataset or None
-    counts: dict[str, RowCounts] = field(default_factory=dict)  # by dataset name and split
-    has_images: bool = False  # not tokenized; SFTTrainer needs the model's processor
+    counts: dict[str, RowCounts] = field(default_factory=dict)  # the key is dataset name and split
+    has_images: bool = False  # rows with images are not tokenized; SFTTrainer needs the processor
 
 
 class Preparation:
@@ -40,7 +40,7 @@ class Preparation:
         self.tokenizer = tokenizer
         self.training = arguments.training
         self.recipe = arguments.recipe
-        # Added tokens may leave gaps, so the number of tokens is not enough.
+        # The ids of added tokens may leave gaps, so the number of tokens can be too small.
         self._vocabulary_size = 1 + max(tokenizer.get_vocab().values())
 
     def max_length(self, packing: bool) -> int | None:
@@ -77,11 +77,11 @@ class Preparation:
         """Pack tokenized rows if `packing` is on, and shuffle them if `shuffle_dataset` is set."""
         training = self.training
         if packing:
-            rows = self._shuffle(rows)  # so that rows in one sequence are not correlated
+            rows = self._shuffle(rows)  # otherwise rows in one sequence would be correlated
             options = {"num_proc": training.dataset_num_proc, "desc": f"Packing {name}"}
             rows = pack_dataset(rows, training.max_length, training.packing_strategy, options)
         rows = self._shuffle(rows)
-        if packing and self.max_length(packing) is None:  # a sequence may consist only of part of a prompt
+        if packing and self.max_length(packing) is None:  # a sequence may have nothing but part of a prompt
             rows = rows.filter(has_trainable_label, num_proc=training.dataset_num_proc)
         return rows
 
@@ -208,7 +208,7 @@ def _tokenize_part(
 
 
 def _mix(tokenized: list[Dataset], parts: list[DatasetPart], arguments: Arguments) -> Dataset:
-    """Draw rows by the parts' fractions, or concatenate all rows if there are none."""
+    """Draw rows by the parts' fractions, or concatenate all rows if no part has one."""
     fractions = [part.fraction for part in parts if part.fraction is not None]
     if len(parts) == 1 or not fractions:
         return concatenate_datasets(tokenized)

@@ -35,7 +35,7 @@ def to_sft_format(
 ) -> Dataset:
     """Return rows in one of SFTTrainer's formats: input_ids, messages, prompt + completion, or text.
 
-    `first` is the number of the first row, for the DataError about a row or columns that cannot be converted.
+    Raises a DataError for a row or columns that cannot be converted; `first` is the number of the first row in the message.
     """
     columns = list(rows.column_names)
     known = find_format(columns, text_column)
@@ -77,7 +77,7 @@ def _alpaca_to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _conversation_to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename sharegpt's keys and roles. TRL's `maybe_convert_to_chatml` keeps the roles, which chat templates do not know."""
+    """Rename sharegpt's keys and roles. TRL's `maybe_convert_to_chatml` keeps roles that chat templates do not know."""
     messages = row["conversations"]
     return {"messages": _with_system(row, [_to_message(message) for message in messages]) if messages else messages}
 

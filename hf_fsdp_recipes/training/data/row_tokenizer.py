@@ -1,7 +1,7 @@
 """Turns a row into the same tokens and labels as TRL's SFTTrainer, or returns why the row is dropped.
 
-SFTTrainer's method needs a trainer with a model, and its barriers can time out. This works row by row, so it also runs on rank
-0 alone, without GPUs, and on blocks of a stream. tests/training/test_preparation.py compares both for every kind of row.
+SFTTrainer's method needs a trainer with a model, and its barriers can time out. RowTokenizer works row by row, so it also
+runs on rank 0 alone, without GPUs, and on blocks of a stream. tests/training/test_preparation.py compares the two.
 
 Source: trl 1.16 `SFTTrainer._prepare_dataset`: `add_eos`, `tokenize_fn`, `build_labels`, `truncate`.
 """
@@ -19,7 +19,7 @@ from hf_fsdp_recipes.training.data.filtering import NO_LABEL, TOKEN_COLUMNS, Row
 from hf_fsdp_recipes.training.tokenizer import describe_template_error
 
 logger = logging.get_logger(__name__)
-# Longer texts are shortened first, because tokenization takes about 180 bytes per character.
+# Longer texts are shortened first, because tokenization takes about 180 bytes of memory per character.
 MAX_CHARACTERS = 1_000_000
 MAX_CHARACTERS_PER_TOKEN = 64
 CACHE_VERSION = 2  # part of the key of datasets' cache; increment it when tokenization changes
@@ -34,10 +34,10 @@ class RowTokenizer:
     chat_template: str | None  # None: the tokenizer's own
     completion_only: bool
     assistant_only: bool
-    add_special_tokens: bool  # to plain text
-    append_end_token: bool  # to plain text
-    max_length: int | None  # in tokens; None truncates nothing
-    keep_end: bool  # of longer rows, instead of their start
+    add_special_tokens: bool  # applies to plain text only
+    append_end_token: bool  # applies to plain text only
+    max_length: int | None  # number of tokens; None truncates nothing
+    keep_end: bool  # whether longer rows keep their end instead of their start
     special_ids: tuple[int, ...]
     vocabulary_size: int
     cache_version: int = CACHE_VERSION
@@ -117,7 +117,7 @@ class RowTokenizer:
         return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
 
     def _with_end_token(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Append the end token to the text or else to the completion, if it is missing."""
+        """Append the end token to the text, or else to the completion, unless it is there."""
         end = self.tokenizer.eos_token
         for column in (self.text_column, "completion"):
             if isinstance(row.get(column), str) and not row[column].endswith(end):

@@ -74,7 +74,7 @@ class StreamTrainer(DeviceMetricsTrainer):
 
 
 class PositionCallback(TrainerCallback):
-    """Records the stream's position after each step, because the stream may have advanced when a checkpoint is written."""
+    """Records the stream's position after each step, because the stream advances before a checkpoint is written."""
 
     def __init__(self, stream: RowStream) -> None:
         self._stream = stream
@@ -104,7 +104,7 @@ def restore_position(stream: RowStream, checkpoint: Path) -> bool:
     """
     if not (checkpoint / _position_file(0)).is_file():
         distributed.print_main(
-            f"resume: {checkpoint} has no stream position; rows before it are read again and skipped"
+            f"resume: {checkpoint} has no stream position; the rows before that step are read again and skipped"
         )
         return False
     first = _read_position(checkpoint, 0)

@@ -109,7 +109,7 @@ class RowStream(IterableDataset):
         self, sources: list[StreamSource], preparation: Preparation, packing: bool, seed: int, shuffle_rows: int
     ) -> None:
         self.sources = sources
-        self.counts = RowCounts()  # of all rows read so far
+        self.counts = RowCounts()  # counts all rows read so far
         self._preparation, self._packing = preparation, packing
         self._seed, self._shuffles = seed, shuffle_rows > 0
         self._block_rows = shuffle_rows or DEFAULT_BLOCK_ROWS
@@ -118,7 +118,7 @@ class RowStream(IterableDataset):
 
     def _reset(self, num_blocks: int, offset: int) -> None:
         self._num_blocks, self._offset = num_blocks, offset
-        self._block: Block | None = None  # the one in use
+        self._block: Block | None = None  # the block in use
         self._next_block: Future[Block | None] | None = None
         self.counts = RowCounts()
 
@@ -147,8 +147,8 @@ class RowStream(IterableDataset):
         """Read and prepare blocks until one has rows to train on; return None at the end of a finite stream.
 
         Raises:
-            DataError: there is no row to train on in two passes of an endless stream or in a complete finite one, or the chat
-                template rejects the first thousand rows.
+            DataError: two passes of an endless stream, or one of a finite stream, have no row to train on, or the chat template
+                rejects the first thousand rows.
         """
         first_pass, counts, seen = self._num_passes(), RowCounts(), self.counts
         while self._is_endless or self._num_passes() == 0:
@@ -180,7 +180,7 @@ class RowStream(IterableDataset):
         return list(zip(self.sources, map(int, counts), strict=True))
 
     def _prepare(self, read: list[list[dict[str, Any]]]) -> tuple[Dataset | None, RowCounts]:
-        disable_progress_bars()  # there would be one per block and step
+        disable_progress_bars()  # there would be a bar per block and step
         counts, parts = RowCounts(), []
         for source, rows in zip(self.sources, read, strict=True):
             if rows:
@@ -226,7 +226,7 @@ def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Tr
         for part in parts
         if part.evaluation is not None
     ]
-    if distributed.is_main():  # all ranks read the same rows
+    if distributed.is_main():  # one rank is enough, because all read the same rows
         for each in options:
             _evaluation_stream(**each).first_block()
     # `datasets` streams, which Accelerate splits over the ranks
