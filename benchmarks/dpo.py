@@ -2,9 +2,9 @@
 
     python -m benchmarks.dpo [--parameters 0.3e9] [--dtype float32] [--loading_only]
 
-A random Llama of the given size in bf16 files, two gloo ranks under FSDP2 on one machine, SGD. TRL gets
-the name of the model and loads its reference itself; or `load_model` loads both. Memory is peak anonymous memory above the
-start: until the first step, and in all. In the first step the reward of every answer is 0 if the reference equals the model.
+Trains a random Llama of the given size, with files in bf16, on two gloo ranks under FSDP2 with SGD. Either TRL gets the name
+of the model and loads both models itself, or `load_model` loads both. Memory is the peak anonymous memory above the level at the
+start: until the first step, and in all. In the first step every reward is 0 if the reference equals the model.
 With `--loading_only`, training ends before its first step, for models whose step does not fit. Prints a table and rewrites its
 section of docs/measured.md.
 """
