@@ -158,7 +158,7 @@ class Mirror:
             except Exception as error:  # the upload failed on every rank, or another rank has exited
                 self._failures[manifest] = (
                     f"{directory} was not uploaded to {self._url}: {summarize(error)}. It is complete on this machine. Check the "
-                    f"network and the credentials; resuming the run from it uploads it."
+                    f"network and the credentials, then start the same command again to upload it."
                 )
                 distributed.warn_main(str(self._failures[manifest]))
             with self._changed:

@@ -17,7 +17,7 @@ from hf_fsdp_recipes.checkpointing import dcp_reader
 from hf_fsdp_recipes.checkpointing.dcp_reader import DcpTensor
 from hf_fsdp_recipes.checkpointing.resume import PARAMS_FILE, read_train_params
 from hf_fsdp_recipes.errors import CheckpointError, ExportError, LoadError, summarize
-from hf_fsdp_recipes.export import lora_merge, model_assets
+from hf_fsdp_recipes.export import adapter_files, lora_merge, model_assets
 from hf_fsdp_recipes.export.export_directory import check_base_model
 from hf_fsdp_recipes.export.export_plan import (
     ADAPTER_PATTERN,
@@ -105,7 +105,7 @@ def export_checkpoint(
 def _describe(
     checkpoint: Path, output: Path, base_model: ModelName, dtype: torch.dtype | None, merge_adapter: bool
 ) -> ExportPlan:
-    if (checkpoint / lora_merge.ADAPTER_CONFIG_FILE).is_file():
+    if (checkpoint / adapter_files.ADAPTER_CONFIG_FILE).is_file():
         return _describe_adapter_directory(checkpoint, output, base_model, dtype, merge_adapter)
     tensors = _without_prefix(dcp_reader.read_index(dcp_reader.find_directory(checkpoint)))
     params = read_train_params(checkpoint) or read_train_params(checkpoint.parent) or {}
@@ -143,7 +143,7 @@ def _describe_adapter_directory(
             f"{directory} is already an exported adapter. Pass merge_adapter (--merge-adapter) to merge it."
         )
     check_files(directory)
-    config, tensors = lora_merge.read_adapter(directory)
+    config, tensors = adapter_files.read_adapter(directory)
     name = str(base_model or config.base_model_name_or_path or "")
     if not name:
         raise ExportError(f"{directory} does not record its base model. Pass base_model (--base-model).")
@@ -172,7 +172,7 @@ def _build(
     try:
         is_recorded = adapter is not None and adapter.base_model_name_or_path == name
         directory = resolve_directory(name, {"revision": adapter.revision if adapter and is_recorded else None})
-        auto_class, fields = lora_merge.recorded_class(adapter, tensors) if adapter is not None else (None, {})
+        auto_class, fields = adapter_files.recorded_class(adapter, tensors) if adapter is not None else (None, {})
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False, **fields)
         quantization, held = take_quantization(config, name), config.dtype or torch.bfloat16
         model = build_on_meta(config, torch.float32, auto_class=auto_class)

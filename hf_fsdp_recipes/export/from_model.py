@@ -13,7 +13,7 @@ import torch
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import ExportError
-from hf_fsdp_recipes.export import lora_merge, model_assets
+from hf_fsdp_recipes.export import adapter_files, lora_merge, model_assets
 from hf_fsdp_recipes.export.export_directory import check_base_model, check_target
 from hf_fsdp_recipes.export.export_plan import (
     ADAPTER_PATTERN,
@@ -137,7 +137,7 @@ def _describe(
     slices = local_slices(model)
     is_adapter = has_adapter(model) and merger is None
     if is_adapter:
-        stored_names = lora_merge.stored_names(model, slices)
+        stored_names = adapter_files.stored_names(model, slices)
         shards = [
             _shard(slices[name], [full_range(stored, slices[name].shape)], dtype)
             for name, stored in stored_names.items()
@@ -149,7 +149,7 @@ def _describe(
 
     def write_assets(directory: Path, plan: FilePlan) -> None:
         if is_adapter:
-            lora_merge.save_config(model, directory)
+            adapter_files.save_config(model, directory)
         else:
             model_assets.save_configs(base, directory, plan.main_dtype())
         if tokenizer is not None:

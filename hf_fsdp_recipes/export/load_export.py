@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_recipes.errors import ExportError, LoadError, summarize
-from hf_fsdp_recipes.export.lora_merge import ADAPTER_CONFIG_FILE, read_adapter, recorded_class
+from hf_fsdp_recipes.export.adapter_files import ADAPTER_CONFIG_FILE, read_adapter, recorded_class
 from hf_fsdp_recipes.loading.dequantize import dequantizing_arguments
 from hf_fsdp_recipes.loading.export_marker import check_files
 from hf_fsdp_recipes.model_class import choose_class

@@ -1,0 +1,142 @@
+"""Reads and writes adapters in PEFT's format: names of tensors, the config, and the class of the base model.
+
+Source: peft 0.21 `utils/save_and_load.py` (names).
+"""
+
+import copy
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_fsdp_recipes import parameter_names
+from hf_fsdp_recipes.errors import ExportError, LoadError, summarize
+from hf_fsdp_recipes.loading.read_ranges import as_bytes
+from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, read_header
+from hf_fsdp_recipes.loading.shard_layout import Slice
+from hf_fsdp_recipes.model_class import task_type_of
+from hf_fsdp_recipes.peft_models import HEAD_FIELDS, active_adapter, describe_class, find_peft_model
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")  # values of init_lora_weights that change base weights
+HEAD_WEIGHT = re.compile(r"\.(score|classifier)\.(?!original_module).*weight$")  # PEFT's names of a classifier's head
+
+
+def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[str, str]:
+    """Map the adapter's parameters to their names in `adapter_model.safetensors`; raise an ExportError if PEFT lists others."""
+    from peft import get_peft_model_state_dict
+
+    peft_model = find_peft_model(model)
+    assert peft_model is not None
+    meta = {name: torch.empty(piece.shape, device="meta") for name, piece in slices.items()}
+    by_identity = {id(tensor): name for name, tensor in meta.items()}
+    kept = get_peft_model_state_dict(
+        _without_wrappers(model, peft_model),
+        state_dict=meta,
+        adapter_name=active_adapter(peft_model),
+        save_embedding_layers=False,
+    )
+    found = {by_identity[id(tensor)]: stored for stored, tensor in kept.items() if id(tensor) in by_identity}
+    if not found or len(found) != len(kept):
+        raise ExportError(f"PEFT lists {len(kept)} adapter tensors, but the model has {len(found)} of them")
+    return found
+
+
+def _without_wrappers(model: torch.nn.Module, peft_model: "PeftModel") -> "PeftModel":
+    """Return a PeftModel without FSDP1 wrappers: the model's own, or under FSDP1 a copy on meta.
+
+    PEFT looks up adapters by module name, and FSDP1 adds its wrappers to those names.
+    """
+    if all(name == parameter_names.without_wrappers(name) for name, _ in model.named_parameters()):
+        return peft_model
+    adapter = active_adapter(peft_model)
+    return adapt_on_meta(peft_model.get_base_model(), peft_model.peft_config[adapter], adapter)
+
+
+def adapt_on_meta(base: Any, config: "PeftConfig", adapter: str = "default") -> "PeftModel":
+    """Return a copy of a transformers model, on meta, with an adapter of this config."""
+    from accelerate import init_empty_weights
+    from peft import get_peft_model
+
+    config = copy.deepcopy(config)
+    config.init_lora_weights = False  # only names and settings are needed
+    with init_empty_weights():
+        return get_peft_model(type(base)._from_config(base.config), config, adapter_name=adapter)
+
+
+def save_config(model: torch.nn.Module, directory: Path) -> None:
+    """Write `adapter_config.json`, set for inference. Rank 0 only."""
+    peft_model = find_peft_model(model)
+    assert peft_model is not None
+    config = copy.deepcopy(peft_model.peft_config[active_adapter(peft_model)])
+    base = peft_model.get_base_model()
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = base.config.name_or_path
+    config.auto_mapping = describe_class(base) or config.auto_mapping
+    config.inference_mode = True
+    config.save_pretrained(str(directory))
+    if (start := str(config.init_lora_weights).lower()).startswith(CHANGES_BASE):
+        logger.warning(
+            "%s: the adapter was initialized with %s, so load it with PEFT, which changes the base weights again; vLLM does not. "
+            "The merged model (merge_adapter) works everywhere.",
+            directory.name,
+            start,
+        )
+
+
+def recorded_class(config: "PeftConfig", tensors: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Return the class name of an adapter's base model, or None, and the config fields that its head needs.
+
+    `tensors` are the adapter's, by name; each has a shape.
+    """
+    import transformers
+
+    heads = [tensor.shape[0] for name, tensor in tensors.items() if HEAD_WEIGHT.search(name)]
+    is_classifier = config.task_type in ("SEQ_CLS", "TOKEN_CLS")
+    mapping = config.auto_mapping or {}
+    name = mapping.get("base_model_class")
+    found = getattr(transformers, name or "", None)
+    if not str(mapping.get("parent_library")).startswith("transformers") or found is None or not task_type_of(found):
+        name = None  # use the class that the base model declares
+    fields = {field: mapping[field] for field in HEAD_FIELDS if mapping.get(field) is not None}
+    if "id2label" in fields:
+        fields["id2label"] = {int(number): label for number, label in fields["id2label"].items()}  # JSON keys are text
+    return name, ({"num_labels": heads[-1]} if is_classifier and heads else {}) | fields
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor of an adapter's safetensors file, read like a checkpoint's DcpTensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    index: SafetensorsIndex
+    name: str
+
+    def read(self, start: int, count: int) -> torch.Tensor:
+        """Return `count` elements starting at `start` (1-D, CPU)."""
+        out = torch.empty(count, dtype=self.dtype)
+        self.index.read_into(as_bytes(out), self.index.tensors[self.name], start * self.dtype.itemsize)
+        return out
+
+
+def read_adapter(directory: Path) -> tuple["PeftConfig", dict[str, FileTensor]]:
+    """Return the PEFT config and the tensors of an exported adapter; raise an ExportError if it cannot be read."""
+    from peft import PeftConfig
+
+    try:
+        config = PeftConfig.from_pretrained(str(directory))
+        index = SafetensorsIndex(read_header(directory / ADAPTER_FILE))
+    except (LoadError, OSError, ValueError) as error:
+        raise ExportError(f"the adapter in {directory} cannot be read: {summarize(error, 'line')}") from error
+    return config, {name: FileTensor(t.shape, t.dtype, index, name) for name, t in index.tensors.items()}
