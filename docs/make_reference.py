@@ -44,8 +44,8 @@ Each cell is a test on two CPU ranks: a resumed run has the losses and the expor
 | `KTOTrainer` | yes | yes | yes | yes | yes | the same |
 | `RewardTrainer` | yes | yes | yes, with its head | yes, with its head | yes | the same |
 | `GRPOTrainer` | yes | yes | yes | yes | refused | the same |
-| `Trainer` | yes | yes | with PEFT | not tested | yes | `tests/test_examples_launch.py` |
-| none: `save_checkpoint` | yes | yes | not tested | not tested | yes | `tests/checkpointing/test_accelerator_state_ranks.py` |
+| `Trainer` | yes | yes | yes | yes | with LoRA | `tests/test_examples_launch.py`, `tests/checkpointing/test_own_script_ranks.py` |
+| none: `save_checkpoint` | yes | yes | yes | yes | yes | `tests/checkpointing/test_accelerator_state_ranks.py` |
 
 [trainers.md](trainers.md) has columns, reference models and kinds of LoRA.
 """

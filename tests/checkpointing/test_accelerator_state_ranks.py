@@ -151,3 +151,45 @@ def test_loop_resumes_exactly_under_every_sharding(sharding, tiny_model, text_fi
     assert printed[0].splitlines()[-2:] == printed[1].splitlines()[-2:]
     first, second = (load_file(tmp_path / name / "export" / "model.safetensors") for name in ("run", "resumed"))
     assert all(torch.equal(value, second[key]) for key, value in first.items())
+
+
+def train_adapter(model, output_dir, quantization):
+    """Train an adapter in a loop for 4 steps, or continue after the newest checkpoint; return the losses by step."""
+    from accelerate import Accelerator
+    from peft import LoraConfig, get_peft_model
+
+    from hf_fsdp_recipes import distributed, export_model, latest_checkpoint, load_model, save_checkpoint
+    from tests.ranks.training import LORA, quantized
+
+    loaded = get_peft_model(load_model(str(model), dtype="float32", **quantized(quantization)), LoraConfig(**LORA))
+    accelerator = Accelerator()
+    trained = [parameter for parameter in loaded.parameters() if parameter.requires_grad]
+    adapted, optimizer = accelerator.prepare(loaded, torch.optim.AdamW(trained, lr=1e-2))
+    checkpoint = latest_checkpoint(output_dir)
+    if checkpoint is not None:
+        accelerator.load_state(checkpoint)
+    losses = {}
+    for step in range(int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0, 4):
+        tokens = torch.arange(3 + step, 19 + step).view(1, -1) + 20 * distributed.rank()
+        loss = adapted(input_ids=tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step] = loss.item()
+        if step == 1:
+            save_checkpoint(accelerator, output_dir, 2)
+    export_model(adapted, output_dir / "export")
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, {"bnb_4bit_quant_type": "nf4"}], ids=["lora", "qlora"])
+def test_adapter_in_a_loop_resumes_and_exports(quantization, tiny_model, tmp_path):
+    model, environment = tiny_model("llama_wide"), fsdp_environment(FSDP2)
+    whole = run_ranks(train_adapter, 2, model, tmp_path / "run", quantization, environment=environment)
+    shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
+    resumed = run_ranks(train_adapter, 2, model, tmp_path / "resumed", quantization, environment=environment)
+    assert resumed == [{step: loss for step, loss in losses.items() if step >= 2} for losses in whole]
+    first, second = (load_file(tmp_path / run / "export" / "adapter_model.safetensors") for run in ("run", "resumed"))
+    assert first.keys() == second.keys()
+    assert all(tensor.equal(second[name]) for name, tensor in first.items())

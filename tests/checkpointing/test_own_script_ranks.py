@@ -1,10 +1,12 @@
 """A user's own Trainer script with the callback: what cannot work is refused on every rank, before training."""
 
 import re
+import shutil
 
 import pytest
+from safetensors.torch import load_file
 
-from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
+from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
 from tests.ranks.lock_holder import locked_by_another, wait_briefly
 from tests.ranks.training import build
 
@@ -75,3 +77,42 @@ def test_directory_of_a_living_run_is_refused(refused, tmp_path):
         kind, error = refused()
     assert kind == "CheckpointError"
     assert f"{tmp_path}/run is in use by another run (process" in error
+
+
+def _train_plain(model, output, quantization):
+    """Train an adapter with transformers' own Trainer, from the newest checkpoint; return the losses."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import Trainer, TrainingArguments
+
+    from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint, load_model
+    from tests.ranks.training import LORA, quantized
+
+    loaded = load_model(str(model), dtype="float32", **quantized(quantization))
+    rows = [{"input_ids": torch.arange(3 + n, 19 + n), "labels": torch.arange(3 + n, 19 + n)} for n in range(32)]
+    arguments = TrainingArguments(
+        str(output), max_steps=4, save_steps=2, logging_steps=1, per_device_train_batch_size=2, learning_rate=1e-2,
+        report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    callbacks = [ShardedCheckpointCallback(export_dir=output / "export")]
+    model = get_peft_model(loaded, LoraConfig(**LORA))
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=latest_checkpoint(output))
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("quantization", "fsdp"),
+    [(None, FSDP2), ({"bnb_4bit_quant_type": "nf4"}, FSDP2), (None, FSDP1)],
+    ids=["lora", "qlora", "lora, fsdp1"],
+)
+def test_adapter_with_a_plain_trainer_resumes_and_exports(quantization, fsdp, tiny_model, tmp_path):
+    model, environment = tiny_model("llama_wide"), fsdp_environment(fsdp)
+    whole = run_ranks(_train_plain, 2, model, tmp_path / "run", quantization, environment=environment)[0]
+    shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
+    resumed = run_ranks(_train_plain, 2, model, tmp_path / "resumed", quantization, environment=environment)[0]
+    assert resumed == whole and len(whole) == 4
+    first, second = (load_file(tmp_path / run / "export" / "adapter_model.safetensors") for run in ("run", "resumed"))
+    assert first.keys() == second.keys()
+    assert all(tensor.equal(second[name]) for name, tensor in first.items())
