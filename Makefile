@@ -82,7 +82,6 @@ docs-tables: $(VENV)/.installed
 
 # The documentation as a site in site/.
 docs: $(VENV)/.installed
-	$(BIN)/python -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # A torch that is already there is kept; where there is none, a pinned one, so that a CPU machine does not pull CUDA.

@@ -69,8 +69,7 @@ def main() -> None:
     )
     if arguments.do_train:
         # instead of get_last_checkpoint, which would also return an interrupted save
-        checkpoint = arguments.resume_from_checkpoint or latest_checkpoint(arguments.output_dir)
-        result = trainer.train(resume_from_checkpoint=checkpoint)
+        result = trainer.train(resume_from_checkpoint=latest_checkpoint(arguments.output_dir))
         trainer.save_model()
         trainer.log_metrics("train", result.metrics)
         trainer.save_metrics("train", result.metrics)

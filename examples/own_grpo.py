@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--max_steps", type=int, default=1000)
     parser.add_argument("--save_steps", type=int, default=100)
     parser.add_argument("--max_completion_length", type=int, default=128)
+    parser.add_argument("--resume_from_checkpoint", choices=["auto"], help="for launch.slurm; every run resumes anyway")
     options = parser.parse_args()
 
     model = load_model(options.model, dtype="float32")

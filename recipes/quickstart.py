@@ -102,6 +102,8 @@ def start_from_scratch(output: Path) -> None:
             raise SystemExit(
                 f"{output} exists and is not an earlier quickstart's output. Choose another --output_dir, or move it."
             )
+        if any(output.glob("previous-*")):
+            raise SystemExit(f"{output} holds runs of your own (previous-*). Choose another --output_dir, or move it.")
         shutil.rmtree(output)
     output.mkdir(parents=True, exist_ok=True)
     (output / MARKER).touch()

@@ -24,7 +24,7 @@ class Storage:
             self.fs, self.root = fsspec.core.url_to_fs(self.url, **({"auto_mkdir": True} if self.is_local else {}))
         except (ImportError, ValueError) as error:  # fsspec's message names the missing package
             raise CheckpointError(
-                f"{url} cannot be opened: {summarize(error)}. For s3, run pip install 'hf-fsdp-recipes[mirror]'."
+                f"{url} cannot be opened: {summarize(error)}. For s3, run pip install s3fs."
             ) from error
 
     def attempt(self, method: str, *arguments: Any, retry: bool = True) -> Any:

@@ -85,7 +85,8 @@ def render(
         "num_machines": num_machines,
         "num_processes": num_processes,
     }
-    text = templates.render(replace(template, **{key: value for key, value in given.items() if value is not None}))
+    changed = replace(template, **{key: value for key, value in given.items() if value is not None})
+    text = templates.render(changed, str(output or "FILE"))
     if output is None:
         print(text, end="")
     else:

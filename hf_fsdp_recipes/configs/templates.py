@@ -145,10 +145,13 @@ def find_template(name: str) -> Template:
     raise TemplateError(f"There is no template {name!r}. `hf-fsdp config list` shows the templates.")
 
 
-def render(template: Template) -> str:
-    """Return a template as commented YAML; raise a TemplateError if nodes and ranks do not match or settings conflict."""
+def render(template: Template, file: str | None = None) -> str:
+    """Return a template as commented YAML; raise a TemplateError if nodes and ranks do not match or settings conflict.
+
+    Its first lines start a run with `file`, or with the shipped template of its name.
+    """
     _check(template)
-    lines = [f"# {line}".rstrip() for line in _header(template)] + [""]
+    lines = [f"# {line}".rstrip() for line in _header(template, file or template.name)] + [""]
     for path, value, comment in _entries(template):
         *parents, key = path.split("/")
         text = "  " * len(parents) + f"{key}: {value}".rstrip()
@@ -172,8 +175,8 @@ def _check(template: Template) -> None:
         raise TemplateError(f"Size-based wrapping ignores the wrap class {template.wrap_class}. Choose one of the two.")
 
 
-def _header(template: Template) -> Iterator[str]:
-    launch = f"hf-fsdp sft --accelerate_config {template.name} --config RECIPE"
+def _header(template: Template, file: str) -> Iterator[str]:
+    launch = f"hf-fsdp sft --accelerate_config {file} --config RECIPE"
     if template.num_machines > 1:
         yield "On every node, with its own MACHINE_RANK (launch.slurm does this):"
         yield f"  {launch} --machine_rank $MACHINE_RANK \\"
