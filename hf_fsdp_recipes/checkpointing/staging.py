@@ -150,7 +150,7 @@ class _HostMemory:
         self._free = memoryview(b"")
 
     def expect(self, num_bytes: int) -> None:
-        """Add to the number of bytes that `empty_like` will be asked for."""
+        """Announce that `empty_like` will have to provide `num_bytes` more."""
         self.num_expected_bytes += num_bytes
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:

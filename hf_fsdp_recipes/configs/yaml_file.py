@@ -50,7 +50,7 @@ def read_yaml(path: str | Path, error_class: type[RecipeError], advice: str) -> 
 
 
 def parse_yaml(text: str, name: str, error_class: type[RecipeError]) -> Any:
-    """Return the value of a YAML text; errors of `error_class` start with `name`."""
+    """Parse a YAML text; if it is invalid, raise `error_class` with a message that starts with `name`."""
     try:
         return _Loader(text).get_single_data()
     except yaml.reader.ReaderError as error:

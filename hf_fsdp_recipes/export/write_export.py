@@ -137,7 +137,9 @@ def _choose_method(directory: Path, method: Method) -> tuple[Literal["direct", "
     probe = directory / f".probe-{distributed.broadcast_object(uuid.uuid4().hex)}"
     distributed.run_on_main(_failed_write(directory)(probe.touch))
     seen = None
-    with contextlib.suppress(OSError):  # otherwise an NFS client may look in the earlier directory of the same name
+    with contextlib.suppress(
+        OSError
+    ):  # refreshes an NFS client that still has a deleted directory of this name in its cache
         list(directory.parent.iterdir())
     with contextlib.suppress(OSError):
         seen = distributed.node_id(), probe.stat().st_dev  # two mounts on one node have two caches

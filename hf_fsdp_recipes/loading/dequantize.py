@@ -41,7 +41,7 @@ class Fp8Weight:
         return self.packed.shape if has_all and is_float else None
 
     def read(self, index: SafetensorsIndex, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return elements [start, start + count) of the dequantized weight (1-D, CPU)."""
+        """Return elements [start, start + count) of the dequantized weight (1-D, CPU). `SafetensorsIndex.read_into` calls this."""
         rows, columns = self.packed.shape[-2:]
         top, bottom = start // columns, -(-(start + count) // columns)
         row = torch.arange(top, bottom)

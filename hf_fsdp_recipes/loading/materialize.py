@@ -129,7 +129,7 @@ class MetaModelLoader:
 
 
 def broadcast_real_parameters(model: torch.nn.Module, device: torch.device) -> None:
-    """Broadcast parameters that are real before sharding, such as adapters, from rank 0. Collective."""
+    """Before sharding, broadcast the parameters that are not on meta, such as adapters, from rank 0. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     for parameter in model.parameters():

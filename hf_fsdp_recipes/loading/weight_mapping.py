@@ -146,8 +146,8 @@ def stored_ranges(model: "PreTrainedModel", name: str, shape: tuple[int, ...]) -
         shape: shape of the full parameter.
 
     Returns:
-        Ranges that together cover the parameter once. Each has the written tensor's name and shape, and its `start` and
-        `num_elements` within the parameter.
+        Ranges that together cover the parameter once. Name and shape are those of the written tensor; `start` and
+        `num_elements` count within the parameter.
 
     Raises:
         ValueError: the conversion does more than rearrange full rows of this parameter.

@@ -18,12 +18,14 @@ class Clock:
 
     def __init__(self) -> None:
         self._marks: list[tuple[str, Any]] = []  # (phase, end time)
-        self._seconds = dict.fromkeys(PHASES, 0.0)  # sums of the marks removed so far
+        self._seconds = dict.fromkeys(PHASES, 0.0)  # by phase, from marks that are already removed
         self._device: Any = None
         self._is_running = False
 
     def start(self, device: Any = None) -> None:
-        """Start or restart, with events of an accelerator's module (`torch.cuda`), or with the host's clock (None)."""
+        """Start or restart. `device` is an accelerator's module, such as `torch.cuda`, whose events give the time, or None for
+        the host's clock.
+        """
         self._device = device if hasattr(device, "Event") else None
         self._is_running = True
         self._marks.clear()

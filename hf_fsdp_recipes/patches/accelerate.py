@@ -1,4 +1,7 @@
-"""Patches for Accelerate: FSDP on CPU ranks, size-based wrapping, and models with parameters on meta."""
+"""Patches for Accelerate: FSDP on CPU ranks, size-based wrapping, and models with parameters on meta.
+
+Patches of Accelerate for FSDP1 are in fsdp1.py.
+"""
 
 import functools
 from typing import Any
@@ -145,7 +148,8 @@ def find_heads(model: torch.nn.Module) -> list[torch.nn.Module]:
 @Patch(
     "accelerate.accelerator.Accelerator._prepare_fsdp2(self)",
     feature="loading",
-    changes="Parameters on meta get distinct `data_ptr` values before Accelerate maps the optimizer's parameters.",
+    changes="Parameters on meta get distinct `data_ptr` values, by which Accelerate replaces the optimizer's "
+    "parameters with their shards.",
     reason="Accelerate maps parameters by `data_ptr`, which is 0 for every parameter on meta.",
     upstream="to file: `_prepare_fsdp2` maps optimizer parameters by data_ptr and mixes up parameters on meta",
 )

@@ -146,7 +146,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"it refers to {module}.{name}, which torch does not write there")
         found = super().find_class(module, name)
         if not isinstance(found, type):
-            return functools.partial(found)  # a function's own attributes stay out of reach
+            return functools.partial(found)  # so that the pickle cannot change the function's attributes
         self._attributes.setdefault(found, dict(vars(found)))
         return found
 

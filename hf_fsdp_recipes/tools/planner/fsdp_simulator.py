@@ -35,7 +35,7 @@ class Fsdp2Simulator:
     """FSDP2: per-parameter sharding.
 
     An all-gather fills one buffer for the collective, which is then copied to the parameters. In forward the buffer
-    lives until the next all-gather is done; in backward the previous unit is prefetched. A reduce-scatter copies
+    lives until the next all-gather is done. In backward FSDP prefetches the unit before this one. A reduce-scatter copies
     the gradients to an input buffer that lives until the next reduce-scatter.
 
     Source: torch 2.13 `distributed/fsdp/_fully_shard/_fsdp_param_group.py`, `_fsdp_collectives.py`.

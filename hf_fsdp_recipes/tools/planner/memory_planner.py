@@ -32,8 +32,8 @@ class MemoryPlan:
     job: TrainingJob
     units: tuple[FsdpUnit, ...]
     flops: ModelFlops | None  # None if they cannot be counted
-    valley: dict[str, int]  # device bytes between steps
-    peak: dict[str, int]  # device bytes when their sum is highest
+    valley: dict[str, int]  # device bytes by category, between steps
+    peak: dict[str, int]  # device bytes by category, when their sum is highest
     allowance_bytes: int  # assumed for the GPU context, NCCL and fragmentation
     host: dict[str, int]  # host bytes during training: offloaded shards and paged optimizer state
 

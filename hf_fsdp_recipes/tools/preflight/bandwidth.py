@@ -24,7 +24,7 @@ LONG_ENOUGH_SECONDS = 0.15  # latency no longer dominates a transfer that takes 
 NUM_REPEATS = 3
 
 
-# Dtype, buffer sizes, matrix rows, and the maximum number of products, enough for clocks to fall under load.
+# Dtype, buffer sizes, rows of the matrices, and how many products to time at most: enough for a GPU's clocks to settle under load.
 CPU_WORKLOAD = (torch.float32, (1 << 20, 1 << 22, 1 << 24, 1 << 26), 1024, NUM_REPEATS)
 ACCELERATOR_WORKLOAD = (torch.bfloat16, (1 << 24, 1 << 26, 1 << 28, 1 << 30, 1 << 31), 8192, 200)
 PRODUCTS_SECONDS = 1.0  # a slow device stops after fewer products

@@ -121,7 +121,7 @@ class Rendezvous:
             return any(self.store.check([f"{stage}/{key}"]) for key in ("failed", "verdict"))
 
     def extend_deadline(self, timeout_seconds: float) -> None:
-        """Give the remaining stages this long from now."""
+        """Set the deadline of the remaining stages to `timeout_seconds` from now."""
         self.deadline = time.monotonic() + timeout_seconds  # when node 0 stops waiting
 
     def close(self) -> None:

@@ -11,7 +11,8 @@ from hf_fsdp_recipes.errors import PlanError
 def sweep(
     context: typer.Context,
     recipe: Annotated[
-        Optional[Path], typer.Argument(help="Recipe: a name or a file. Override any of its fields with --field value.")
+        Optional[Path],
+        typer.Argument(help="Recipe: a name or a file. Any field of the recipe can be overridden with --field value."),
     ] = None,
     ranks: Annotated[str, typer.Option(help="Rank counts over all nodes, comma-separated.")] = "1,2",
     templates: Annotated[str, typer.Option(help="Shipped templates, comma-separated.")] = "fsdp2_full_shard",
