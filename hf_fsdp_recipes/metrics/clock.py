@@ -23,9 +23,7 @@ class Clock:
         self._is_running = False
 
     def start(self, device: Any = None) -> None:
-        """Start or restart. `device` is an accelerator's module, such as `torch.cuda`, whose events give the time, or None for
-        the host's clock.
-        """
+        """Start or restart, with events of `device`, an accelerator's module such as `torch.cuda`; None: the host's clock."""
         self._device = device if hasattr(device, "Event") else None
         self._is_running = True
         self._marks.clear()
