@@ -85,10 +85,13 @@ def test_only_an_earlier_quickstart_is_deleted(tmp_path):
     with pytest.raises(SystemExit, match="not an earlier quickstart"):
         start_from_scratch(foreign)
     assert (foreign / "notes.txt").is_file()
+    (own / "previous-1").mkdir()
+    with pytest.raises(SystemExit, match="runs of your own"):
+        start_from_scratch(own)
 
 
 def test_missing_extra_is_one_sentence(monkeypatch, tmp_path):
     download = runpy.run_path(str(ROOT / "recipes" / "quickstart_model.py"))["download"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"^gguf is not installed. Run: pip install 'hf-fsdp-recipes\[quickstart\]'$"):
+    with pytest.raises(SystemExit, match=r"^gguf is not installed. Run: pip install 'gguf>=0.17'$"):
         download(tmp_path)
