@@ -203,7 +203,7 @@ def rendered(*arguments):
 def test_every_combination_is_rendered_from_its_options(template):
     options = ["--strategy", template.strategy, "--fsdp-version", str(template.version)]
     options += ["--offload"] * template.is_offloaded + ["--wrap", "size"] * (template.min_num_params is not None)
-    assert rendered(*options) == templates.render(template)
+    assert rendered(*options) == templates.render(template, "FILE")
 
 
 def test_rendered_config_fits_the_machine_and_the_model(tmp_path):
@@ -217,6 +217,7 @@ def test_rendered_config_fits_the_machine_and_the_model(tmp_path):
     file = tmp_path / "mine.yaml"
     classes = "GPT2Attention, GPT2MLP"
     rendered("fsdp2_full_shard_size_wrap", "--wrap", "layer", "--wrap-class", classes, "-o", str(file))
+    assert file.read_text().startswith(f"# hf-fsdp sft --accelerate_config {file} --config RECIPE\n")
     fsdp = yaml.safe_load(file.read_text())["fsdp_config"]
     assert fsdp["fsdp_transformer_layer_cls_to_wrap"] == "GPT2Attention,GPT2MLP" and "fsdp_min_num_params" not in fsdp
 
