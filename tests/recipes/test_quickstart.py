@@ -20,9 +20,9 @@ def test_quickstart_trains_is_killed_resumes_and_exports(tiny_model, tmp_path):
         "--output_dir",
         str(output),
         "--max_steps",
-        "12",
+        "36",
         "--save_steps",
-        "4",
+        "12",
     ]
     command = [sys.executable, "recipes/quickstart.py", *options]
     done = subprocess.run(
@@ -42,7 +42,7 @@ def test_quickstart_trains_is_killed_resumes_and_exports(tiny_model, tmp_path):
     assert "Before and after" in (output / "report.md").read_text()
     assert "kernels" not in done.stdout + done.stderr and "Warning" not in done.stdout + done.stderr
     steps = [line.split("/")[0].split()[1] for line in done.stdout.splitlines() if line.startswith("  step")]
-    assert steps[-1] == "12"
+    assert steps[-1] == "36"
 
 
 def test_each_fact_is_in_the_training_set_and_its_rewording_is_not():
