@@ -9,7 +9,7 @@ from the module if FSDP has replaced its parameter); transformers 5.23 `quantize
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -86,13 +86,12 @@ class Quant4bitSpec:
 def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtype: torch.dtype) -> "HfQuantizer":
     """Replace a meta model's linear layers with 4-bit layers, not yet packed; return the quantizer. Not a collective.
 
-    Fused experts are no linear layers, so transformers leaves them as they are, which rank 0 logs.
-
     The packed bytes are stored in the mixed-precision dtype, because FSDP casts gathered parameters to it. Accelerate does not
     shard weights in integer storage, bitsandbytes' default.
 
     Raises:
-        LoadError: this kind of quantization cannot be sharded, or bitsandbytes is missing or does not work on this machine.
+        LoadError: this kind of quantization cannot be sharded, the model has experts that would not be packed, or
+            bitsandbytes is missing or does not work on this machine.
     """
     from transformers.modeling_utils import local_torch_dtype
     from transformers.quantizers.auto import AutoHfQuantizer
@@ -100,6 +99,7 @@ def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtyp
     if not getattr(config, "load_in_4bit", False):
         kind = "8-bit" if getattr(config, "load_in_8bit", False) else type(config).__name__
         raise LoadError(f"{kind} weights cannot be sharded. Use 4-bit bitsandbytes weights (load_in_4bit).")
+    check_experts(model, config.llm_int8_skip_modules or ())
     storage = mixed_precision_dtype() or dtype
     if config.bnb_4bit_quant_storage != storage:
         distributed.print_main(f"load: 4-bit weights are stored as {storage}, which FSDP shards without casting")
@@ -114,14 +114,30 @@ def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtyp
         raise LoadError(
             f"4-bit weights need bitsandbytes: {summarize(error, 'line')}. Run pip install bitsandbytes."
         ) from error
-    experts = {name: p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name}
-    if experts:
-        num_bytes = sum(parameter.nbytes for parameter in experts.values())
-        distributed.warn_main(
-            f"4 bits are for linear layers only: fused experts, such as {next(iter(experts))}, stay in {dtype}, "
-            f"{format_bytes(num_bytes)} on all ranks together. hf-fsdp plan counts them so."
-        )
     return quantizer
+
+
+def check_experts(model: torch.nn.Module, skipped: Collection[str] = ()) -> None:
+    """Raise a LoadError for fused experts that would stay unpacked, unless `llm_int8_skip_modules` names them.
+
+    transformers packs linear layers only, and the fused experts of a layer are 3-D parameters.
+    """
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    experts = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 3 and ".experts." in name and should_convert_module(name.rpartition(".")[0], list(skipped))
+    }
+    if not experts:
+        return
+    num_bytes, all_bytes = (sum(p.nbytes for p in parameters) for parameters in (experts.values(), model.parameters()))
+    name, parameter = next(iter(experts.items()))
+    raise LoadError(
+        f"bitsandbytes packs linear layers only: fused experts, such as {name}, would stay in {parameter.dtype}, "
+        f"{format_bytes(num_bytes)} of {format_bytes(all_bytes)}. Remove load_in_4bit; or, to pack the other layers only, "
+        f'pass load_model a BitsAndBytesConfig with llm_int8_skip_modules=["experts", "lm_head"].'
+    )
 
 
 def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torch.dtype) -> dict[str, Quant4bitSpec]:

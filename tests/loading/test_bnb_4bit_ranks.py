@@ -1,12 +1,9 @@
 """Weights quantized to 4 bits on arrival, compared with the stock QLoRA path on real gloo ranks."""
 
-import contextlib
-import io
-import logging
-
 import pytest
 
 from hf_fsdp_recipes import load_model
+from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.units import format_bytes
 from tests.loading.test_load_model_ranks import HYBRID, _load_only, both
 from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
@@ -48,7 +45,7 @@ def losses(kind, text_file, tmp_path, tiny_model, environment, world_size=2, **k
         pytest.param("llama_tied", 2, NF4 | {"bnb_4bit_use_double_quant": True}, marks=pytest.mark.slow),
         pytest.param("llama", 3, NF4 | {"bnb_4bit_quant_type": "fp4"}, marks=pytest.mark.slow),
         pytest.param("gpt2", 2, NF4, marks=pytest.mark.slow),
-        ("qwen3_moe", 1, NF4),
+        ("qwen3_moe", 1, NF4 | {"llm_int8_skip_modules": ["experts", "lm_head"]}),
     ],
 )
 def test_fsdp2_losses_equal_stock_qlora(tiny_model, text_file, tmp_path, kind, world_size, quantization):
@@ -170,17 +167,20 @@ def test_parameters_are_counted_as_if_they_were_not_packed(tiny_model, dtype):
     assert num_packed == num_plain > num_elements
 
 
-def _warnings_of_4bit_load(model_dir):
+def _error_of_4bit_load(model_dir):
     from tests.ranks.training import quantized
 
-    with contextlib.redirect_stderr(io.StringIO()) as printed:
-        logging.basicConfig(stream=printed, force=True)
+    with pytest.raises(LoadError) as raised:
         load_model(str(model_dir), dtype="bfloat16", **quantized(NF4))
-    return printed.getvalue()
+    return str(raised.value)
 
 
-def test_experts_that_stay_unquantized_are_logged_with_their_size(tiny_model):
-    [said] = run_ranks(_warnings_of_4bit_load, 1, tiny_model("gpt_oss"), environment=fsdp_environment(FSDP2))
+def test_fused_experts_are_refused_on_all_ranks_unless_they_are_skipped_by_name(tiny_model):
+    messages = run_ranks(_error_of_4bit_load, 2, tiny_model("gpt_oss"), environment=fsdp_environment(FSDP2))
     num_bytes = 2 * 3 * (32 * 96 + 48 * 32) * 2  # layers, experts, both weights, bfloat16
-    assert "such as model.layers.0.mlp.experts.gate_up_proj, stay in torch.bfloat16, " in said
-    assert f" {format_bytes(num_bytes)} on all ranks" in said
+    assert messages[0] == messages[1]
+    assert (
+        f"such as model.layers.0.mlp.experts.gate_up_proj, would stay in torch.bfloat16, {format_bytes(num_bytes)} of"
+        in messages[0]
+    )
+    assert 'llm_int8_skip_modules=["experts", "lm_head"]' in messages[0]

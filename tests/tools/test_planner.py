@@ -502,6 +502,15 @@ def test_adapters_of_experts_are_planned_and_take_disk_space(tmp_path):
     assert disk_estimate.estimate(recipe).export_bytes == 4 * num_adapter_parameters
 
 
+def test_fused_experts_in_4_bits_are_refused_and_not_suggested(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("gpt_oss").to_dict()))
+    job = ["plan", "--model", str(tmp_path), "--lora", "4"]
+    refused = run(app, [*job, "--quantized", "4bit"])
+    assert refused.exit_code != 0
+    assert "bitsandbytes packs linear layers only: fused experts" in str(refused.exception)
+    assert "4-bit" not in run(app, [*job, "--gpu-memory", "0.001GB"]).output
+
+
 def test_recipe_sets_the_options_that_are_not_given(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama").to_dict()))
     recipe = tmp_path / "recipe.yaml"

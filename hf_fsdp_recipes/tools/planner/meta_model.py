@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Union
 import torch
 
 from hf_fsdp_recipes.errors import LoadError, PlanError, summarize
+from hf_fsdp_recipes.loading.bnb_4bit import check_experts
 from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
 from hf_fsdp_recipes.model_class import choose_class, task_type_of
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
@@ -106,7 +107,15 @@ def _describe(name: str, tensor: torch.nn.Parameter, job: TrainingJob, is_packed
 
 
 def _find_packed(model: MetaModel) -> set[str]:
-    """Return the weights that bitsandbytes packs: those of linear layers, except the head and adapters."""
+    """Return the weights that bitsandbytes packs: those of linear layers, except the head and adapters.
+
+    Raises:
+        PlanError: the model has fused experts, which would stay unpacked.
+    """
+    try:
+        check_experts(model)
+    except LoadError as error:
+        raise PlanError(str(error)) from error
     head = model.get_output_embeddings()
     return {
         f"{name}.weight"
