@@ -1,27 +1,15 @@
 """Every architecture of transformers that can be made small: loaded into shards on two ranks, exported, and read again."""
 
 import functools
-import re
 import shutil
 
 import pytest
 
+from tests.loading.families import CLASSES, listed, model_types, small_config
 from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
-from tests.recipes.launching import ROOT
 
-CLASSES = (
-    "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification",
-    "AutoModelForTokenClassification",
-)  # fmt: skip
-PAGE = ROOT / "docs" / "models.md"
 PER_RUN = 16
 MAX_PARAMETERS = 700_000_000  # vision towers keep their width
-
-
-def model_types(auto_class):
-    import transformers
-
-    return sorted(getattr(transformers, auto_class)._model_mapping._model_mapping)
 
 
 def round_trips(auto_class, types, folder):
@@ -55,18 +43,8 @@ def round_trips(auto_class, types, folder):
 
 def make(auto_class, model_type, directory):
     import torch
-    import transformers
-    from transformers import CONFIG_MAPPING
 
-    from hf_fsdp_recipes.training.tiny_config import tiny_config
-
-    config = CONFIG_MAPPING[model_type]()
-    model_class = getattr(transformers, auto_class)._model_mapping[type(config)]
-    model_class = model_class[0] if isinstance(model_class, list | tuple) else model_class
-    sub = config.sub_configs.get("text_config")
-    if sub is not None and model_class.config_class is sub:
-        config = config.get_text_config()
-    config = tiny_config(config, 64)
+    model_class, config = small_config(auto_class, model_type)
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in model_class(config).parameters())
     if num_parameters > MAX_PARAMETERS:
@@ -102,17 +80,6 @@ def round_trip(source):
 
 def environment():
     return fsdp_environment(FSDP2 | {"fsdp_auto_wrap_policy": "NO_WRAP"}) | {"HF_HUB_OFFLINE": "1"}
-
-
-def listed(auto_class):
-    """Return the types that docs/models.md lists for a class, because they fail, are refused, or cannot be made small."""
-    section = PAGE.read_text().partition(f"## {auto_class}")[2].partition("\n## ")[0]
-    return {
-        name
-        for line in section.splitlines()
-        if line.startswith("| `")
-        for name in re.findall(r"`([^`]+)`", line.split("|")[1])
-    }
 
 
 @pytest.mark.slow
