@@ -105,6 +105,16 @@ def check_trainer(arguments: "Arguments", given: Collection[str]) -> None:
             "grpo cannot generate under FSDP1, where ranks that end early would leave the others waiting. Use an fsdp2_*.yaml "
             "template, or use_vllm: true."
         )
+    if training.use_vllm and arguments.model.use_peft and fsdp_version() is not None:
+        if fsdp_version() == 1:
+            raise RecipeError(
+                "with use_vllm, TRL cannot merge an adapter under FSDP1 to hand it to vLLM. Use an fsdp2_*.yaml template."
+            )
+        if arguments.model.load_in_4bit:
+            raise RecipeError(
+                "with use_vllm, TRL cannot merge an adapter into sharded 4-bit weights to hand it to vLLM. Drop load_in_4bit or "
+                "use_vllm."
+            )
 
 
 def needs_reference(arguments: "Arguments") -> bool:

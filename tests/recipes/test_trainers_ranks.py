@@ -316,6 +316,43 @@ def test_grpo_generates_resumes_and_exports(tiny_model, pair_file, tmp_path):
     check_loads(check_run("grpo", tiny_model("llama"), pair_file, tmp_path, **GENERATION))
 
 
+def hand_to_vllm(model, data, output, lora):
+    """Train, and return how far the weights that TRL would send to vLLM are from those of an export; None if absent there."""
+    from trl.distributed import DistributedBackend
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    from hf_fsdp_recipes import distributed, export_model
+    from tests.ranks import training
+
+    trainer = training.build(str(model), str(data), str(output / "run"), lora=training.LORA if lora else None, steps=2)
+    trainer.train()
+    generation = VLLMGeneration.__new__(VLLMGeneration)  # its __init__ needs vLLM and CUDA
+    generation.model, generation.accelerator = trainer.model, trainer.accelerator
+    generation._dist = DistributedBackend(trainer.accelerator)
+    sent = {name: tensor.detach().clone() for name, tensor in generation._iter_named_params()}
+    export_model(trainer.model, output / "export", merge_adapter=lora)
+    written = read_weights(output / "export") if distributed.is_main() else sent
+    return {name: (sent[name] - written[name]).abs().max().item() if name in written else None for name in sent}, list(
+        written
+    )
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "lora"),
+    [
+        (FSDP2, True),
+        pytest.param(FSDP2, False, marks=pytest.mark.slow),
+        pytest.param(FSDP1, False, marks=pytest.mark.slow),
+    ],
+)
+def test_trl_hands_the_exported_weights_to_vllm_one_at_a_time(fsdp, lora, tiny_model, text_file, tmp_path):
+    differences, names = run_ranks(
+        hand_to_vllm, 2, tiny_model("llama"), text_file, tmp_path, lora, environment=environment(tmp_path, fsdp)
+    )[0]
+    assert sorted(differences) == sorted(names)
+    assert set(differences.values()) == {0.0}
+
+
 @pytest.mark.slow
 def test_grpo_with_lora_and_a_reward_model(tiny_model, pair_file, tmp_path):
     train_recipe("reward", tmp_path / "reward", tiny_model("llama_tied"), pair_file)
@@ -343,6 +380,11 @@ def test_shipped_recipe_trains_a_small_model(name, tmp_path):
         ("kto", {}, "kto needs prompt + completion + label or chosen + rejected"),
         ("grpo", {"num_generations": 2}, "there is no reward"),
         ("grpo", GENERATION | {"reward_funcs": "tests.recipes.no_such.reward"}, "cannot be imported"),
+        (
+            "grpo",
+            GENERATION | LORA | {"use_vllm": True, "load_in_4bit": True},
+            "TRL cannot merge an adapter into sharded 4-bit weights",
+        ),
     ],
 )
 def test_what_a_trainer_does_not_support_is_refused(name, settings, message, tiny_model, text_file, tmp_path):

@@ -500,6 +500,8 @@ def test_adapters_of_experts_are_planned_and_take_disk_space(tmp_path):
     num_adapter_parameters = 2 * 4 * 3 * ((32 + 96) + (48 + 32))  # layers, rank, experts, in + out of both weights
     assert json.loads(result.output)["num_trained"] == num_adapter_parameters
     assert disk_estimate.estimate(recipe).export_bytes == 4 * num_adapter_parameters
+    refused = run(app, ["plan", "--config", str(tmp_path / "recipe.yaml"), "--template", "fsdp1_full_shard"])
+    assert "adapters of fused experts (lora_target_parameters) need FSDP2" in refused.output + str(refused.exception)
 
 
 def test_fused_experts_in_4_bits_are_refused_and_not_suggested(tmp_path):

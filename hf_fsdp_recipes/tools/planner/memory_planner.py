@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_recipes.configs.strategy import Strategy
+from hf_fsdp_recipes.errors import PlanError
 from hf_fsdp_recipes.metrics.flops import ModelFlops, count_flops
 from hf_fsdp_recipes.tools.planner.fsdp_simulator import REDUCED_GRADIENTS, simulate_step
 from hf_fsdp_recipes.tools.planner.fsdp_units import FsdpUnit, find_last_layer, find_units, module_names
@@ -89,6 +90,8 @@ class MemoryPlanner:
 
     def plan(self, job: TrainingJob) -> MemoryPlan:
         """Plan one way to train the model; PlanError if the model cannot be built, adapted or wrapped as the job asks."""
+        if job.lora_parameters and job.strategy.version == 1:
+            raise PlanError("adapters of fused experts (lora_target_parameters) need FSDP2. Use an fsdp2_* template.")
         model = self._model(job)
         units = self.find_units(model, job)
         resident, host = _resident_bytes(units, job)
