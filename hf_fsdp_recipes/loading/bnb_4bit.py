@@ -44,7 +44,7 @@ class Quant4bitSpec:
     """How one weight is quantized."""
 
     shape: tuple[int, ...]  # the shape in the checkpoint
-    dtype: torch.dtype  # the model's; the weight is cast to it before it is quantized
+    dtype: torch.dtype  # the model's dtype, to which the weight is cast before it is quantized
     is_transposed: bool  # the layer stores the transpose (GPT-2's Conv1D)
     quant_type: str  # nf4 or fp4
     has_nested_scales: bool  # the scales are quantized too (`use_bnb_nested_quant`)
@@ -84,10 +84,10 @@ class Quant4bitSpec:
 
 
 def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtype: torch.dtype) -> "HfQuantizer":
-    """Replace a meta model's linear layers with 4-bit layers, not yet packed; return the quantizer. Not a collective.
+    """Replace a meta model's linear layers with 4-bit layers whose weights are not packed yet; return the quantizer.
 
-    The packed bytes are stored in the mixed-precision dtype, because FSDP casts gathered parameters to it. Accelerate does not
-    shard weights in integer storage, bitsandbytes' default.
+    Not a collective. The packed bytes are stored in the mixed-precision dtype: FSDP casts floating-point parameters to that dtype
+    when it gathers them, and a cast would change the bytes. Accelerate does not shard integers, bitsandbytes' default storage.
 
     Raises:
         LoadError: this kind of quantization cannot be sharded, the model has experts that would not be packed, or
@@ -141,7 +141,7 @@ def check_experts(model: torch.nn.Module, skipped: Collection[str] = ()) -> None
 
 
 def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torch.dtype) -> dict[str, Quant4bitSpec]:
-    """Give the 4-bit layers' meta weights their packed shape; return the spec of each, by name. Not a collective."""
+    """Give the 4-bit layers' meta weights their packed shape; return each weight's spec by name. Not a collective."""
     from bitsandbytes.nn import Linear4bit, Params4bit
     from transformers.pytorch_utils import Conv1D
 

@@ -42,8 +42,8 @@ def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
 def read_config(name: str, overrides: str | None = None, is_4bit: bool = False) -> "PreTrainedConfig":
     """Read a config and override fields (`hidden_size=768,num_hidden_layers=12`); raise a LoadError if either fails.
 
-    The config of a quantized checkpoint becomes that of the dequantized model. It is refused if `load_model` would refuse the
-    checkpoint, or if `is_4bit` says that the weights will be quantized to 4 bits.
+    The config of a quantized checkpoint becomes that of the dequantized model. A quantized checkpoint is refused if `load_model`
+    would refuse it, or if `is_4bit` says that the weights will be quantized to 4 bits.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig

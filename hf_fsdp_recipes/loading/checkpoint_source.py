@@ -42,7 +42,7 @@ class CheckpointSource:
         return WeightStream(self.index, verifies_all=self.verify == "full")
 
     def add_tensor(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], values: InMemory | None) -> TensorRange:
-        """Add a tensor that is not in the files. Ranks that read pass its values, or a function that creates them."""
+        """Add a tensor that is not in the files. `values`, or a function that creates them, is needed on ranks that read."""
         self.stored[key] = stored_in_memory(key, dtype, shape)
         if self.index is not None and values is not None:
             self.index.add_in_memory(self.stored[key], values.to(dtype) if isinstance(values, torch.Tensor) else values)

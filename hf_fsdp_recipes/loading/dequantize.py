@@ -77,7 +77,7 @@ class Mxfp4Weight:
             expert, first = divmod(start, expert_elements)
             last = min(first + end - start, expert_elements)
             left, right = first // (GROUP * rows), -(-last // (GROUP * rows))
-            # Reads a full expert, a few megabytes, because a group has only a few bytes in each row of the file.
+            # Reads the full expert, a few megabytes, because each row stores only a few bytes of the needed groups.
             packed, scales = (
                 _read(index, tensor, expert * size, size).view(1, *tensor.shape[1:])[:, :, left:right]
                 for tensor, size in ((each, math.prod(each.shape[1:])) for each in (self.packed, self.scales))
@@ -123,7 +123,10 @@ def take_quantization(config: "PreTrainedConfig", name_or_path: str, is_quantizi
 
 
 def find_quantization(config: "PreTrainedConfig") -> tuple[str | None, Any]:
-    """Return a checkpoint's quantization method or None, and transformers' config to dequantize it, or None if unsupported."""
+    """Return a checkpoint's quantization method, and transformers' config that dequantizes it.
+
+    Both are None if the checkpoint is not quantized. Only the config is None if the method is not supported.
+    """
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     found = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))

@@ -78,9 +78,9 @@ class WeightStream:
         index: SafetensorsIndex | None = None,
         advance: Callable[[int], Any] = lambda num_bytes: None,
     ) -> None:
-        """Fill every rank's shard of the targets, from `index` if it is given.
+        """Fill every rank's shards of the targets from `index`, or from the stream's own index if it is None.
 
-        `advance` is called on rank 0 with the number of bytes of each bucket. A read error is raised by `check`.
+        `advance` is called on rank 0 with the number of bytes of each bucket. A read error is kept until `check` raises it.
         """
         self._send([(target, 0, target.num_elements) for target in targets], _copy, index or self._index, advance)
 
@@ -184,7 +184,8 @@ class WeightStream:
     ) -> None:
         """Pass buckets on to the next node and to this node's ranks, and fetch NUM_SLOTS - 1 buckets ahead.
 
-        `fetch` starts to fill a slot and returns functions that wait for it; `note` is called with each bucket that is done.
+        `fetch` starts to fill a slot and returns functions that wait until it is full. `note` is called with each bucket whose
+        elements this rank has taken.
         """
         after = self._node.first_ranks[self._node.first_ranks.index(distributed.rank()) + 1 :][:1]
         fetching: deque[tuple[int, _Bucket, list[Callable[[], Any]]]] = deque()

@@ -74,9 +74,9 @@ def check_together(
 
 
 def check_files(directory: Path, part: int = 0, num_parts: int = 1) -> None:
-    """If an export has a marker, check its files' names and sizes, and one of `num_parts` parts of their checksums.
+    """If an export has a marker, check its files' names and sizes, and a part of their checksums.
 
-    Any process may call this.
+    The checksums are divided into `num_parts` parts; this call checks number `part`, from 0. Any process may call this.
 
     Raises:
         LoadError: a file is missing, was added or has changed.

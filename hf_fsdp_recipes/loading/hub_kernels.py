@@ -64,7 +64,8 @@ class HubKernels:
         from transformers.integrations import hub_kernels
 
         def replace() -> None:
-            # transformers takes the model's device from its first parameter. Kernels for training also work in evaluation.
+            # transformers chooses kernels by the device of the model's first parameter and by `model.training`. Kernels for
+            # training also work in evaluation.
             parameters, was_training = model._parameters, model.training
             model._parameters = {"device": torch.nn.Parameter(torch.empty(0, device=device)), **parameters}
             model.training = True
@@ -86,10 +87,11 @@ class HubKernels:
 
 
 def take_arguments(kwargs: dict[str, Any]) -> HubKernels:
-    """Remove the kernel arguments from `from_pretrained`'s, and check them. Not a collective.
+    """Remove the arguments for kernels from `from_pretrained`'s `kwargs`, and check them. Not a collective.
 
     Raises:
-        LoadError: `kernel_config` is not a KernelConfig, or the version of kernels that transformers needs is not installed.
+        LoadError: `kernel_config` is not a KernelConfig, or the `kernels` package is not installed in a version that transformers
+            supports.
     """
     from transformers.integrations.hub_kernels import is_kernel
     from transformers.utils import import_utils, kernel_config

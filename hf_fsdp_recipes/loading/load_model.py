@@ -79,8 +79,8 @@ def load_model(
             that ranks read themselves are not compared.
         ignore_mismatched: initialize parameters that the checkpoint lacks or has in another shape, instead of refusing them.
         auto_class: class to load, as a class or its name: AutoModelForCausalLM, AutoModelForImageTextToText,
-            AutoModelForSequenceClassification, AutoModelForTokenClassification, or a model class. By default the class that
-            the checkpoint's config declares in `architectures`, or AutoModelForCausalLM if transformers does not have it. A
+            AutoModelForSequenceClassification, AutoModelForTokenClassification, or a model class. None takes the class that
+            the checkpoint's config declares in `architectures`, or AutoModelForCausalLM if transformers lacks that class. A
             classifier's head is newly initialized if the checkpoint is of another class.
         **from_pretrained_kwargs: as in `from_pretrained`: dtype, attn_implementation, experts_implementation, revision, token,
             trust_remote_code, config, use_kernels, kernel_config, allow_all_kernels, quantization_config (4-bit
@@ -94,8 +94,8 @@ def load_model(
     Raises:
         LoadError: on every rank, before any weight is read. An argument is not supported, or the model does not exist. The
             checkpoint is pickled, truncated, inconsistent, or an export that has changed. A parameter is missing, has the
-            wrong shape, or cannot be read shard by shard. The class cannot be trained, or is only the text part of a larger
-            model and was not requested.
+            wrong shape, or cannot be read shard by shard. The class cannot be trained, or it is only the text part of a
+            larger model and `auto_class` does not request it.
         TemplateError: the launch uses unsupported parallelism or precision.
     """
     _check_experts(from_pretrained_kwargs.get("experts_implementation"))
@@ -126,10 +126,10 @@ def initialize_model(
     attn_implementation: str | None = None,
     experts_implementation: str | None = None,
 ) -> "PreTrainedModel":
-    """Build a config's model with new weights from its own init. They do not depend on the number of ranks.
+    """Build a model from its config, with new weights that the model's own code initializes.
 
     Collective: every rank must call this. Rank 0 creates the weights module by module while it sends them to the shards, so
-    no rank holds the full new model.
+    no rank holds the full new model. The weights do not depend on the number of ranks.
 
     Args:
         config_name: a config.json, a directory with one, or a Hub id.
@@ -140,7 +140,8 @@ def initialize_model(
         experts_implementation: as in `from_config`.
 
     Raises:
-        LoadError: on every rank, if the config does not exist or an override or a name is invalid.
+        LoadError: on every rank, if the config does not exist, or if an override, the dtype, the class or an implementation is
+            invalid.
     """
     _check_experts(experts_implementation)
     _prepare_process()
@@ -162,7 +163,7 @@ def initialize_model(
 
 
 def _check_experts(implementation: Any) -> None:
-    """Raise a LoadError for an experts_implementation, a name or one for each part of the model, that transformers lacks."""
+    """Raise a LoadError if transformers lacks an experts_implementation: one name, or a dict with a name for each model part."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     known = ["eager", *sorted(ALL_EXPERTS_FUNCTIONS)]

@@ -151,8 +151,8 @@ def fill_sharded(model: torch.nn.Module, source: CheckpointSource, device: torch
         is_offloaded: whether shards are on the CPU (CPUOffloadPolicy).
 
     Raises:
-        LoadError: on every rank, if a parameter has no source or an unsupported placement, or a weight cannot be read or
-            arrives changed.
+        LoadError: on every rank, if a parameter has no source or an unsupported placement, or if a weight cannot be read,
+            arrives changed, or contains NaN or infinity.
     """
     with distributed.sync_errors():
         resize.apply_resize(model, source)

@@ -32,7 +32,7 @@ def complete_ranges(
 
     Every rank calls this with the same model; not a collective. `is_new` means that there is no checkpoint. Otherwise
     missing names are an error, unless `ignore_mismatched` is set, or they belong to a classifier's head and the
-    checkpoint's class, `declared`, is another one.
+    checkpoint's class (`declared`) is not the model's.
 
     Raises:
         LoadError: parameters or buffers are missing; or, on a reading rank, tied parameters differ in the checkpoint.
@@ -56,9 +56,9 @@ def complete_ranges(
 def without_new_head(
     model: "PreTrainedModel", lacking: list[str], declared: str | None, name_or_path: str
 ) -> list[str]:
-    """Return the missing names; a classifier's new head is not missing if the checkpoint is of another class.
+    """Return the missing names, except those of a classifier's head if the checkpoint is of another class.
 
-    Prints whether the head is new. Every rank calls this; not a collective.
+    Prints whether the head is new or reused. Every rank calls this; not a collective.
     """
     if task_type_of(type(model)) not in ("SEQ_CLS", "TOKEN_CLS"):
         return lacking

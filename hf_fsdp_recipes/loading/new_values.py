@@ -1,6 +1,6 @@
-"""Creates values for parameters that no checkpoint has, while these are distributed.
+"""Creates values for parameters that no checkpoint has, at the time that the values are sent to the shards.
 
-The rank that reads them holds a few modules at a time, never the full new model.
+The rank that reads the values holds those of a few modules at a time, never the full new model.
 """
 
 import threading
@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KEPT_BYTES = 64 * 1024 * 1024  # of the newest modules' values are kept; the stream reads up to this far ahead
+KEPT_BYTES = 64 * 1024 * 1024  # keep this much of the newest modules' values: the stream reads at most this far ahead
 MAX_LARGE = 2  # modules that are kept although they exceed KEPT_BYTES: the one being read and the one before it
 
 

@@ -40,7 +40,7 @@ def track_resize(model: "PreTrainedModel", source: CheckpointSource) -> None:
 
 
 def apply_resize(model: torch.nn.Module, source: CheckpointSource) -> None:
-    """Adjust the ranges of resized embeddings to their new number of rows; raise a LoadError if another shape differs.
+    """Adjust the ranges of resized embeddings to their new number of rows; raise a LoadError if any other shape has changed.
 
     Every rank calls this; not a collective.
     """

@@ -51,7 +51,7 @@ DTYPES = {
 class StoredTensor:
     """One tensor in one file: `num_bytes` from byte `start` of the file, row-major, little-endian.
 
-    `read_into` dequantizes a quantized weight, so its dtype, shape and number of bytes are those of the dequantized values.
+    `read_into` dequantizes quantized weights. For these, dtype, shape and number of bytes are those of the dequantized values.
     """
 
     name: str

@@ -19,8 +19,8 @@ class ShardTarget:
 
     name: str
     ranges: Sequence[TensorRange]  # they make up the full tensor, in row-major order
-    stored_dtype: torch.dtype  # the checkpoint's, in which bytes are read and sent
-    dtype: torch.dtype  # the tensor's
+    stored_dtype: torch.dtype  # dtype in the checkpoint, in which elements are read and sent
+    dtype: torch.dtype  # dtype of `local`
     first: int  # position of `local` in the full tensor, in row-major order
     local: torch.Tensor  # 1-D and contiguous, on its device
 

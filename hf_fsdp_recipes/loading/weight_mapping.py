@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorRange:
-    """The next `num_elements` of a parameter: those of a stored tensor from element `start` on. `shape` is that tensor's."""
+    """The next `num_elements` of a parameter, which are in a stored tensor of shape `shape` from element `start` on."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -176,7 +176,7 @@ def _row_numbers(shape: Sequence[int]) -> torch.Tensor:
     shape = tuple(shape)
     rows = shape[:-1] if len(shape) > 1 else shape
     numbers = torch.arange(math.prod(rows)).reshape(rows)
-    # Two columns: while it splits experts, transformers before 5.23 drops every dimension of size 1.
+    # Two columns, because transformers before 5.23 drops every dimension of size 1 when it splits experts.
     return numbers.unsqueeze(-1).expand(*rows, 2) if len(shape) > 1 else numbers
 
 

@@ -146,10 +146,10 @@ class Arguments(NamedTuple):
 
 
 def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> Arguments:
-    """Read a recipe (`--config X.yaml`) and command-line overrides; a RecipeError says what is wrong with them.
+    """Read a recipe (`--config X.yaml`) and command-line overrides, and check them.
 
     `trainer` is one of `KINDS`, in trainers.py. Every rank calls this, but it is not a collective. Enables FSDP on CPU ranks
-    first, because TrainingArguments initializes Accelerate's state.
+    first, because TrainingArguments initializes Accelerate's state. Raises a RecipeError, or a subclass, that says what is wrong.
     """
     cpu_ranks.enable()
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -167,7 +167,7 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
         recipe = check_recipe(values["config"], classes)
         values = recipe | values
     parser = TrlParser(classes)
-    parser.allow_abbrev = False  # --model_name would set model_name_or_path, and the recipe would set it back
+    parser.allow_abbrev = False  # or --model_name would set model_name_or_path, and the recipe would set it back
     parser.set_defaults(**_launcher_defaults())
     usage_errors = io.StringIO()
     try:
@@ -206,7 +206,7 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
 
 
 def _set_paths(arguments: Arguments, recipe: dict[str, Any]) -> None:
-    """Replace the recipe's paths, which TRL has read from the file, with those that `read_recipe` has found."""
+    """Replace the paths that TRL has read from the recipe with the files that `read_recipe` has found for them."""
     for part in arguments:
         vars(part).update({name: recipe[name] for name in PATH_FIELDS if name in recipe and hasattr(part, name)})
     for dataset, values in zip(arguments.mixture.datasets, recipe.get("datasets") or (), strict=False):

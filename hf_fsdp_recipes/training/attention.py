@@ -77,8 +77,8 @@ def _nvidia_generation() -> int:
 def avoid_dense_mask(model: "PreTrainedModel") -> None:
     """Replace SDPA for packed documents with FlashAttention from the Hub or compiled flex attention, if either works here.
 
-    SDPA needs a dense mask between documents, which excludes its fast kernels. The Hub is asked if the kernels package is
-    installed; without the network, flex attention is used.
+    SDPA keeps documents apart with a dense mask, which its fast kernels do not accept. FlashAttention is downloaded only if the
+    kernels package is installed; if the download fails, flex attention is used.
 
     Collective, for ranks on accelerators: every rank must call this.
     """

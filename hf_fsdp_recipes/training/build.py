@@ -58,7 +58,7 @@ def build_trainer(arguments: Arguments) -> "Trainer":
         The trainer. `train()` shards the model and reads its weights.
 
     Raises:
-        RecipeError: or a subclass, such as DataError or LoadError; the same on every rank.
+        RecipeError: on every rank, this or a subclass such as DataError or LoadError. The message says what to change.
     """
     cpu_ranks.enable()
     # Imported after `enable`, which silences what bitsandbytes prints on every CPU rank when TRL imports it.
@@ -144,7 +144,7 @@ def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "Tr
     if rows.has_images:
         return rows
     training.dataset_kwargs = (training.dataset_kwargs or {}) | {"skip_prepare_dataset": True}
-    training.assistant_only_loss = False  # the labels have it already; SFTTrainer would require messages
+    training.assistant_only_loss = False  # the labels are masked already; if set, SFTTrainer would require messages
     return rows
 
 
@@ -166,7 +166,7 @@ def default_run_name(training: "SFTConfig", model: str, date: datetime | None = 
 def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
     """Check before training that the exports can be written. Collective: every rank must call this."""
     output, is_moved = Path(arguments.training.output_dir), arguments.recipe.previous_run == "archive"
-    # Another run's exports are moved before training.
+    # With `archive`, another run's exports are moved when training starts, so their names count as free.
     options = _export_options(arguments) | {"use_free_name": is_moved}
     num_bytes = check_export(model, output / EXPORT, **options)
     if not arguments.recipe.merge_adapter:

@@ -1,4 +1,4 @@
-"""Checks that speed and memory features work with this launch, and makes the settings that they need.
+"""Checks that speed and memory features work with this launch, and changes the settings that they depend on.
 
 Without these checks, unsupported features fail in the first step or silently do nothing. All features except
 `compile_blocks` belong to Trainer or TRL.

@@ -130,7 +130,7 @@ def _is_attention_open(arguments: Arguments) -> bool:
 
 
 def _check_same_attention(implementation: str) -> None:
-    """Refuse ranks that chose different attention, because a package is missing on some nodes. Collective."""
+    """Raise a RecipeError if the ranks chose different attention, as when a package is missing on some nodes. Collective."""
     found = sorted(set(distributed.gather_objects(implementation)))
     if len(found) > 1:
         raise RecipeError(
@@ -176,7 +176,8 @@ def _new_model(arguments: Arguments, implementation: str | None) -> "PreTrainedM
 def _choose_checkpointing(arguments: Arguments) -> None:
     """Use reentrant activation checkpointing for 4-bit weights under FSDP1.
 
-    Otherwise torch's check of recomputed metadata fails, because the weight is then another view of its unit (torch 2.13).
+    Otherwise torch's check of recomputed tensors fails: during recomputation the weight is another view of its unit's flat
+    parameter (torch 2.13).
     """
     training = arguments.training
     # transformers 5.23 renamed gradient checkpointing.

@@ -17,7 +17,7 @@ def run(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
 
     Args:
         name: which trainer, as in `hf-fsdp`: sft, dpo, kto, reward or grpo.
-        plan: what to call instead if the recipe sets `dry_run`.
+        plan: called with the arguments, instead of training, if the recipe sets `dry_run`.
     """
     from hf_fsdp_recipes.training.arguments import parse_arguments
 

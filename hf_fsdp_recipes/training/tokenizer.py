@@ -1,4 +1,7 @@
-"""Loads the recipe's tokenizer, sets end token and chat template as SFTTrainer does, and hashes it for prepared rows."""
+"""Loads the recipe's tokenizer, sets its end token and chat template as SFTTrainer does, and computes its hash.
+
+Prepared rows record the hash, so that they are not used with another tokenizer.
+"""
 
 import copy
 import hashlib
@@ -79,7 +82,7 @@ def tokenizer_for_rows(tokenizer: "PreTrainedTokenizerBase", training: "SFTConfi
 
 
 def check_chat_template(tokenizer: "PreTrainedTokenizerBase", source: str) -> None:
-    """Raise a DataError with the line if a tokenizer's chat template has a syntax error."""
+    """Raise a DataError that names the line if a tokenizer's chat template has a syntax error."""
     from jinja2 import TemplateSyntaxError
 
     try:
@@ -101,7 +104,7 @@ def describe_template_error(error: Exception) -> str:
 
 
 def _clone_chat_template(tokenizer: "PreTrainedTokenizerBase", source_path: str) -> None:
-    """Copy template and tokens from another tokenizer, like `trl.clone_chat_template` but without a model."""
+    """Copy chat template and added tokens from another tokenizer, like `trl.clone_chat_template` but without a model."""
     from transformers import AddedToken, AutoTokenizer
 
     source = AutoTokenizer.from_pretrained(source_path, trust_remote_code=False)

@@ -120,7 +120,8 @@ def check_trainer(arguments: "Arguments", given: Collection[str]) -> None:
 def needs_reference(arguments: "Arguments") -> bool:
     """Return whether the trainer has to be given a reference model.
 
-    With an adapter, TRL uses the base model as reference. But it precomputes log probabilities before that model is sharded.
+    With an adapter, TRL uses the base model as reference, so it needs no other model. The exception is
+    precompute_ref_log_probs: TRL computes these before the base model is sharded.
     """
     is_adapter = arguments.model.use_peft
     return find_kind(arguments.training).has_reference and (

@@ -40,10 +40,10 @@ _NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 
 def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
-    """Return a recipe's values; a RecipeError lists duplicate keys or all values of the wrong type. Not a collective.
+    """Return a recipe's values. Not a collective. `classes` are the dataclasses with the recipe's fields.
 
-    argparse converts only strings, YAML keeps the last of two equal keys, and neither checks choices. `classes` are the
-    dataclasses with the recipe's fields.
+    Raises a RecipeError that lists duplicate keys, or all values of the wrong type. Without this check, argparse would convert
+    only strings, YAML would keep the last of two equal keys, and neither would check choices.
     """
     values = read_recipe(path)
     fields_by_name = {field.name: field for cls in classes for field in fields(cls)}
@@ -120,7 +120,7 @@ def check_scheduler(training: "SFTConfig") -> None:
     kind, kwargs = training.lr_scheduler_type, training.lr_scheduler_kwargs
     try:
         get_scheduler(kind, optimizer, 0, steps, kwargs)
-    except Exception as error:  # each schedule is a separate function
+    except Exception as error:  # each schedule is a function of its own and may raise anything
         raise RecipeError(
             f"lr_scheduler_kwargs is {kwargs}, which the schedule {kind.value} does not accept: "
             f"{summarize(error, 'sentence')}. Correct lr_scheduler_kwargs, or choose another lr_scheduler_type."

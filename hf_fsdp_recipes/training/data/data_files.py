@@ -26,7 +26,8 @@ def find_files(path: Path) -> dict[str, list[Path]]:
     """Return a path's data files by split; in a folder, files named test*, eval* or valid* are the test split.
 
     Hidden files and folders below the path, and those that start with two underscores, are skipped; so are files without
-    rows, with a warning. Raises a DataError if nothing is left, if file types are mixed, or if the rows are inside an object.
+    rows, with a warning. Raises a DataError if nothing is left, if file types are mixed, or if the only file is one JSON object
+    with the rows in one of its fields.
     """
     visible = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_visible(file, path))
     files = [file for file in visible if reader_for(file)]
@@ -74,7 +75,7 @@ def _check_not_nested(file: Path) -> None:
     """Refuse a file that is one JSON object with the rows in one of its fields, such as {"data": [...]}."""
     is_object = reader_for(file) == "json" and _read_start(file).startswith(b"{")
     rows: list[object] = []
-    with contextlib.suppress(ValueError):  # the reader will explain it
+    with contextlib.suppress(ValueError):  # not valid JSON, which the reader will report
         rows = [row for _, row in islice(_read_json(file), 2)] if is_object else []
     row = rows[0] if len(rows) == 1 and isinstance(rows[0], dict) else {}
     nested = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
@@ -86,7 +87,7 @@ def _check_not_nested(file: Path) -> None:
 
 @contextlib.contextmanager
 def explain_errors(name: str) -> Iterator[None]:
-    """Turn any error of the readers into a DataError with file, line and reason, which takes a second read of local files."""
+    """Turn any error of the readers into a DataError with file, line and reason. To find these, read local files again."""
     try:
         yield
     except DataError:

@@ -54,7 +54,7 @@ def _load_part(part: Any, streaming: bool, arguments: Arguments) -> DatasetPart:
 
 
 def _split_rows(train: Any, test: Any, name: str, arguments: Arguments) -> tuple[Any, Any]:
-    """Return training and evaluation rows, which come from the test split or are held out from training."""
+    """Return training and evaluation rows. The latter are the test split or held-out training rows, or None without evaluation."""
     script, training, recipe = arguments.script, arguments.training, arguments.recipe
     check_num_rows(train, name, training.world_size)
     if hasattr(training, "dataset_text_field"):  # only SFTConfig has it
@@ -122,7 +122,7 @@ def _select_split(splits: dict[str, Any], split: str, name: str) -> Any:
 
 
 def check_num_rows(rows: Any, name: str, num_ranks: int) -> None:
-    """Raise a DataError unless data has at least one row per rank. Skips streams, whose rows cannot be counted."""
+    """Raise a DataError if a dataset has fewer rows than there are ranks. Streams are not checked; their length is unknown."""
     if not hasattr(rows, "__len__"):
         return
     if len(rows) == 0:

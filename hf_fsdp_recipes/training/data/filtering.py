@@ -65,7 +65,7 @@ class RowCounts:
         return RowCounts(self.by_status + other.by_status, self.rejection or other.rejection)
 
     def describe(self, max_length: int | None) -> str:
-        """Return one line for the log, with `max_length` in tokens."""
+        """Return one line for the log. `max_length`, in tokens, is the length to which rows were truncated."""
         text = f"kept {self.num_kept:,} of {self.num_rows:,} rows"
         found = self.by_status
         dropped = [f"{found[status]:,} {reason}" for status, reason in DROPPED.items() if found[status]]
@@ -109,7 +109,10 @@ def print_counts(counts: Mapping[str, RowCounts], max_length: int | None) -> Non
 
 
 def check_row(row: Mapping[str, Any], text_column: str, needs_answer: bool) -> RowStatus:
-    """Return KEPT, or why a row is dropped before tokenization; `needs_answer` drops conversations without an answer."""
+    """Return KEPT, or why a row is dropped before tokenization.
+
+    With `needs_answer`, a conversation without an assistant message is dropped, too.
+    """
     if "input_ids" in row:
         return RowStatus.KEPT if row["input_ids"] else RowStatus.EMPTY
     texts, answers = _texts_and_answers(row, text_column)
@@ -149,7 +152,7 @@ def _has_text(texts: list[str | None]) -> bool:
 
 
 def _texts_and_answers(row: Mapping[str, Any], text_column: str) -> tuple[list[str | None], list[str | None] | None]:
-    """Return all texts of a row (None if malformed) and the answers among them (None for plain text)."""
+    """Return a row's texts, with None for a malformed one, and the answers among them, or None instead for plain text."""
     if "prompt" in row and "completion" in row:
         answers = _texts(row["completion"])
         return _texts(row["prompt"]) + answers, answers

@@ -62,7 +62,7 @@ def without_images(rows: Dataset) -> Dataset:
 
 
 def load_processor(arguments: "Arguments", tokenizer: "PreTrainedTokenizerBase") -> "ProcessorMixin":
-    """Load the model's processor with the run's tokenizer; raise a LoadError if it has none. Collective."""
+    """Load the model's processor and give it the run's tokenizer; raise a LoadError if the model has none. Collective."""
     from transformers import AutoProcessor, ProcessorMixin
 
     model, code = arguments.model, arguments.training.trust_remote_code

@@ -81,7 +81,7 @@ class Preparation:
             options = {"num_proc": training.dataset_num_proc, "desc": f"Packing {name}"}
             rows = pack_dataset(rows, training.max_length, training.packing_strategy, options)
         rows = self._shuffle(rows)
-        if packing and self.max_length(packing) is None:  # a sequence may have nothing but part of a prompt
+        if packing and self.max_length(packing) is None:  # a sequence may hold only a part of a prompt, without labels
             rows = rows.filter(has_trainable_label, num_proc=training.dataset_num_proc)
         return rows
 
@@ -162,7 +162,7 @@ def _open_image_rows(arguments: Arguments, parts: list[DatasetPart]) -> Training
 
 
 def read_rows(arguments: Arguments) -> TrainingRows:
-    """Read rows that TRL's trainer prepares: for DPO and the like, not SFT. One rank; not a collective.
+    """Read the rows for a trainer other than SFTTrainer; TRL prepares them later. One rank; not a collective.
 
     Raises:
         DataError: a dataset does not have the trainer's columns, or has images.

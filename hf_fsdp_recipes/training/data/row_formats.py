@@ -77,7 +77,7 @@ def _alpaca_to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _conversation_to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename sharegpt's keys and roles. TRL's `maybe_convert_to_chatml` keeps roles that chat templates do not know."""
+    """Rename sharegpt's keys and roles. TRL's `maybe_convert_to_chatml` would keep roles that chat templates do not know."""
     messages = row["conversations"]
     return {"messages": _with_system(row, [_to_message(message) for message in messages]) if messages else messages}
 

@@ -117,7 +117,7 @@ class RowTokenizer:
         return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
 
     def _with_end_token(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Append the end token to the text, or else to the completion, unless it is there."""
+        """Append the end token to the row's text, or in a row without text to its completion, unless that ends with it."""
         end = self.tokenizer.eos_token
         for column in (self.text_column, "completion"):
             if isinstance(row.get(column), str) and not row[column].endswith(end):

@@ -74,7 +74,7 @@ class StreamTrainer(DeviceMetricsTrainer):
 
 
 class PositionCallback(TrainerCallback):
-    """Records the stream's position after each step, because the stream advances before a checkpoint is written."""
+    """Records the stream's position after each step, because the stream has moved on by the time a checkpoint is written."""
 
     def __init__(self, stream: RowStream) -> None:
         self._stream = stream

@@ -180,7 +180,7 @@ class RowStream(IterableDataset):
         return list(zip(self.sources, map(int, counts), strict=True))
 
     def _prepare(self, read: list[list[dict[str, Any]]]) -> tuple[Dataset | None, RowCounts]:
-        disable_progress_bars()  # there would be a bar per block and step
+        disable_progress_bars()  # `datasets` would show several bars for every block
         counts, parts = RowCounts(), []
         for source, rows in zip(self.sources, read, strict=True):
             if rows:
@@ -229,7 +229,7 @@ def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Tr
     if distributed.is_main():  # one rank is enough, because all read the same rows
         for each in options:
             _evaluation_stream(**each).first_block()
-    # `datasets` streams, which Accelerate splits over the ranks
+    # These are streams of `datasets`, which Accelerate splits over the ranks.
     streams = [HubIterableDataset.from_generator(_evaluation_stream, gen_kwargs=each) for each in options]
     return TrainingRows(train, concatenate_datasets(streams) if streams else None)
 
