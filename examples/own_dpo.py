@@ -45,7 +45,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     trainer = DPOTrainer(
         model=model,
-        ref_model=reference,  # without it, TRL loads one, also with load_model
+        ref_model=reference,  # without this line, TRL loads the reference model itself, through load_model
         args=arguments,
         train_dataset=load_dataset("json", data_files=options.data, split="train"),
         processing_class=tokenizer,

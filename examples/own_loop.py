@@ -35,7 +35,7 @@ def main() -> None:
 
     set_seed(0)
     model = load_model(options.model, dtype="float32")  # replaces AutoModelForCausalLM.from_pretrained
-    same_order = DataLoaderConfiguration(use_seedable_sampler=True)  # also after a resume
+    same_order = DataLoaderConfiguration(use_seedable_sampler=True)  # a resumed run gets the rows in the same order
     accelerator = Accelerator(dataloader_config=same_order)  # after load_model, which turns on FSDP for CPU ranks
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

@@ -31,7 +31,7 @@ def main() -> None:
     options = parser.parse_args()
 
     device = start()
-    # The DDP model is gone when this returns. Otherwise DDP's C++ code can hang when the process group ends.
+    # A function, so that the DDP model is gone when it returns: DDP's C++ code can hang if it outlives the process group.
     train(options.ddp, options.steps, device)
     dist.destroy_process_group()
 
@@ -49,7 +49,7 @@ def train(ddp: bool, num_steps: int, device: torch.device) -> None:
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    torch.manual_seed(dist.get_rank())  # other rows on every rank
+    torch.manual_seed(dist.get_rank())  # different rows on every rank
     rows = torch.rand(8, WIDTH, device=device)
     for _ in range(num_steps):
         optimizer.zero_grad()

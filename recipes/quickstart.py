@@ -175,7 +175,7 @@ def watch(process: subprocess.Popen, options: argparse.Namespace, kill_after: in
 
     output = Path(options.output_dir)
     shown = 0
-    # Steps that the killed run logged after its checkpoint stay in the file until the resumed run removes them.
+    # Steps that the killed run logged after its checkpoint stay in metrics.jsonl until the resumed run removes them.
     stale = {entry["step"]: entry for entry in logged_steps(output)}
     if kill_after is None:
         complete = [checkpoint.step for checkpoint in list_checkpoints(output) if checkpoint.is_complete]
@@ -207,7 +207,7 @@ def show_step(bar: Any, entry: dict) -> None:
 
 
 def logged_steps(output: Path) -> list[dict]:
-    """Return the metrics of the steps so far; the file also holds the stages of loading."""
+    """Return the entries of the steps so far. metrics.jsonl also has other entries, such as the stages of loading."""
     from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 
     return [entry for entry in read_metrics(output / "metrics.jsonl") if "loss" in entry]

@@ -30,7 +30,7 @@ def draw_picture(entries: Sequence[dict], killed: Sequence[dict]) -> Figure:
 
 
 def draw_loading(axes: Axes, entries: Sequence[dict]) -> None:
-    """Draw the host memory that loading added on each rank at the last start: at the peak, and when done."""
+    """Draw the host memory that the run's last load added on each rank: at its peak, and when the weights were loaded."""
     starts = [entry for entry in entries if "num_parameters" in entry]
     num_ranks, full_mb = starts[-1]["num_ranks"], starts[-1]["num_parameters"] * 4 / 1e6
     stages = [entry for entry in entries if entry.get("stage") == "read into shards"][-num_ranks:]

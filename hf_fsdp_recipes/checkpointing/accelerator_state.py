@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def save_checkpoint(
     accelerator: "Accelerator", output_dir: str | os.PathLike[str], step: int, *, keep: int | None = None
 ) -> Path:
-    """Save what `accelerator.save_state` saves, in a way that an interrupted save is never resumed from.
+    """Save what `accelerator.save_state` saves, so that a run never resumes from an interrupted save.
 
     The files are written to a hidden directory, get a manifest with checksums, and are flushed; then the directory gets its
     name. Training waits meanwhile. Resume with `accelerator.load_state(latest_checkpoint(output_dir))`.

@@ -56,7 +56,7 @@ def describe_tensors(state: Mapping[str, Any]) -> dict[str, TensorFacts]:
 
 
 def find_mismatch(stored: Tensors, model: Tensors, compare_names: bool = True) -> str | None:
-    """Return a clause that says how a checkpoint's tensors differ from a model's, or None if they do not."""
+    """Return how a checkpoint's tensors differ from a model's, as a clause for a message, or None if they do not differ."""
     if (has_adapter := any(map(is_adapter, model))) != any(map(is_adapter, stored)):
         held, trained = ("all parameters", "an adapter") if has_adapter else ("an adapter", "all parameters")
         return f"holds {held}, but this run trains {trained}"

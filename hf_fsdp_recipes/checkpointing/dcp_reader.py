@@ -1,7 +1,8 @@
 """Reads ranges of elements from torch DCP's `.distcp` files, whichever program wrote them.
 
 A `.distcp` file is a sequence of uncompressed torch.save archives, each with one rank's chunk of one tensor. `.metadata`
-records where each archive begins; the archive's zip directory records where the tensor's bytes begin. Tensors only.
+records where each archive begins; the archive's zip directory records where the tensor's bytes begin. Entries that are not
+tensors are not read.
 
 Source: torch 2.13 `distributed/checkpoint/filesystem.py`, `metadata.py`; the torch.save archive format.
 """
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 NUM_RECENT_BLOCKS = 4
 RecentBlocks = dict[tuple[Path, int], memoryview]
 Checksums = dict[Path, list[str] | None]
-PlainPickles = dict[bytes, bool]  # by the pickle in an archive: whether it describes a contiguous tensor
+PlainPickles = dict[bytes, bool]  # for each pickle found in an archive, whether it describes a contiguous tensor
 
 
 class StoredFile:
@@ -41,7 +42,7 @@ class StoredFile:
     Args:
         path: the file.
         checksums: XXH3 of each block, or None to read without verifying.
-        recent: the last blocks that were read. All files share it, so that it does not grow with their number.
+        recent: the last blocks that were verified. All files share this dict, so its size does not depend on their number.
     """
 
     def __init__(self, path: Path, checksums: list[str] | None, recent: RecentBlocks) -> None:
@@ -170,7 +171,7 @@ def find_directory(checkpoint: Path) -> Path:
 def read_index(directory: Path) -> dict[str, DcpTensor]:
     """Return the tensors of a DCP directory and where they are stored.
 
-    Any process may call this. Files without block checksums are verified first.
+    Any process may call this. Files without block checksums are verified in full first.
 
     Raises:
         ExportError: the index cannot be read, a file is missing, truncated or differs from the checkpoint's manifest, or
@@ -216,7 +217,10 @@ def _open_files(directory: Path) -> Callable[[str], StoredFile]:
 
 
 def _verify_manifest(directory: Path) -> Checksums | None:
-    """Check the files that an export reads. Return checksums of their blocks, to check later, or None without a manifest."""
+    """Check the sizes of the files that an export reads, and verify files without block checksums.
+
+    Return the checksums of each file's blocks, which are compared when a block is read, or None if there is no manifest.
+    """
     root = directory.parent if directory.name == MODEL_DIRECTORY else directory
     if not (root / layout.MANIFEST).is_file():
         if distributed.is_main():
@@ -297,7 +301,7 @@ def _data_start(file: StoredFile, name: str, offset: int, length: int, num_bytes
 
 
 def _join(directory: Path, name: str, entry: Any, chunks: list[Chunk]) -> DcpTensor:
-    """Return the tensor that these chunks make up. Several chunks may be replicas of one range."""
+    """Return the tensor that these chunks make up. Of chunks that are replicas of one range, one is used."""
     by_first = {chunk.first: chunk for chunk in chunks if chunk.count}
     ordered = tuple(by_first[first] for first in sorted(by_first))
     ends = [0, *(chunk.first + chunk.count for chunk in ordered)]

@@ -51,7 +51,8 @@ def claim_directory(
         state: Trainer's state when training starts; a new run is at step 0.
         previous_run: what to do with another run's checkpoints and export.
         run: the run's id, if this process has already started it once.
-        is_starting: whether training starts now. Until then, the run may be refused for another reason, so nothing is moved.
+        is_starting: whether training starts now. If not, nothing is moved, because the run may still be refused for another
+            reason.
 
     Raises:
         CheckpointError: the directory holds another run's checkpoints or export, and `previous_run` is refuse.

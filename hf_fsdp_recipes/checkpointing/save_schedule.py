@@ -22,7 +22,7 @@ class SaveSchedule:
             self._due_step = state.global_step
 
     def take_flag(self, state: TrainerState, control: TrainerControl, strategy: SaveStrategy) -> None:
-        """Clear Trainer's flag, and schedule the save if `strategy` is the run's."""
+        """Clear Trainer's flag. If it was set and the run saves by `strategy`, schedule a save of this step."""
         if control.should_save and self.strategy == strategy:
             self.request(state)
         control.should_save = False

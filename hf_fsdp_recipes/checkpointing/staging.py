@@ -1,8 +1,8 @@
 """Copies this rank's shards to host memory, reusing the same memory for every save.
 
 Shards on an accelerator are copied into pinned memory on a separate stream, once the work that training has queued is done.
-New memory for each save would cause page faults or have to be pinned again. It would also double memory use, because the
-allocator does not reuse memory that another thread has freed.
+New memory for each save would have to be pinned again, or cause page faults. It would also double the use of memory, because
+the allocator does not reuse memory that another thread has freed.
 
 torch's `DefaultStager` is not used: in torch 2.13 its stream does not wait for training's stream, its thread works on
 device 0 on every rank, and it pins memory on CUDA only.
@@ -49,7 +49,7 @@ class CopyStream:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def hold_training(self) -> None:
-        """Make work that training queues from now on wait for the copies. Call it on the training thread; returns at once."""
+        """Let what training queues from now on start only after the copies. Call it on the training thread; returns at once."""
         if self._last_copy is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._last_copy)
 
@@ -150,7 +150,7 @@ class _HostMemory:
         self._free = memoryview(b"")
 
     def expect(self, num_bytes: int) -> None:
-        """Announce that `empty_like` will have to provide `num_bytes` more."""
+        """Announce that `empty_like` will be called for `num_bytes` more."""
         self.num_expected_bytes += num_bytes
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ class Storage:
             ) from error
 
     def attempt(self, method: str, *arguments: Any, retry: bool = True) -> Any:
-        """Call a method of the file system; return None if what it reads does not exist."""
+        """Call a method of the file system. Return its result, or None if it reads a file or directory that does not exist."""
         for delay_seconds in [*(RETRY_SECONDS if retry else ()), None]:
             try:
                 return getattr(self.fs, method)(*arguments)

@@ -97,7 +97,7 @@ def save_config(model: torch.nn.Module, directory: Path) -> None:
 def recorded_class(config: "PeftConfig", tensors: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """Return the class name of an adapter's base model, or None, and the config fields that its head needs.
 
-    `tensors` are the adapter's, by name; each has a shape.
+    `tensors` are the adapter's tensors by name, of any type that has a `shape`.
     """
     import transformers
 

@@ -1,7 +1,7 @@
-"""Handles borders: ends of a rank's ranges, in pages that others may write too. With several nodes, rank 0 writes them.
+"""Handles borders: the ends of a rank's ranges, in pages that other ranks may write, too. With several nodes, rank 0 writes them.
 
-When an NFS client changes a part of a page that is up to date in its cache, it writes back the whole page, and overwrites what
-other clients have written to that page in the meantime. So each page of an export is written on one node, and nothing is read
+When an NFS client changes a part of a page that is up to date in its cache, it writes back the whole page. That overwrites what
+other clients have written to the page in the meantime. So each page of an export is written on one node, and nothing is read
 until all ranks have closed the files.
 
 Source: Linux `fs/nfs/write.c`, `nfs_update_folio`; nfs(5), "Close-to-open cache consistency".
@@ -24,7 +24,7 @@ def write_on_main(borders: list[Border], write: Callable[[str, int, bytes], None
     """Send this rank's borders to rank 0, which writes those of all ranks; return rank 0's error, to be raised on every rank.
 
     Collective: every rank must call this. Rank 0 calls `write` with each border. It holds the borders of one rank at a time: at
-    most two pages for each chunk that this rank writes.
+    most two pages for each chunk that the sending rank writes.
     """
     if not distributed.is_main():
         dist.send_object_list([borders], dst=0, group=distributed.host_group())

@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def parse_shard_size(size: int | str, argument: str = "max_shard_size") -> int:
-    """Convert a size that `save_pretrained` accepts, such as "5GB", to bytes; for others, an ExportError names `argument`."""
+    """Convert a size that `save_pretrained` accepts, such as "5GB", to bytes. For any other, raise an ExportError.
+
+    The error names `argument`, the argument or recipe field with the size.
+    """
     from huggingface_hub.serialization._base import parse_size_to_int
 
     try:
@@ -64,7 +67,7 @@ def check_target(
 
 
 def check_base_model(output_dir: str | os.PathLike[str], name: str | os.PathLike[str] | None) -> None:
-    """Raise an ExportError if an export would replace the model that it is based on (a directory or Hub id, if known)."""
+    """Raise an ExportError if an export would replace the model that it is based on: `name`, a directory or Hub id, if known."""
     if name and Path(name).is_dir() and os.path.realpath(name) == os.path.realpath(output_dir):
         raise ExportError(
             f"{output_dir} is the model that this export is based on, so it will not be replaced. Choose another output "
@@ -148,7 +151,7 @@ def lock(final: Path) -> Iterator[None]:
     found = FileLock(file)
     try:
         found.acquire(timeout=0)
-        if not file.exists():  # its holder deleted it between open and lock, so it locks nothing
+        if not file.exists():  # the previous holder deleted the file after it was opened here, so this lock is void
             found.release()
             raise Timeout(str(file))
     except Timeout as error:
@@ -190,7 +193,7 @@ def replace(final: Path, use_free_name: bool = False) -> Path:
     """Give a finished export its final name, delete the one that it replaces, and return its directory. Rank 0 only.
 
     If `final` cannot be replaced, raise an ExportError, or with `use_free_name` take the first free `<final>-<n>` and log a
-    warning. After a crash between the two renames, `start` restores the earlier export.
+    warning. If the process dies between the two renames, the next export's `start` restores the earlier export.
     """
     incomplete, replaced = incomplete_directory_for(final), _replaced(final)
     if final.exists():

@@ -154,10 +154,10 @@ def _describe_adapter_directory(
 
 
 def _without_prefix(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
-    """Drop wrapper names, and the state dict's own key (`model.`) if every tensor has it."""
+    """Remove wrappers from the tensors' names, and the prefix `model.` if it is a key of the state dict, not the model's own."""
     if tensors and all(name.startswith("model.") for name in tensors):
         inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-        # The state dict is usually {"model": {...}}, but a model's own names may all begin with `model.` too.
+        # The state dict is usually {"model": {...}}. If it is not, the model's own names may all begin with `model.`.
         if any(name.startswith(("model.", "transformer.", "base_model.", "lm_head.")) for name in inner):
             tensors = inner
     return {parameter_names.without_wrappers(name): tensor for name, tensor in tensors.items()}

@@ -12,17 +12,18 @@ from hf_fsdp_recipes.export.load_export import load_export
 def generate(
     model: Path, prompt: str | Path, chat: bool = False, system: str | None = None, max_new_tokens: int = 200
 ) -> str:
-    """Return the text of `generate_timed`."""
+    """Return the text that `generate_timed` returns."""
     return generate_timed(model, prompt, chat, system, max_new_tokens)[0]
 
 
 def generate_timed(
     model: Path, prompt: str | Path, chat: bool = False, system: str | None = None, max_new_tokens: int = 200
 ) -> tuple[str, int, float]:
-    """Return an export's greedy continuation of a prompt or of a file's text, its number of tokens and the seconds it took.
+    """Return an export's greedy continuation of a prompt, the number of new tokens, and the seconds that generating took.
 
-    An adapter is loaded onto its base. Runs on the accelerator if there is one; loading is not timed. Raises an ExportError if
-    an argument or a file cannot be used.
+    `prompt` is a text, or the path of a file with one. Without `chat`, the returned text begins with the prompt. An adapter is
+    loaded onto its base model. Runs on the accelerator if there is one. Raises an ExportError if an argument or a file cannot be
+    used.
     """
     if max_new_tokens < 1:
         raise ExportError(f"max_new_tokens is {max_new_tokens}. Set it to at least 1.")

@@ -85,7 +85,7 @@ class Pusher:
         return self._source if self._process is not None and self._process.poll() is None else None
 
     def push_checkpoint(self, checkpoint: Path) -> None:
-        """Start pushing a complete checkpoint, once, unless the strategy is `end` or another push is in flight."""
+        """Start pushing a complete checkpoint, unless this was tried before, another push is running or the strategy is `end`."""
         is_new, self._last_checkpoint = checkpoint != self._last_checkpoint, checkpoint
         if not is_new or self.target.strategy == "end" or self.source is not None:
             return

@@ -29,7 +29,7 @@ CHUNK_ELEMENTS = 4 * 1024**2
 
 
 def is_merged_or_unused(name: str) -> bool:
-    """Return whether a merged export omits a parameter: an adapter matrix, or the original of a module trained as a copy."""
+    """Return whether a merged export omits a parameter: an adapter matrix, or the original of a module in modules_to_save."""
     return ".original_module." in name or (parameter_names.is_adapter(name) and ".modules_to_save." not in name)
 
 
@@ -45,7 +45,7 @@ def _check_mergeable(config: Any) -> None:
 
 
 def _adapted_weight(name: str, layer: Any) -> str:
-    """Return the name of the parameter that a LoRA layer adapts. PEFT's layers for fused experts are nested and hold it."""
+    """Return the name of the parameter that a LoRA layer adapts. Layers may be nested; the innermost module holds it."""
     leaf = getattr(layer, "parameter_name", "weight")
     while hasattr(layer, "base_layer"):
         name, layer = f"{name}.base_layer", layer.base_layer
@@ -258,7 +258,7 @@ class StoredAdapter:
         values: torch.Tensor,
         read_base: Callable[[int, int], torch.Tensor],
     ) -> torch.Tensor:
-        """Return a range of a base weight with the adapter merged in; other tensors are returned unchanged.
+        """Return a range of a base weight with the adapter merged in, or unchanged if the adapter does not change that weight.
 
         `read_base(start, count)` returns other elements of the base weight.
         """

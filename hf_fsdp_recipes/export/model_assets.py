@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer_config.json"
 CONFIG_FILE = "config.json"
-# A tokenizer or processor that is saved later overwrites them.
+# Copied from the original model; a tokenizer or processor that is saved afterwards overwrites them.
 PROCESSOR_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -29,7 +29,7 @@ PROCESSOR_FILES = (
 
 
 def collect(model: torch.nn.Module, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, bytes]:
-    """Return the files' contents by name, without the config if the model has adapters. Rank 0 only."""
+    """Return the files' contents by name. The config is left out if the model has adapters. Rank 0 only."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         if not has_adapter(model):

@@ -64,7 +64,7 @@ class RunExports:
             self._pusher.push_checkpoint(checkpoint)
 
     def export(self, model: torch.nn.Module, tokenizer: "PreTrainedTokenizerBase | None") -> None:
-        """Export, push, and start uploading, if an export directory is set. Collective: every rank must call this."""
+        """If an export directory is set, export, push to the Hub and start the upload to the mirror. Collective."""
         if self.directory is None:
             return
         export = self.directory
