@@ -33,7 +33,10 @@ HEAD_WEIGHT = re.compile(r"\.(score|classifier)\.(?!original_module).*weight$") 
 
 
 def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[str, str]:
-    """Map the adapter's parameters to their names in `adapter_model.safetensors`; raise an ExportError if PEFT lists others."""
+    """Map the adapter's parameters to their names in `adapter_model.safetensors`.
+
+    Raises an ExportError if PEFT lists no tensors, or tensors that are not parameters of the model.
+    """
     from peft import get_peft_model_state_dict
 
     peft_model = find_peft_model(model)

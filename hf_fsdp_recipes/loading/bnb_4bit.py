@@ -1,6 +1,6 @@
 """Quantizes weights to 4 bits while they load: one rank reads and quantizes a weight; every rank gets its shard of it.
 
-No rank holds more than one unquantized weight (two copies while one is transposed). Every rank gets all scales
+No rank holds more than one unquantized weight, or two copies of it while it is transposed. Every rank gets all scales
 (bitsandbytes' quant state), because dequantizing a gathered weight needs them.
 
 Source: bitsandbytes 0.50 `functional.py` (`quantize_4bit`, `QuantState`), `nn/modules.py` (`Linear4bit` takes the quant state

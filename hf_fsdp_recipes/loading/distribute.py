@@ -2,8 +2,8 @@
 
 The weights are one stream of buckets, in the checkpoint's dtype, whatever the number of ranks. Rank 0 reads buckets ahead into
 memory that the ranks of its node share. The first rank of each node passes every bucket on to the next node. All ranks
-copy their own elements out of their node's memory and cast them. So rank 0 reads and sends each byte once, to one rank, and
-shards, replicas and full tensors are filled alike.
+copy their own elements out of their node's memory and cast them. So rank 0 reads each byte once and sends it to one rank only,
+and shards, replicas and full tensors are filled alike.
 """
 
 import zlib

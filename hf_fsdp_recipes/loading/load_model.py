@@ -75,8 +75,8 @@ def load_model(
         source: which ranks read the weights. `rank0`: global rank 0 reads them for all ranks. `direct`:
             every rank reads its own byte ranges, so every rank needs access to the files. `auto`: `direct` if every rank
             sees rank 0's files, else `rank0`.
-        verify: read a `sample` of every tensor again, or all of it (`full`), and compare it with every rank's shards. Shards
-            that ranks read themselves are not compared.
+        verify: how much of every tensor is read again and compared with every rank's shards: `sample`, a few hundred
+            elements, or `full`, all of them. Shards that ranks read themselves (`direct`) are not compared.
         ignore_mismatched: initialize parameters that the checkpoint lacks or has in another shape, instead of refusing them.
         auto_class: class to load, as a class or its name: AutoModelForCausalLM, AutoModelForImageTextToText,
             AutoModelForSequenceClassification, AutoModelForTokenClassification, or a model class. None takes the class that

@@ -141,7 +141,7 @@ def _initialize(model: "PreTrainedModel", source: CheckpointSource, names: list[
     """Add missing parameters to the source, with the model's own initialization."""
     if not names:
         return
-    # 4-bit weights on meta cannot be copied, but a new model has none.
+    # Only a new model is copied: it has no 4-bit weights, which cannot be copied on meta.
     created = NewValues(copy.deepcopy(model), int(torch.randint(2**31, ()))) if is_new else NewValues(model, 0)
     by_module: dict[str, list[str]] = {}
     for name in names:

@@ -23,7 +23,7 @@ class NewValues:
 
     Args:
         model: the model on meta. If the model will be sharded before its values are read, pass a copy.
-        seed: of the values that `read` returns.
+        seed: seed of the values that `read` returns.
     """
 
     def __init__(self, model: "PreTrainedModel", seed: int) -> None:

@@ -82,7 +82,7 @@ class SafetensorsIndex:
         self._in_memory: dict[str, InMemory] = {}
 
     def add_in_memory(self, tensor: StoredTensor, values: InMemory) -> None:
-        """Add the values of a tensor from `stored_in_memory`, or a function that is called for every read."""
+        """Add a tensor from `stored_in_memory`, with its values or a function that returns them and is called for every read."""
         self.tensors[tensor.name] = tensor
         self._in_memory[tensor.name] = values
 

@@ -72,7 +72,7 @@ class WeightMapping:
         return ranges, unexpected
 
     def is_unchanged(self, name: str, names: Iterable[str]) -> bool:
-        """Return whether a stored tensor with a parameter's name is read unchanged; `names` are those of all parameters."""
+        """Return whether loading maps a stored tensor called `name` to the parameter `name`, one of `names`, unconverted."""
         return self._rename(name, dict.fromkeys(names, True)) == (name, None)
 
     def _rename(self, stored: str, names: Mapping[str, bool]) -> tuple[str, str | None]:
@@ -125,9 +125,9 @@ class WeightMapping:
 
 
 def set_conversions(model: "PreTrainedModel") -> None:
-    """Record the weight conversions of a model that was not loaded. `from_pretrained` does that when it loads one.
+    """Record the weight conversions of a model, unless `from_pretrained` has recorded them when it loaded the model.
 
-    Otherwise transformers would look them up again for every name.
+    Without the record, transformers would look the conversions up again for every name.
     """
     if getattr(model, "_weight_conversions", None) is None:
         from transformers.conversion_mapping import get_model_conversion_mapping
