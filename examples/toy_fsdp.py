@@ -31,7 +31,7 @@ def main() -> None:
     options = parser.parse_args()
 
     device = start()
-    # A function, so that the DDP model is gone when it returns: DDP's C++ code can hang if it outlives the process group.
+    # `train` drops the DDP model when it returns. A model that outlives the process group can hang in DDP's C++ code.
     train(options.ddp, options.steps, device)
     dist.destroy_process_group()
 

@@ -21,8 +21,8 @@ _locks: dict[Path, SoftFileLease] = {}  # this process's locks
 def lock_directory(output_dir: str | os.PathLike[str], wait_seconds: float = 60.0) -> SoftFileLease:
     """Lock a run's output directory for this process, and check that it can be written. Rank 0 only.
 
-    Waits for a previous run to exit. A process may lock a directory several times. The lock is free again when each of these has
-    been released, or when the process exits.
+    Waits for a previous run to exit. A process may lock a directory several times. The directory is free again after as many
+    releases, or when the process exits.
 
     Raises:
         CheckpointError: another process still holds the lock after `wait_seconds`, or the directory cannot be written.

@@ -154,7 +154,7 @@ def _describe_adapter_directory(
 
 
 def _without_prefix(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
-    """Remove wrappers from the tensors' names, and the prefix `model.` if it is a key of the state dict, not the model's own."""
+    """Remove wrappers from the tensors' names, and the prefix `model.` if it comes from a nested state dict, not the model."""
     if tensors and all(name.startswith("model.") for name in tensors):
         inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         # The state dict is usually {"model": {...}}. If it is not, the model's own names may all begin with `model.`.

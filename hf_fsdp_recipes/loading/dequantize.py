@@ -143,7 +143,7 @@ def find_quantization(config: "PreTrainedConfig") -> tuple[str | None, Any]:
 def dequantizing_arguments(config: "PreTrainedConfig", part: "PreTrainedConfig") -> dict[str, Any]:
     """Return the argument that makes `from_pretrained` dequantize FP8 and MXFP4 on every device; {} for other checkpoints.
 
-    `part` is the config to load: `config`, or its text part. It gets the quantization config.
+    `part` is the config to load: `config`, or its text part. The quantization config is set on `part`.
     """
     _, quantization = find_quantization(config)
     if quantization is None:

@@ -286,7 +286,7 @@ def _split(bucket: _Bucket) -> Iterator[Sequence[_Piece]]:
 
 
 def _take(bucket: _Bucket, slot: torch.Tensor, use: Use, upload: Upload) -> None:
-    """Use this rank's elements of a bucket. Then the slot is free, even if the device still copies from pinned memory."""
+    """Use this rank's elements of a bucket. Afterwards this rank does not need the slot, even if the device is still copying."""
     parts = []
     for piece in bucket:
         target, item_bytes = piece.target, piece.target.stored_dtype.itemsize

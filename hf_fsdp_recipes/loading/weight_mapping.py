@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorRange:
-    """The next `num_elements` of a parameter, which are in a stored tensor of shape `shape` from element `start` on."""
+    """The next `num_elements` of a parameter: in the stored `tensor`, of shape `shape`, they begin at element `start`."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -72,7 +72,10 @@ class WeightMapping:
         return ranges, unexpected
 
     def is_unchanged(self, name: str, names: Iterable[str]) -> bool:
-        """Return whether loading maps a stored tensor called `name` to the parameter `name`, one of `names`, unconverted."""
+        """Return whether a stored tensor called `name` is loaded as the parameter `name` without conversion.
+
+        `names` are the names of all parameters.
+        """
         return self._rename(name, dict.fromkeys(names, True)) == (name, None)
 
     def _rename(self, stored: str, names: Mapping[str, bool]) -> tuple[str, str | None]:

@@ -75,7 +75,7 @@ def build_trainer(arguments: Arguments) -> "Trainer":
     model = build_model(arguments, tokenizer)
     if needs_reference(arguments):
         specific["ref_model"] = build_reference(model, arguments, tokenizer)
-    if kind.name != "grpo":  # GRPOTrainer builds its reference model with them
+    if kind.name != "grpo":  # GRPOTrainer builds its reference model with these arguments
         arguments.training.model_init_kwargs = None
     if arguments.recipe.verify_export == "auto":  # decide while every rank can still count all parameters
         is_small = model.num_parameters() < MAX_VERIFIED_PARAMETERS

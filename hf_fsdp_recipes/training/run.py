@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def run(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
-    """Run the recipe on the command line. Collective: every rank must call this.
+    """Run the recipe that the command line names. Collective: every rank must call this.
 
     Args:
         name: which trainer, as in `hf-fsdp`: sft, dpo, kto, reward or grpo.
@@ -41,7 +41,7 @@ def run(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
 
 @record  # unexpected errors appear in torchrun's error table and files
 def start(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
-    """Run the recipe on the command line, as `run`; an error that says what to do ends the process with one line."""
+    """Do what `run` does. A RecipeError ends the process with one line, which says what to do, instead of a traceback."""
     wait_for_gloo_at_exit()
     with exit_with_message():
         run(name, plan)

@@ -134,7 +134,8 @@ def find_token_fault(row: Mapping[str, Any], vocabulary_size: int) -> str | None
         if not isinstance(values, list):
             return f"{name} is {values!r:.60}, not a list of integers"
         for value in values:
-            if type(value) not in (int, float) or value % 1:  # a fraction in another row turns all values into floats
+            # Floats without a fraction are allowed: a fraction in another row turns a column's values into floats.
+            if type(value) not in (int, float) or value % 1:
                 return f"{name} has {value!r:.60}, which is not an integer"
         if len(values) != len(row["input_ids"]):
             return f"{name} has {len(values)} values for {len(row['input_ids'])} input_ids"
@@ -152,7 +153,7 @@ def _has_text(texts: list[str | None]) -> bool:
 
 
 def _texts_and_answers(row: Mapping[str, Any], text_column: str) -> tuple[list[str | None], list[str | None] | None]:
-    """Return a row's texts, with None for a malformed one, and the answers among them, or None instead for plain text."""
+    """Return a row's texts, with None for a malformed one, and the answers among them. Plain text has None for answers."""
     if "prompt" in row and "completion" in row:
         answers = _texts(row["completion"])
         return _texts(row["prompt"]) + answers, answers

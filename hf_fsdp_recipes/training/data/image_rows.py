@@ -46,7 +46,7 @@ def _with_images(rows: Dataset, name: str) -> Dataset:
         raise DataError(f"the evaluation rows of {name} have no images. Evaluate on rows like the training rows.")
     feature, num_images = rows.features[column], _count_images(rows, column)
     if pc.min(num_images).as_py() < 1:
-        # A rank without images would not gather the vision tower, and the others would wait for it.
+        # A rank without images would not gather the vision tower, and the other ranks would wait for that rank.
         row = num_images.index(0).as_py()
         raise DataError(
             f"{name}, row {row + 1}: {column} is empty. Every row needs an image; train on rows without one separately."
