@@ -10,7 +10,8 @@ A recipe is a YAML file of TRL's and Trainer's arguments; the command line overr
         --use_peft --lora_target_modules all-linear --packing --resume_from_checkpoint auto
 
 A run writes to --output_dir: checkpoint-<step>/ (sharded, resumable on another number of ranks), export/ (loads with
-from_pretrained), metrics.jsonl, report.md and plots. A run that ends without exported weights has exit status 1.
+from_pretrained), metrics.jsonl, report.md and plots. Unless the recipe sets export: false, a run that ends without exported
+weights has exit status 1.
 """
 
 from typing import TYPE_CHECKING

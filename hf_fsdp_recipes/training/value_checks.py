@@ -42,8 +42,8 @@ _NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
     """Return a recipe's values. Not a collective. `classes` are the dataclasses with the recipe's fields.
 
-    Raises a RecipeError that lists duplicate keys, or all values of the wrong type. Without this check, argparse would convert
-    only strings, YAML would keep the last of two equal keys, and neither would check choices.
+    Raises a RecipeError that lists duplicate keys, or all values of the wrong type. They would pass unnoticed: argparse converts
+    only strings, YAML keeps the last of two equal keys, and neither checks choices.
     """
     values = read_recipe(path)
     fields_by_name = {field.name: field for cls in classes for field in fields(cls)}

@@ -54,7 +54,10 @@ def _load_part(part: Any, streaming: bool, arguments: Arguments) -> DatasetPart:
 
 
 def _split_rows(train: Any, test: Any, name: str, arguments: Arguments) -> tuple[Any, Any]:
-    """Return training and evaluation rows. The latter are the test split or held-out training rows, or None without evaluation."""
+    """Return training and evaluation rows.
+
+    Evaluation rows are the test split or held-out training rows, or None if the recipe does not evaluate.
+    """
     script, training, recipe = arguments.script, arguments.training, arguments.recipe
     check_num_rows(train, name, training.world_size)
     if hasattr(training, "dataset_text_field"):  # only SFTConfig has it
