@@ -19,7 +19,7 @@ NUM_STATES = {
     **dict.fromkeys(["adagrad", "rmsprop"], 1),
     "sgd": 0,
 }
-BLOCK_SCALE_BYTES = 4 / 256  # 8-bit and 4-bit states share one fp32 scale among 256 values
+BLOCK_SCALE_BYTES = 4 / 256  # per value: in 8-bit and 4-bit states, 256 values share one fp32 scale
 
 
 @dataclass(frozen=True)
