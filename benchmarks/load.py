@@ -122,7 +122,7 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
     os.environ.update(ACCELERATE_USE_CPU="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(kind == "stock")
     os.environ["ACCELERATE_USE_FSDP"] = str(kind in ("stock", "rank0", "direct"))
-    import peft  # noqa: F401 - as below; with bitsandbytes installed it takes a second
+    import peft  # noqa: F401 - imports are not what is measured, and this one takes a second with bitsandbytes
     import torch
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM

@@ -21,7 +21,7 @@ class RecipeError(Exception):
 
 
 class UnexpectedError(RecipeError):
-    """Wraps an exception that is not a RecipeError. On the rank where it occurred, it is this error's `__cause__`."""
+    """Wraps another exception, which is this error's `__cause__` on the rank where it occurred."""
 
 
 class PatchError(RecipeError):

@@ -17,9 +17,13 @@ LOADER_ATTRIBUTE = "_meta_model_loader"
 def find_meta_model_loader(model: torch.nn.Module) -> Any:
     """Return the loader attached to a model on meta, which may be wrapped; None if there is none.
 
-    Its methods `shard_fsdp2(accelerator, model, shard)`, which calls Accelerate's `shard(accelerator, model)`,
-    `prepare_fsdp1(accelerator, model, prepare)`, which calls `prepare()`, and `prepare_frozen(accelerator, model)`, for a model
-    that is not trained, return the model sharded and filled. They are collective. `fingerprint(model)` identifies the checkpoint.
+    Three methods of the loader are collective and return the model, sharded and filled:
+
+    - `shard_fsdp2(accelerator, model, shard)`, which calls Accelerate's `shard(accelerator, model)`;
+    - `prepare_fsdp1(accelerator, model, prepare)`, which calls `prepare()`;
+    - `prepare_frozen(accelerator, model)`, for a model that is not trained.
+
+    A fourth, `fingerprint(model)`, identifies the checkpoint.
     """
     found = (module.__dict__.get(LOADER_ATTRIBUTE) for module in model.modules())
     return next((loader for loader in found if loader is not None), None)
@@ -177,7 +181,8 @@ def _shard_then_fill(original: Any, accelerator: Any, model: torch.nn.Module) ->
 @Patch(
     "accelerate.accelerator.Accelerator.prepare_model(self, model, device_placement, evaluation_mode)",
     feature="loading",
-    changes="A model from `load_model` is materialized one FSDP1 unit at a time; with `evaluation_mode`, it is sharded and filled.",
+    changes="Under FSDP1, a model from `load_model` is materialized one unit at a time. With `evaluation_mode`, it is sharded and "
+    "filled, under FSDP1 and FSDP2.",
     reason="Under FSDP1, Accelerate keeps the full model in rank 0's memory, and in every rank's while it synchronizes module "
     "states. With `evaluation_mode` it does not shard at all, and parameters stay on meta.",
     upstream="to file: `prepare_model(evaluation_mode=True)` does not shard under FSDP",

@@ -74,7 +74,10 @@ def describe(device: torch.device) -> DeviceInfo:
 
 
 def measure(device: torch.device, info: ParticipantInfo) -> WorkerRates:
-    """Measure bandwidth within and between nodes, and the speed of a matrix product. Collective: all nodes' workers must call this."""
+    """Measure bandwidth within and between nodes, and the speed of a matrix product.
+
+    Collective: the workers of all nodes must call this.
+    """
     links = {}
     if info.ranks_per_node > 1:
         node_group, _ = dist.new_subgroups(info.ranks_per_node)

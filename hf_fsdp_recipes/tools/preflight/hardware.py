@@ -173,7 +173,7 @@ def _read_xids(found: Hardware) -> None:
 
 def _read_amd(found: Hardware) -> None:
     gpus: Any = []
-    with contextlib.suppress(ValueError):  # without --ecc and --throttle, amd-smi reads many more values, which takes long
+    with contextlib.suppress(ValueError):  # without the two options, amd-smi reads many more values, which takes long
         report = json.loads(_run(found, "amd-smi", "metric", "--ecc", "--throttle", "--json"))
         gpus = report.get("gpu_data", []) if isinstance(report, dict) else report  # the report is a list before ROCm 7
     visible = _find_visible_amd(len(gpus))
