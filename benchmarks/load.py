@@ -2,9 +2,9 @@
 
     python benchmarks/load.py [--parameters 1.1e9] [--parameters 0.3e9]
 
-Loads a random Llama of the given size from bf16 safetensors of 500 MB on two gloo ranks of one machine. Every loader
-ends with sharded parameters whose pages have all been touched. Memory is the peak anonymous memory above the level at the
-start. The files are in the page cache, except in rows marked "from disk". Prints a table and rewrites its section of
+Loads a random Llama of the given size from bf16 safetensors files of at most 500 MB on two gloo ranks of one machine. Every
+loader ends with sharded parameters whose pages have all been touched. Memory is the peak anonymous memory above the level at
+the start. The files are in the page cache, except in rows marked "from disk". Prints a table and rewrites its section of
 docs/measured.md.
 """
 

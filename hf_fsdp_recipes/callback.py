@@ -96,7 +96,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._is_completing = False  # whether to add manifests to the checkpoints that Trainer writes without FSDP
         self._has_saved = False  # whether Trainer has saved a checkpoint that has no manifest yet
         self._failure: Exception | None = None  # the error of the last finished save
-        self._callbacks: list[object] = []  # the trainer's
+        self._callbacks: list[object] = []  # the trainer's callbacks and its control
         self._save_total_limit: int | None = None
         self._random_state: dict[str, Any] = {}
         self._model_assets: dict[str, bytes] = {}
@@ -219,7 +219,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Save the epoch's last step if a save is due; with `save_strategy: epoch`, schedule one."""
+        """Save the epoch's last step if a save is due; with `save_strategy: epoch`, schedule a save."""
         self._save_if_due(args, state, kwargs)
         if self._schedule is not None:
             self._schedule.take_flag(state, control, SaveStrategy.EPOCH)

@@ -14,7 +14,7 @@ class RecipeError(Exception):
     """An error that the user can fix. Base class of all exceptions below.
 
     Attributes:
-        is_agreed: every rank raises this error, so none is still waiting in a collective.
+        is_agreed: whether every rank raises this error, so that none still waits in a collective.
     """
 
     is_agreed = False

@@ -24,7 +24,7 @@ class Clock:
         self._is_running = False
 
     def start(self, device: Any = None) -> None:
-        """Start or restart, with the events of an accelerator's module such as `torch.cuda`, or the host's clock if None."""
+        """Start or restart. `device` is an accelerator's module, such as `torch.cuda`, or None to use the host's clock."""
         self._device = device if hasattr(device, "Event") else None
         self._is_running = True
         self._marks.clear()

@@ -32,7 +32,7 @@ class TokenCounts:
 
     @classmethod
     def of(cls, lengths: Iterable[int], window: int | None = None) -> "TokenCounts":
-        """Count sequences of these lengths in tokens."""
+        """Return the counts for sequences of these lengths (in tokens)."""
         lengths = list(lengths)
         windowed = sum(length * min(length, window or length) for length in lengths)
         return cls(sum(lengths), sum(length * length for length in lengths), windowed)

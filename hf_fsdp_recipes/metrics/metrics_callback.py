@@ -156,7 +156,7 @@ class MetricsCallback(TrainerCallback):
             logger.warning("cannot write the report: %s", error)
 
     def _begin(self, args: TrainingArguments, state: TrainerState, model: torch.nn.Module) -> None:
-        """On the first call of a start, drop the entries of steps that will be repeated, write new ones, and print the model."""
+        """On the first call after a start, drop the entries of steps to be repeated, write this start's, and print the model."""
         if self._first_entries is None:
             return
         entries, self._first_entries, self._is_recording = self._first_entries, None, distributed.is_main()

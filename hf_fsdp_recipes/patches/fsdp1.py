@@ -136,7 +136,7 @@ def _load_into_allocated_state(
         distributed.print_main(
             f"resume: {len(unused)} trained parameters, such as {new[0]}, had no optimizer state yet and start without it"
         )
-    for parameter in unused:  # frozen until the state is loaded, because torch then does not ask for theirs
+    for parameter in unused:  # frozen during the load, so that torch does not ask for their state
         optimizer.state.pop(parameter, None)
         parameter.requires_grad_(False)
     if fsdp_plugin.fsdp_version == 1:

@@ -1,6 +1,6 @@
 """Patches for PEFT: adapters on a base model whose weights are on meta.
 
-PEFT moves adapters to the device of their base layer, so on meta they would lose their initial values. Calling
+PEFT moves adapters to the device of their base layer, so with a base layer on meta they would lose their initial values. Calling
 `reset_lora_parameters` after loading would use another random state, so LoRA runs would differ from stock ones.
 """
 

@@ -10,7 +10,7 @@ GATHERED, UNSHARDED_GRADIENTS, REDUCED_GRADIENTS = "gathered units", "whole grad
 
 
 class MemoryTimeline:
-    """Bytes by category over time, and what they were when their sum was highest."""
+    """Bytes of each category, now and when their sum was highest."""
 
     def __init__(self, resident_bytes: dict[str, int]) -> None:
         self.current_bytes = dict(resident_bytes)
@@ -22,7 +22,7 @@ class MemoryTimeline:
         self._update_peak(self.current_bytes)
 
     def apply(self, event: TraceEvent) -> None:
-        """Record the peak before an event, then the memory that is alive after it."""
+        """Record the peak since the previous event, then the memory in use at this one."""
         self._update_peak(self.current_bytes | event.peak_bytes)
         self.current_bytes |= event.live_bytes
 

@@ -8,7 +8,7 @@ from hf_fsdp_recipes.export.write_export import CHUNK_BYTES
 from hf_fsdp_recipes.loading.distribute import BUCKET_BYTES, NUM_SLOTS, UPLOAD_BYTES
 from hf_fsdp_recipes.tools.planner.memory_planner import OPTIMIZER, PARAMETERS, MemoryPlan
 
-# From docs/measured.md.
+# Figures from docs/measured.md.
 # In the distributed training guide, a rank takes 926 or 933 MB before it loads anything.
 PROCESS_BYTES = 930_000_000
 LOADING_BYTES = 60_000_000  # per rank, in addition to its shard and the buckets, with any load_source

@@ -23,8 +23,8 @@ from hf_fsdp_recipes.tools.planner.meta_model import MetaModel
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
 
 ACTIVATIONS, LOGITS = "activations", "logits and loss"
-# What has just been computed: at pre_backward, the gradients of a module's outputs; at post_backward, those of its inputs; at
-# gradient, the gradient of a parameter; at forward_done, the loss.
+# What has just been computed when an event occurs: at pre_backward, the gradients of a module's outputs; at post_backward,
+# those of its inputs; at gradient, the gradient of a parameter; at forward_done, the loss.
 EventKind = Literal[
     "pre_forward", "post_forward", "forward_done", "pre_backward", "post_backward", "gradient", "step_done"
 ]
@@ -86,7 +86,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def compute_job_loss(model: MetaModel, rows: torch.Tensor, job: TrainingJob) -> torch.Tensor:
-    """Run a forward pass over token ids of shape (batch, length) and return the loss of the job's kind."""
+    """Run a forward pass over token ids of shape (batch, length) and return the loss, computed as `job.loss` says."""
     mask = make_mask(model, rows, job)
     if job.loss == "fused":
         outputs = model(input_ids=rows, attention_mask=mask, labels=rows, fused_lm_head=True)

@@ -116,7 +116,7 @@ class TrainingJob:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether parameters, gradients and optimizer state move from the GPU to the host."""
+        """Whether parameters, gradients and optimizer state are kept on the host instead of the GPU."""
         return self.strategy.is_offloaded and not self.strategy.on_cpu
 
     def replace(self, **fields: Any) -> "TrainingJob":

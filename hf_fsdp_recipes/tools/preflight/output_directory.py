@@ -16,7 +16,7 @@ from hf_fsdp_recipes.tools.preflight.node_info import Row, shorten
 
 MAX_PROBE_BYTES = 64 << 20
 MAX_PROBE_SECONDS = 1.0
-VISIBILITY_SECONDS = 5.0  # until listing refreshes what NFS caches of the directory (acdirmin, 30 s)
+VISIBILITY_SECONDS = 5.0  # listing refreshes NFS's cache of the directory, which would last 30 s (acdirmin)
 _CHUNK_BYTES = 16 << 20
 
 

@@ -176,7 +176,8 @@ def find_node(
 ) -> ParticipantInfo | None:
     """Return this node as the flags, or else the launcher's variables, describe it; None if there is nothing to do.
 
-    A launcher starts a process for each rank, but only local rank 0 checks the node. PreflightError if one is missing.
+    A launcher starts a process for each rank, but only local rank 0 checks the node. Raises a PreflightError if a flag or
+    variable is missing.
     """
     if num_nodes is not None or node_rank is not None or "WORLD_SIZE" not in os.environ:
         num_nodes = num_nodes or 1

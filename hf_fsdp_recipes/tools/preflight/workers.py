@@ -1,6 +1,6 @@
 """Starts one process per local rank to describe its device and measure bandwidth.
 
-These are processes of their own, so that one that crashes or hangs in a collective can be reported and killed.
+They are separate processes, so that a worker that crashes or hangs in a collective can be reported and killed.
 """
 
 import json

@@ -63,7 +63,7 @@ def write_model(arguments: Arguments, directory: Path) -> str:
 
 
 def _make_tokenizer(arguments: Arguments) -> tuple[Any, str]:
-    """Return the recipe's tokenizer, or a tokenizer of bytes if its model cannot be read, and a note."""
+    """Return the recipe's tokenizer, or if it cannot be read, a tokenizer of bytes and a note that says so."""
     name = str(arguments.recipe.tokenizer_name or arguments.model.model_name_or_path)
     if find_config(name) != name:
         return stand_ins.byte_tokenizer(), f", a tokenizer of bytes instead of {name}'s, which cannot be read"

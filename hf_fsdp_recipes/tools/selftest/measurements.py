@@ -57,7 +57,7 @@ class Site:
     num_tokens: int = 64  # tokens per micro-batch while saving
     num_batches: int = 1
     script: Path = SFT_SCRIPT
-    # When a measurement is killed, as time.monotonic() counts.
+    # Value of time.monotonic() at which a measurement is killed.
     deadline: float = field(default_factory=lambda: time.monotonic() + 600)
 
 
