@@ -152,9 +152,9 @@ def find_heads(model: torch.nn.Module) -> list[torch.nn.Module]:
 @Patch(
     "accelerate.accelerator.Accelerator._prepare_fsdp2(self)",
     feature="loading",
-    changes="Parameters on meta get distinct `data_ptr` values, by which Accelerate replaces the optimizer's "
-    "parameters with their shards.",
-    reason="Accelerate maps parameters by `data_ptr`, which is 0 for every parameter on meta.",
+    changes="Parameters on meta get distinct `data_ptr` values.",
+    reason="Accelerate uses `data_ptr` to replace the optimizer's parameters with their shards, but it is 0 for every parameter "
+    "on meta.",
     upstream="to file: `_prepare_fsdp2` maps optimizer parameters by data_ptr and mixes up parameters on meta",
 )
 def _prepare_with_distinct_pointers(original: Any, self: Any, *args: Any) -> Any:
@@ -183,8 +183,8 @@ def _shard_then_fill(original: Any, accelerator: Any, model: torch.nn.Module) ->
     feature="loading",
     changes="Under FSDP1, a model from `load_model` is materialized one unit at a time. With `evaluation_mode`, it is sharded and "
     "filled, under FSDP1 and FSDP2.",
-    reason="Under FSDP1, Accelerate keeps the full model in rank 0's memory, and in every rank's while it synchronizes module "
-    "states. With `evaluation_mode` it does not shard at all, and parameters stay on meta.",
+    reason="Under FSDP1, Accelerate keeps the full model in rank 0's memory and, while it synchronizes module states, in every "
+    "rank's. With `evaluation_mode` it does not shard at all, and parameters stay on meta.",
     upstream="to file: `prepare_model(evaluation_mode=True)` does not shard under FSDP",
 )
 def _prepare_on_meta(
@@ -206,7 +206,7 @@ def _prepare_on_meta(
 @Patch(
     "accelerate.accelerator.Accelerator.prepare_optimizer(self, optimizer, device_placement)",
     feature="loading",
-    changes="Under FSDP1, an optimizer that was created before its model was sharded is refused if the parameters are on meta.",
+    changes="Under FSDP1, an optimizer is refused if it was created before its model was sharded and its parameters are on meta.",
     reason="FSDP1 replaces the parameters, so the optimizer would update none of them.",
     upstream="to file: an optimizer of parameters on meta is accepted under FSDP1 and trains nothing",
 )

@@ -75,7 +75,7 @@ def _set_policy_without_heads(original: Any, self: Any, model: torch.nn.Module) 
     "accelerate.utils.fsdp_utils._get_model_state_dict(model, adapter_only, sd_options)",
     feature="checkpointing",
     changes="The adapter-only state dict of a PEFT model under FSDP1 contains the adapter.",
-    reason="PEFT looks up adapters by module name, and FSDP1 adds wrapper names: none of 70 tensors were saved.",
+    reason="PEFT looks up adapters by module name, and FSDP1 adds wrapper names, so no tensor would be saved.",
     depends_on=("peft",),
 )
 def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = False, sd_options: Any = None) -> Any:
@@ -88,7 +88,7 @@ def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = Fal
     "accelerate.utils.fsdp_utils._set_model_state_dict(model, state_dict, adapter_only, sd_options)",
     feature="checkpointing",
     changes="An adapter-only state dict is loaded into a PEFT model under FSDP1.",
-    reason="Names differ as for `_get_model_state_dict`, so a resumed run would silently start with new adapters.",
+    reason="FSDP1 adds wrapper names here too, so a resumed run would silently start with new adapters.",
     depends_on=("peft",),
 )
 def _set_state_with_adapters(

@@ -105,7 +105,7 @@ def _refuse_other_model(original: Any, self: Any, load_result: Any) -> None:
 
 @_patch(
     "transformers.trainer.Trainer._run_epoch(self, model, epoch)",
-    changes="Trains no step if a callback has already stopped training.",
+    changes="No step is trained if a callback has already stopped training.",
     reason="If `on_train_begin` sets `should_training_stop`, Trainer still trains one step, so each resume of a finished run "
     "would add a step.",
     upstream="to file: should_training_stop set in on_train_begin is ignored until after the first step",
