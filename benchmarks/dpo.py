@@ -62,7 +62,7 @@ class Stop(Exception):
 
 
 def train(kind: str, checkpoint: str, output: str, dtype: str, loading_only: bool) -> dict[str, float]:
-    """Train one step, or none; return the peaks above the start in bytes, and the reward. Every rank runs this."""
+    """Train one step, or none; return the peaks above the level at the start, in bytes, and the reward. Every rank runs this."""
     os.environ.update(ACCELERATE_USE_CPU="true", ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     os.environ.update(FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP", FSDP_RESHARD_AFTER_FORWARD="true")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"

@@ -2,10 +2,11 @@
 
     make gpu-day [OUT=runs/gpu-day] [MODELS=runs/gpu-day-models] [MINUTES=9] [AGAIN=copies]
 
-Each measurement has its own process and a line in OUT/results.jsonl, so that a crash loses only one. A call ends
-before its limit and prints what is left; the next call continues. OUT/report.md has all figures, OUT/logs the output of each
-measurement, and OUT/traces a trace of one step of each training run, for Perfetto. All models have random weights; MODELS takes
-25 GB and can be deleted afterwards. `--scale small` measures tiny models, to test the program.
+Each measurement has its own process and a line in OUT/results.jsonl, so that a crash loses only one measurement. A call ends
+before MINUTES are over and prints which measurements are left; the next call continues. OUT/report.md has all figures, OUT/logs
+the output of each measurement, and OUT/traces a trace of one step of each training run, for Perfetto. All models have random
+weights; they take 25 GB in the directory MODELS, which can be deleted afterwards. `--scale small` measures tiny models, to test
+this script.
 """
 
 import argparse
@@ -92,7 +93,7 @@ class Day:
     deadline: float
 
     def site(self, config: dict[str, Any] = selftest.TINY) -> Site:
-        """Return a site with one rank and a model of this config; a tiny model if this is a test."""
+        """Return a site with one rank and a model of this config, or a tiny model if `is_small`."""
         found = selftest.find_site(self.models, selftest.SFT_SCRIPT, self.deadline)
         if self.is_small:
             sizes: dict[str, Any] = {

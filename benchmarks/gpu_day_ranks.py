@@ -1,4 +1,4 @@
-"""What the rank of `gpu_day.py` measures of other loaders: from_pretrained, and bitsandbytes' own quantization."""
+"""What the rank of `gpu_day.py` measures with other loaders: from_pretrained, and bitsandbytes' own quantization."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_with_transformers(accelerator: "Accelerator", checkpoint: str, tiny: str) -> Figures:
-    """Load with from_pretrained onto the device. A tiny checkpoint first gets the imports out of the way."""
+    """Load with from_pretrained onto the device. A tiny checkpoint is loaded first, so that imports are not timed."""
     _from_pretrained(accelerator, tiny)
     gigabytes = sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors")) / 1e9
     seconds = time_work(accelerator.device, lambda: _from_pretrained(accelerator, checkpoint))

@@ -2,9 +2,9 @@
 
     python benchmarks/load.py [--parameters 1.1e9] [--parameters 0.3e9]
 
-Loads a random Llama of the given size from bf16 safetensors of 500 MB on two gloo ranks of one machine. Every loader
-ends with sharded parameters whose pages have all been touched. Memory is the peak anonymous memory above the level at the
-start. The files are in the page cache, except in rows marked "from disk". Prints a table and rewrites its section of
+Loads a random Llama of the given size from bf16 safetensors files of at most 500 MB on two gloo ranks of one machine. Every
+loader ends with sharded parameters whose pages have all been touched. Memory is the peak anonymous memory above the level at
+the start. The files are in the page cache, except in rows marked "from disk". Prints a table and rewrites its section of
 docs/measured.md.
 """
 
@@ -122,7 +122,7 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
     os.environ.update(ACCELERATE_USE_CPU="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(kind == "stock")
     os.environ["ACCELERATE_USE_FSDP"] = str(kind in ("stock", "rank0", "direct"))
-    import peft  # noqa: F401 - as below; with bitsandbytes installed it takes a second
+    import peft  # noqa: F401 - imports are not what is measured, and this one takes a second with bitsandbytes
     import torch
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM

@@ -28,7 +28,7 @@ PRELOADED = ["torch", "transformers", "trl", "peft", "datasets", "accelerate", "
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 SMALL = {
-    "vocab_size": 32768,  # TRL's fused loss works on tiles of 32768; with fewer, pages would stay untouched
+    "vocab_size": 32768,  # TRL's fused loss works on tiles of 32768; in a smaller vocabulary, pages would stay untouched
     "hidden_size": 512,
     "intermediate_size": 1408,
     "num_hidden_layers": 8,
@@ -199,7 +199,7 @@ def train(case: Case, directory: str) -> int:
 
 
 def environment(case: Case) -> dict[str, str]:
-    """Return what `accelerate launch` would set for the case's strategy."""
+    """Return the variables that `accelerate launch` would set for the case's strategy."""
     strategy = make_job(case).strategy
     by_size = strategy.min_num_params is not None
     variables = {

@@ -48,7 +48,7 @@ class GuidePlanner(MemoryPlanner):
         return build_units(group_by_policy(model, policy, job.strategy.reshards_after_forward), model, job)
 
     def trace(self, model: Any, job: TrainingJob, units: list[FsdpUnit]) -> list[TraceEvent]:
-        """Add the memory that the loop keeps to the events of the forward pass."""
+        """Return the events; those of the forward pass also count the memory that the loop keeps."""
         events = super().trace(model, job, units)
         outputs_bytes = sum(events[-1].live_bytes.values())
         self._kept_bytes = {"kept outputs": outputs_bytes, REDUCED_GRADIENTS: gradient_bytes(units, job)}

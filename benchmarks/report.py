@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def measure(num_parameters: float, num_steps: int, directory: str) -> dict[str, float]:
-    """Train with the callback on at every other step; return this rank's medians in seconds. Every rank runs this."""
+    """Train with the callback switched on at every other step; return this rank's medians in seconds. Every rank runs this."""
     os.environ |= {
         "ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",

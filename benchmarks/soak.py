@@ -132,10 +132,10 @@ class Case:
         self.output = self.directory / "run"
         self.save_steps = self.random.choice((1, 2))
         self.num_attempts = 0
-        self.orphans: list[tuple[float, bool, Processes]] = []  # deadline, whether to kill them then
+        self.orphans: list[tuple[float, bool, Processes]] = []  # deadline, whether to kill them at the deadline
 
     def run(self) -> None:
-        """Kill and resume until the run is complete; record a violation."""
+        """Kill and resume until the run is complete; record a violation if there is one."""
         self.directory.mkdir()
         tally = self.soak.tally
         tally.num_runs += 1
@@ -167,7 +167,7 @@ class Case:
             phase = PHASES.index(choose.choice(TRAPS))
             counts = {rank: of_rank[phase] for rank, of_rank in enumerate(self.reference.num_events) if of_rank[phase]}
             rank = choose.choice(sorted(counts))
-            # A larger share could set the moment after the end of the run.
+            # With a larger share, the trap could be at an operation after the last one of the run.
             share = 1.0 if PHASES[phase] in ONCE else remaining / self.save_steps / 2
             trap = Trap(rank, phase, choose.randint(1, max(1, int(counts[rank] * share))))
         return Kill(choose.choice(KINDS), seconds, trap, choose.randrange(self.cell.num_ranks))
@@ -208,7 +208,7 @@ class Case:
         if kill.kind == "all ranks":
             ranks.send(signal.SIGKILL)
         else:
-            with contextlib.suppress(ProcessLookupError):  # this rank has just ended
+            with contextlib.suppress(ProcessLookupError):  # the process has just ended
                 os.kill(launcher if "launcher" in kill.kind else board.ranks[kill.victim].pid, signal.SIGKILL)
         board.is_released = 1
         waits_for = ranks if "launcher" in kill.kind else leader
@@ -241,7 +241,7 @@ class Case:
             raise Violation("lost steps", f"resumed from step {resumed_from}, but checkpoint-{required} was complete")
 
     def _compare(self) -> None:
-        """Compare with the uninterrupted run, and count what is left over."""
+        """Compare with the uninterrupted run, and count leftover files."""
         found, wanted = read_result(self.output), self.reference.result
         if found.losses != wanted.losses:
             pairs = itertools.zip_longest(found.losses, wanted.losses)

@@ -1,7 +1,7 @@
 """The launcher and ranks of benchmarks/soak.py: forked processes that run recipes/sft.py and report where they are.
 
-A rank reports through shared memory. Python's audit events show which file a rank is about to touch. They tell loading from
-staging, writing and renaming, and a kill can hit exactly one file operation, because the rank waits there to be killed.
+A rank reports through shared memory. Python's audit events show which file a rank is about to touch, and so whether it is
+loading, staging, writing or renaming. A kill can hit one chosen file operation, because the rank waits there to be killed.
 """
 
 import ctypes
@@ -55,7 +55,7 @@ class Board(ctypes.Structure):
     _fields_ = (("is_released", ctypes.c_int), ("ranks", RankBoard * MAX_RANKS))
 
     def moment(self) -> str:
-        """Return the phase of the trapped rank, or else of rank 0; a save in flight takes precedence over its step."""
+        """Return the phase of the trapped rank, or else of rank 0; a save in flight takes precedence over the step."""
         trapped = [rank.trapped_in for rank in self.ranks if rank.trapped_in != NOT_TRAINING]
         return PHASES[trapped[0] if trapped else self.ranks[0].save_phase or self.ranks[0].phase]
 

@@ -1,4 +1,4 @@
-"""Compares each speed or memory feature with the same recipe without it.
+"""Compares a recipe with and without each speed or memory feature.
 
     python benchmarks/speed.py [--parameters 1e7] [--steps 12] [--rounds 1]
 

@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def measure_tax(options: Any, directory: Path) -> dict[str, list[dict[str, Any]]]:
-    """Run both alternately; return what the slower rank of each run measured."""
+    """Run both scripts alternately; return what the slower rank of each run measured."""
     rows, model = directory / "rows", directory / "model"
     write_model(options.parameters, model)
     write_rows(rows, num_rows=4 * options.steps)
@@ -267,7 +267,7 @@ def launch(template: Path, num_processes: int, command: Sequence[str]) -> str:
     """Start a script through Accelerate on this machine; return what it printed.
 
     Raises:
-        RuntimeError: the script failed; contains the last lines of its output.
+        RuntimeError: the script failed. The message has the last lines of its output.
     """
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

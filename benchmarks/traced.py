@@ -1,4 +1,4 @@
-"""Runs an unchanged training script on one rank, traces its last step, and measures the time of the others from outside.
+"""Runs an unchanged training script on one rank, traces its last step, and measures the other steps from outside.
 
     accelerate launch --config_file TEMPLATE benchmarks/traced.py RESULT_DIRECTORY recipes/sft.py --config X.yaml
 

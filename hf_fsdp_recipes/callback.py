@@ -96,7 +96,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._is_completing = False  # whether to add manifests to the checkpoints that Trainer writes without FSDP
         self._has_saved = False  # whether Trainer has saved a checkpoint that has no manifest yet
         self._failure: Exception | None = None  # the error of the last finished save
-        self._callbacks: list[object] = []  # the trainer's
+        self._callbacks: list[object] = []  # the trainer's callbacks and its control
         self._save_total_limit: int | None = None
         self._random_state: dict[str, Any] = {}
         self._model_assets: dict[str, bytes] = {}
@@ -121,7 +121,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Claim the output directory, and take over Trainer's saves under FSDP."""
-        self.on_init_end(args, state, control, **kwargs)  # not called yet if the callback was added later
+        self.on_init_end(args, state, control, **kwargs)  # Trainer has not called it if the callback was added later
         if not args.push_to_hub or self._plugin is not None:  # otherwise Trainer pushes what it saves
             self.exports.start(args)
         self._is_unsharded = self._plugin is None and unsharded.is_supported(args, state)
@@ -144,7 +144,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         if end is not None:
             distributed.print_main(f"finished: {end}, so there is nothing to do")
             control.should_training_stop = True
-        # The latter if an earlier train() was interrupted.
+        # If an earlier train() was interrupted, args still has the None that is set below.
         self._save_total_limit = args.save_total_limit or self._save_total_limit
         if self._is_completing:
             args.save_total_limit = None  # Trainer would delete old checkpoints before the new one has its manifest
@@ -163,7 +163,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Wait until the state is copied, because the optimizer is about to change it. Ranks share signals meanwhile."""
+        """Wait until the state is copied, because the optimizer is about to change it. Meanwhile, the ranks exchange signals."""
         if self._writer is not None:
             if self._signals is not None:
                 self._signals.start_exchange(isinstance(self._writer.failure, DivergenceError))
@@ -196,13 +196,13 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._random_state = random_state()
         if "train_runtime" in (kwargs.get("logs") or {}):
             if self._writer is not None:
-                # Trainer could delete the last checkpoint, which shows that the run has ended.
+                # Otherwise Trainer could delete the last checkpoint, which shows that the run has ended.
                 args.save_total_limit = None
             self._save_if_due(args, state, kwargs)
             if self._writer is not None:
                 self._finish()
             if state.best_model_checkpoint is not None and not Path(state.best_model_checkpoint).is_dir():
-                state.best_model_checkpoint = None  # it was not written
+                state.best_model_checkpoint = None  # writing it failed
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Record the random state."""
@@ -219,7 +219,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Save the epoch's last step if a save is due; with `save_strategy: epoch`, schedule one."""
+        """Save the epoch's last step if a save is due; with `save_strategy: epoch`, schedule a save."""
         self._save_if_due(args, state, kwargs)
         if self._schedule is not None:
             self._schedule.take_flag(state, control, SaveStrategy.EPOCH)
@@ -350,7 +350,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._failure = error
 
     def _finish(self) -> Path | None:
-        """Wait for the save in flight; return its checkpoint, or None."""
+        """Wait for the save in flight; return the last completed checkpoint, or None if the save failed."""
         assert self._writer is not None
         was_writing = self._writer.has_started
         try:

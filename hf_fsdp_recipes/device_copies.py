@@ -1,7 +1,7 @@
 """Copies between host memory and an accelerator, through pinned memory and on a separate stream.
 
-Meanwhile the calling thread reads or writes files, and the stream that training uses stays free. Each object belongs to one
-thread. Tensors that are already in host memory are not copied.
+While an upload runs, the calling thread can read files; a download waits for its copy. The stream that training uses stays
+free. Each object belongs to one thread. Tensors that are already in host memory are not copied.
 """
 
 import contextlib

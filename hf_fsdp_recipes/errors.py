@@ -14,14 +14,14 @@ class RecipeError(Exception):
     """An error that the user can fix. Base class of all exceptions below.
 
     Attributes:
-        is_agreed: every rank raises this error, so none is still waiting in a collective.
+        is_agreed: whether every rank raises this error, so that none still waits in a collective.
     """
 
     is_agreed = False
 
 
 class UnexpectedError(RecipeError):
-    """Wraps an exception that is not a RecipeError. On the rank where it occurred, it is this error's `__cause__`."""
+    """Wraps another exception, which is this error's `__cause__` on the rank where it occurred."""
 
 
 class PatchError(RecipeError):

@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 ELEMENTWISE = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")
-# With these, a run has the same losses on two ranks as on one, and resumes exactly.
+# By FSDP version: the optimizers with which a run has the same losses on two ranks as on one, and resumes exactly.
 # Under FSDP2, Adagrad fails, because it creates its state while the parameters are on meta.
 SHARDABLE = {1: (*ELEMENTWISE, "adagrad"), 2: ELEMENTWISE}
 
@@ -22,7 +22,7 @@ def is_bitsandbytes_optimizer(name: str) -> bool:
 
 
 def optimizer_errors(name: str, version: int | None) -> list[str]:
-    """Return why an optimizer does not work under an FSDP version (None: without FSDP)."""
+    """Return why an optimizer does not work under an FSDP version, or [] if it does. `version` is None without FSDP."""
     if version is None or name in SHARDABLE[version]:
         return []
     # AdEMAMix keeps two averages in one tensor, which cannot be sharded like the parameter. Under FSDP1, bitsandbytes 0.50 nests

@@ -13,7 +13,7 @@ from hf_fsdp_recipes.errors import RecipeError, TemplateError
 
 Folder = Literal["accelerate_configs", "recipes"]
 
-# What a folder holds, the command that lists it, and the error for a name that is not there.
+# What a folder holds, the command that lists it, and the class of the error for an unknown name.
 _FOLDERS: dict[Folder, tuple[str, str, type[RecipeError]]] = {
     "accelerate_configs": ("template", "hf-fsdp config list", TemplateError),
     "recipes": ("recipe", "hf-fsdp recipes list", RecipeError),
@@ -41,7 +41,7 @@ def find_file(folder: Folder, name: str | Path, error_class: type[RecipeError] |
     A shipped file is also found by its path in a checkout, such as recipes/qwen3_8b_lora.yaml.
 
     Raises:
-        TemplateError, RecipeError or `error_class`: there is neither; lists the shipped files with similar names.
+        TemplateError, RecipeError or `error_class`: neither file exists. The message lists the shipped files with similar names.
     """
     directory, relative = shipped_directory(folder), str(name).removeprefix(f"{folder}/")
     for file in (str(name), f"{name}.yaml", directory / relative, directory / f"{relative}.yaml"):

@@ -8,7 +8,7 @@ from hf_fsdp_recipes.configs.validate import read_config
 from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import TemplateError
 
-# In the order of torch's ShardingStrategy, because FSDP1 configs may give its number, which starts at 1.
+# In the order of torch's ShardingStrategy, because FSDP1 configs may give a strategy's number, counted from 1.
 FSDP1_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 
 

@@ -148,7 +148,7 @@ def find_template(name: str) -> Template:
 def render(template: Template, file: str | None = None) -> str:
     """Return a template as commented YAML; raise a TemplateError if nodes and ranks do not match or settings conflict.
 
-    Its first lines start a run with `file`, or with the shipped template of its name.
+    The first lines show the command that starts a run with `file`, or with the shipped template of this name.
     """
     _check(template)
     lines = [f"# {line}".rstrip() for line in _header(template, file or template.name)] + [""]

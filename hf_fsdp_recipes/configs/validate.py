@@ -84,7 +84,7 @@ def find_unsupported(sizes: Mapping[str, Any], precision: str | None) -> Iterato
 
 
 def build_on_meta(model: str, trust_remote_code: bool = False) -> "PreTrainedModel":
-    """Build a model on meta from its config; raise a TemplateError if that is not possible. See `find_config`."""
+    """Build a model on meta from the config that `find_config` finds; raise a TemplateError if that is not possible."""
     import torch
     from transformers import AutoConfig
 

@@ -27,7 +27,7 @@ MEMORY = ("host_bytes", "device_bytes", "device_valley_bytes", "device_peak_byte
 
 
 def pack(counts: torch.Tensor, memory_bytes: Sequence[int], seconds: Mapping[str, float]) -> torch.Tensor:
-    """Return one rank's metrics as an int64 tensor to gather, without synchronizing.
+    """Return one rank's metrics as an int64 tensor to gather, without synchronizing with the device.
 
     Args:
         counts: (3,) int64 on the rank's device: the fields of `TokenCounts`.

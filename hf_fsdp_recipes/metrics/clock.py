@@ -1,7 +1,8 @@
 """Wall time of a run by phase: data, forward and backward, optimizer, save, evaluation, other.
 
 A mark ends a phase. On an accelerator a mark is an event on the current stream, so a phase is device time, including idle
-time, no matter when Python launched the work. Only reading the totals synchronizes.
+time, no matter when Python launched the work. Marks synchronize with the device only when they are summed: when the totals are
+read, or after MAX_MARKS marks.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ class Clock:
         self._is_running = False
 
     def start(self, device: Any = None) -> None:
-        """Start or restart, with events of `device`, an accelerator's module such as `torch.cuda`; None: the host's clock."""
+        """Start or restart. `device` is an accelerator's module, such as `torch.cuda`, or None to use the host's clock."""
         self._device = device if hasattr(device, "Event") else None
         self._is_running = True
         self._marks.clear()
@@ -49,7 +50,7 @@ class Clock:
 
     @contextlib.contextmanager
     def spending(self, phase: str, after: str) -> Iterator[None]:
-        """Count a block as one phase, and the time since the last mark as another."""
+        """Count the block as `phase`, and the time from the last mark until the block as `after`."""
         self.mark(after)
         try:
             yield

@@ -3,7 +3,7 @@
 A token costs 2 FLOPs per matmul parameter in the forward pass, 2 in the backward pass for the activations, and 2 more
 for the gradient of each trained parameter: 6 in full fine-tuning, a little over 4 with LoRA. Attention costs two matrix
 products over all pairs of tokens of a sequence, causal or not, and twice that in the backward pass. Embedding look-ups,
-norms and the loss do not count. Of a mixture of experts, only those count that a token is routed to.
+norms and the loss do not count. In a mixture of experts, only the experts that a token is routed to count.
 
 Source: PaLM (arXiv:2204.02311), appendix B; its attention term is 12 * layers * heads * head_dim * length.
 """
@@ -32,7 +32,7 @@ class TokenCounts:
 
     @classmethod
     def of(cls, lengths: Iterable[int], window: int | None = None) -> "TokenCounts":
-        """Count sequences of these lengths in tokens."""
+        """Return the counts for sequences of these lengths (in tokens)."""
         lengths = list(lengths)
         windowed = sum(length * min(length, window or length) for length in lengths)
         return cls(sum(lengths), sum(length * length for length in lengths), windowed)
@@ -106,7 +106,7 @@ def count_flops(model: nn.Module) -> ModelFlops:
 def _matmuls(model: nn.Module, config: Any) -> Iterator[tuple[nn.Module, int, bool]]:
     """Yield (module, parameters in the matrix products of one token, whether they are trained)."""
     for name, module in model.named_modules():
-        # PEFT's modules_to_save keeps the original of each module that it replaces.
+        # PEFT's modules_to_save keeps the original of each module that it replaces, which no longer runs.
         if OTHER_MODALITIES.search(name) or "original_module" in name.split("."):
             continue
         share = 1.0
@@ -161,8 +161,8 @@ def _window(config: Any) -> int | None:
     return getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
 
 
-# Trainer's `include_num_input_tokens_seen` and TRL's `num_tokens` synchronize at every micro-batch. With packed rows, which have
-# no mask, Trainer's also counts real end-of-text tokens as padding if that is the pad token.
+# Used instead of Trainer's `include_num_input_tokens_seen` and TRL's `num_tokens`, which synchronize at every micro-batch. With
+# packed rows, which have no mask, Trainer's also takes real end-of-text tokens for padding if the pad token is the same.
 def count_tokens(inputs: Mapping[str, Any], window: int | None = None) -> torch.Tensor:
     """Count a batch's tokens without padding, and the pairs of tokens that attend to each other. Does not synchronize.
 
@@ -196,7 +196,7 @@ def _from_lengths(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
 
 
 def _from_positions(positions: torch.Tensor, window: int | None) -> torch.Tensor:
-    # 1 + 3 + 5 + ... + (2 n - 1) = n * n. This avoids looking up sequence lengths, which would synchronize with the device.
+    # n * n is 1 + 3 + 5 + ... + (2 n - 1), a sum over positions. Looking up the lengths would synchronize with the device.
     odd = 2 * positions.long() + 1
     next_positions = torch.nn.functional.pad(positions[:, 1:], (0, 1))
     is_counted = ((positions != 0) | (next_positions != 0)).long()

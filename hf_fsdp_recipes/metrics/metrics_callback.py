@@ -48,7 +48,7 @@ class MetricsCallback(TrainerCallback):
     It also adds throughput, MFU, times and memory to Trainer's logs (docs/trackers.md lists them), and their averages to the
     final log. Call `place_before_reporters(trainer)` so that wandb, TensorBoard and other trackers log them too.
 
-    A step without logging costs no synchronization. At a logged step the ranks gather 14 integers each, right after
+    A step without logging costs no synchronization. At a logged step, 14 integers per rank are gathered, right after
     Trainer has gathered the loss. A failure to count tokens or to write a file is logged as a warning. Files are written
     from the first step on, after `ShardedCheckpointCallback` has locked and checked the output directory.
 
@@ -156,7 +156,7 @@ class MetricsCallback(TrainerCallback):
             logger.warning("cannot write the report: %s", error)
 
     def _begin(self, args: TrainingArguments, state: TrainerState, model: torch.nn.Module) -> None:
-        """On its first call, write the entries of this start, drop those that a resumed run repeats, and print the model."""
+        """On the first call after a start, drop the entries of steps to be repeated, write this start's, and print the model."""
         if self._first_entries is None:
             return
         entries, self._first_entries, self._is_recording = self._first_entries, None, distributed.is_main()

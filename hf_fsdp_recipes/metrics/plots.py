@@ -34,7 +34,7 @@ def draw_loss(entries: Sequence[Entry], evaluations: Sequence[Entry] = ()) -> Fi
 
 
 def draw_throughput(entries: Sequence[Entry]) -> Figure:
-    """Plot tokens per second above the time per step, split by phase."""
+    """Plot tokens per second and, in a second panel, the time per step by phase."""
     entries = [entry for entry in entries if "step_seconds" in entry]
     figure, (speed, split) = _figure(2)
     counted = [entry for entry in entries if "tokens_per_second" in entry]
@@ -49,7 +49,7 @@ def draw_throughput(entries: Sequence[Entry]) -> Figure:
 
 
 def draw_memory(entries: Sequence[Entry]) -> Figure:
-    """Plot the host memory of every rank below the device memory, if there is a device."""
+    """Plot the host memory of every rank and, if there is a device, its memory in another panel."""
     has_device = any(any(entry.get("device_peak_bytes", ())) for entry in entries)
     figure, panels = _figure(2 if has_device else 1)
     if has_device:

@@ -21,7 +21,7 @@ Row = tuple[str, str]
 
 
 def write_report(output_dir: Path, notes: Sequence[str] = ()) -> Path:
-    """Write a run's report.md, with notes at its end, plots and `<run name>.txt`. Rank 0 only.
+    """Write a run's report.md (with `notes` at its end), its plots and `<run name>.txt`. Rank 0 only.
 
     Raises a DataError if metrics.jsonl is invalid.
     """

@@ -17,9 +17,13 @@ LOADER_ATTRIBUTE = "_meta_model_loader"
 def find_meta_model_loader(model: torch.nn.Module) -> Any:
     """Return the loader attached to a model on meta, which may be wrapped; None if there is none.
 
-    Its methods `shard_fsdp2(accelerator, model, shard)`, which calls Accelerate's `shard(accelerator, model)`,
-    `prepare_fsdp1(accelerator, model, prepare)`, which calls `prepare()`, and `prepare_frozen(accelerator, model)`, for a model
-    that is not trained, return the model sharded and filled. They are collective. `fingerprint(model)` identifies the checkpoint.
+    Three methods of the loader are collective and return the model, sharded and filled:
+
+    - `shard_fsdp2(accelerator, model, shard)`, which calls Accelerate's `shard(accelerator, model)`;
+    - `prepare_fsdp1(accelerator, model, prepare)`, which calls `prepare()`;
+    - `prepare_frozen(accelerator, model)`, for a model that is not trained.
+
+    A fourth, `fingerprint(model)`, identifies the checkpoint.
     """
     found = (module.__dict__.get(LOADER_ATTRIBUTE) for module in model.modules())
     return next((loader for loader in found if loader is not None), None)
@@ -148,9 +152,9 @@ def find_heads(model: torch.nn.Module) -> list[torch.nn.Module]:
 @Patch(
     "accelerate.accelerator.Accelerator._prepare_fsdp2(self)",
     feature="loading",
-    changes="Parameters on meta get distinct `data_ptr` values, by which Accelerate replaces the optimizer's "
-    "parameters with their shards.",
-    reason="Accelerate maps parameters by `data_ptr`, which is 0 for every parameter on meta.",
+    changes="Parameters on meta get distinct `data_ptr` values.",
+    reason="Accelerate uses `data_ptr` to replace the optimizer's parameters with their shards, but it is 0 for every parameter "
+    "on meta.",
     upstream="to file: `_prepare_fsdp2` maps optimizer parameters by data_ptr and mixes up parameters on meta",
 )
 def _prepare_with_distinct_pointers(original: Any, self: Any, *args: Any) -> Any:
@@ -177,9 +181,10 @@ def _shard_then_fill(original: Any, accelerator: Any, model: torch.nn.Module) ->
 @Patch(
     "accelerate.accelerator.Accelerator.prepare_model(self, model, device_placement, evaluation_mode)",
     feature="loading",
-    changes="A model from `load_model` is materialized one FSDP1 unit at a time; with `evaluation_mode`, it is sharded and filled.",
-    reason="Under FSDP1, Accelerate keeps the full model in rank 0's memory, and in every rank's while it synchronizes module "
-    "states. With `evaluation_mode` it does not shard at all, and parameters stay on meta.",
+    changes="Under FSDP1, a model from `load_model` is materialized one unit at a time. With `evaluation_mode`, it is sharded and "
+    "filled, under FSDP1 and FSDP2.",
+    reason="Under FSDP1, Accelerate keeps the full model in rank 0's memory and, while it synchronizes module states, in every "
+    "rank's. With `evaluation_mode` it does not shard at all, and parameters stay on meta.",
     upstream="to file: `prepare_model(evaluation_mode=True)` does not shard under FSDP",
 )
 def _prepare_on_meta(
@@ -201,7 +206,7 @@ def _prepare_on_meta(
 @Patch(
     "accelerate.accelerator.Accelerator.prepare_optimizer(self, optimizer, device_placement)",
     feature="loading",
-    changes="Under FSDP1, an optimizer that was created before its model was sharded is refused if the parameters are on meta.",
+    changes="Under FSDP1, an optimizer is refused if it was created before its model was sharded and its parameters are on meta.",
     reason="FSDP1 replaces the parameters, so the optimizer would update none of them.",
     upstream="to file: an optimizer of parameters on meta is accepted under FSDP1 and trains nothing",
 )

@@ -34,7 +34,7 @@ def shard_optimizer_class(optimizer_class: type) -> type:
                 f"bitsandbytes {version('bitsandbytes')} is not supported: {name} takes {found} instead of "
                 f"{STEP_PARAMETERS}. Install {versions_of('bitsandbytes')}, or use optim: adamw_torch_fused."
             )
-    # Trainer keeps embeddings in 32 bits if the full class name contains "bitsandbytes", so use this module's name.
+    # Trainer keeps the states of embeddings in 32 bits if the full class name contains "bitsandbytes", as this module's does.
     return type(f"Sharded{optimizer_class.__name__}", (_LocalStep, optimizer_class), {"__module__": __name__})
 
 
@@ -92,7 +92,7 @@ class _LocalStep:
 
 
 def _largest_shard(p: DTensor) -> torch.Tensor:
-    """Return this rank's shard, or if it is smaller than rank 0's, an uninitialized tensor of that shape."""
+    """Return this rank's shard, or if it is smaller than rank 0's, an uninitialized tensor of rank 0's shape."""
     shard = p.to_local().detach()
     if not p.ndim:
         return shard

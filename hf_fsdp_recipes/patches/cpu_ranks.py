@@ -46,7 +46,7 @@ def enable() -> None:
             "an Accelerator was created before FSDP could be turned on for CPU ranks. Call load_model, "
             "ShardedCheckpointCallback or build_trainer before the first Accelerator or Trainer."
         )
-    # Without ACCELERATE_USE_CPU, a TrainingArguments created earlier initialized Accelerate's state for a single process. The
+    # If ACCELERATE_USE_CPU was not set when a TrainingArguments was created, Accelerate's state is for a single process. The
     # arguments read that state at each use, so they see all ranks once it is initialized again.
     if PartialState._shared_state.get("distributed_type") == DistributedType.NO:
         PartialState._reset_state()

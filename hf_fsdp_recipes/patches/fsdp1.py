@@ -75,7 +75,7 @@ def _set_policy_without_heads(original: Any, self: Any, model: torch.nn.Module) 
     "accelerate.utils.fsdp_utils._get_model_state_dict(model, adapter_only, sd_options)",
     feature="checkpointing",
     changes="The adapter-only state dict of a PEFT model under FSDP1 contains the adapter.",
-    reason="PEFT looks up adapters by module name, and FSDP1 adds wrapper names: 0 of 70 tensors were saved.",
+    reason="PEFT looks up adapters by module name, and FSDP1 adds wrapper names, so no tensor would be saved.",
     depends_on=("peft",),
 )
 def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = False, sd_options: Any = None) -> Any:
@@ -88,7 +88,7 @@ def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = Fal
     "accelerate.utils.fsdp_utils._set_model_state_dict(model, state_dict, adapter_only, sd_options)",
     feature="checkpointing",
     changes="An adapter-only state dict is loaded into a PEFT model under FSDP1.",
-    reason="Names differ as for `_get_model_state_dict`, so a resumed run would silently start with new adapters.",
+    reason="FSDP1 adds wrapper names here too, so a resumed run would silently start with new adapters.",
     depends_on=("peft",),
 )
 def _set_state_with_adapters(
@@ -109,10 +109,11 @@ def _set_state_with_adapters(
 @_patch(
     "transformers.trainer.load_fsdp_optimizer(fsdp_plugin, accelerator, optimizer)",
     feature="checkpointing",
-    changes="Parameters without optimizer state in a checkpoint have none after it is loaded. Under FSDP1, the state of the "
-    "other parameters is allocated before it is loaded.",
-    reason="torch asks the checkpoint for the state of every trained parameter, but a parameter that no row has used, as in a "
-    "vision tower, has none. Under FSDP1 a new optimizer has no state, so nothing is loaded and Adam silently starts anew.",
+    changes="Parameters that have no optimizer state in a checkpoint have none after loading. Under FSDP1, the state of the "
+    "other parameters is allocated before the checkpoint is loaded.",
+    reason="torch asks the checkpoint for the state of every trained parameter, but a parameter that no row has used yet, such "
+    "as one of a vision tower, has none. Under FSDP1 a new optimizer has no state, so nothing is loaded and Adam silently starts "
+    "anew.",
     depends_on=("torch",),
 )
 def _load_into_allocated_state(
@@ -135,7 +136,7 @@ def _load_into_allocated_state(
         distributed.print_main(
             f"resume: {len(unused)} trained parameters, such as {new[0]}, had no optimizer state yet and start without it"
         )
-    for parameter in unused:  # torch ignores the state of frozen parameters
+    for parameter in unused:  # frozen during the load, so that torch does not ask for their state
         optimizer.state.pop(parameter, None)
         parameter.requires_grad_(False)
     if fsdp_plugin.fsdp_version == 1:
@@ -164,8 +165,8 @@ def _read_names_with_state(directory: Path) -> set[str]:
     "torch.distributed.checkpoint.default_planner._flatten_sharded_tensors(state_dict)",
     feature="checkpointing",
     changes="A tensor stays in the state dict of a rank that holds no part of it.",
-    reason="DCP drops it and mistakes the checkpoint for one of torch 2.3, so a run cannot resume if an adapter has fewer rows "
-    "than there are ranks.",
+    reason="DCP drops such a tensor and mistakes the checkpoint for one of torch 2.3, so a run cannot resume if an adapter has "
+    "fewer rows than there are ranks.",
 )
 def _keep_empty_shards(original: Any, state_dict: Any) -> Any:
     from torch.distributed._shard.sharded_tensor import ShardedTensor

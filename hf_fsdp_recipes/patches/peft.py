@@ -1,6 +1,6 @@
 """Patches for PEFT: adapters on a base model whose weights are on meta.
 
-PEFT moves adapters to the device of their base layer, so a base layer on meta would lose their initial values. Calling
+PEFT moves adapters to the device of their base layer, so with a base layer on meta they would lose their initial values. Calling
 `reset_lora_parameters` after loading would use another random state, so LoRA runs would differ from stock ones.
 """
 
@@ -34,7 +34,7 @@ def _move_unless_to_meta(original: Any, self: Any, adapter_name: str, device: to
 @_patch(
     "peft.tuners.lora.layer.ParamWrapper._move_adapter_to_device_of_base_layer(self, adapter_name, device)",
     changes="Adapters of fused experts on meta stay on the CPU.",
-    reason="This class overrides the method. On meta the adapters would lose their initial values.",
+    reason="`ParamWrapper` overrides the method of `BaseTunerLayer`. On meta the adapters would lose their initial values.",
 )
 def _move_expert_adapter_unless_to_meta(original: Any, self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
     parameter = self.get_param()
@@ -97,8 +97,8 @@ LINEAR_LAYERS = "lora_target_modules: [q_proj, k_proj, v_proj, o_proj]"
     "peft.tuners.tuners_utils.BaseTuner.inject_adapter(self, model, adapter_name)",
     changes="Adapters that are computed from the base weights in other ways (pissa_niter_*, LoftQ, CorDA, ...) raise an error on "
     "meta, and so do adapters of fused experts that PEFT or FSDP1 does not support.",
-    reason="The weights are not loaded yet, so PEFT would fail in the middle of a decomposition. Experts would fail in the first "
-    "step, or with a message that does not name the setting.",
+    reason="The weights are not loaded yet, so PEFT would fail in the middle of a decomposition. Adapters of experts would fail in "
+    "the first step, or with a message that does not name the setting.",
 )
 def _inject_unless_weights_are_needed(
     original: Any, self: Any, model: torch.nn.Module, adapter_name: str, *args: Any, **kwargs: Any
@@ -146,6 +146,6 @@ def _replace_and_keep_adapters(
 for _tuner in ("peft.tuners.tuners_utils.BaseTuner", "peft.tuners.lora.model.LoraModel"):
     _patch(
         f"{_tuner}._replace_module(self, parent, child_name, new_module, child)",
-        changes="Adapters stay real when a module is replaced.",
+        changes="Adapters keep their values when a module is replaced.",
         reason="PEFT moves the new module to the base weight's device, here meta.",
     )(_replace_and_keep_adapters)

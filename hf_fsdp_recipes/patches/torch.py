@@ -40,7 +40,7 @@ def wait_for_gloo_at_exit() -> None:
     Call this early: exit handlers run in reverse order, and this one must run after those that use collectives.
     """
     global _is_registered
-    # Python 3.14 suspends such a thread instead of unwinding it.
+    # At shutdown, Python 3.14 suspends a thread that asks for the GIL instead of unwinding it.
     if not _is_registered and sys.version_info < (3, 14):
         atexit.register(wait_for_gloo_workers)
         _is_registered = True
@@ -106,7 +106,7 @@ if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):  # torch 2.15 no longer 
 # Checkpoints that could run code.
 
 _METADATA = "Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata BytesStorageMetadata "
-# Classes by module: plain data that is built without running code from the file.
+# Allowed classes by module: plain data that is built without running code from the file.
 _ALLOWED = {
     "torch": "Size",
     "torch.serialization": "_get_layout",
@@ -120,7 +120,7 @@ _ALLOWED = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles instances of the allowed classes. A class that the file alters is restored."""
+    """Unpickles instances of the allowed classes. If the file alters a class, restores the class and raises an error."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         super().__init__(stream)

@@ -25,11 +25,11 @@ def register_resume_check(check: ResumeCheck) -> None:
 
 @_patch(
     "transformers.trainer.Trainer._prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint)",
-    changes="A checkpoint is checked before the model is sharded, DCP's errors become one CheckpointError, and training after an "
-    "evaluation under FSDP1 is refused, and so are settings that Trainer cannot apply to models that transformers has sharded. "
-    "Callbacks that have `see_trainer` get the trainer.",
+    changes="A checkpoint is checked before the model is sharded, and DCP's errors become one CheckpointError. Training after an "
+    "evaluation under FSDP1 is refused, and so are settings that Trainer cannot apply to a model that transformers has sharded. "
+    "Callbacks with a method `see_trainer` get the trainer.",
     reason="Trainer loads whatever matches by name, so resuming a larger model's checkpoint raises no error. A callback that "
-    "saves checkpoints needs the trainer to find the other callbacks, whose states it saves.",
+    "saves checkpoints also saves the states of the other callbacks, which it finds in the trainer.",
     upstream="to file: resuming a sharded checkpoint of another model is not refused",
 )
 def _check_then_prepare(
@@ -50,7 +50,7 @@ def _check_then_prepare(
             callback.see_trainer(self)
     try:
         return original(self, max_steps, train_dataloader, resume_from_checkpoint)
-    except CheckpointException as error:  # not an Exception; the same on every rank
+    except CheckpointException as error:  # a BaseException; the same on every rank
         cause = next(iter(error.failures.values()))[0]
         raise CheckpointError(f"{resume_from_checkpoint} cannot be loaded: {cause}") from error
 
@@ -70,7 +70,7 @@ def _check_then_load(original: Any, self: Any, resume_from_checkpoint: Any, mode
 
 
 def _refuse_presharded(trainer: Any, is_needed: bool = True) -> None:
-    """Raise a CheckpointError if transformers has sharded the model while loading it, and Trainer would fail later."""
+    """If `is_needed`, raise a CheckpointError for a model that transformers sharded on load: Trainer would fail later."""
     if is_needed and getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise CheckpointError(
             "from_pretrained(distributed_config=...) has sharded the model, so an FSDP template cannot shard it again, and Trainer "
@@ -81,8 +81,8 @@ def _refuse_presharded(trainer: Any, is_needed: bool = True) -> None:
 
 @_patch(
     "transformers.trainer.Trainer._issue_warnings_after_load(self, load_result)",
-    changes="Without FSDP, a checkpoint that lacks tensors of the model or has tensors that the model lacks is refused, on "
-    "resume and when the best model is loaded. Tied weights may be absent.",
+    changes="Without FSDP, a checkpoint is refused if it lacks tensors of the model, except tied weights, or has others; this "
+    "applies to a resume and to loading the best model.",
     reason="Without FSDP, Trainer loads whatever matches by name and only logs a warning.",
     upstream="to file: resuming from a checkpoint of another model is only a warning",
 )
@@ -105,7 +105,7 @@ def _refuse_other_model(original: Any, self: Any, load_result: Any) -> None:
 
 @_patch(
     "transformers.trainer.Trainer._run_epoch(self, model, epoch)",
-    changes="Trains no step if a callback has already stopped training.",
+    changes="No step is trained if a callback has already stopped training.",
     reason="If `on_train_begin` sets `should_training_stop`, Trainer still trains one step, so each resume of a finished run "
     "would add a step.",
     upstream="to file: should_training_stop set in on_train_begin is ignored until after the first step",
@@ -130,7 +130,7 @@ def _save_sharded(original: Any, self: Any, output_dir: str | None = None, _inte
 
 @_patch(
     "transformers.trainer.Trainer._save_checkpoint(self, model, trial)",
-    changes="A callback with `handles_failed_saves` gets the error, and its `end_save` is called on every rank.",
+    changes="After each save, every rank calls `end_save` of a callback with `handles_failed_saves`, with the error or None.",
     reason="On a full disk, Trainer ends the run with a traceback and leaves an unusable checkpoint.",
     upstream="to file: a failed save ends the run and leaves an incomplete checkpoint directory",
 )
@@ -143,7 +143,7 @@ def _pass_on_failed_save(original: Any, self: Any, model: Any, trial: Any) -> No
     def save_model_first(*args: Any, **kwargs: Any) -> None:
         try:
             save_model(*args, **kwargs)
-        except Exception as error:  # the other ranks may wait for this one after the model is saved
+        except Exception as error:  # not raised yet: after the model is saved, the other ranks may wait for this one
             failures.append(error)
 
     self.save_model = save_model_first

@@ -54,7 +54,7 @@ class Run:
             time.sleep(interval_seconds)
 
     def wait(self, timeout_seconds: float, condition: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for the command to exit or a condition to be met; return whether it was met. RecipeError after the timeout."""
+        """Wait until the command exits or the condition is true; return whether it became true. RecipeError after the timeout."""
         try:
             return any(condition() for _ in self.poll(timeout_seconds))
         except TimeoutError as error:
@@ -143,7 +143,7 @@ def find_error(log: str) -> str:
 
 
 def _launch_environment(on_cpu: bool) -> dict[str, str]:
-    """Return this environment without the variables that an outer `accelerate launch` has set."""
+    """Return this environment without what an outer `accelerate launch` has set, and with what CPU ranks need if `on_cpu`."""
     prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(prefixes)}
     return CPU_ENVIRONMENT | kept | {"ACCELERATE_USE_CPU": "true"} if on_cpu else kept

@@ -1,4 +1,4 @@
-"""`hf-fsdp sft`, `recipes`, `slurm` and `quickstart`. Imports no torch until a script starts."""
+"""`hf-fsdp sft`, `recipes`, `slurm` and `quickstart`. Does not import torch until a script starts."""
 
 import os
 import sys

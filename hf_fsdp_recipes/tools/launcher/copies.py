@@ -21,7 +21,7 @@ def describe_recipe(recipe: Path) -> tuple[str, str]:
 
 
 def copy_recipe(name: str, directory: Path) -> list[Path]:
-    """Copy a shipped recipe and the files that it names to a directory, and return them; RecipeError if one exists."""
+    """Copy a shipped recipe, and the files that it names, to a directory; return the copies. RecipeError if one exists."""
     source = find_file("recipes", name)
     names = [source.name]
     if source.suffix == ".yaml":
@@ -33,7 +33,7 @@ def copy_recipe(name: str, directory: Path) -> list[Path]:
 
 
 def render_slurm_script(options: Mapping[str, object], container: str | None) -> str:
-    """Return launch.slurm with these sbatch options, and with a container or else this Python environment as its default."""
+    """Return launch.slurm with these sbatch options. It uses the container if given, or else this Python environment."""
     directives = "".join(f"#SBATCH --{name}={value}\n" for name, value in options.items() if value is not None)
     text = (shipped_directory("recipes") / "launch.slurm").read_text(encoding="utf-8")
     text = text.replace("#SBATCH ", f"{directives}#SBATCH ", 1)

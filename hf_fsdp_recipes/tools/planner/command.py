@@ -89,7 +89,7 @@ def run(
         planned = suggestion.plan if suggestion else planner.plan(job)
         job = planned.job
         changes = [] if is_suggesting else suggestions.find_changes(planner, planned)
-        # The links between CPU ranks are unknown.
+        # Strategies of CPU ranks are not compared: the bandwidth between the ranks is unknown.
         strategies = [] if job.strategy.on_cpu else suggestions.compare_strategies(planner, job)
         parts = (planned, strategies, changes)
     if as_json:

@@ -22,7 +22,7 @@ class StepTraffic:
     gpu_bytes: int  # bytes that one GPU receives from the others of its node
     node_bytes: int  # bytes that one node receives from the others
     seconds: float  # time of communication
-    compute_seconds: float | None  # time at 40% of the peak FLOP/s; None if the model's FLOPs cannot be counted
+    compute_seconds: float | None  # compute time at 40% of the peak FLOP/s; None if the model's FLOPs cannot be counted
 
     @property
     def step_seconds(self) -> float:
@@ -31,7 +31,7 @@ class StepTraffic:
 
 
 def estimate_traffic(plan: MemoryPlan) -> StepTraffic:
-    """Estimate what one step of a plan moves and computes."""
+    """Estimate the communication and compute of one step of a plan."""
     job, cluster = plan.job, plan.job.cluster
     gathered = sum(_num_gathers(unit, job) * unit.unsharded_bytes for unit in plan.units)
     num_reductions = job.accumulation if job.sync_each_batch else 1
@@ -45,7 +45,8 @@ def estimate_traffic(plan: MemoryPlan) -> StepTraffic:
         moved = 2 * reduced if job.strategy.sharding == "no_shard" else gathered + reduced
         gpu_bytes, node_bytes = moved * gpu_share, moved * node_share
     gpu_seconds, node_seconds = gpu_bytes / cluster.gpu_bytes_per_second, node_bytes / cluster.node_bytes_per_second
-    # Hybrid collectives within and between nodes run one after the other; others use both links at once.
+    # With hybrid sharding, collectives within nodes and between them run one after the other. Without it, one collective
+    # uses both kinds of links at the same time.
     seconds = gpu_seconds + node_seconds if job.strategy.is_hybrid else max(gpu_seconds, node_seconds)
     flops = step_flops(plan)
     compute_seconds = None if flops is None else flops / (cluster.gpu_flops * COMPUTE_EFFICIENCY)
@@ -53,7 +54,7 @@ def estimate_traffic(plan: MemoryPlan) -> StepTraffic:
 
 
 def _num_gathers(unit: FsdpUnit, job: TrainingJob) -> int:
-    """Return how often a step gathers a unit: once per micro-batch, twice if it is freed after forward."""
+    """Return how often a step gathers a unit: once per micro-batch, or twice if the unit is freed after forward."""
     if job.strategy.sharding == "no_shard" or job.num_shards == 1:
         return 0
     return job.accumulation * (2 if unit.reshards_after_forward else 1)

@@ -1,4 +1,4 @@
-"""`recipes/sft.py --dry_run`: validates a recipe and its template at full size and plans the run, without weights.
+"""`recipes/sft.py --dry_run`: validates a recipe and its template for the full-size model and plans the run, without weights.
 
 A rehearsal runs the same checks.
 """
@@ -82,7 +82,7 @@ def template_from_environment() -> dict[str, Any]:
     """
     fsdp = {key.lower(): value for key, value in os.environ.items() if key.startswith("FSDP_")}
     if fsdp.get("fsdp_version", "1") == "2":
-        # The launcher sets FSDP1's keys for both versions.
+        # The launcher sets the keys of FSDP1 for FSDP2 too.
         fsdp = {key: value for key, value in fsdp.items() if key not in validate.FSDP1_ONLY}
     sizes = {key: int(size) for key, size in parallel_sizes().items() if size.isdigit() and int(size) > 1}
     num_ranks, precision = int(os.environ.get("WORLD_SIZE", "1")), mixed_precision() or "no"
@@ -100,12 +100,12 @@ def template_from_environment() -> dict[str, Any]:
 
 
 def model_name(arguments: "Arguments") -> str:
-    """Return the recipe's model, or the config of a new one."""
+    """Return the name of the recipe's model, or of the config of a new model."""
     return str(arguments.model.model_name_or_path or arguments.recipe.config_name)
 
 
 def read_model_config(arguments: "Arguments") -> "PreTrainedConfig":
-    """Return the config of a recipe's model, pretrained or new; the shipped one if it cannot be read."""
+    """Return the config of a recipe's model, pretrained or new; the shipped copy if the config cannot be downloaded."""
     name = model_configs.find_config(model_name(arguments))
     config = read_config(name, arguments.recipe.config_overrides, arguments.model.load_in_4bit)
     if arguments.recipe.config_name is not None:
@@ -121,7 +121,7 @@ def template_faults(config: dict[str, Any], model: torch.nn.Module) -> list[str]
 
 
 def output_faults(arguments: "Arguments") -> Iterator[str]:
-    """Yield why the run cannot write its output directory."""
+    """Yield the reasons why the run cannot write its output directory: permissions or disk space."""
     output = Path(arguments.training.output_dir)
     parent = next(directory for directory in (output, *output.absolute().parents) if directory.is_dir())
     try:
@@ -141,7 +141,7 @@ def output_faults(arguments: "Arguments") -> Iterator[str]:
 
 
 def hub_faults(arguments: "Arguments") -> Iterator[str]:
-    """Yield why the run cannot push to the Hub from here."""
+    """Yield the reason why the run cannot push to the Hub from here, if there is one."""
     try:
         read_target(arguments.training)
     except RecipeError as error:

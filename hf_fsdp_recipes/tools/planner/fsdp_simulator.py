@@ -1,4 +1,4 @@
-"""Memory during a traced step: the bytes that FSDP gathers, frees and reduces at each event. One class per version."""
+"""Memory during a traced step: the bytes that FSDP gathers, frees and reduces at each event. One class per FSDP version."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,19 +10,19 @@ GATHERED, UNSHARDED_GRADIENTS, REDUCED_GRADIENTS = "gathered units", "whole grad
 
 
 class MemoryTimeline:
-    """Bytes by category over time, and what they were when their sum was highest."""
+    """Bytes of each category, now and when their sum was highest."""
 
     def __init__(self, resident_bytes: dict[str, int]) -> None:
         self.current_bytes = dict(resident_bytes)
         self.bytes_at_peak = dict(resident_bytes)
 
     def add(self, category: str, num_bytes: int) -> None:
-        """Allocate bytes in a category, or free them (negative)."""
+        """Add allocated bytes to a category; a negative number frees them."""
         self.current_bytes[category] = self.current_bytes.get(category, 0) + num_bytes
         self._update_peak(self.current_bytes)
 
     def apply(self, event: TraceEvent) -> None:
-        """Record the peak before an event, then the memory that is alive after it."""
+        """Record the peak since the previous event, then the memory in use at this one."""
         self._update_peak(self.current_bytes | event.peak_bytes)
         self.current_bytes |= event.live_bytes
 
@@ -34,9 +34,9 @@ class MemoryTimeline:
 class Fsdp2Simulator:
     """FSDP2: per-parameter sharding.
 
-    An all-gather fills one buffer for the collective, which is then copied to the parameters. In forward the buffer
-    lives until the next all-gather is done. In backward FSDP prefetches the unit before this one. A reduce-scatter copies
-    the gradients to an input buffer that lives until the next reduce-scatter.
+    An all-gather fills one buffer, which is then copied to the parameters. In forward, the buffer lives until the next
+    all-gather is done. In backward, FSDP prefetches the unit that preceded the current one in forward. A reduce-scatter
+    copies the gradients to an input buffer that lives until the next reduce-scatter.
 
     Source: torch 2.13 `distributed/fsdp/_fully_shard/_fsdp_param_group.py`, `_fsdp_collectives.py`.
     """
@@ -188,8 +188,8 @@ class Fsdp2Simulator:
 class Fsdp1Simulator(Fsdp2Simulator):
     """FSDP1: flattened units.
 
-    An all-gather fills the unit's single buffer. Backward prefetches the previous unit. A unit is reduced
-    as soon as its last gradient is computed; its gradients are first flattened into one tensor.
+    An all-gather fills the unit's single buffer. Backward prefetches the unit that preceded the current one in forward.
+    As soon as the last gradient of a unit is computed, its gradients are flattened into one tensor and reduced.
 
     Source: torch 2.13 `distributed/fsdp/_runtime_utils.py`, `_flat_param.py`.
     """

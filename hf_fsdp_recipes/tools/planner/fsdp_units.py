@@ -22,7 +22,8 @@ ModuleGroup = tuple[list[torch.nn.Module], bool]
 class FsdpUnit:
     """Parameters that are gathered, freed and reduced together (torch: an FSDP parameter group)."""
 
-    # Names of the modules that use the parameters ("" is the root); the first to run gathers them, the last frees them.
+    # Names of the modules that use the parameters ("" is the root). The first module to run gathers the parameters, the last
+    # one frees them.
     modules: tuple[str, ...]
     parameters: tuple[Parameter, ...]  # without those of nested units
     reshards_after_forward: bool  # the parameters are freed after forward
@@ -44,7 +45,7 @@ class FsdpUnit:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of the largest rank's shard of the parameters."""
+        """Bytes of the parameters' largest shard."""
         return round(sum(p.num_shard_elements * p.sharded_item_bytes for p in self.parameters))
 
     @property
@@ -76,7 +77,7 @@ def build_units(groups: list[ModuleGroup], model: MetaModel, job: TrainingJob) -
 
 
 def _group_fsdp2(model: MetaModel, job: TrainingJob) -> list[ModuleGroup]:
-    """Group modules as Accelerate does: the policy's modules, the input embedding, final norm and head, the root.
+    """Group modules as Accelerate does: each module that the policy wraps, the input embedding, norm and head, and the root.
 
     Source: accelerate 1.15 `utils/fsdp_utils.py`, `fsdp2_prepare_model`.
     """
@@ -121,7 +122,7 @@ def group_by_policy(model: torch.nn.Module, policy: object, reshards_after_forwa
 
 
 def _make_plugin(model: MetaModel, job: TrainingJob) -> FullyShardedDataParallelPlugin:
-    """Make the plugin that Accelerate would make from the template, with its policy set for this model."""
+    """Make the plugin that Accelerate would make from the template, with its wrapping policy set for this model."""
     strategy = job.strategy
     registry.apply("size wrap")
     plugin = FullyShardedDataParallelPlugin(
@@ -143,13 +144,13 @@ def _make_plugin(model: MetaModel, job: TrainingJob) -> FullyShardedDataParallel
 
 
 def module_names(units: Iterable[FsdpUnit]) -> list[str]:
-    """Return the modules whose forward and backward gather or free a unit, outer modules first."""
+    """Return the names of the modules whose forward and backward gather or free a unit, outer modules first."""
     names = {name for unit in units for name in unit.modules if name != ROOT}
     return sorted(names, key=lambda name: (name.count("."), name))
 
 
 def find_last_layer(model: torch.nn.Module) -> str | None:
-    """Return the name of the last decoder layer: the end of the longest module list."""
+    """Return the name of the last decoder layer: the last item of the longest `ModuleList`."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
     if not lists:
         return None

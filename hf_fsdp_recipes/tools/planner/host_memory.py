@@ -8,8 +8,8 @@ from hf_fsdp_recipes.export.write_export import CHUNK_BYTES
 from hf_fsdp_recipes.loading.distribute import BUCKET_BYTES, NUM_SLOTS, UPLOAD_BYTES
 from hf_fsdp_recipes.tools.planner.memory_planner import OPTIMIZER, PARAMETERS, MemoryPlan
 
-# From docs/measured.md.
-# A rank before it loads anything takes 926 or 933 MB in the distributed training guide.
+# Figures from docs/measured.md.
+# In the distributed training guide, a rank takes 926 or 933 MB before it loads anything.
 PROCESS_BYTES = 930_000_000
 LOADING_BYTES = 60_000_000  # per rank, in addition to its shard and the buckets, with any load_source
 QUANTIZING_BYTES = 500_000_000  # per rank, in addition to its shard and the largest weight, for 4-bit weights
@@ -33,14 +33,14 @@ def estimate_host_memory(plan: MemoryPlan) -> list[HostMemory]:
     trained = round(sum(p.num_elements * p.sharded_item_bytes for p in plan.parameters if p.requires_grad))
     loaded = model if job.is_4bit else plan.num_parameters * job.dtype.itemsize
     optimizer = plan.valley.get(OPTIMIZER, plan.host.get(OPTIMIZER, 0))
-    # Each rank's copy of its state, which is kept from save to save, and its buffers to upload weights.
+    # Per rank: its copy of the state, in memory that is kept from save to save, and its buffers to upload weights.
     saved = sum(unit.shard_gradient_bytes for unit in plan.units) if job.lora_rank else shard
     is_pinned = not (job.strategy.on_cpu or job.is_offloaded)
     staged = _pinned_bytes(saved) + _pinned_bytes(optimizer) if is_pinned else saved + optimizer
     upload = 0 if job.strategy.on_cpu else NUM_BUFFERS * UPLOAD_BYTES
     before_load = num_ranks * (PROCESS_BYTES + plan.host.get(PARAMETERS, 0))
     training = num_ranks * (PROCESS_BYTES + sum(plan.host.values()))
-    if job.strategy.on_cpu:  # the ranks' own memory is on the host
+    if job.strategy.on_cpu:  # here the ranks' shards, gradients and activations are in host memory too
         before_load += num_ranks * shard
         training += num_ranks * plan.peak_bytes
     per_rank = upload + (_quantizing_bytes(plan) if job.is_4bit else LOADING_BYTES)
@@ -59,7 +59,7 @@ def estimate_host_memory(plan: MemoryPlan) -> list[HostMemory]:
 
 
 def _pinned_bytes(num_bytes: int) -> int:
-    """Return what the staging of a save allocates: full chunks, and the rest rounded up to a power of two by torch."""
+    """Return the bytes that staging a save allocates: full chunks, and a last one that torch rounds up to a power of two."""
     num_chunks, rest = divmod(num_bytes, staging.CHUNK_BYTES)
     return num_chunks * staging.CHUNK_BYTES + (1 << (rest - 1).bit_length() if rest else 0)
 

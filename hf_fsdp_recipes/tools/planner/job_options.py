@@ -1,4 +1,4 @@
-"""Builds the job to plan from command-line options, else a recipe's keys, else TRL's defaults."""
+"""Builds the job to plan: each setting is the option, else the recipe's value, else a default."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -56,7 +56,7 @@ def flatten_arguments(arguments: "Arguments") -> dict[str, Any]:
 
 
 def to_options(keys: dict[str, Any]) -> dict[str, Any]:
-    """Translate the recipe keys that are set into options of `hf-fsdp plan`."""
+    """Return the options of `hf-fsdp plan` that correspond to a recipe's keys."""
     options = {option: keys[key] for key, option in OPTION_OF_KEY.items() if keys.get(key) is not None}
     options.setdefault("batch", TRAINER_BATCH)
     if keys.get("use_peft"):

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 PARAMETERS, OPTIMIZER, STEP = "parameters", "optimizer", "optimizer step"
 SCALES, UNPACKED = "4-bit scales", "unpacked weight"
-VALUES_PER_SCALE = 64  # 4-bit values that share a scale: 4 bytes, or one byte with nested quantization
-SCALES_PER_SCALE = 256  # nested quantization: scales that share one fp32 scale
+VALUES_PER_SCALE = 64  # 4-bit values that share a scale of 4 bytes, or of one byte with nested quantization
+SCALES_PER_SCALE = 256  # nested quantization: one-byte scales that share one fp32 scale
 # Assumed, not measured (docs/planner.md): memory of the GPU context and cuBLAS, of each NCCL communicator, and the share of
 # temporary memory that the caching allocator cannot reuse.
 GPU_CONTEXT_BYTES = 900_000_000
@@ -36,7 +36,7 @@ class MemoryPlan:
     valley: dict[str, int]  # device bytes by category, between steps
     peak: dict[str, int]  # device bytes by category, when their sum is highest
     allowance_bytes: int  # assumed for the GPU context, NCCL and fragmentation
-    host: dict[str, int]  # host bytes during training: offloaded shards and paged optimizer state
+    host: dict[str, int]  # host bytes by category during training: offloaded shards, paged optimizer state
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -45,12 +45,12 @@ class MemoryPlan:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements in all parameters."""
         return sum(parameter.num_elements for parameter in self.parameters)
 
     @property
     def num_trained(self) -> int:
-        """Elements of the parameters that are trained."""
+        """Number of elements in the parameters that are trained."""
         return sum(parameter.num_elements for parameter in self.parameters if parameter.requires_grad)
 
     @property

@@ -89,7 +89,8 @@ def list_parameters(model: MetaModel, job: TrainingJob) -> list[Parameter]:
 
 def _describe(name: str, tensor: torch.nn.Parameter, job: TrainingJob, is_packed: bool) -> Parameter:
     num_elements = num_padded = tensor.numel()
-    if job.strategy.version == 2:  # pads rows to a multiple of the ranks; FSDP1 pads by less than an element per rank
+    # FSDP2 pads rows to a multiple of the number of ranks; FSDP1 pads by less than one element per rank.
+    if job.strategy.version == 2:
         num_rows = tensor.shape[0] if tensor.shape else 1
         num_padded = -(-num_rows // job.num_shards) * job.num_shards * (num_elements // max(num_rows, 1))
     # In mixed precision, Accelerate upcasts trained parameters to fp32; frozen ones keep their dtype.
@@ -107,7 +108,7 @@ def _describe(name: str, tensor: torch.nn.Parameter, job: TrainingJob, is_packed
 
 
 def _find_packed(model: MetaModel) -> set[str]:
-    """Return the weights that bitsandbytes packs: those of linear layers, except the head and adapters.
+    """Return the names of the weights that bitsandbytes packs: those of linear layers, except the head and adapters.
 
     Raises:
         PlanError: the model has fused experts, which would stay unpacked.

@@ -28,7 +28,7 @@ CATEGORIES = {
 
 
 def align(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Pad columns to one width, indented. The first and last column hold text, the others numbers."""
+    """Pad the cells of each column to one width. The first and last columns hold text, the others numbers."""
     rows = list(rows)
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = []
@@ -39,7 +39,7 @@ def align(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def format_plan(plan: MemoryPlan, strategies: Sequence[Alternative], changes: Sequence[Alternative]) -> str:
-    """Format a plan, the compared strategies, and changes that make it faster or that were tried to make it fit."""
+    """Format a plan, the compared strategies, and the changes that make the job faster or that were tried to make it fit."""
     lines = [*_title(plan), "", *_device_table(plan), "", *_host_table(plan)]
     if not plan.job.strategy.on_cpu:
         lines += ["", *_traffic_table(plan)]

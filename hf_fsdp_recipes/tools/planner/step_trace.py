@@ -23,8 +23,8 @@ from hf_fsdp_recipes.tools.planner.meta_model import MetaModel
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
 
 ACTIVATIONS, LOGITS = "activations", "logits and loss"
-# What has just been computed: at pre_backward, the gradients of a module's outputs; at post_backward, those of its inputs; at
-# gradient, the gradient of a parameter; at forward_done, the loss.
+# What has just been computed when an event occurs: at pre_backward, the gradients of a module's outputs; at post_backward,
+# those of its inputs; at gradient, the gradient of a parameter; at forward_done, the loss.
 EventKind = Literal[
     "pre_forward", "post_forward", "forward_done", "pre_backward", "post_backward", "gradient", "step_done"
 ]
@@ -42,7 +42,7 @@ class TraceEvent:
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Count the bytes that ops allocate until they are freed, except in `known` storages (parameters and buffers)."""
+    """Count the bytes that ops have allocated and not yet freed, without the `known` storages (parameters and buffers)."""
 
     def __init__(self, known: Collection[int]) -> None:
         super().__init__()
@@ -56,7 +56,8 @@ class AllocationTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            # Tensors on meta have no values. For a batch without padding or packing the answer is true.
+            # The model's code reads a value, but tensors on meta have none. For a batch without padding or packing, the
+            # answer is true.
             return args[0].dtype == torch.bool or 1
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
@@ -85,7 +86,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def compute_job_loss(model: MetaModel, rows: torch.Tensor, job: TrainingJob) -> torch.Tensor:
-    """Run a forward pass over token ids of shape (batch, length) and return the loss of the job's kind."""
+    """Run a forward pass over token ids of shape (batch, length) and return the loss, computed as `job.loss` says."""
     mask = make_mask(model, rows, job)
     if job.loss == "fused":
         outputs = model(input_ids=rows, attention_mask=mask, labels=rows, fused_lm_head=True)
@@ -112,8 +113,8 @@ def trace_step(
 ) -> list[TraceEvent]:
     """Run forward and backward of one micro-batch and return the events of the watched modules, in order.
 
-    From the last decoder layer's forward until its backward, memory counts as logits. Tests trace real tensors on
-    the CPU, with `device`, to compare.
+    What is allocated after the last decoder layer's forward and before its backward counts as logits. Tests pass
+    `device` to compare with real tensors on the CPU.
     """
     watched = dict.fromkeys([*watched, *([last_layer] if last_layer else [])])
     tracker = AllocationTracker({t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())})
@@ -193,7 +194,7 @@ class _RecordBackward(torch.autograd.Function):
 
 
 class _AttentionStandIn(torch.autograd.Function):
-    """Allocate and save the tensors of flash and memory-efficient attention, without computing."""
+    """Allocate and save the same tensors as flash and memory-efficient attention, without computing them."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
@@ -223,8 +224,8 @@ def _attend(query: Any, key: Any, value: Any, *mask_and_more: Any, **more: Any) 
 def _patched_for_meta(on_cpu: bool) -> Iterator[None]:
     """Replace what cannot run on meta: attention kernels, autocast and, for GPUs, the kernels of TRL's fused loss.
 
-    TRL's kernels work in place on tiles that their caller allocates. Grouped expert products use transformers' own
-    fallback, whose shapes meta can compute.
+    TRL's kernels can be left out, because they work in place on tiles that their caller allocates. Grouped matrix
+    products of experts use transformers' own fallback, whose shapes can be computed on meta.
 
     Source: trl 1.16 `kernels/chunked_logprob.py`; transformers 5.23 `integrations/moe.py`.
     """

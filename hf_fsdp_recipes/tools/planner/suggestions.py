@@ -60,7 +60,7 @@ def find_changes(planner: MemoryPlanner, plan: MemoryPlan) -> list[Alternative]:
 
 
 def find_faster_settings(planner: MemoryPlanner, job: TrainingJob) -> list[Alternative]:
-    """Plan the job without recomputation, and with larger micro-batches of the same step; return what fits."""
+    """Plan the job without gradient checkpointing, as it is and with micro-batches of twice the size; return what fits."""
     if not job.gradient_checkpointing:
         return []
     kept = job.replace(gradient_checkpointing=False)
@@ -123,12 +123,12 @@ def _changes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
 
 
 def with_sharding(job: TrainingJob, sharding: str) -> TrainingJob:
-    """Return the job with another sharding strategy and its template's name; PlanError if the cluster does not allow it."""
+    """Return the job with another sharding strategy and its template's name; PlanError if the cluster cannot use it."""
     return _with_strategy(job, sharding=sharding, version=1 if sharding == "no_shard" else job.strategy.version)
 
 
 def _with_strategy(job: TrainingJob, **fields: Any) -> TrainingJob:
-    """Return the job with a different strategy, named after the matching template."""
+    """Return the job with fields of its strategy changed, and the strategy named after the matching template."""
     job = job.replace(**fields)
     settings: dict[str, Any] = {
         key: getattr(job.strategy, key) for key in ("version", "is_offloaded", "min_num_params")

@@ -19,7 +19,7 @@ NUM_STATES = {
     **dict.fromkeys(["adagrad", "rmsprop"], 1),
     "sgd": 0,
 }
-BLOCK_SCALE_BYTES = 4 / 256  # 8-bit and 4-bit states share one fp32 scale among 256 values
+BLOCK_SCALE_BYTES = 4 / 256  # per value: in 8-bit and 4-bit states, 256 values share one fp32 scale
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class TrainingJob:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether parameters, gradients and optimizer state move from the GPU to the host."""
+        """Whether parameters, gradients and optimizer state are kept on the host instead of the GPU."""
         return self.strategy.is_offloaded and not self.strategy.on_cpu
 
     def replace(self, **fields: Any) -> "TrainingJob":

@@ -32,7 +32,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_written_loopback(address: str) -> bool:
-    """Tell whether an address means loopback on every host. A host's own name may, but only on that host."""
+    """Tell whether an address means loopback on every host. A host's own name may mean loopback, but only on that host."""
     return address == "localhost" or address.startswith(("127.", "::1"))
 
 
@@ -51,7 +51,7 @@ def _own_interfaces() -> dict[str, str]:
 
 
 def find_interface_to(address: str) -> str:
-    """Return the network interface that routes to an address; for this host's own address, its first interface."""
+    """Return the network interface that routes to an address; the first one for a loopback or unknown address."""
     interfaces = _own_interfaces()
     source = ""
     with contextlib.suppress(OSError):
@@ -75,7 +75,7 @@ def listen(address: str, port: int) -> socket.socket:
 def wait_for_listener(address: str, port: int, deadline: float) -> None:
     """Wait for a TCP connection to succeed; at `deadline` (`time.monotonic()`), raise the last attempt's OSError.
 
-    TCPStore's own client reports every failure as a timeout. A name that does not exist raises at once.
+    TCPStore's own client would report every failure as a timeout. Here, a name that does not exist raises at once.
     """
     while True:
         attempt_seconds = max(0.1, min(_ATTEMPT_SECONDS, deadline - time.monotonic()))

@@ -1,7 +1,7 @@
 """One worker: describes its device, then times all-gather and all-reduce within its node and over all nodes.
 
-Started by `workers.Workers`. The rates are bus bandwidths as nccl-tests defines them: those of the slowest link,
-comparable between collectives and group sizes.
+Started by `workers.Workers`. The rates are bus bandwidths as nccl-tests defines them: the bandwidth of the
+slowest link, which can be compared between collectives and group sizes.
 
 Source: nccl-tests `doc/PERFORMANCE.md`: all-gather moves (n-1)/n of the buffer's bytes, all-reduce 2(n-1)/n.
 """
@@ -24,11 +24,12 @@ LONG_ENOUGH_SECONDS = 0.15  # latency no longer dominates a transfer that takes 
 NUM_REPEATS = 3
 
 
-# Dtype, buffer sizes, rows of the matrices, and how many products to time at most: enough for a GPU's clocks to settle under load.
+# Dtype, buffer sizes in bytes, rows of the matrices, and the largest number of products to time: on a GPU, enough for its
+# clocks to settle under load.
 CPU_WORKLOAD = (torch.float32, (1 << 20, 1 << 22, 1 << 24, 1 << 26), 1024, NUM_REPEATS)
 ACCELERATOR_WORKLOAD = (torch.bfloat16, (1 << 24, 1 << 26, 1 << 28, 1 << 30, 1 << 31), 8192, 200)
-PRODUCTS_SECONDS = 1.0  # a slow device stops after fewer products
-NUM_PAIR_ROUNDS = 3  # in two rounds, one node of an odd number could have a single partner
+PRODUCTS_SECONDS = 1.0  # a slow device computes fewer products in this time
+NUM_PAIR_ROUNDS = 3  # with two rounds and an odd number of nodes, a node could have a single partner
 
 
 def main(info: ParticipantInfo, prefix: str, local_rank: int, on_cpu: bool) -> None:
@@ -73,7 +74,10 @@ def describe(device: torch.device) -> DeviceInfo:
 
 
 def measure(device: torch.device, info: ParticipantInfo) -> WorkerRates:
-    """Measure bandwidth within and between nodes, and the speed of a matrix product. Collective for all nodes' workers."""
+    """Measure bandwidth within and between nodes, and the speed of a matrix product.
+
+    Collective: the workers of all nodes must call this.
+    """
     links = {}
     if info.ranks_per_node > 1:
         node_group, _ = dist.new_subgroups(info.ranks_per_node)
@@ -97,7 +101,8 @@ def measure_pairs(device: torch.device, info: ParticipantInfo) -> dict[str, floa
                 group = dist.new_group(ranks, use_local_synchronization=True)
                 (partner,) = set(pair) - {info.node_rank}
                 rates[str(partner)] = measure_all_gather(group, device)
-                # torch 2.13 derives a group's name from the number of groups, which must be the same on both nodes.
+                # Destroyed, because torch 2.13 derives a group's name from the number of groups, which must be the same on
+                # both nodes.
                 dist.destroy_process_group(group)
         dist.barrier()
     return rates
@@ -136,7 +141,7 @@ def measure_all_gather(group: dist.ProcessGroup, device: torch.device) -> float:
 def _find_bandwidth(
     collective: Callable[[torch.Tensor], None], group: dist.ProcessGroup, device: torch.device
 ) -> float:
-    """Return the highest bus bandwidth of a collective, which moves (n-1)/n of its buffer, over buffers of growing size."""
+    """Return the highest bus bandwidth over buffers of growing size, for a collective that moves (n-1)/n of its buffer."""
     num_ranks = dist.get_world_size(group)
     dtype, buffer_sizes, _, _ = _choose_workload(device)
     rate = 0.0
@@ -152,7 +157,7 @@ def _find_bandwidth(
 def measure_matrix_product(device: torch.device) -> float:
     """Return the FLOP/s of a square matrix product, in bf16 on an accelerator."""
     dtype, _, num_rows, max_repeats = _choose_workload(device)
-    matrix = torch.randn(num_rows, num_rows, dtype=dtype, device=device)  # a matrix of ones needs less power
+    matrix = torch.randn(num_rows, num_rows, dtype=dtype, device=device)  # random, because ones would need less power
     multiply = partial(torch.matmul, matrix, matrix)
     seconds = _time_call(multiply, device, num_repeats=1)
     num_repeats = min(max_repeats, max(NUM_REPEATS, int(PRODUCTS_SECONDS / seconds)))

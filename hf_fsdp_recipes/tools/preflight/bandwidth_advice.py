@@ -19,14 +19,14 @@ from hf_fsdp_recipes.tools.preflight.node_info import Row
 NUM_FLOPS = 6  # per parameter and token
 PASSES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2}
 MIN_HYBRID_GAIN = 1.2  # a smaller gain is not worth the advice
-SLOW_FRACTION = 0.75  # share of the median; healthy nodes of the same kind differ less
+SLOW_FRACTION = 0.75  # below this share of the median is slow; healthy nodes of the same kind differ less
 
 
 Bandwidths = dict[str, float]  # bus bandwidth of all_gather and all_reduce, in bytes per second
 
 
 class WorkerRates(TypedDict):
-    """What one rank measured: the links "within" its node, if it has several ranks, and "between" nodes, if there are several.
+    """What one rank measured: links "within" its node if the node has several ranks, and "between" nodes if there are several.
 
     With three nodes or more, `partners` maps the numbers of some other nodes to the all-gather bandwidth with them.
     """
@@ -72,9 +72,10 @@ def read_load(config: dict[str, Any], recipe: dict[str, Any], flops_per_second: 
 def hybrid_gain(
     moved_bytes: int, load: RankLoad, between: float, within: float, num_nodes: int, num_local: int
 ) -> float:
-    """Return how many times faster the transfers of a micro-batch are if parameters stay on the `num_local` ranks of a node.
+    """Return how many times faster a micro-batch's transfers are with hybrid sharding than with sharding over all ranks.
 
-    An all-reduce of the gradients between nodes remains. It moves 2 * (nodes - 1) / nodes times their bytes.
+    Hybrid sharding gathers parameters only among the `num_local` ranks of a node. Between nodes, an all-reduce of the
+    gradients remains, which moves 2 * (nodes - 1) / nodes times their bytes.
     """
     num_ranks = num_nodes * num_local
     flat = moved_bytes * (num_ranks - 1) / num_ranks / between

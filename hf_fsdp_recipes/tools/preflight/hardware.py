@@ -27,7 +27,7 @@ NVIDIA_FAULTS = {
     "clocks_event_reason_hw_thermal_slowdown": f"lowers its clocks because it is too hot. {COOLING}",
     "clocks_event_reason_hw_power_brake_slowdown": f"lowers its clocks because the power supply asks for it. {COOLING}",
 }
-# The same in `amd-smi metric --json`, where they are "ACTIVE".
+# Causes of throttling that `amd-smi metric --json` reports as "ACTIVE" on an unfit GPU.
 AMD_FAULTS = ("prochot", "socket_thermal", "vr_thermal", "hbm_thermal")
 PEER_MEMORY_MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")
 # Xid errors of the hardware and the driver, not of programs. Source: NVIDIA, "XID Errors", table of Xid numbers.
@@ -38,7 +38,7 @@ _NVLINK = re.compile(r"Link \d+: (?:([\d.]+ GB/s)|<inactive>)")
 
 
 class Hardware(TypedDict):
-    """What a node reports: unfit GPUs, causes for concern, and its links' states and rates by name."""
+    """What a node reports: unfit GPUs, causes for concern, and the state or rate of each link, by name."""
 
     faults: list[str]
     warnings: list[str]
@@ -80,7 +80,7 @@ def check(found: list[Hardware], names: list[str]) -> list[Row]:
 
 
 def _run(found: Hardware, *command: str) -> str:
-    """Return a command's output; nothing if it is not installed or a fault is already known. A hang is a fault."""
+    """Return a command's output, or an empty string if it is not installed or a fault is already known. A hang is a fault."""
     if shutil.which(command[0]) is None or found["faults"]:
         return ""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")
@@ -99,7 +99,7 @@ def _split_variable(name: str) -> list[str] | None:
 
 
 def _query_nvidia(found: Hardware) -> list[ElementTree.Element]:
-    """Return nvidia-smi's report on each GPU. If the driver is loaded, other output is a fault."""
+    """Return nvidia-smi's report on each GPU. Any other output is a fault if the driver is loaded."""
     text = _run(found, "nvidia-smi", "-q", "-x").strip()
     start, end_tag = text.find("<nvidia_smi_log"), "</nvidia_smi_log>"
     if start >= 0:  # other text may surround the report
@@ -173,7 +173,7 @@ def _read_xids(found: Hardware) -> None:
 
 def _read_amd(found: Hardware) -> None:
     gpus: Any = []
-    with contextlib.suppress(ValueError):  # without options, amd-smi also reads many values that take long
+    with contextlib.suppress(ValueError):  # without the two options, amd-smi reads many more values, which takes long
         report = json.loads(_run(found, "amd-smi", "metric", "--ecc", "--throttle", "--json"))
         gpus = report.get("gpu_data", []) if isinstance(report, dict) else report  # the report is a list before ROCm 7
     visible = _find_visible_amd(len(gpus))
@@ -188,9 +188,9 @@ def _read_amd(found: Hardware) -> None:
 
 
 def _find_visible_amd(num_gpus: int) -> list[int]:
-    """Return the GPUs that ROCm shows this job. GPUs given by UUID count as hidden."""
+    """Return the indices of the GPUs that ROCm shows this job. GPUs given by UUID count as hidden."""
     visible = list(range(num_gpus))
-    # HIP counts the GPUs that ROCR shows, and uses CUDA's variable if its own is not set.
+    # HIP numbers the GPUs that ROCR shows from 0, and uses CUDA's variable if its own is not set.
     hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in os.environ else "CUDA_VISIBLE_DEVICES"
     for name in ("ROCR_VISIBLE_DEVICES", hip):
         if (entries := _split_variable(name)) is not None:
@@ -230,7 +230,7 @@ def _read_gpudirect(found: Hardware) -> None:
     with contextlib.suppress(OSError):
         if "Open Kernel Module" in (PROC / "driver/nvidia/version").read_text():
             module = module or "DMA-BUF"
-    if "nvidia" not in loaded or (module is None and "efa" in loaded):  # EFA's own driver may provide it
+    if "nvidia" not in loaded or (module is None and "efa" in loaded):  # EFA's own driver may provide GPUDirect
         return
     found["links"]["GPUDirect RDMA"] = module or "off"
     if module is None:

@@ -96,7 +96,7 @@ def find_low_limits(num_ranks: int) -> list[str]:
 
 
 def _find_gloo_error() -> str | None:
-    """Return why gloo would listen at an address that other hosts cannot reach.
+    """Return why gloo would listen at an address that other hosts cannot reach, or None if it would not.
 
     Source: torch 2.13 `ProcessGroupGloo::createDefaultDevice` uses the address of the host's own name.
     """
@@ -132,7 +132,7 @@ def _hash_file(file: Path) -> str:
 
 
 def check_same(nodes: list[NodeInfo], names: list[str]) -> None:
-    """Raise PreflightError if versions, code, NCCL variables or files differ between nodes; name every difference and its nodes."""
+    """Raise a PreflightError that names every difference in versions, code, NCCL variables or files, and its nodes."""
     compared = [
         # A node that runs different code may not report the same versions.
         (name, [node["versions"].get(name, "unknown") for node in nodes], "Install the same versions on every node.")
@@ -168,7 +168,7 @@ def list_differences(values: list[str], names: list[str]) -> str | None:
 
 
 def shorten(names: list[str]) -> str:
-    """List names, but only the first three of many."""
+    """List names; of more than three, only the first three and how many follow."""
     return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 

@@ -16,7 +16,7 @@ from hf_fsdp_recipes.tools.preflight.node_info import Row, shorten
 
 MAX_PROBE_BYTES = 64 << 20
 MAX_PROBE_SECONDS = 1.0
-VISIBILITY_SECONDS = 5.0  # NFS caches directory attributes (acdirmin, 30 s), which hides another host's new file
+VISIBILITY_SECONDS = 5.0  # listing refreshes NFS's cache of the directory, which would last 30 s (acdirmin)
 _CHUNK_BYTES = 16 << 20
 
 
@@ -83,7 +83,7 @@ def check_space(directory: Path, recipe: dict[str, Any]) -> Row:
     """
     try:
         estimate = disk_estimate.estimate(recipe)
-    except Exception as error:  # builds the model, which may run any code; a missing estimate should not stop the job
+    except Exception as error:  # an estimate builds the model, which may run any code; the job needs no estimate
         return ("warning", f"what the run will write could not be estimated: {error}")
     files = (file for checkpoint in directory.glob("checkpoint-*") for file in checkpoint.rglob("*"))
     own_bytes = sum(file.stat().st_size for file in files if file.is_file())

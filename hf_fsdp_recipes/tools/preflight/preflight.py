@@ -65,7 +65,7 @@ def check_node(info: ParticipantInfo, job: Job, timeout_seconds: float) -> None:
 
     Collective: every node must call this. A PreflightError lists all errors of the first stage that failed, on every node.
     """
-    # An exit that unwinds the stack also kills the workers.
+    # On SIGTERM, raise SystemExit, which unwinds the stack and so kills the workers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started = time.monotonic()
     with contextlib.closing(Rendezvous(info, timeout_seconds)) as rendezvous:
@@ -79,7 +79,8 @@ def check_node(info: ParticipantInfo, job: Job, timeout_seconds: float) -> None:
         with contextlib.closing(Workers(rendezvous, job.is_on_cpu)) as workers:
             rows += _check_output(rendezvous, job)
             rows += _check_devices(rendezvous, workers)
-            # The workers keep the driver loaded. Without them or persistence mode, nvidia-smi would load it for each GPU.
+            # Checked while the workers run, because they keep the driver loaded. Without them or persistence mode, nvidia-smi
+            # would load the driver for each GPU.
             rows += _check_hardware(rendezvous, job)
             rows += _measure_bandwidth(rendezvous, workers, job)
     if info.node_rank == 0:
@@ -175,7 +176,8 @@ def find_node(
 ) -> ParticipantInfo | None:
     """Return this node as the flags, or else the launcher's variables, describe it; None if there is nothing to do.
 
-    A launcher starts a process for each rank, but only local rank 0 checks the node. PreflightError if something is missing.
+    A launcher starts a process for each rank, but only local rank 0 checks the node. Raises a PreflightError if a flag or
+    variable is missing.
     """
     if num_nodes is not None or node_rank is not None or "WORLD_SIZE" not in os.environ:
         num_nodes = num_nodes or 1

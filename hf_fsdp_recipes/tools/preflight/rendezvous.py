@@ -85,7 +85,7 @@ class Rendezvous:
         return leader
 
     def check_membership(self) -> None:
-        """Wait for all nodes; raise PreflightError on all if one is missing, duplicated or started differently."""
+        """Wait for all nodes; raise PreflightError on all of them if one is missing, duplicated or started differently."""
         # Restart the timeout, because this node may have spent part of it waiting for node 0.
         self.extend_deadline(self.timeout_seconds)
         num_joined = self.store.add("num_joined", 1)
@@ -104,8 +104,9 @@ class Rendezvous:
     def run_stage(self, stage: str, collect: Callable[[], T], evaluate: Callable[[list[T]], R]) -> R:
         """Collect a value on every node, evaluate all of them in order on node 0, and return the result everywhere.
 
-        Collective: every node must call this. Values and result must be serializable as JSON; `stage` names the activity in
-        messages: "comparing versions". All nodes raise the same PreflightError if a call failed or a node did not report in time.
+        Collective: every node must call this. Values and result must be serializable as JSON. `stage` names the activity in
+        messages, such as "comparing versions". All nodes raise the same PreflightError if a call failed or a node did not
+        report in time.
         """
         report = attempt(collect)
         with self._naming_leader(stage):
@@ -206,7 +207,7 @@ def _open_store(info: ParticipantInfo, deadline: float) -> tuple[Store, bool]:
             listener = addresses.listen(address, port).detach()
             return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener), True
         except OSError as error:
-            listen_error = error  # another process may be the leader already; join it, so that the error names both
+            listen_error = error  # another process may lead already; join its store, so that the error names both
     started = time.monotonic()
     try:
         addresses.wait_for_listener(address, port, deadline)
@@ -287,7 +288,7 @@ def _explain_missing(
 
 
 def _list_slurm_hosts() -> list[str]:
-    """Return the hosts of the Slurm job by $SLURM_NODEID; empty outside Slurm."""
+    """Return the hosts of the Slurm job in the order of $SLURM_NODEID; an empty list outside Slurm."""
     command = ["scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=3, check=True).stdout.split()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trl import ScriptArguments
 
 _TEXT = "This row was made up for a rehearsal, because the dataset cannot be read here. "
-# One row with the columns of each dataset that the recipes name, as its Hub page shows them.
+# For each dataset that the recipes name, one row with the columns that its Hub page shows.
 _ROWS: dict[str, dict[str, Any]] = {
     "tatsu-lab/alpaca": {"instruction": _TEXT, "input": "", "output": _TEXT, "text": _TEXT},
     "smangrul/code-chat-assistant-v1": {"content": f"<|prompter|>{_TEXT}<|assistant|>{_TEXT}<|endoftext|>"},

@@ -62,7 +62,7 @@ class Rehearsal:
 
     @cached_property
     def arguments(self) -> Arguments:
-        """The recipe at full size, as a single CPU rank parses it. Pushing is off here; check_hub checks it."""
+        """The recipe for the full-size model, as a single CPU rank parses it. `push_to_hub` is off; `check_hub` checks it."""
         off = ("--push_to_hub", "false", "--use_cpu", "true", "--dry_run", "true")
         return parse_arguments(["--config", str(self.recipe), *self.overrides, *off])
 
@@ -144,7 +144,7 @@ def write_tiny_recipe(rehearsal: Rehearsal) -> str:
 
 
 def check_data(rehearsal: Rehearsal) -> str:
-    """Tokenize the rows as the run will, to find missing columns and chat templates."""
+    """Tokenize the rows as the run will, to find out whether columns or the chat template are missing."""
     arguments = parse_arguments(["--config", str(rehearsal.directory / tiny_recipe.RECIPE_FILE), "--use_cpu", "true"])
     if is_streaming(arguments) or cache.is_cache(arguments.script.dataset_name):
         return "rows are streamed or already tokenized, so only the run reads them"

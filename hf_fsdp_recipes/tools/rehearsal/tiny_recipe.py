@@ -63,7 +63,7 @@ def write_model(arguments: Arguments, directory: Path) -> str:
 
 
 def _make_tokenizer(arguments: Arguments) -> tuple[Any, str]:
-    """Return the recipe's tokenizer, or a tokenizer of bytes if its model cannot be read, and a note."""
+    """Return the recipe's tokenizer, or if it cannot be read, a tokenizer of bytes and a note that says so."""
     name = str(arguments.recipe.tokenizer_name or arguments.model.model_name_or_path)
     if find_config(name) != name:
         return stand_ins.byte_tokenizer(), f", a tokenizer of bytes instead of {name}'s, which cannot be read"
@@ -98,7 +98,7 @@ def write_template(template: Path, directory: Path) -> None:
 
 
 def to_cpu_ranks(config: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
-    """Return a copy of a config with only device and rank counts changed; sharding, wrapping and dtypes stay.
+    """Return a copy of a config with a new device and new rank counts; sharding, wrapping and dtypes stay.
 
     A rehearsal has one node, so FSDP1's HYBRID_SHARD becomes FULL_SHARD, and HYBRID_SHARD_ZERO2 becomes SHARD_GRAD_OP. An FSDP2
     hybrid mesh gets four ranks, whatever `num_ranks` is.

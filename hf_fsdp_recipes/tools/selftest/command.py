@@ -1,4 +1,4 @@
-"""The `hf-fsdp selftest` command. Imports no torch, so that `hf-fsdp --help` answers at once."""
+"""The `hf-fsdp selftest` command. Does not import torch, so that `hf-fsdp --help` responds immediately."""
 
 import tempfile
 import time

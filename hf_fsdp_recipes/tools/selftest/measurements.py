@@ -36,7 +36,7 @@ MEDIUM = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16,
     "num_key_value_heads": 16, "vocab_size": 32_000, "max_position_embeddings": 4096,
 }  # fmt: skip
-MEDIUM_DEVICE_BYTES = 16_000_000_000  # with training and a second copy of the state, MEDIUM takes 10 GB
+MEDIUM_DEVICE_BYTES = 16_000_000_000  # for MEDIUM, which takes 10 GB with training and a second copy of the state
 NUM_LOG_LINES = 40  # last lines of a failed launch that the report shows
 RECIPE = {
     "max_length": 64, "max_steps": 60, "save_steps": 10, "logging_steps": 1, "per_device_train_batch_size": 2,
@@ -57,12 +57,13 @@ class Site:
     num_tokens: int = 64  # tokens per micro-batch while saving
     num_batches: int = 1
     script: Path = SFT_SCRIPT
-    deadline: float = field(default_factory=lambda: time.monotonic() + 600)  # when a measurement is killed
+    # Value of time.monotonic() at which a measurement is killed.
+    deadline: float = field(default_factory=lambda: time.monotonic() + 600)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one measurement found: figures by name, with units (a bool is a check), or why there are none."""
+    """What one measurement found: figures by name and unit (a bool is the result of a check), or why there are none."""
 
     name: str
     status: Literal["ok", "failed", "skipped"]
@@ -72,7 +73,7 @@ class Result:
 
 
 def find_site(directory: Path, script: Path, deadline: float) -> Site:
-    """Return where to measure: all devices of this machine, or two CPU ranks without any or with ACCELERATE_USE_CPU."""
+    """Return where to measure: on all devices of this machine, or on two CPU ranks if `is_cpu_machine()`."""
     if is_cpu_machine():
         return Site(directory, script=script, deadline=deadline)
     accelerator = torch.accelerator.current_accelerator()
@@ -159,7 +160,7 @@ def find_model(site: Site, config: Mapping[str, Any]) -> Path:
 
 
 def train_kill_resume(site: Site) -> Figures:
-    """Train a tiny model, kill a second run after its first checkpoint, resume it, and compare the two."""
+    """Train a tiny model, kill a second run after its first checkpoint, resume it, and compare the two runs."""
     with tempfile.TemporaryDirectory(dir=site.directory) as name:
         directory = Path(name)
         write_random_model(TINY, directory / "model")
@@ -184,7 +185,7 @@ def train_kill_resume(site: Site) -> Figures:
 
 
 def _train(site: Site, output: Path, is_killed: bool = False) -> int:
-    """Train to the end, or until a checkpoint is complete; return the last logged step."""
+    """Train to the end, or with `is_killed` until a checkpoint is complete; return the last logged step."""
     inputs = {"model_name_or_path": str(output.with_name("model")), "dataset_name": str(output.with_name("rows"))}
     recipe = output.with_name("recipe.yaml")
     recipe.write_text(yaml.safe_dump(RECIPE | inputs | {"output_dir": str(output)}))

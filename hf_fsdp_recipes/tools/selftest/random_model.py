@@ -12,7 +12,7 @@ from hf_fsdp_recipes.errors import RecipeError
 def write_random_model(config: dict[str, Any], directory: Path) -> None:
     """Write a random bf16 Llama checkpoint without holding it in memory.
 
-    Norms are 1. The rest are parts of one noise tensor, each at its own offset, so no two parameters are equal.
+    Norm weights are 1. The other parameters are parts of one noise tensor, each at its own offset, so no two are equal.
     `config` has the fields of a LlamaConfig.
     """
     import torch

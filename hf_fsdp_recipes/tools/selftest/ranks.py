@@ -1,6 +1,7 @@
-"""What the ranks of a self-test measure. `accelerate launch` starts this file with a name, options as JSON, and a result file.
+"""What the ranks of a self-test measure.
 
-A figure's name contains its unit; a bool is a check.
+`accelerate launch` starts this file with a measurement's name, options as JSON, and a result file. A figure's name contains its
+unit; a bool is the result of a check.
 """
 
 import functools
@@ -32,7 +33,7 @@ NUM_REPEATS = 5
 
 
 def main(measurements: Mapping[str, Callable[..., Figures]]) -> None:
-    """Run the measurement named on the command line on every rank; rank 0 writes the worst of the ranks' figures."""
+    """Run the measurement named on the command line on every rank; rank 0 writes the worst rank's value of each figure."""
     from accelerate import Accelerator
 
     name, options, file = sys.argv[1:]
@@ -90,7 +91,7 @@ def load(accelerator: "Accelerator", checkpoint: str, source: str, dtype: str, *
 def measure_load(
     accelerator: "Accelerator", checkpoint: str, tiny: str, sources: Sequence[str] = ("rank0", "direct")
 ) -> Figures:
-    """Load with each source and compare what was loaded. A tiny checkpoint first gets the imports out of the way."""
+    """Load with each source and compare what was loaded. A tiny checkpoint is loaded first, so that imports are not timed."""
     load(accelerator, tiny, "rank0", "bfloat16")
     gigabytes = sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors")) / 1e9
     figures: Figures = {"checkpoint, GB": gigabytes}
@@ -118,7 +119,7 @@ def _are_equal(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Ten
 def measure_save(
     accelerator: "Accelerator", checkpoint: str, directory: str, num_tokens: int, num_batches: int
 ) -> Figures:
-    """Save while training continues, change the state at once, and compare the checkpoint with the state at the save."""
+    """Save while training continues and changes the state; compare the checkpoint with the state at the time of the save."""
     model, optimizer = load(accelerator, checkpoint, "rank0", "float32")
     state_bytes = 12 * sum(parameter.numel() for parameter in model.parameters())
     if distributed.run_on_main(lambda: shutil.disk_usage(directory).free) < state_bytes:
@@ -176,7 +177,7 @@ def measure_save(
 
 
 def restore(state: Mapping[str, dict[str, Any]], checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Read a checkpoint into a captured state; return its tensors on this rank. Collective: every rank must call this."""
+    """Read a checkpoint into a captured state; return this rank's tensors of the state. Collective: every rank must call this."""
     import torch.distributed.checkpoint as dcp
 
     for part, folder in PARTS.items():

@@ -1,6 +1,6 @@
 """The cases of a sweep: each is a template with a number of ranks.
 
-case.json records a case's settings; the case is repeated only if they change.
+case.json records a case's settings. A case that has a result runs again only if its settings change.
 """
 
 import json
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether it trains on CPU ranks."""
+        """Whether the case trains on CPU ranks."""
         return bool(self.settings["config"].get("use_cpu"))
 
     @property
@@ -96,7 +96,7 @@ def make_cases(
 ) -> tuple[list[Case], list[str]]:
     """Return a case for each template and rank count (over all nodes), and the reasons why combinations were skipped.
 
-    `overrides` are `--field value` pairs for the recipe; `ranks_per_node` is None on this machine, set for Slurm. Raises a
+    `overrides` are `--field value` pairs for the recipe; `ranks_per_node` is None for runs on this machine. Raises a
     PlanError or TemplateError if a template or number is wrong, or no combination is possible.
     """
     recipe = read_recipe(recipe_file, PlanError)

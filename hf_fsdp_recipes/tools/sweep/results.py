@@ -25,7 +25,7 @@ RATES = ("tokens_per_second", "tokens_per_second_per_device", "mfu")
 
 @dataclass(frozen=True)
 class Result:
-    """The measurements of a case; None if unknown or if it did not finish."""
+    """The measurements of a case; a value is None if it is unknown or the case did not finish."""
 
     template: str
     num_ranks: int

@@ -77,7 +77,7 @@ def _host_bytes(process: psutil.Process) -> int:
     try:
         return memory.host_bytes(process.pid)
     except OSError:
-        return 0  # it has exited
+        return 0  # the process has exited
 
 
 def _count_kernel_kills() -> int:
@@ -113,7 +113,7 @@ def _job_line(case: Case) -> str:
     options += [f"--output={case.directory / run_status.JOB_LOG_FILE}"]
     options += [] if case.is_on_cpu else [f"--gpus-per-node={ranks_per_node}"]
     assignments = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
-    # The one that `hf-fsdp slurm init` wrote, or else the shipped one.
+    # launch.slurm in this directory, which `hf-fsdp slurm init` writes, or else the shipped one.
     script = str(find_file("recipes", "launch.slurm"))
     return f"{assignments} sbatch {shlex.join([*options, script, *case.arguments])}"
 
