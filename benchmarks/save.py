@@ -119,7 +119,7 @@ def time_signals() -> float:
     watch.start()
     started = time.perf_counter()
     for step in range(1000):
-        watch.start_exchange(step, False)
+        watch.start_exchange(False)
         watch.finish_exchange(step)
     spent = (time.perf_counter() - started) / 1000
     watch.stop()
