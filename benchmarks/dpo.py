@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks.running import machine, make_checkpoint, run_ranks, write_section
 
@@ -79,12 +80,12 @@ def train(kind: str, checkpoint: str, output: str, dtype: str, loading_only: boo
     from hf_fsdp_recipes.metrics.memory import HostPeak
 
     class FirstStep(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             found["loading"] = memory.peak_bytes - memory.before_bytes
             if loading_only:
                 raise Stop
 
-        def on_log(self, args, state, control, logs=None, **kwargs):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             found.update({name: value for name, value in logs.items() if name == "rewards/chosen"})
 
     found: dict[str, float] = {}

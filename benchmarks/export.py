@@ -7,6 +7,7 @@ the full model on disk, fsynced. Prints a table and rewrites its section of docs
 """
 
 import argparse
+import functools
 import os
 import shutil
 import statistics
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.running import llama_config, machine, run_ranks, write_section
 
@@ -105,8 +107,8 @@ def measure(num_parameters: float, scratch: Path, repeats: int) -> dict:
                     save_then_consolidate(model, target)
                 else:
                     node = f"node {dist.get_rank()}" if kind == "nodes" else "node"
-                    distributed.node_id = lambda node=node: node
-                    from_model.export_model(model, target, method="direct" if kind == "nodes" else kind)
+                    distributed.node_id = functools.partial(str, node)
+                    from_model.export_model(model, target, method="gather" if kind == "gather" else "direct")
                 dist.barrier()
             times[kind].append(memory.seconds)
             extra[kind].append(memory.peak_bytes - memory.before_bytes)
@@ -121,7 +123,7 @@ def measure(num_parameters: float, scratch: Path, repeats: int) -> dict:
     return {**found, "bytes": num_bytes, "config": str(scratch / "model")}
 
 
-def save_full(model, target: Path) -> None:
+def save_full(model: Any, target: Path) -> None:
     import torch.distributed as dist
     from safetensors.torch import save_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -134,7 +136,7 @@ def save_full(model, target: Path) -> None:
         sync(file)
 
 
-def save_with_dcp(model, target: Path) -> None:
+def save_with_dcp(model: Any, target: Path) -> None:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
@@ -146,7 +148,7 @@ def save_with_dcp(model, target: Path) -> None:
             sync(file)
 
 
-def save_then_consolidate(model, target: Path) -> None:
+def save_then_consolidate(model: Any, target: Path) -> None:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import HuggingFaceStorageWriter

@@ -11,6 +11,7 @@ this script.
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -133,7 +134,7 @@ def train(day: Day, model: str, variant: str) -> Figures:
     site = day.site(LLAMA_1B if model == "full_1b" else LLAMA_8B)
     length, steps = (128, 8) if day.is_small else (4096, 20)
     settings = SETTINGS[model] | VARIANTS[model][variant]
-    template = settings.pop("template", "fsdp2_full_shard")
+    template = str(settings.pop("template", "fsdp2_full_shard"))
     case = Case(f"{model}-{variant}".strip("-"), dict(site.config), settings, length, steps, template)
     with tempfile.TemporaryDirectory(dir=day.models) as name:
         directory = Path(name)
@@ -181,7 +182,7 @@ MEASUREMENTS: dict[str, tuple[int, Callable[[Day], Figures]]] = {  # the number 
     **{
         f"{model}-{variant}".strip("-"): (
             120 if settings.get("compile_blocks") else 80,
-            lambda day, model=model, variant=variant: train(day, model, variant),
+            functools.partial(train, model=model, variant=variant),
         )
         for model, variants in VARIANTS.items()
         for variant, settings in variants.items()

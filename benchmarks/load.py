@@ -13,6 +13,7 @@ import os
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any, cast
 
 from benchmarks.running import machine, make_checkpoint, run_ranks, write_section
 
@@ -147,8 +148,8 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
         if kind == "stock":
             model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, **quantized)
             model = prepare(accelerator, model)
-        elif kind in ("rank0", "direct"):
-            model = load_model.load_model(checkpoint, dtype="bfloat16", source=kind, **quantized)
+        elif kind == "rank0" or kind == "direct":
+            model = load_model.load_model(checkpoint, dtype="bfloat16", source=cast("Any", kind), **quantized)
             model = prepare(accelerator, model)
         elif kind == "dcp":
             model = load_with_dcp(checkpoint)
@@ -170,14 +171,14 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
     return {"seconds": memory.seconds, "peak": memory.peak_bytes - memory.before_bytes, "shard": shard_bytes}
 
 
-def prepare(accelerator, model):
+def prepare(accelerator: Any, model: Any) -> Any:
     import torch
 
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return model
 
 
-def load_with_dcp(checkpoint: str):
+def load_with_dcp(checkpoint: str) -> Any:
     import torch
     import torch.distributed.checkpoint as dcp
     from accelerate import init_empty_weights

@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.running import llama_config, machine, run_ranks, write_section
 
@@ -99,7 +100,7 @@ def measure(num_parameters: float, directory: Path) -> dict:
     return {"state_bytes": state_bytes, "signals": signals, "extra": extra, **medians}
 
 
-def stepped_adamw(model):
+def stepped_adamw(model: Any) -> Any:
     """Return AdamW after one step, so that it has a state to save."""
     import torch
 
@@ -126,7 +127,7 @@ def time_signals() -> float:
     return spent
 
 
-def fsdp2_plugin():
+def fsdp2_plugin() -> Any:
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     return FullyShardedDataParallelPlugin(
@@ -134,7 +135,7 @@ def fsdp2_plugin():
     )
 
 
-def stock_save(plugin, model, optimizer, directory: Path) -> None:
+def stock_save(plugin: Any, model: Any, optimizer: Any, directory: Path) -> None:
     """Do what Trainer does in `_save_optimizer_and_scheduler` under FSDP."""
     from types import SimpleNamespace
 

@@ -94,7 +94,9 @@ def advise(
     if strategy == "no_shard" or link is None:
         return f"{strategy}: no parameters are transferred, so bandwidth is not compared"
     num_gathers = PASSES.get(strategy, 2) - 1
-    moved_bytes = num_gathers * load.parameter_bytes + load.gradient_bytes  # per parameter in a micro-batch that reduces gradients
+    moved_bytes = (
+        num_gathers * load.parameter_bytes + load.gradient_bytes
+    )  # per parameter in a micro-batch that reduces gradients
     needed = moved_bytes * load.flops_per_second / (NUM_FLOPS * load.num_tokens)
     comparison = (
         f"{strategy} needs {_format_rate(needed)} {where} to hide transfers behind computation "
