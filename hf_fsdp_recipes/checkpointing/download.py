@@ -142,7 +142,11 @@ class _Download:
         with distributed.sync_errors(distributed.patient_group()):
             try:
                 yield
-            except (CheckpointError, OSError) as error:
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.directory} cannot be written: {error.strerror}. Check permissions and free space."
+                ) from error
+            except CheckpointError as error:
                 raise CheckpointError(
                     f"{self.storage.url} cannot be resumed from: {summarize(error)}. Start again, or use another checkpoint."
                 ) from error

@@ -204,6 +204,19 @@ def test_killed_or_failed_download_leaves_nothing_that_counts_and_the_next_one_w
 
 
 @pytest.mark.slow
+def test_full_disk_on_one_node_is_one_sentence_on_all(save, tmp_path, mount):
+    resume = save(2)
+    (tmp_path / "node-1").mkdir()
+    mount(tmp_path / "node-1", 1_000_000)
+    assert resume(2, 1, expect_failure=True, timeout_seconds=200) == [("SystemExit", "1")] * 2
+    messages = {(tmp_path / f"error-{rank}").read_text() for rank in range(2)}
+    assert messages == {
+        "CheckpointError: run/.checkpoint-4.download cannot be written: No space left on device. Check permissions and free "
+        "space."
+    }
+
+
+@pytest.mark.slow
 def test_nodes_that_share_the_directory_divide_the_download_and_keep_the_checkpoint(save, tmp_path):
     found = save(2)(2, 2, timeout_seconds=200)
     assert sum(map(num_bytes, found)) == whole_bytes(tmp_path / "whole")
