@@ -18,6 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import divergence, layout, resume, small_files, unsharded
+from hf_fsdp_recipes.checkpointing.download import delete_partial
 from hf_fsdp_recipes.checkpointing.lock import lock_directory
 from hf_fsdp_recipes.checkpointing.mirror import Mirror
 from hf_fsdp_recipes.checkpointing.preemption import SignalWatch
@@ -174,6 +175,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Schedule a due save, act on signals, and report a failed save; raise a DivergenceError if its weights were not finite."""
+        delete_partial()  # Trainer restores the random state just before the first step
         if self._writer is None or self._schedule is None:
             return control
         failure = self._writer.failure
@@ -236,6 +238,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Finish the last save, exit if signaled, and export if asked to. Raises the error of the last save or upload."""
+        delete_partial()
         if self._save_total_limit is not None:
             args.save_total_limit = self._save_total_limit
         if self._writer is None:

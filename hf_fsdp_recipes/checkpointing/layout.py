@@ -31,7 +31,7 @@ MODEL_DIRECTORY = "pytorch_model_fsdp_0"
 PARTS = {"model": MODEL_DIRECTORY, "optimizer": "optimizer_0"}  # directories of DCP files, in the order of writing
 METADATA_FILE = ".metadata"  # in each part's directory
 _NAME = re.compile(r"checkpoint-(\d+)")
-_INCOMPLETE = re.compile(r"\.checkpoint-(\d+)\.incomplete")
+_INCOMPLETE = re.compile(r"\.checkpoint-(\d+)\.(incomplete|download)")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 def is_incomplete_name(name: str) -> bool:
-    """Return whether a directory has the name of a save that was interrupted."""
+    """Return whether a directory has the name of a save or download that is not complete."""
     return _INCOMPLETE.fullmatch(name) is not None
 
 
@@ -67,6 +67,17 @@ def directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
 def incomplete_directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
     """Return the path of a step's checkpoint until it is complete. Trainer ignores directories of this name."""
     return Path(output_dir) / f".checkpoint-{step}.incomplete"
+
+
+def download_directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
+    """Return the path of a step's checkpoint while it is downloaded, or if a node needs only a part of it."""
+    return Path(output_dir) / f".checkpoint-{step}.download"
+
+
+def find_resumed(output_dir: str | os.PathLike[str], step: int) -> Path:
+    """Return the directory of the checkpoint from which a run resumes at a step: complete, or the part that was downloaded."""
+    final = directory_for(output_dir, step)
+    return final if final.is_dir() else download_directory_for(output_dir, step)
 
 
 def checksum(file: Path) -> str:
@@ -119,6 +130,7 @@ def start(output_dir: str | os.PathLike[str], step: int) -> Path:
     incomplete = incomplete_directory_for(output_dir, step)
     try:
         remove_interrupted(output_dir)
+        remove_interrupted(output_dir, "download")
         for part in PARTS.values():
             (incomplete / part).mkdir(parents=True)
     except OSError as error:
@@ -128,9 +140,9 @@ def start(output_dir: str | os.PathLike[str], step: int) -> Path:
     return incomplete
 
 
-def remove_interrupted(output_dir: str | os.PathLike[str]) -> None:
-    """Delete saves that were interrupted. Rank 0 only, while no save is being written."""
-    for old in Path(output_dir).glob(".checkpoint-*.incomplete"):
+def remove_interrupted(output_dir: str | os.PathLike[str], kind: str = "incomplete") -> None:
+    """Delete saves or downloads that were interrupted. One rank only, while none is being written or read."""
+    for old in Path(output_dir).glob(f".checkpoint-*.{kind}"):
         if is_incomplete_name(old.name):
             old.unlink() if old.is_symlink() else shutil.rmtree(old)
 

@@ -1,4 +1,4 @@
-"""Uploads checkpoints and exports to object storage while training continues, and downloads a checkpoint to resume from.
+"""Uploads checkpoints and exports to object storage while training continues; download.py reads them.
 
 A mirror is a URL that fsspec opens, such as s3://bucket/run, or a path. Each rank uploads a part of the files. Rank 0 uploads
 the manifest once all ranks are done, so a checkpoint in the mirror is complete or absent. Set credentials and endpoints as
@@ -12,8 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -23,7 +22,6 @@ from hf_fsdp_recipes.checkpointing.run_identity import EXPORTS
 from hf_fsdp_recipes.checkpointing.storage import UNFINISHED, Storage
 from hf_fsdp_recipes.errors import CheckpointError, SaveError, summarize
 
-Value = TypeVar("Value")
 logger = logging.getLogger(__name__)
 
 
@@ -214,68 +212,3 @@ class Mirror:
                 self._storage.remove(checkpoint)
         except CheckpointError as error:
             logger.warning("old checkpoints were not deleted: %s", error)
-
-
-def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path | None = None) -> Path | None:
-    """Download a checkpoint from a mirror into a run's output directory, and return its path there.
-
-    Each node downloads it, or only rank 0 if the nodes share the directory. Ranks wait for each other without a timeout.
-    Collective: every rank must call this, after the process group has started.
-
-    Args:
-        url: URL of a checkpoint, or of a mirror (with or without /auto) for its newest complete checkpoint.
-        output_dir: the run's output directory.
-        newest: the newest complete checkpoint in `output_dir`, if any. With a mirror's URL, only a later checkpoint of the
-            same run is downloaded.
-
-    Returns:
-        The downloaded checkpoint in `output_dir`, or `newest` if there is nothing to download.
-
-    Raises:
-        CheckpointError: the named checkpoint is not complete, or its files do not match its manifest.
-    """
-    chosen = distributed.run_on_main(lambda: _choose(url, newest), distributed.patient_group())
-    return newest if chosen is None else distributed.main_first(lambda: _download(*chosen, Path(output_dir)))
-
-
-def _choose(url: str, newest: Path | None) -> tuple[str, dict[str, Any]] | None:
-    """Return the URL and manifest of the checkpoint to download, if any."""
-    url = url.rstrip("/").removesuffix("/auto")
-    storage = Storage(url)
-    if layout.is_checkpoint_name(PurePosixPath(url).name):
-        manifest = storage.read_json(layout.MANIFEST)
-        if "files" not in manifest:
-            raise CheckpointError(
-                f"{url} is not a complete checkpoint. Pass one, or use auto for the newest complete one."
-            )
-        return url, manifest
-    complete = [checkpoint for checkpoint in storage.list_checkpoints() if checkpoint.is_complete]
-    if newest is not None:
-        own = layout.read_manifest(newest)
-        complete = [c for c in complete if c.run == own.get("run") and c.step > int(own.get("step", -1))]
-    if not complete:
-        return None
-    name = complete[-1].path.name
-    return f"{url}/{name}", storage.read_json(f"{name}/{layout.MANIFEST}")
-
-
-def _download(url: str, manifest: dict[str, Any], output_dir: Path) -> Path:
-    """Download one checkpoint unless it is there, verify it and give it its final name. Called by `main_first`."""
-    step, files = int(manifest["step"]), manifest["files"]
-    final = layout.directory_for(output_dir, step)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    list(output_dir.iterdir())  # so that NFS looks for what another node has written
-    if layout.read_manifest(final) == manifest and layout.validate(final, verify=distributed.is_main()) is None:
-        return final
-    if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in files):
-        raise CheckpointError(f"{url}/{layout.MANIFEST} lists files outside the checkpoint. Use another checkpoint.")
-    print(f"download: {url} to {final}", flush=True)
-    storage, incomplete = Storage(url), layout.start(output_dir, step)
-    storage.attempt("get", [f"{storage.root}/{name}" for name in files], [str(incomplete / name) for name in files])
-    (incomplete / layout.MANIFEST).write_text(json.dumps(manifest))
-    fault = layout.validate(incomplete, verify=True)
-    if fault is not None:
-        raise CheckpointError(f"{url} cannot be resumed from: {fault}. Use another checkpoint.")
-    facts = {name: value for name, value in manifest.items() if name not in ("format", "files")}
-    layout.commit(incomplete, final, files, facts)
-    return final

@@ -18,7 +18,7 @@ def find_end(args: "TrainingArguments", state: "TrainerState", callbacks: Iterab
         return None
     if state.max_steps <= state.global_step:
         return f"the run ended at step {state.global_step} of {state.max_steps}"
-    manifest = layout.read_manifest(layout.directory_for(args.output_dir, state.global_step))
+    manifest = layout.read_manifest(layout.find_resumed(args.output_dir, state.global_step))
     patience = min((one.early_stopping_patience for one in _find_early_stopping(callbacks)), default=None)
     recorded = manifest.get(PATIENCE) if manifest.get("run") == read_run(state) else None
     if not isinstance(recorded, int) or patience is None or patience > recorded:

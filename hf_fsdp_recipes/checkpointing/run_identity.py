@@ -67,7 +67,8 @@ def claim_directory(
         one for one in layout.list_checkpoints(directory) if one.is_complete or (one.path / STATE_FILE).is_file()
     ]
     found = [checkpoint.path for checkpoint in written if checkpoint.run != own]
-    is_own = len(found) < len(written) or run is not None
+    is_resumed = layout.download_directory_for(directory, state.global_step).is_dir()
+    is_own = len(found) < len(written) or run is not None or is_resumed
     if not is_own:  # the other files are not this run's either
         found += [path for path in directory.glob("export*") if _EXPORT.fullmatch(path.name)]
         found += [directory / name for name in SIDE_FILES if found and (directory / name).is_file()]

@@ -27,11 +27,11 @@ class Storage:
                 f"{url} cannot be opened: {summarize(error)}. For s3, run pip install s3fs."
             ) from error
 
-    def attempt(self, method: str, *arguments: Any, retry: bool = True) -> Any:
+    def attempt(self, method: str, *arguments: Any, retry: bool = True, **keywords: Any) -> Any:
         """Call a method of the file system. Return its result, or None if it reads a file or directory that does not exist."""
         for delay_seconds in [*(RETRY_SECONDS if retry else ()), None]:
             try:
-                return getattr(self.fs, method)(*arguments)
+                return getattr(self.fs, method)(*arguments, **keywords)
             except Exception as error:  # each file system raises its own types
                 if isinstance(error, FileNotFoundError) and method in ("cat_file", "ls"):
                     return None

@@ -13,7 +13,7 @@ from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.errors import CheckpointError, summarize
 
 read_tensor_file = functools.partial(torch.load, map_location="cpu", weights_only=True)
-_verified: set[Path] = set()  # the checkpoints that this process has verified
+verified: set[Path] = set()  # the checkpoints that this process has verified, with resolved paths
 
 
 def latest_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
@@ -67,7 +67,7 @@ def check_named(directory: Path) -> None:
 
 def check_once(directory: Path) -> None:
     """Check a checkpoint unless this process has already verified it. Collective, like `check_named`."""
-    if not all(distributed.gather_objects(directory.resolve() in _verified)):
+    if not all(distributed.gather_objects(directory.resolve() in verified)):
         check_named(directory)
 
 
@@ -91,7 +91,7 @@ def _verify(directory: Path) -> str | None:
             )
     fault = next((fault for _, fault in found if fault is not None), None)
     if fault is None:
-        _verified.add(directory.resolve())
+        verified.add(directory.resolve())
     return fault
 
 

@@ -18,6 +18,7 @@ import gc
 import pickle
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -32,6 +33,8 @@ WORKER_NAME = "pt_gloo_runloop"
 PAUSE_SECONDS = 0.02  # longer than the interpreter's 5 ms switch interval
 TIMEOUT_SECONDS = 5.0  # in case a worker waits for ranks that never join a collective
 _is_registered = False
+Chunks = set[tuple[str, int, int]]  # file, offset and length of what is read from a DCP directory
+_before_read: Callable[[Path, Chunks], None] | None = None
 
 
 def wait_for_gloo_at_exit() -> None:
@@ -210,3 +213,26 @@ def _load_bytes_safely(original: Any, self: Any, read_item: Any, value: Any) -> 
         ) from error
     value.seek(0)
     original(self, read_item, value)
+
+
+# Checkpoints in object storage.
+
+
+def register_read_hook(hook: Callable[[Path, Chunks], None]) -> None:
+    """Set the function that is called with a DCP directory, and what this rank reads, before a state is read. Collective."""
+    global _before_read
+    _before_read = hook
+
+
+@Patch(
+    "torch.distributed.checkpoint.FileSystemReader.read_data(self, plan, planner)",
+    feature="checkpointing",
+    changes="What this node's ranks are about to read is downloaded first, if the checkpoint is in object storage.",
+    reason="Which bytes a rank reads is known only after DCP has compared the model's shards with those in the checkpoint.",
+    upstream="to file: a hook in `FileSystemReader` that is called with the plan before files are opened",
+)
+def _download_then_read(original: Any, self: Any, plan: Any, planner: Any) -> Any:
+    if _before_read is not None:
+        stored = [self.storage_data[item.storage_index] for item in plan.items]
+        _before_read(Path(self.path), {(info.relative_path, info.offset, info.length) for info in stored})
+    return original(self, plan, planner)

@@ -52,6 +52,8 @@ def _check_then_prepare(
         return original(self, max_steps, train_dataloader, resume_from_checkpoint)
     except CheckpointException as error:  # a BaseException; the same on every rank
         cause = next(iter(error.failures.values()))[0]
+        if getattr(cause, "is_agreed", False):  # names the checkpoint
+            raise cause from error
         raise CheckpointError(f"{resume_from_checkpoint} cannot be loaded: {cause}") from error
 
 

@@ -12,9 +12,10 @@ from torch.utils.data import IterableDataset
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.callback import ShardedCheckpointCallback
+from hf_fsdp_recipes.checkpointing.download import fetch_checkpoint
 from hf_fsdp_recipes.checkpointing.layout import STATE_FILE, quarantine_incomplete
 from hf_fsdp_recipes.checkpointing.lock import lock_directory
-from hf_fsdp_recipes.checkpointing.mirror import Mirror, fetch_checkpoint
+from hf_fsdp_recipes.checkpointing.mirror import Mirror
 from hf_fsdp_recipes.checkpointing.resume import keep_global_batch
 from hf_fsdp_recipes.checkpointing.run_identity import EXPORT, EXPORTS, MERGED_EXPORT, claim_directory, read_run
 from hf_fsdp_recipes.checkpointing.run_inputs import describe_rows
@@ -325,7 +326,7 @@ def finish(trainer: "Trainer", arguments: Arguments) -> Path | None:
     export = export_model(trainer.model, output / EXPORT, tokenizer=trainer.processing_class, **options)
     merged = [_export_merged(trainer, arguments, export, options)] if arguments.recipe.merge_adapter else []
     with distributed.sync_errors():
-        if not has_weights(export):
+        if distributed.is_main() and not has_weights(export):
             raise ExportError(f"{export} has no weights after the export. The checkpoints in {output} are intact.")
     distributed.print_main(f"exported: {export}")
     if arguments.recipe.verify_export == "logits":

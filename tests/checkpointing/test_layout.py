@@ -189,6 +189,18 @@ def test_retention_does_not_count_incomplete_checkpoints(tmp_path):
     assert layout.remove_old(tmp_path, keep=1) == []
 
 
+def test_part_of_a_checkpoint_that_was_downloaded_is_resumed_from_and_never_counts(tmp_path):
+    part = make(tmp_path, 5).rename(layout.download_directory_for(tmp_path, 5))
+    assert layout.find_resumed(tmp_path, 5) == part
+    assert layout.list_checkpoints(tmp_path) == [] and latest_checkpoint(tmp_path) is None
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint directory"):
+        check_named(part)
+    layout.remove_interrupted(tmp_path)  # when training starts
+    assert part.is_dir()
+    layout.start(tmp_path, 6)
+    assert not part.exists()
+
+
 def test_existing_directory_of_that_name_is_set_aside(tmp_path):
     (tmp_path / "checkpoint-5").mkdir()
     (tmp_path / "checkpoint-5" / "precious").write_text("mine")

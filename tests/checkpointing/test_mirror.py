@@ -8,7 +8,8 @@ import pytest
 
 from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.checkpointing import storage as storage_module
-from hf_fsdp_recipes.checkpointing.mirror import Mirror, fetch_checkpoint
+from hf_fsdp_recipes.checkpointing.download import fetch_checkpoint
+from hf_fsdp_recipes.checkpointing.mirror import Mirror
 from hf_fsdp_recipes.checkpointing.storage import Storage
 from hf_fsdp_recipes.errors import CheckpointError
 from tests.checkpointing.object_storage import BUCKET
@@ -85,7 +86,10 @@ def test_damaged_copy_on_disk_is_replaced_and_damaged_copy_in_the_mirror_refused
     (checkpoint / "scheduler.pt").write_bytes(b"x" * len(before["scheduler.pt"]))
     assert files_of(fetch_checkpoint(url, output)) == before
     storage.client.put_object(Bucket=BUCKET, Key="run/checkpoint-2/scheduler.pt", Body=b"x")
-    with pytest.raises(CheckpointError, match=r"checkpoint-2 cannot be resumed from: scheduler\.pt has"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"checkpoint-2 cannot be resumed from: scheduler\.pt has changed",
+    ):
         fetch_checkpoint(url, tmp_path / "other")
     assert not list((tmp_path / "other").glob("checkpoint-*"))
 

@@ -143,11 +143,12 @@ def _exchange(url, output, is_shared):
     """Upload rank 0's checkpoint and download it; return how often this rank called each method of the file system."""
     import torch.distributed as dist
 
-    from hf_fsdp_recipes.checkpointing import mirror, storage
+    from hf_fsdp_recipes import distributed
+    from hf_fsdp_recipes.checkpointing import download, mirror, storage
 
     dist.init_process_group("gloo")
     if not is_shared:
-        os.environ["LOCAL_RANK"] = "0"
+        distributed.node_id = lambda: str(dist.get_rank())
     own = output if is_shared else output / f"node-{dist.get_rank()}"
     calls, attempt = [], storage.Storage.attempt
 
@@ -165,13 +166,13 @@ def _exchange(url, output, is_shared):
     uploads.start(str(own), 0, None, lambda: None)
     uploads.add(own / "saved" / "checkpoint-7")
     assert uploads.wait() is None
-    fetched = mirror.fetch_checkpoint(f"{url}/auto", own)
+    fetched = download.fetch_checkpoint(f"{url}/auto", own)
     assert files_of(fetched) == files_of((output if is_shared else output / "node-0") / "saved" / "checkpoint-7")
     return calls.count("put_file"), calls.count("get")
 
 
-@pytest.mark.parametrize(("is_shared", "expected"), [(True, [(3, 1), (1, 0)]), (False, [(4, 1), (0, 1)])])
-def test_nodes_without_shared_storage_download_their_own_copy(tmp_path, storage, is_shared, expected):
+@pytest.mark.parametrize(("is_shared", "expected"), [(True, [(3, 1), (1, 1)]), (False, [(4, 1), (0, 1)])])
+def test_ranks_that_share_a_directory_divide_the_download(tmp_path, storage, is_shared, expected):
     url = f"s3://{BUCKET}/run"
     results = run_ranks(_exchange, 2, url, tmp_path, is_shared, environment=storage.environment)
     assert results == expected

@@ -1,0 +1,206 @@
+"""Downloads a checkpoint from a mirror, to resume from it.
+
+If all ranks see one output directory, they divide the files, and the checkpoint is complete there. Otherwise each node downloads
+only what its ranks read: all small files, and the blocks of `.distcp` files that hold its ranks' chunks. DCP's reader asks for
+these blocks just before it reads them. They go to files with holes, in a directory whose name is never that of a checkpoint.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
+
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.checkpointing import direct_io, layout
+from hf_fsdp_recipes.checkpointing.storage import Storage
+from hf_fsdp_recipes.checkpointing.verification import verified
+from hf_fsdp_recipes.errors import CheckpointError, summarize
+from hf_fsdp_recipes.patches import registry
+from hf_fsdp_recipes.patches.torch import Chunks, register_read_hook
+
+NUM_REQUESTS = 8  # of each rank at a time, for one block each
+_partial: dict[Path, "_Download"] = {}  # directories with a part of a checkpoint
+
+
+def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path | None = None) -> Path | None:
+    """Download a checkpoint from a mirror into a run's output directory, and return its path there.
+
+    If all ranks see the same directory, each downloads a part of the checkpoint. Otherwise each node downloads the small files
+    now, and what else its ranks read when Trainer or Accelerate loads the returned directory. Trainer's first step deletes that
+    directory. Ranks wait for each other without a timeout.
+
+    Collective: every rank must call this, after the process group has started.
+
+    Args:
+        url: URL of a checkpoint, or of a mirror (with or without /auto) for its newest complete checkpoint.
+        output_dir: the run's output directory.
+        newest: the newest complete checkpoint in `output_dir`, if any. With a mirror's URL, only a later checkpoint of the
+            same run is downloaded.
+
+    Returns:
+        The downloaded checkpoint in `output_dir`, or `newest` if there is nothing to download.
+
+    Raises:
+        CheckpointError: the named checkpoint is not complete, or its files do not match its manifest. Loading raises it, too.
+    """
+    group = distributed.patient_group()
+    chosen = distributed.run_on_main(lambda: _choose(url, newest), group)
+    if chosen is None:
+        return newest
+    (url, manifest), output_dir = chosen, Path(output_dir)
+    step, files = int(manifest["step"]), manifest["files"]
+    final, directory = layout.directory_for(output_dir, step), layout.download_directory_for(output_dir, step)
+    with distributed.sync_errors(group):
+        storage = Storage(url)
+    sharers = _find_sharers(output_dir)
+    download, own = _Download(storage, files, directory, sharers), sharers.index(distributed.rank())
+    with download.errors():
+        is_there = layout.read_manifest(final) == manifest and not layout.validate(final, True, own, len(sharers))
+    if all(distributed.gather_objects(is_there, group)):
+        return final
+    by_size = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+    small = [name for name in by_size if "blocks" not in files[name]]
+    is_whole = len(small) == len(files) or len(sharers) == distributed.world_size()
+    distributed.print_main(f"download: {url}{'' if is_whole else ', what each node needs,'} to {output_dir}")
+    with download.errors():
+        if own == 0:
+            layout.remove_interrupted(output_dir, "download")
+            for name in files:
+                (directory / name).parent.mkdir(parents=True, exist_ok=True)
+    with download.errors():
+        download.fetch_files((by_size if is_whole else small)[download.part])
+    with download.errors():
+        if own == 0 and is_whole:
+            facts = {name: value for name, value in manifest.items() if name not in ("format", "files")}
+            layout.commit(directory, final, files, facts)
+        elif own == 0:
+            (directory / layout.MANIFEST).write_text(json.dumps(manifest))
+    if is_whole:
+        return final
+    registry.apply("checkpointing")
+    register_read_hook(_fetch_chunks)
+    _partial[directory.resolve()] = download
+    verified.add(directory.resolve())  # blocks are verified when they are downloaded
+    return directory
+
+
+def delete_partial() -> None:
+    """Delete parts of checkpoints that were downloaded to resume from, if any. Collective, after every rank has read them."""
+    if _partial:
+        distributed.barrier()
+        for directory in _partial:
+            shutil.rmtree(directory, ignore_errors=True)  # several ranks may delete it at once
+        _partial.clear()
+
+
+@dataclass
+class _Download:
+    """A checkpoint in a mirror, and a directory for it or a part of it, which `sharers`, the ranks that see it, fill together."""
+
+    storage: Storage
+    files: dict[str, Any]  # the manifest's entries
+    directory: Path
+    sharers: list[int]
+    fetched: set[tuple[str, int]] = field(default_factory=set)  # files and numbers of blocks
+
+    @property
+    def part(self) -> slice:
+        """What this rank downloads of a list that the sharers divide."""
+        return slice(self.sharers.index(distributed.rank()), None, len(self.sharers))
+
+    def fetch_files(self, names: list[str]) -> None:
+        """Download and verify files."""
+        if names:
+            sources, targets = ([f"{root}/{name}" for name in names] for root in (self.storage.root, self.directory))
+            self.storage.attempt("get", sources, targets)
+        for name in names:
+            if layout.checksum(self.directory / name) != self.files[name]["xxh3"]:
+                raise CheckpointError(f"{name} has changed: its checksum differs")
+
+    def fetch_block(self, name: str, number: int) -> None:
+        """Download and verify one block."""
+        start = number * direct_io.CHECKSUM_BLOCK_BYTES
+        end = min(start + direct_io.CHECKSUM_BLOCK_BYTES, self.files[name]["bytes"])
+        content = self.storage.attempt("cat_file", f"{self.storage.root}/{name}", start=start, end=end) or b""
+        if xxhash.xxh3_64_hexdigest(content) != self.files[name]["blocks"][number]:
+            raise CheckpointError(f"{name} is missing or has changed: its checksum differs")
+        with os.fdopen(os.open(self.directory / name, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as stream:
+            stream.seek(start)
+            stream.write(content)
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raise on all ranks what fails on one, and let them wait without a timeout. Collective."""
+        with distributed.sync_errors(distributed.patient_group()):
+            try:
+                yield
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.directory} cannot be written: {error.strerror}. Check permissions and free space."
+                ) from error
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{self.storage.url} cannot be resumed from: {summarize(error)}. Start again, or use another checkpoint."
+                ) from error
+
+
+def _fetch_chunks(directory: Path, chunks: Chunks) -> None:
+    """Download what the ranks are about to read, each block once per directory. Called by DCP's reader. Collective."""
+    download = _partial.get(directory.parent.resolve())
+    if download is None:
+        return
+    needed, size = set(), direct_io.CHECKSUM_BLOCK_BYTES
+    for file, offset, length in chunks:
+        if "blocks" in download.files.get(name := f"{directory.name}/{file}", ()):
+            needed |= {(name, number) for number in range(offset // size, -(-(offset + length) // size))}
+    of_ranks = distributed.gather_objects(needed - download.fetched, distributed.patient_group())
+    new = sorted(set().union(*(of_ranks[rank] for rank in download.sharers)))
+    with download.errors(), ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        list(pool.map(lambda block: download.fetch_block(*block), new[download.part]))
+    download.fetched.update(new)
+
+
+def _choose(url: str, newest: Path | None) -> tuple[str, dict[str, Any]] | None:
+    """Return the URL and manifest of the checkpoint to download, if any."""
+    url = url.rstrip("/").removesuffix("/auto")
+    storage = Storage(url)
+    if layout.is_checkpoint_name(PurePosixPath(url).name):
+        manifest = storage.read_json(layout.MANIFEST)
+        if "files" not in manifest:
+            raise CheckpointError(
+                f"{url} is not a complete checkpoint. Pass one, or use auto for the newest complete one."
+            )
+    else:
+        complete = [checkpoint for checkpoint in storage.list_checkpoints() if checkpoint.is_complete]
+        if newest is not None:
+            own = layout.read_manifest(newest)
+            complete = [c for c in complete if c.run == own.get("run") and c.step > int(own.get("step", -1))]
+        if not complete:
+            return None
+        name = complete[-1].path.name
+        url, manifest = f"{url}/{name}", storage.read_json(f"{name}/{layout.MANIFEST}")
+    if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in manifest["files"]):
+        raise CheckpointError(f"{url}/{layout.MANIFEST} lists files outside the checkpoint. Use another checkpoint.")
+    return url, manifest
+
+
+def _find_sharers(output_dir: Path) -> list[int]:
+    """Return the ranks that see the same directory as this one: those that see rank 0's, or else those of this node. Collective."""
+    group = distributed.patient_group()
+    # The name is random, because NFS clients remember for seconds that a name did not exist.
+    probe = output_dir / f".probe-{distributed.broadcast_object(uuid.uuid4().hex, group)}"
+    with distributed.sync_errors(group):
+        output_dir.mkdir(parents=True, exist_ok=True)
+    distributed.run_on_main(probe.touch, group)
+    list(output_dir.iterdir())  # so that NFS looks for what another node has written
+    places = distributed.gather_objects("" if probe.exists() else distributed.node_id(), group)
+    distributed.run_on_main(probe.unlink, group)
+    return [rank for rank, place in enumerate(places) if place == places[distributed.rank()]]
