@@ -1,6 +1,5 @@
 """The step benchmark with a tiny model: the GPU cases, and the settings for trl sft."""
 
-import json
 
 import pytest
 from safetensors import safe_open
