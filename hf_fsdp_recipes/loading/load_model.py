@@ -93,9 +93,9 @@ def load_model(
 
     Raises:
         LoadError: on every rank, before any weight is read. An argument is not supported, or the model does not exist. The
-            checkpoint is pickled, truncated, inconsistent, a PEFT adapter, or an export that has changed. A parameter is missing, has the
-            wrong shape, or cannot be read shard by shard. The class cannot be trained, or is only the text part of a larger
-            model and was not requested.
+            checkpoint is pickled, truncated, inconsistent, a PEFT adapter, or an export that has changed. A parameter is
+            missing, has the wrong shape, or cannot be read shard by shard. The class cannot be trained, or is only the text
+            part of a larger model and was not requested.
         TemplateError: the launch uses unsupported parallelism or precision.
     """
     _check_experts(from_pretrained_kwargs.get("experts_implementation"))

@@ -267,7 +267,9 @@ def test_dpo_takes_the_merged_model_of_a_lora_run_but_not_its_adapter(tiny_model
     errors = train_recipe("dpo", tmp_path / "refused", adapter, pair_file, expect_failure=True)
     errors += run_ranks(_build, 1, one_process(tmp_path / "one", adapter, pair_file), "dpo", expect_failure=True)
     for name, message in errors:
-        assert name == "LoadError" and message.startswith(f"{adapter} is a PEFT adapter, which cannot be trained further")
+        assert name == "LoadError" and message.startswith(
+            f"{adapter} is a PEFT adapter, which cannot be trained further"
+        )
 
 
 def one_process(output, model, rows):
