@@ -130,7 +130,7 @@ def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "Tr
 
     if find_kind(training).name != "sft":
         rows = distributed.main_first(lambda: read_rows(arguments))
-        distributed.print_main(f"{len(rows.train):,} rows, tokenized by TRL; none is checked or dropped")
+        distributed.print_main(f"{len(rows.train):,} rows, tokenized by TRL, which may drop or truncate some without a count")
         return rows
 
     def load() -> "TrainingRows":
