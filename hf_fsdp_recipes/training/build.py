@@ -49,10 +49,15 @@ MAX_VERIFIED_PARAMETERS = 3_000_000_000  # to compare logits, rank 0 loads the c
 
 
 def build_trainer(arguments: Arguments) -> "Trainer":
-    """Build a trainer of TRL that loads, trains and saves sharded.
+    """Build a recipe's trainer, which loads, trains and saves sharded.
 
     Arguments and data are checked before the model is loaded. Collective: every rank must call this, with the same
-    arguments.
+    arguments. For your own scripts `load_model` and `ShardedCheckpointCallback` are simpler.
+
+    Args:
+        arguments: what `hf_fsdp_recipes.training.arguments.parse_arguments` returns for a recipe's command line, such as
+            `parse_arguments(["--config", "my_recipe.yaml", "--max_steps", "10"], trainer="sft")`. `trainer` is sft, dpo, kto,
+            reward or grpo.
 
     Returns:
         The trainer. `train()` shards the model and reads its weights.
@@ -130,7 +135,9 @@ def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "Tr
 
     if find_kind(training).name != "sft":
         rows = distributed.main_first(lambda: read_rows(arguments))
-        distributed.print_main(f"{len(rows.train):,} rows, tokenized by TRL, which may drop or truncate some without a count")
+        distributed.print_main(
+            f"{len(rows.train):,} rows, tokenized by TRL, which may drop or truncate some without a count"
+        )
         return rows
 
     def load() -> "TrainingRows":
