@@ -21,7 +21,7 @@ from hf_fsdp_recipes.checkpointing.run_inputs import describe_rows
 from hf_fsdp_recipes.checkpointing.verification import check_named, latest_checkpoint
 from hf_fsdp_recipes.configs.launch import check_wrap_classes
 from hf_fsdp_recipes.environment import fsdp_version
-from hf_fsdp_recipes.errors import CheckpointError, ExportError, RecipeError, SaveError, summarize
+from hf_fsdp_recipes.errors import CheckpointError, ExportError, LoadError, RecipeError, SaveError, summarize
 from hf_fsdp_recipes.export.export_directory import check_target
 from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
 from hf_fsdp_recipes.export.from_model import check_export, export_model
@@ -183,8 +183,18 @@ def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
         return
     base = arguments.model.model_name_or_path
 
+    def find_base() -> Path:
+        try:
+            return resolve_directory(str(base), {"revision": arguments.model.model_revision})
+        except LoadError as error:
+            raise ExportError(
+                f"merge_adapter with 4-bit weights reads the base model on every node, but {error}"
+            ) from error
+
+    directory = distributed.main_first(find_base)
+
     def check() -> None:  # the merge reads the original weights from files, so take the size from the files
-        files = resolve_directory(str(base), {"revision": arguments.model.model_revision}).glob("*.safetensors")
+        files = directory.glob("*.safetensors")
         total = num_bytes + sum(file.stat().st_size for file in files)
         size = options["max_shard_size"]
         check_target(output / MERGED_EXPORT, size, total, source=base, use_free_name=is_moved)
