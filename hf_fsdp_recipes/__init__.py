@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_fsdp_recipes.callback import ShardedCheckpointCallback
     from hf_fsdp_recipes.checkpointing.accelerator_state import save_checkpoint
+    from hf_fsdp_recipes.checkpointing.download import fetch_checkpoint
     from hf_fsdp_recipes.checkpointing.verification import latest_checkpoint
     from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
     from hf_fsdp_recipes.export.from_model import export_model
@@ -25,6 +26,7 @@ __all__ = [
     "build_trainer",
     "export_checkpoint",
     "export_model",
+    "fetch_checkpoint",
     "latest_checkpoint",
     "load_model",
     "place_before_reporters",
@@ -38,6 +40,7 @@ _MODULES = {
     "build_trainer": "training.build",
     "export_checkpoint": "export.from_checkpoint",
     "export_model": "export.from_model",
+    "fetch_checkpoint": "checkpointing.download",
     "latest_checkpoint": "checkpointing.verification",
     "load_model": "loading.load_model",
     "place_before_reporters": "metrics.metrics_callback",

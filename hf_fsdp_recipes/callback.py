@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from filelock import SoftFileLease
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
@@ -53,6 +54,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         asynchronous: under FSDP, keep training while a checkpoint is written, which needs host memory for one copy of this
             rank's state. False blocks until the checkpoint is complete.
         export_dir: directory to export the model to when training ends, under FSDP, DDP or in a single process.
+        export_dtype: floating-point dtype of the exported weights, such as "bfloat16", also in `trainer.save_model()` under
+            FSDP. None keeps that of the trained parameters, which is float32 for a full fine-tune in mixed precision.
         signals: whether SIGTERM and SIGUSR1 end the run after a checkpoint, on all ranks at the same step.
         hub: where to push checkpoints and the export; None reads Trainer's own `push_to_hub` arguments.
         previous_run: what to do if `output_dir` holds checkpoints or an export of another run: refuse to start, or archive
@@ -63,6 +66,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             last step.
 
     Raises:
+        ExportError: `export_dtype` is not a floating-point dtype, or the export cannot be written; before training.
         SaveError: the run's last save or upload failed; raised after the export. An earlier failure only logs a warning.
         DivergenceError: the weights contain NaN or infinity.
     """
@@ -72,6 +76,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         *,
         asynchronous: bool = True,
         export_dir: str | os.PathLike[str] | None = None,
+        export_dtype: torch.dtype | str | None = None,
         signals: bool = True,
         hub: HubTarget | None = None,
         previous_run: PreviousRun = "refuse",
@@ -87,7 +92,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._previous_run = previous_run
         self._run: str | None = None  # the run's id, on rank 0
         self.mirror = Mirror(checkpoint_mirror)
-        self.exports = RunExports(export_dir, hub, self.mirror)
+        self.exports = RunExports(export_dir, hub, self.mirror, export_dtype)
         self._signals = SignalWatch() if signals else None
         self._schedule: SaveSchedule | None = None  # set under FSDP only, like the writer
         self._writer: Writer | None = None

@@ -181,7 +181,7 @@ def watch(process: subprocess.Popen, options: argparse.Namespace, kill_after: in
         complete = [checkpoint.step for checkpoint in list_checkpoints(output) if checkpoint.is_complete]
         say(f"  complete checkpoints: {complete}; resuming from step {max(complete)}")
         shown = max(complete)
-    # Shows a bar on a terminal, and a line for each step elsewhere.
+    # On a terminal, shows a progress bar; otherwise, one line per step.
     with tqdm(total=options.max_steps, initial=shown, desc="  train", unit="step", leave=False, disable=None) as bar:
         while process.poll() is None:
             time.sleep(0.2)

@@ -42,7 +42,7 @@ PACKAGES = ("hf-fsdp-recipes", "torch", "accelerate", "transformers", "trl", "pe
 TEMPLATE_VARIABLES = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
 PARAMS_FILE = "train_params.yaml"
 FACTS = ("arguments", "recipe", "adapter")  # the parts of PARAMS_FILE that are compared on resume
-# Arguments that do not affect the trained weights; their changes are not reported.
+# Arguments that do not affect the trained weights; changes to them are not reported.
 _UNREPORTED = re.compile(
     r"(output_dir|log|report|run_name|project|trackio|disable_tqdm|save_|enable_jit|push_to_hub|hub_|eval_|per_device_eval"
     r"|do_|load_best|metric_for|greater_is|resume_|restore_|ignore_data|use_cpu|dataloader_(?!drop)|remove_unused|ddp_|fsdp"
@@ -137,7 +137,8 @@ def _read_batch_facts(checkpoint: Path) -> dict[str, Any] | None:
 def keep_global_batch(args: "TrainingArguments", checkpoint: Path) -> None:
     """Set gradient accumulation so that the resumed run keeps its global batch size.
 
-    Call it on every rank before building the Trainer; not a collective. Prints what is not restored.
+    Call it on every rank before building the Trainer; not a collective. Prints a changed gradient
+    accumulation, and a note if random states are not restored because the number of ranks changed.
 
     Raises:
         CheckpointError: this number of ranks cannot keep the global batch size, or 8-bit optimizer states cannot be

@@ -69,7 +69,10 @@ def render(
     num_processes: Annotated[Optional[int], typer.Option(help="Total number of ranks on all nodes.")] = None,
     output: Annotated[Optional[Path], typer.Option("--output", "-o", help="File to write; default: stdout.")] = None,
 ) -> None:
-    """Write a config for any combination of strategy, FSDP version, offload, wrapping, nodes and ranks."""
+    """Write a config for any combination of strategy, FSDP version, offload, wrapping, nodes and ranks.
+
+    Pass either the name of a template or --strategy; one of them is required.
+    """
     if (name is None) == (strategy is None):
         raise TemplateError("Pass either a template name or --strategy, for example --strategy full_shard.")
     if wrap == "layer" and min_num_params is not None:

@@ -16,7 +16,11 @@ def register(app: typer.Typer) -> None:
 
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A sharded checkpoint: checkpoint-<step>, or a directory of .distcp files.")
+        Path,
+        typer.Argument(
+            help="A sharded checkpoint: checkpoint-<step>, or a directory of .distcp files. With --merge-adapter also an "
+            "exported adapter."
+        ),
     ],
     output: Annotated[Path, typer.Argument(help="Directory to write.")],
     base_model: Annotated[
@@ -28,7 +32,7 @@ def export(
         bool, typer.Option("--merge-adapter", help="LoRA: merge the adapter into the base model.")
     ] = False,
 ) -> None:
-    """Convert a sharded checkpoint to a model directory, without a GPU and in constant memory."""
+    """Convert a sharded checkpoint to a model directory, or merge an adapter, without a GPU and in constant memory."""
     from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
 
     export_checkpoint(

@@ -68,9 +68,9 @@ def export_model(
         The export's directory: `output_dir`, or the free name.
 
     Raises:
-        ExportError: on every rank, if an argument is invalid or differs between ranks, there is no space or permission,
-            `output_dir` is not an export, a weight cannot be written shard by shard, or verification failed. `output_dir` is
-            then unchanged.
+        ExportError: on every rank. An argument is invalid or differs between ranks, space or permission is missing,
+            `output_dir` already exists and cannot be replaced, a weight cannot be written shard by shard, or verification
+            failed. `output_dir` is then unchanged.
     """
     directory = Path(output_dir)
     check_arguments(

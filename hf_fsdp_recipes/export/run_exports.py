@@ -10,6 +10,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.mirror import Mirror
 from hf_fsdp_recipes.checkpointing.run_identity import EXPORT
 from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.export.export_plan import parse_dtype
 from hf_fsdp_recipes.export.from_model import check_export, export_model
 from hf_fsdp_recipes.export.hub import HubTarget, Pusher, read_target
 from hf_fsdp_recipes.export.verify_files import has_weights
@@ -22,12 +23,19 @@ if TYPE_CHECKING:
 class RunExports:
     """Exports a run's model when training ends, and pushes checkpoints and the export to the Hub and the mirror."""
 
-    def __init__(self, directory: str | os.PathLike[str] | None, hub: HubTarget | None, mirror: Mirror) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None,
+        hub: HubTarget | None,
+        mirror: Mirror,
+        dtype: torch.dtype | str | None = None,
+    ) -> None:
         if hub is not None and not isinstance(hub, HubTarget):
             raise CheckpointError(
                 f"hub is {hub!r}, not a HubTarget. Pass hf_fsdp_recipes.export.hub.HubTarget({hub!r})."
             )
         self.directory = None if directory is None else Path(directory)
+        self._dtype = parse_dtype(dtype)
         self._hub = hub
         self._mirror = mirror
         self._pusher: Pusher | None = None
@@ -44,7 +52,7 @@ class RunExports:
             raise CheckpointError(
                 f"export_dir is set, but a model cannot be exported under {kind}. Use FSDP or DDP, or unset export_dir."
             )
-        check_export(model, self.directory)
+        check_export(model, self.directory, dtype=self._dtype)
 
     def start(self, args: "TrainingArguments") -> None:
         """Prepare to push. Not a collective."""
@@ -69,16 +77,15 @@ class RunExports:
             return
         export = self.directory
         if not self.has_exported(export):
-            export = export_model(model, export, tokenizer=tokenizer, use_free_name=True)
+            export = export_model(model, export, dtype=self._dtype, tokenizer=tokenizer, use_free_name=True)
             self.push(export)
         self._mirror.add(export, MARKER)
 
     def save_model(self, trainer: "Trainer", directory: Path) -> None:
         """Export to `directory`, or below it if it is the run's output directory. Collective: every rank must call this."""
         is_runs_own = directory.resolve() == Path(trainer.args.output_dir).resolve()
-        export = export_model(
-            trainer.model, directory / EXPORT if is_runs_own else directory, tokenizer=trainer.processing_class
-        )
+        target = directory / EXPORT if is_runs_own else directory
+        export = export_model(trainer.model, target, dtype=self._dtype, tokenizer=trainer.processing_class)
         distributed.print_main(f"exported: {export}")
 
     def has_exported(self, export: Path) -> bool:

@@ -93,9 +93,9 @@ def load_model(
 
     Raises:
         LoadError: on every rank, before any weight is read. An argument is not supported, or the model does not exist. The
-            checkpoint is pickled, truncated, inconsistent, or an export that has changed. A parameter is missing, has the
-            wrong shape, or cannot be read shard by shard. The class cannot be trained, or it is only the text part of a
-            larger model and `auto_class` does not request it.
+            checkpoint is pickled, truncated, inconsistent, a PEFT adapter, or an export that has changed. A parameter is
+            missing, has the wrong shape, or cannot be read shard by shard. The class cannot be trained, or it is only the text
+            part of a larger model and `auto_class` does not request it.
         TemplateError: the launch uses unsupported parallelism or precision.
     """
     _check_experts(from_pretrained_kwargs.get("experts_implementation"))
@@ -187,6 +187,18 @@ def _prepare_process() -> None:
         trl.load_hooks[:] = [load_model]
 
 
+def refuse_adapter(name_or_path: str, directory: Path) -> None:
+    """Raise a LoadError if a model's directory holds a PEFT adapter, which is not loaded under FSDP.
+
+    In one process transformers loads it onto its base model, where the adapter of a run would replace it without a message.
+    """
+    if (directory / "adapter_config.json").is_file():
+        raise LoadError(
+            f"{name_or_path} is a PEFT adapter, which cannot be trained further. Merge it into its base model with hf-fsdp "
+            f"export {directory} merged --merge-adapter, and use the merged model."
+        )
+
+
 def _load_without_fsdp(
     name_or_path: str, ignore_mismatched: bool, auto_class: model_class.AutoClass, kwargs: dict[str, Any]
 ) -> "PreTrainedModel":
@@ -264,6 +276,7 @@ def _load_on_meta(
     def describe() -> tuple[Any, Any, Any, dict[str, StoredTensor], torch.Tensor]:
         nonlocal index
         directory = resolve_directory(name_or_path, kwargs)
+        refuse_adapter(name_or_path, directory)
         config, stored_as = _read_config(name_or_path, directory, kwargs, is_quantizing)
         generation_config = None
         if (directory / "generation_config.json").is_file():

@@ -272,7 +272,7 @@ def _num_elements(parameter: torch.nn.Parameter) -> int:
 
 
 def _select_logged(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values of an entry that trackers get; memory is that of the largest rank."""
+    """Return the values in an entry that go to trackers; each memory figure is the maximum over the ranks."""
     logged = {name: entry[name] for name in LOGGED if name in entry}
     logged |= {name: max(entry[key]) / 1e9 for name, key in LOGGED_MEMORY.items() if any(entry[key])}
     save_seconds = entry["seconds"]["save"]

@@ -286,8 +286,8 @@ def _check_model(arguments: Arguments) -> None:
         )
     if ignored := (arguments.training.model_init_kwargs or {}).keys() - {"auto_class", "experts_implementation"}:
         raise RecipeError(
-            f"model_init_kwargs: {', '.join(sorted(ignored))} does not apply to a new model (config_name). Drop it; "
-            f"config_overrides changes fields of the config."
+            f"model_init_kwargs: {', '.join(sorted(ignored))} does not apply to a new model (config_name). Drop it, "
+            f"or use config_overrides to change fields of the config."
         )
 
 

@@ -22,7 +22,7 @@ from hf_fsdp_recipes.checkpointing.run_inputs import describe_rows
 from hf_fsdp_recipes.checkpointing.verification import check_named, latest_checkpoint
 from hf_fsdp_recipes.configs.launch import check_wrap_classes
 from hf_fsdp_recipes.environment import fsdp_version
-from hf_fsdp_recipes.errors import CheckpointError, ExportError, RecipeError, SaveError, summarize
+from hf_fsdp_recipes.errors import CheckpointError, ExportError, LoadError, RecipeError, SaveError, summarize
 from hf_fsdp_recipes.export.export_directory import check_target
 from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
 from hf_fsdp_recipes.export.from_model import check_export, export_model
@@ -50,10 +50,15 @@ MAX_VERIFIED_PARAMETERS = 3_000_000_000  # to compare logits, rank 0 loads the c
 
 
 def build_trainer(arguments: Arguments) -> "Trainer":
-    """Build a trainer of TRL that loads, trains and saves sharded.
+    """Build a recipe's trainer, which loads, trains and saves sharded.
 
     Arguments and data are checked before the model is loaded. Collective: every rank must call this, with the same
-    arguments.
+    arguments. For your own scripts `load_model` and `ShardedCheckpointCallback` are simpler.
+
+    Args:
+        arguments: what `hf_fsdp_recipes.training.arguments.parse_arguments` returns for a recipe's command line, such as
+            `parse_arguments(["--config", "my_recipe.yaml", "--max_steps", "10"], trainer="sft")`. `trainer` is sft, dpo, kto,
+            reward or grpo.
 
     Returns:
         The trainer. `train()` shards the model and reads its weights.
@@ -131,7 +136,9 @@ def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "Tr
 
     if find_kind(training).name != "sft":
         rows = distributed.main_first(lambda: read_rows(arguments))
-        distributed.print_main(f"{len(rows.train):,} rows, tokenized by TRL; none is checked or dropped")
+        distributed.print_main(
+            f"{len(rows.train):,} rows, tokenized by TRL, which may drop or truncate some without a count"
+        )
         return rows
 
     def load() -> "TrainingRows":
@@ -177,8 +184,18 @@ def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
         return
     base = arguments.model.model_name_or_path
 
+    def find_base() -> Path:
+        try:
+            return resolve_directory(str(base), {"revision": arguments.model.model_revision})
+        except LoadError as error:
+            raise ExportError(
+                f"merge_adapter with 4-bit weights reads the base model on every node, but {error}"
+            ) from error
+
+    directory = distributed.main_first(find_base)
+
     def check() -> None:  # the merge reads the original weights from files, so take the size from the files
-        files = resolve_directory(str(base), {"revision": arguments.model.model_revision}).glob("*.safetensors")
+        files = directory.glob("*.safetensors")
         total = num_bytes + sum(file.stat().st_size for file in files)
         size = options["max_shard_size"]
         check_target(output / MERGED_EXPORT, size, total, source=base, use_free_name=is_moved)

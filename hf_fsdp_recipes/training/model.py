@@ -4,9 +4,10 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.environment import fsdp_version
+from hf_fsdp_recipes.environment import fsdp_version, is_fsdp_requested
 from hf_fsdp_recipes.errors import RecipeError
-from hf_fsdp_recipes.loading.load_model import initialize_model, load_model
+from hf_fsdp_recipes.loading.build_on_meta import resolve_directory
+from hf_fsdp_recipes.loading.load_model import initialize_model, load_model, refuse_adapter
 from hf_fsdp_recipes.model_class import task_type_of
 from hf_fsdp_recipes.precision import mixed_precision_dtype
 from hf_fsdp_recipes.training import attention, dtypes
@@ -143,6 +144,9 @@ def _load(arguments: Arguments, implementation: str | None, **changes: Any) -> "
     from trl import get_quantization_config
 
     model_arguments, training = arguments.model, arguments.training
+    if not is_fsdp_requested():  # otherwise load_model refuses adapters itself
+        name, revision = model_arguments.model_name_or_path, model_arguments.model_revision
+        refuse_adapter(name, resolve_directory(name, {"revision": revision}))
     kwargs: dict[str, Any] = (training.model_init_kwargs or {}) | changes
     kind = find_kind(training)
     if kind.name == "reward":

@@ -119,7 +119,7 @@ def _clone_chat_template(tokenizer: "PreTrainedTokenizerBase", source_path: str)
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return a SHA-256 of everything that affects tokenization: vocabulary, template, special tokens and a probe text."""
+    """Return a SHA-256 of what affects tokenization: vocabulary, template, special tokens, and the token ids of a probe text."""
     facts = [
         sorted(tokenizer.get_vocab().items()),
         tokenizer.chat_template,

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
 from tests.ranks.lock_holder import locked_by_another, wait_briefly
-from tests.ranks.training import build
+from tests.ranks.training import build, losses_of
 
 
 def _train(model, data, output, export_dir=None):
@@ -77,6 +77,46 @@ def test_directory_of_a_living_run_is_refused(refused, tmp_path):
         kind, error = refused()
     assert kind == "CheckpointError"
     assert f"{tmp_path}/run is in use by another run (process" in error
+
+
+def _train_with_mirror(model, data, output, mirror, steps):
+    """Train from the newest checkpoint, here or in the mirror; return its path, the losses and the dtypes of the export."""
+    from hf_fsdp_recipes import ShardedCheckpointCallback, fetch_checkpoint, latest_checkpoint
+
+    callback = ShardedCheckpointCallback(
+        export_dir=output / "export", export_dtype="bfloat16", checkpoint_mirror=str(mirror)
+    )
+    settings = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+    trainer = build(str(model), str(data), str(output), callbacks=[callback], steps=steps, **settings)
+    newest = fetch_checkpoint(str(mirror), output, latest_checkpoint(output))
+    trainer.train(resume_from_checkpoint=newest)
+    weights = load_file(output / "export" / "model.safetensors").values()
+    return newest, losses_of(trainer), {str(weight.dtype) for weight in weights}
+
+
+def test_mirror_resumes_on_an_empty_disk_and_the_export_has_the_dtype_that_was_asked_for(
+    tiny_model, text_file, tmp_path
+):
+    output, mirror, checkpoint = tmp_path / "run", tmp_path / "mirror", tmp_path / "run" / "checkpoint-4"
+
+    def train(steps, *run):
+        arguments = tiny_model("llama"), text_file, *(run or (output, mirror)), steps
+        return run_ranks(_train_with_mirror, 2, *arguments, environment=fsdp_environment(FSDP2))[0]
+
+    _, whole, _ = train(6, tmp_path / "whole", tmp_path / "other-mirror")
+    assert train(4) == (None, whole[:4], {"torch.bfloat16"})
+    shutil.rmtree(output)
+    assert train(6) == (checkpoint, whole, {"torch.bfloat16"})
+    shutil.rmtree(mirror / "checkpoint-6")
+    assert train(6)[0] == output / "checkpoint-6"
+
+
+def test_export_dtype_that_is_no_dtype_is_refused():
+    from hf_fsdp_recipes import ShardedCheckpointCallback
+    from hf_fsdp_recipes.errors import ExportError
+
+    with pytest.raises(ExportError, match="dtype is 'int8'"):
+        ShardedCheckpointCallback(export_dtype="int8")
 
 
 def _train_plain(model, output, quantization):

@@ -235,6 +235,10 @@ MODEL = [
         is_quick=True,
     ),
     Case("no config", ("config",), broken.model(broken.remove("config.json"))),
+    Case(
+        "an adapter", ("model is a PEFT adapter", "hf-fsdp export .*model merged --merge-adapter"),
+        broken.model(broken.write("adapter_config.json", "{}")), is_quick=True,
+    ),
     Case("config is not JSON", (r"config",), broken.model(broken.write("config.json", "{"))),
     Case("config is a list", (r"config",), broken.model(broken.write("config.json", "[]"))),
     Case("config of an unknown type", ("my_type",), broken.model(broken.config(model_type="my_type"))),

@@ -52,6 +52,21 @@ def test_recipe_whose_last_save_fails_exports_and_ends_with_status_1(recipe, ran
     assert not list((tmp_path / "run").glob(".checkpoint-*"))
 
 
+def _leave_directory_on_rank_1():
+    if os.environ["RANK"] == "1":
+        os.chdir("/")
+
+
+def test_base_of_a_4bit_merge_that_a_rank_cannot_read_is_known_before_training(
+    tiny_model, recipe, ranks_environment, tmp_path
+):
+    shutil.copytree(tiny_model("llama_wide"), tmp_path / "base")
+    argv = [*recipe(**LORA, load_in_4bit=True, merge_adapter=True), "--model_name_or_path", "base"]
+    found = refusals.run(argv, tmp_path, ranks_environment({}), _leave_directory_on_rank_1)
+    says = "merge_adapter with 4-bit weights reads the base model on every node, but base is not a local directory"
+    assert refusals.find_faults(found, [says], [tmp_path]) == []
+
+
 def test_finished_recipe_has_nothing_to_do(recipe, ranks_environment, tmp_path):
     argv = recipe(**LORA, merge_adapter=True)
     assert [one.status for one in refusals.run(argv, tmp_path, ranks_environment({}))] == [0, 0]

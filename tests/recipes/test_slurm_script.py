@@ -51,7 +51,7 @@ def expand(script, **variables):
 def test_skypilot_example_names_what_exists(monkeypatch, tmp_path):
     text = (ROOT / "recipes" / "skypilot.yaml").read_text()
     task = yaml.safe_load(text)
-    assert "Not run" in text
+    assert "Never run" in text
     assert set(task) == {"name", "resources", "num_nodes", "workdir", "volumes", "setup", "run"}
     command = expand(
         task["run"],
@@ -84,7 +84,7 @@ def test_hugging_face_jobs_accepts_the_command_and_the_recipe_its_fields(monkeyp
 def test_kubernetes_example_names_what_exists(monkeypatch, tmp_path):
     text = (ROOT / "recipes" / "kubernetes.yaml").read_text()
     runtime, job = yaml.safe_load_all(text)
-    assert "Not run" in text
+    assert "Never run" in text
     assert {runtime["apiVersion"], job["apiVersion"]} == {"trainer.kubeflow.org/v1alpha1"}
     reference = job["spec"]["runtimeRef"]
     assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])

@@ -254,6 +254,30 @@ def test_first_rewards_are_zero_in_mixed_precision(name, tiny_model, pair_file, 
     assert {value for key, value in step.items() if key in ("rewards/chosen", "rewards/rejected")} == {0}
 
 
+def test_dpo_takes_the_merged_model_of_a_lora_run_but_not_its_adapter(tiny_model, pair_file, text_file, tmp_path):
+    """The merged model of SFT is the reference too, so the first rewards are zero."""
+    settings = LORA | {"merge_adapter": True, "save_strategy": "no"}
+    train_recipe("sft", tmp_path / "sft", tiny_model("llama"), text_file, max_length=64, **settings)
+    adapter, merged = tmp_path / "sft" / "export", tmp_path / "sft" / "export_merged"
+    train_recipe("dpo", tmp_path / "dpo", merged, pair_file, **settings | {"max_steps": 1, "merge_adapter": False})
+    [step] = [entry for entry in read_metrics(tmp_path / "dpo" / "metrics.jsonl") if "loss" in entry]
+    assert step["rewards/chosen"] == step["rewards/rejected"] == 0
+    config = json.loads((tmp_path / "dpo" / "export" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(merged)
+    errors = train_recipe("dpo", tmp_path / "refused", adapter, pair_file, expect_failure=True)
+    errors += run_ranks(_build, 1, one_process(tmp_path / "one", adapter, pair_file), "dpo", expect_failure=True)
+    for name, message in errors:
+        assert name == "LoadError" and message.startswith(
+            f"{adapter} is a PEFT adapter, which cannot be trained further"
+        )
+
+
+def one_process(output, model, rows):
+    """Return the arguments of a LoRA run without FSDP."""
+    settings = SETTINGS | LORA | {"model_name_or_path": model, "dataset_name": rows, "output_dir": output}
+    return [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+
+
 @pytest.mark.parametrize("precompute", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_dpo_with_lora_resumes_and_exports(precompute, tiny_model, pair_file, tmp_path):
     settings = LORA | {"precompute_ref_log_probs": precompute}

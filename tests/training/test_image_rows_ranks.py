@@ -111,10 +111,19 @@ def test_lora_on_the_language_model_leaves_the_vision_tower_frozen(image_model, 
     assert len(read_losses(tmp_path / "run")) == 3
 
 
+def test_texts_with_a_single_image_train(image_model, image_file, tmp_path):
+    paths = [json.loads(line)["images"][0] for line in image_file.read_text().splitlines()]
+    rows = [{"text": f"<boi>{text}", "image": path} for text, path in zip(SENTENCES, paths, strict=False)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train(tmp_path / "run", image_model, tmp_path / "rows.jsonl")
+    assert len(read_losses(tmp_path / "run")) == 3
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"packing": True, "max_length": 64}, "Packing is not supported for vision datasets"),
+        ({"padding_free": True}, "Padding-free training is yet not supported for vision datasets"),
         ({"dataset_streaming": True}, "rows with images cannot be streamed"),
     ],
 )

@@ -19,7 +19,10 @@ SCRIPTS = {
     "reward": "Train a reward model on pairs of preferred and rejected answers.",
     "grpo": "Train a model with rewards for the answers that it generates (GRPO).",
 }
-SCRIPT_HELP = "Fields of the recipe and options of `accelerate launch`, such as `--num_processes 2`, can follow."
+SCRIPT_HELP = (
+    "Fields of the recipe and options of `accelerate launch`, such as `--num_processes 2`, can follow. The fields are those of "
+    "TRL's {config}, ScriptArguments and ModelConfig, and those in docs/reference.md."
+)
 PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 recipes_app = typer.Typer(help="List, print and copy the shipped recipes.", no_args_is_help=True)
@@ -29,7 +32,9 @@ slurm_app = typer.Typer(help="Write a batch script for Slurm.", no_args_is_help=
 def register(app: typer.Typer) -> None:
     """Add the subcommands to `hf-fsdp`."""
     for name, purpose in SCRIPTS.items():
-        app.command(name, help=f"{purpose} {SCRIPT_HELP}", context_settings=PASS_ON)(_starter(f"{name}.py"))
+        config = f"{'Reward' if name == 'reward' else name.upper()}Config"
+        text = f"{purpose} {SCRIPT_HELP.format(config=config)}"
+        app.command(name, help=text, context_settings=PASS_ON)(_starter(f"{name}.py"))
     app.add_typer(recipes_app, name="recipes")
     app.add_typer(slurm_app, name="slurm")
     app.command("quickstart", context_settings=PASS_ON | {"help_option_names": []})(quickstart)

@@ -23,7 +23,7 @@ def plan(
     ),
     config: Annotated[Optional[Path], typer.Option(help="Recipe to read the settings from: a name or a file.")] = None,
     gpus: Annotated[Optional[int], typer.Option(help="GPUs on all nodes; default: the template's.")] = None,
-    gpus_per_node: Annotated[Optional[int], typer.Option(help="GPUs on each node.")] = None,
+    gpus_per_node: Annotated[Optional[int], typer.Option(help="GPUs on each node; default: the template's.")] = None,
     gpu_memory: Annotated[Optional[str], typer.Option(help="Memory of one GPU, such as 24GB; default: 80GB.")] = None,
     host_memory: Annotated[Optional[str], typer.Option(help="Memory of one node, such as 1TB.")] = None,
     interconnect: Annotated[
@@ -35,25 +35,34 @@ def plan(
     gpu_tflops: Annotated[
         Optional[float], typer.Option(help="Peak dense bf16 TFLOP/s of one GPU; default: 312.")
     ] = None,
-    batch: Annotated[Optional[int], typer.Option(help="Rows per rank and micro-batch.")] = None,
-    length: Annotated[Optional[int], typer.Option(help="Tokens per row.")] = None,
-    accumulation: Annotated[Optional[int], typer.Option(help="Micro-batches per step.")] = None,
+    batch: Annotated[
+        Optional[int], typer.Option(help="Rows per rank and micro-batch; default: 1, or with a recipe Trainer's 8.")
+    ] = None,
+    length: Annotated[Optional[int], typer.Option(help="Tokens per row; default: 1024.")] = None,
+    accumulation: Annotated[Optional[int], typer.Option(help="Micro-batches per step; default: 1.")] = None,
     sync_each_batch: Annotated[Optional[bool], typer.Option(help="Reduce gradients after each micro-batch.")] = None,
-    lora: Annotated[Optional[int], typer.Option(help="Rank of a LoRA adapter.")] = None,
-    lora_targets: Annotated[Optional[str], typer.Option(help="Modules to adapt, comma-separated.")] = None,
+    lora: Annotated[Optional[int], typer.Option(help="Rank of a LoRA adapter; default: no adapter.")] = None,
+    lora_targets: Annotated[
+        Optional[str], typer.Option(help="Modules to adapt, comma-separated; default: all-linear.")
+    ] = None,
     quantized: Annotated[Optional[str], typer.Option(help="4bit to quantize the base weights.")] = None,
-    optimizer: Annotated[Optional[str], typer.Option(help="Trainer's optim.")] = None,
-    dtype: Annotated[Optional[str], typer.Option(help="Dtype of the parameters as loaded.")] = None,
+    optimizer: Annotated[Optional[str], typer.Option(help="Trainer's optim; default: adamw_torch_fused.")] = None,
+    dtype: Annotated[Optional[str], typer.Option(help="Dtype of the parameters as loaded; default: float32.")] = None,
     mixed_precision: Annotated[Optional[str], typer.Option(help="Compute dtype; default: the template's.")] = None,
-    gradient_checkpointing: Annotated[Optional[bool], typer.Option(help="Recompute layers in backward.")] = None,
-    attention: Annotated[Optional[str], typer.Option(help="sdpa, sdpa_padded, flash or eager.")] = None,
+    gradient_checkpointing: Annotated[
+        Optional[bool], typer.Option(help="Recompute layers in backward; on by default.")
+    ] = None,
+    attention: Annotated[Optional[str], typer.Option(help="sdpa, sdpa_padded, flash or eager; default: sdpa.")] = None,
     fused_loss: Annotated[
-        Optional[bool], typer.Option(help="Compute the loss in tiles, as TRL's trainer does.")
+        Optional[bool], typer.Option(help="Compute the loss in tiles, as TRL's trainer does; on by default.")
     ] = None,
     suggest: Annotated[bool, typer.Option("--suggest", help="Find the fastest template and batch that fit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Estimate the memory and communication of a run from the model's config alone; status 1 if it does not fit."""
+    """Estimate the memory and communication of a run from the model's config alone; status 1 if it does not fit.
+
+    What a recipe sets (--config) replaces the defaults below, and an option replaces both.
+    """
     options = {name: value for name, value in locals().items() if value is not None and name not in NOT_JOB_OPTIONS}
     text, fits = run(model, template, config, options, suggest, as_json)
     print(text)

@@ -1,7 +1,7 @@
 """Bytes that one optimizer step moves between ranks, and how long communication and compute take.
 
-In an all-gather over n ranks, each rank receives (n - 1) / n of the data; each node receives one copy of the data that
-its ranks lack, over its interconnect. Latency and contention are not modeled, and compute is assumed to reach a fixed
+In an all-gather over n ranks, each rank receives (n - 1) / n of the data. Over its interconnect, each node receives one
+copy of the data that none of its ranks holds. Latency and contention are not modeled, and compute is assumed to reach a fixed
 share of the peak. Use the seconds to compare strategies, not to predict step times.
 """
 

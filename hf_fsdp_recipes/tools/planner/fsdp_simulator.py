@@ -77,7 +77,8 @@ class Fsdp2Simulator:
                 self._pre_backward(unit)
             elif unit is not None and event.kind == "post_backward":
                 self._post_backward(unit, event.name)
-            elif unit is not None and not self._is_backward:  # recomputed layers are gathered already
+            # Skipped in backward: a layer that is recomputed there is already gathered.
+            elif unit is not None and not self._is_backward:
                 (self._pre_forward if event.kind == "pre_forward" else self._post_forward)(unit, event.name)
 
     def _unsharded_bytes(self, unit: FsdpUnit) -> int:

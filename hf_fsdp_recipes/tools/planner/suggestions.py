@@ -53,7 +53,10 @@ class Alternative:
 
 
 def find_changes(planner: MemoryPlanner, plan: MemoryPlan) -> list[Alternative]:
-    """Return faster settings that fit too, or the changes tried to make the job fit; none if the device's memory is unknown."""
+    """If the job fits, return faster settings that fit too; if not, the changes that were tried to make it fit.
+
+    Empty if the device's memory is unknown.
+    """
     if plan.fits is None:
         return []
     return find_faster_settings(planner, plan.job) if plan.fits else find_smallest_change(planner, plan.job)

@@ -126,7 +126,7 @@ def describe(
     names: list[str],
     ranks_per_node: int,
 ) -> list[Row]:
-    """Return the table's rows about bandwidth and slow nodes; with a template, also the advice on its strategy."""
+    """Return the table's rows about bandwidth and slow nodes; if there is a template, include advice on its strategy."""
     rows: list[Row] = [("warning", warning) for warning in find_slow(rates_by_node, names)]
     gather_rates: dict[str, float] = {}
     for link in rates_by_node[0][0]["links"]:

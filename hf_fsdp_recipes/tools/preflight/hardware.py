@@ -199,7 +199,11 @@ def _find_visible_amd(num_gpus: int) -> list[int]:
 
 
 def _read_amd_pages(found: Hardware) -> None:
-    """Each line has a bad page's address, size, and R, P or F. Source: Linux documentation, "AMDGPU RAS Support"."""
+    """Report bad memory pages that are still in use.
+
+    Each line of `gpu_vram_bad_pages` has a page's address, its size, and R (reserved), P (pending) or F (could not be
+    reserved). Source: Linux documentation, "AMDGPU RAS Support".
+    """
     files = sorted((SYS / "class/drm").glob("card*/device/ras/gpu_vram_bad_pages"))
     if len(_find_visible_amd(len(files))) < len(files):
         return  # which card is which GPU is unknown, so the fault could belong to a hidden GPU

@@ -25,7 +25,7 @@ from hf_fsdp_recipes.tools.preflight.workers import Workers
 
 MIN_CHECK_SECONDS = 30.0  # at least this long for the checks after all nodes have joined, even if --timeout is shorter
 CHECK_SECONDS_PER_NODE = 0.5  # added, because node 0 hosts the store and all nodes write to one directory
-MARGIN_SECONDS = 3.0  # a worker that hangs is reported this long before node 0 stops waiting for its node
+MARGIN_SECONDS = 3.0  # each node gives up on a hung worker this many seconds before node 0 gives up on that node
 
 
 class Job:

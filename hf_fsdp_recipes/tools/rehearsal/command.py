@@ -1,4 +1,4 @@
-"""The `hf-fsdp rehearse` command. Imports no torch, so that `hf-fsdp --help` answers at once."""
+"""The `hf-fsdp rehearse` command. Does not import torch, so that `hf-fsdp --help` responds immediately."""
 
 from pathlib import Path
 from typing import Annotated

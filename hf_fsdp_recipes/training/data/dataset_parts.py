@@ -88,7 +88,7 @@ def _print_unused_columns(columns: list[str], name: str, text_column: str) -> No
 
 
 def read_splits(name: str, config: str | None = None, streaming: bool = False) -> dict[str, Any]:
-    """Read a Hub dataset, a local json, jsonl, txt or parquet file, or a folder of them, as splits by name."""
+    """Read a Hub dataset, a local file (json, jsonl, txt or parquet) or a folder of such files; return its splits by name."""
     path = Path(name)
     with explain_errors(name):
         if path.exists():

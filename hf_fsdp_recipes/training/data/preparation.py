@@ -158,6 +158,8 @@ def prepare(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Trainin
 def _open_image_rows(arguments: Arguments, parts: list[DatasetPart]) -> TrainingRows:
     rows = _join([open_images(part, arguments.training.dataset_text_field) for part in parts], parts, arguments)
     rows.has_images = True
+    if not {"messages", "completion"} & set(rows.train.column_names):
+        arguments.training.remove_unused_columns = False  # TRL 1.16 drops the text column of rows with images
     return rows
 
 
