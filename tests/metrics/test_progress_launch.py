@@ -85,8 +85,10 @@ def test_nothing_is_written_to_a_file():
 
 
 REHEARSAL = """
+import logging
 import time
 from pathlib import Path
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as the command does
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.tools.rehearsal import steps
 def train(rehearsal):
