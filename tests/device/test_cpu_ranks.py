@@ -44,9 +44,9 @@ def test_quickstart_on_a_machine_with_a_device(package, tiny_model, tmp_path):
         "--output_dir",
         tmp_path / "run",
         "--max_steps",
-        12,
+        36,
         "--save_steps",
-        4,
+        12,
     ]
     variables = environment(**device_environment(package))
     variables.pop("ACCELERATE_USE_CPU")  # the script sets it

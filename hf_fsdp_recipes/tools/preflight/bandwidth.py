@@ -16,6 +16,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 from hf_fsdp_recipes.tools.preflight.bandwidth_advice import Bandwidths, WorkerRates
 from hf_fsdp_recipes.tools.preflight.devices import DeviceInfo
 from hf_fsdp_recipes.tools.preflight.rendezvous import ParticipantInfo, attempt
@@ -43,6 +44,7 @@ def main(info: ParticipantInfo, prefix: str, local_rank: int, on_cpu: bool) -> N
     def work() -> WorkerRates:
         device, world_size = choose_device(local_rank, on_cpu), info.num_nodes * info.ranks_per_node
         backend = dist.get_default_backend_for_device(device)
+        wait_for_gloo_at_exit()
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         return measure(device, info)
 

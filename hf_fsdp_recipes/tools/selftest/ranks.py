@@ -23,6 +23,7 @@ from hf_fsdp_recipes.checkpointing.writer import Snapshot, Writer
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.loading.load_model import load_model
 from hf_fsdp_recipes.patches import cpu_ranks, registry
+from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 from hf_fsdp_recipes.tools.preflight.bandwidth import synchronize
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def main(measurements: Mapping[str, Callable[..., Figures]]) -> None:
     from accelerate import Accelerator
 
     name, options, file = sys.argv[1:]
+    wait_for_gloo_at_exit()
     cpu_ranks.enable()
     accelerator = Accelerator()
     gathered = distributed.gather_objects(measurements[name](accelerator, **json.loads(options)))
