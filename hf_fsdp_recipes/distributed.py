@@ -126,17 +126,56 @@ def broadcast_object(value: Value, group: dist.ProcessGroup | None = None, sourc
     return objects[0]
 
 
-def gather_objects(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Return the values of all ranks of a group (default: all), in rank order.
+def gather_on_main(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
+    """Return the values of all ranks on rank 0, in rank order, and an empty list on the others.
 
-    Collective: every rank of the group must call this.
+    Unlike torch's `gather_object`, which sends sizes around a ring of all ranks, each rank sends to rank 0 only.
+
+    Collective: every rank must call this. Ranks other than 0 do not wait for each other.
     """
     if not is_distributed():
         return [value]
     group = group or host_group()
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    if not is_main():
+        dist.send_object_list([value], dst=0, group=group)
+        return []
+    values = [value]
+    for sender in range(1, world_size()):
+        received: list[Any] = [None]
+        dist.recv_object_list(received, src=sender, group=group)
+        values += received
     return values
+
+
+def gather_objects(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
+    """Return the values of all ranks, in rank order. If only rank 0 needs them, `gather_on_main` sends less.
+
+    Collective: every rank must call this.
+    """
+    return broadcast_object(gather_on_main(value, group), group)
+
+
+def scatter_from_main(values: list[Value], group: dist.ProcessGroup | None = None) -> Value:
+    """Return on each rank its element of rank 0's list. Collective: every rank must call this."""
+    if not is_distributed():
+        return values[0]
+    own: list[Any] = [None]
+    dist.scatter_object_list(own, values if is_main() else None, src=0, group=group or host_group())
+    return own[0]
+
+
+def first_rank(flag: bool, group: dist.ProcessGroup | None = None) -> int | None:
+    """Return the lowest rank that passes True, or None. Each rank sends one byte. Collective: every rank must call this."""
+    if not is_distributed():
+        return 0 if flag else None
+    group = group or host_group()
+    own, first = torch.tensor([flag]), torch.tensor([-1])
+    flags = [torch.empty_like(own) for _ in range(world_size())] if is_main() else None
+    dist.gather(own, flags, dst=0, group=group)
+    if flags is not None and any(flags):
+        first[0] = torch.cat(flags).tolist().index(True)
+    dist.broadcast(first, src=0, group=group)
+    return None if first.item() < 0 else int(first.item())
 
 
 def gather_integers(values: torch.Tensor) -> list[list[int]]:
@@ -176,9 +215,9 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
         RecipeError: the first failing rank's error, with the same class and message on every rank. Any other exception
             becomes an UnexpectedError that names its class and rank; on that rank, the original exception is the cause.
     """
-    failures = [(r, report) for r, report in enumerate(gather_objects(_report(error), group)) if report is not None]
-    if failures:
-        _raise_report(*failures[0], error)
+    failed = first_rank(error is not None, group)
+    if failed is not None:
+        _raise_report(failed, broadcast_object(_report(error), group, failed), error)
 
 
 def _report(error: Exception | None) -> Any:

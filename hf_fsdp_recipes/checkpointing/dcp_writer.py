@@ -5,6 +5,7 @@ Source: torch 2.13 `distributed/checkpoint/filesystem.py`: FileSystemWriter writ
 """
 
 import contextlib
+import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,6 +69,7 @@ class _DirectFileSystem(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with ChecksummedStream(Path(path), self._notify) as stream:
+        file = ChecksummedStream(Path(path), self._notify)
+        with io.BufferedWriter(file) as stream:  # because torch.save writes each tensor in about 40 pieces
             yield stream
-        self._manifest_entries[Path(path).name] = stream.manifest_entry()
+        self._manifest_entries[Path(path).name] = file.manifest_entry()

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -207,7 +207,7 @@ class Writer:
                 self._write(snapshot, state_of)
         except DivergenceError as error:
             self._failure = error
-        except BaseException as error:  # DCP's CheckpointException is not an Exception
+        except BaseException as error:
             self._failure = CheckpointError(describe_failure(snapshot.step, error, self.output_dir))
         if self._failure is not None:
             self._discard(snapshot.step)
@@ -216,7 +216,7 @@ class Writer:
         """Delete what a failed save has written, once every rank has stopped writing."""
         forget_plans()
         with contextlib.suppress(RuntimeError, RecipeError):  # a rank has exited, or another run has taken over
-            distributed.gather_objects(None, self._group)
+            distributed.raise_together(None, self._group)
             if distributed.is_main():
                 check_lock(self.output_dir)
                 shutil.rmtree(layout.incomplete_directory_for(self.output_dir, step), ignore_errors=True)
@@ -226,22 +226,22 @@ class Writer:
         names = list(snapshot.small_files)
         entries: dict[str, Any] = {}
         for part, folder in PARTS.items():
-            with distributed.sync_errors(self._group):
+            with _sync_errors(self._group):
                 state = state_of(part)
                 if part == "model":
                     check_weights(local_tensors(state), snapshot.step, self.output_dir)
             entries |= self._write_state(state, part, directory / folder)
             if distributed.is_main():
                 names.append(f"{folder}/{METADATA_FILE}")
-        with distributed.sync_errors(self._group):
+        with _sync_errors(self._group):
             for name, content in snapshot.small_files.items():
                 (directory / name).write_bytes(content)
             for name in names:
                 sync_path(directory / name)
             entries |= layout.manifest_entries(directory, names)
-        gathered = distributed.gather_objects(entries, self._group)
+        gathered = distributed.gather_on_main(entries, self._group)
         final = layout.directory_for(self.output_dir, snapshot.step)
-        with distributed.sync_errors(self._group):
+        with _sync_errors(self._group):
             if distributed.is_main():
                 check_lock(self.output_dir)
                 files = {name: entry for of_rank in gathered for name, entry in of_rank.items()}
@@ -254,20 +254,43 @@ class Writer:
             logger.warning("%s is complete, but uploading it or deleting old checkpoints failed: %s", final, error)
 
     def _write_state(self, state: State, part: str, directory: Path) -> dict[str, Any]:
-        """Write one part; return the manifest's entries of this rank's `.distcp` files."""
-        import torch.distributed.checkpoint as dcp
+        """Write one part; return the manifest's entries of this rank's `.distcp` files.
 
+        Makes the calls of `dcp.save` (torch 2.13, `state_dict_saver.py`), but does not send the metadata of all ranks'
+        tensors from rank 0 to every rank. With 512 ranks of a 405B model, that is 86 MB, which take each rank 5 s to read.
+        """
         num_bytes = sum(tensor.nbytes for _, tensor in local_tensors(state))
         with progress.bar(num_bytes, f"save {part}", leave=False) as bar:
-            writer = DirectWriter(directory, bar.update)
-            dcp.save(
-                {part: dict(state)},
-                storage_writer=writer,
-                planner=CachedPlanner(part),
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
+            writer, planner, metadata = DirectWriter(directory, bar.update), CachedPlanner(part), None
+            with _sync_errors(self._group):
+                planner.set_up_planner({part: dict(state)}, writer.storage_meta(), distributed.is_main())
+                writer.set_up_storage_writer(distributed.is_main(), rank=distributed.rank())
+                plan = writer.prepare_local_plan(planner.create_local_plan())
+            plans = distributed.gather_on_main(plan, self._group)
+            with _sync_errors(self._group):
+                if distributed.is_main():
+                    plans, metadata = planner.create_global_plan(plans)
+                    plans = writer.prepare_global_plan(plans)
+            plan = distributed.scatter_from_main(plans, self._group)
+            with _sync_errors(self._group):
+                written = writer.write_data(planner.finish_plan(plan), planner).wait()
+            gathered = distributed.gather_on_main(written, self._group)
+            with _sync_errors(self._group):
+                if distributed.is_main():
+                    writer.finish(metadata, gathered)
         return {f"{directory.name}/{name}": entry for name, entry in writer.manifest_entries.items()}
+
+
+@contextlib.contextmanager
+def _sync_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """If a block fails on any rank, raise an error with its cause on all ranks. Collective, like `distributed.sync_errors`."""
+    with distributed.sync_errors(group):
+        try:
+            yield
+        except RecipeError:
+            raise
+        except Exception as error:
+            raise CheckpointError(_cause(error)) from error
 
 
 def describe_failure(step: int, error: BaseException, output_dir: str | Path) -> str:
@@ -280,10 +303,6 @@ def describe_failure(step: int, error: BaseException, output_dir: str | Path) ->
 
 def _cause(error: BaseException) -> str:
     """Return the most useful part of an error: the operating system's message, or else the last line."""
-    failures = getattr(error, "failures", None)  # DCP collects the errors of all ranks
-    if failures:
-        causes = [failure[0] for failure in failures.values()]
-        return _cause(next((cause for cause in causes if isinstance(cause, OSError)), causes[0]))
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     if "inline_container.cc" in str(error):  # torch reports only its position in the file

@@ -4,9 +4,10 @@ import json
 import logging
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
-from hf_fsdp_recipes import distributed, model_class
+from hf_fsdp_recipes import model_class
 from hf_fsdp_recipes.errors import ExportError, LoadError
 from hf_fsdp_recipes.export.tensor_files import FilePlan
 from hf_fsdp_recipes.loading.safetensors_index import read_header
@@ -68,12 +69,12 @@ def check_config(directory: Path, plan: FilePlan) -> None:
         )
 
 
-def warn_non_finite(own: dict[str, int]) -> None:
-    """Warn once about tensors with NaN or infinity. Collective: every rank must call this."""
+def warn_non_finite(of_ranks: Iterable[dict[str, int]]) -> None:
+    """Warn once about tensors with NaN or infinity, given their numbers by tensor of all ranks. Rank 0 only."""
     total: dict[str, int] = {}
-    for counts in distributed.gather_objects(own):
+    for counts in of_ranks:
         for name, count in counts.items():
             total[name] = total.get(name, 0) + count
-    if total and distributed.is_main():
+    if total:
         worst = sorted(total.items(), key=lambda item: -item[1])[:3]
         logger.warning("%d exported tensors contain NaN or infinity: %s", len(total), worst)

@@ -7,6 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,6 +26,7 @@ from hf_fsdp_recipes.loading.weight_mapping import TensorRange
 from hf_fsdp_recipes.metrics import progress
 
 CHUNK_BYTES = 8 * 1024 * 1024  # while a rank writes, it needs two chunks of memory beyond its shard
+ALIGNMENT = 8  # bytes, the size of the largest dtype
 PROGRESS_TITLE = "export weights"
 Method = Literal["auto", "direct", "gather"]
 Chunk = tuple[str, int, torch.Tensor]  # (stored tensor, offset into it in elements, values)
@@ -32,15 +34,14 @@ Chunk = tuple[str, int, torch.Tensor]  # (stored tensor, offset into it in eleme
 
 def check_arguments(method: str = "auto", **arguments: Any) -> None:
     """Raise an ExportError on every rank if an argument differs between ranks or `method` is invalid. Collective."""
-    arguments["method"] = method
-    gathered = distributed.gather_objects({name: repr(value) for name, value in arguments.items()})
+    own = {name: repr(value) for name, value in arguments.items()} | {"method": repr(method)}
+    of_rank_0 = distributed.broadcast_object(own)
     with distributed.sync_errors():
-        for rank, others in enumerate(gathered):
-            for name, value in gathered[0].items():
-                if others[name] != value:
-                    raise ExportError(
-                        f"{name} is {value} on rank 0 and {others[name]} on rank {rank}. Pass the same value on every rank."
-                    )
+        for name, value in of_rank_0.items():
+            if own[name] != value:
+                raise ExportError(
+                    f"{name} is {value} on rank 0 and {own[name]} on rank {distributed.rank()}. Pass the same value on every rank."
+                )
         if method not in get_args(Method):
             raise ExportError(f"method is {method!r}. Use {', '.join(get_args(Method))}.")
 
@@ -71,15 +72,17 @@ def write_export(
                 export_directory.start(final)
         try:
             _write_files(final, describe, max_shard_size, method, prepare)
-            with distributed.sync_errors(), _failed_write(final):
-                if distributed.is_main():
-                    directory = export_directory.replace(final, use_free_name)
-                    output_dir = output_dir if directory == final else directory
+
+            @_failed_write(final)
+            def complete() -> Path:
+                directory = export_directory.replace(final, use_free_name)
+                return output_dir if directory == final else directory
+
+            return distributed.run_on_main(complete)
         except BaseException:
             if distributed.is_main():
                 shutil.rmtree(export_directory.incomplete_directory_for(final), ignore_errors=True)
             raise
-    return distributed.broadcast_object(output_dir)
 
 
 def _write_files(
@@ -105,7 +108,7 @@ def _write_files(
         assets = executor.submit(_write_assets, export, files, temporary) if distributed.is_main() else None
         writer = FileWriter(files, temporary, keeps_borders=has_several_caches)
         non_finite = _write_weights(export.shards, writer, temporary, method)
-        checksums = distributed.gather_objects(writer.checksums)
+        gathered = distributed.gather_on_main((writer.checksums, non_finite))
         # Read the files only now that all ranks have closed them.
         with distributed.sync_errors(distributed.patient_group()), _failed_write(final):
             borders.check_borders(temporary, writer.borders)
@@ -114,8 +117,8 @@ def _write_files(
                 verify_files.check_headers(temporary, files)
                 if export.is_adapter:
                     verify_files.check_adapter_rows(temporary, files)
-                export_directory.write_marker(temporary, [files.header_checksums(), *checksums])
-    verify_files.warn_non_finite(non_finite)
+                export_directory.write_marker(temporary, [files.header_checksums(), *(own for own, _ in gathered)])
+    verify_files.warn_non_finite(counts for _, counts in gathered)
 
 
 @contextlib.contextmanager
@@ -133,9 +136,14 @@ def _choose_method(directory: Path, method: Method) -> tuple[Literal["direct", "
     if method == "gather" or distributed.world_size() == 1:
         return "gather", False
 
-    # The name is random, because NFS clients remember for seconds that a name did not exist.
-    probe = directory / f".probe-{distributed.broadcast_object(uuid.uuid4().hex)}"
-    distributed.run_on_main(_failed_write(directory)(probe.touch))
+    @_failed_write(directory)
+    def create() -> str:
+        # The name is random, because NFS clients remember for seconds that a name did not exist.
+        name = f".probe-{uuid.uuid4().hex}"
+        (directory / name).touch()
+        return name
+
+    probe = directory / distributed.run_on_main(create)
     seen = None
     with contextlib.suppress(
         OSError
@@ -143,10 +151,16 @@ def _choose_method(directory: Path, method: Method) -> tuple[Literal["direct", "
         list(directory.parent.iterdir())
     with contextlib.suppress(OSError):
         seen = distributed.node_id(), probe.stat().st_dev  # two mounts on one node have two caches
-    caches = set(distributed.gather_objects(seen))
-    distributed.run_on_main(_failed_write(directory)(probe.unlink))
-    if None not in caches:
-        return "direct", len(caches) > 1
+    gathered = distributed.gather_on_main(seen)
+
+    @_failed_write(directory)
+    def compare() -> tuple[bool, bool]:
+        probe.unlink()
+        return None not in gathered, len(set(gathered)) > 1
+
+    is_shared, has_several_caches = distributed.run_on_main(compare)
+    if is_shared:
+        return "direct", has_several_caches
     if method == "direct":
         problem = f"method is 'direct', but some ranks do not see rank 0's {directory.parent}."
         distributed.raise_together(ExportError(f"{problem} Use 'auto', or a shared directory."))
@@ -233,7 +247,7 @@ def _pieces(shard: ShardExport, first: int, count: int) -> Iterator[tuple[Tensor
 
 def _write_gathered(shards: list[ShardExport], writer: FileWriter, directory: Path, non_finite: dict[str, int]) -> None:
     """Send all shards to rank 0, which writes one chunk while it receives the next. Collective."""
-    ranges = distributed.gather_objects([(shard.first, shard.count) for shard in shards])
+    ranges = distributed.gather_on_main([(shard.first, shard.count) for shard in shards])
     error = (
         _write_received(shards, ranges, writer, non_finite)
         if distributed.is_main()
@@ -246,22 +260,22 @@ def _write_gathered(shards: list[ShardExport], writer: FileWriter, directory: Pa
 
 
 def _send_chunks(shards: list[ShardExport], non_finite: dict[str, int]) -> Exception | None:
-    """Send this rank's chunks to rank 0, or zeros after an error, because rank 0 waits for all of them; return the error."""
+    """Send this rank's chunks to rank 0. After an error, send anything, because rank 0 waits for all; return the error."""
     chunks, error = _all_chunks(shards, non_finite), None
-    sending: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
-    for shard in shards:
-        for _, _, count in _pieces(shard, shard.first, shard.count):
-            values = torch.empty(0, dtype=torch.uint8)
+    sending: deque[dist.Work | None] = deque()
+    buffers = torch.zeros((2, CHUNK_BYTES), dtype=torch.uint8)
+    for number, message in enumerate(_messages(shards, [(shard.first, shard.count) for shard in shards])):
+        if len(sending) == 2:
+            _wait(sending.popleft())
+        buffer = buffers[number % 2]
+        for piece in message:
             try:
-                values = next(chunks)[2].view(torch.uint8) if error is None else values
+                if error is None:
+                    piece.find(buffer).copy_(next(chunks)[2])
             except Exception as caught:
                 error = caught
-            if error is not None:
-                values = torch.zeros(count * shard.dtype.itemsize, dtype=torch.uint8)
-            sending.append((dist.isend(values, dst=0, group=distributed.patient_group()), values))
-            if len(sending) == 2:  # the older chunk's memory is used for the next
-                _wait(sending.popleft()[0])
-    for request, _ in sending:
+        sending.append(dist.isend(buffer[: message[-1].end], dst=0, group=distributed.patient_group()))
+    for request in sending:
         _wait(request)
     return error
 
@@ -271,7 +285,7 @@ def _write_received(
 ) -> Exception | None:
     """Write rank 0's chunks, and those that it receives from the other ranks in turn; return the first error."""
     own = _read_ahead(_all_chunks(shards, non_finite))
-    received = (chunk for sender in range(1, len(ranges)) for chunk in _receive_chunks(sender, shards, ranges[sender]))
+    received = _receive_chunks(shards, ranges)
     num_bytes = sum(torch.Size(shard.shape).numel() * shard.dtype.itemsize for shard in shards)
     try:
         with progress.bar(num_bytes, PROGRESS_TITLE) as bar:
@@ -284,23 +298,55 @@ def _write_received(
     return None
 
 
-def _receive_chunks(sender: int, shards: list[ShardExport], ranges: list[tuple[int, int]]) -> Iterator[Chunk]:
-    """Yield one rank's chunks; while the caller writes one, the next is received."""
+def _receive_chunks(shards: list[ShardExport], ranges: list[list[tuple[int, int]]]) -> Iterator[Chunk]:
+    """Yield the chunks of all ranks but 0; while the caller writes those of one message, the next is received."""
     buffers = torch.empty((2, CHUNK_BYTES), dtype=torch.uint8)
-    pending: tuple[dist.Work | None, Chunk] | None = None
-    number = 0
-    for shard, (first, count) in zip(shards, ranges, strict=True):
-        for part, at, length in _pieces(shard, first, count):
-            buffer = buffers[number % 2, : length * shard.dtype.itemsize]
-            request = dist.irecv(buffer, src=sender, group=distributed.patient_group())
-            if pending is not None:
-                _wait(pending[0])
-                yield pending[1]
-            pending = request, (part.tensor, at - part.start, buffer.view(shard.dtype))
-            number += 1
+    messages = ((rank, message) for rank in range(1, len(ranges)) for message in _messages(shards, ranges[rank]))
+    pending: tuple[dist.Work | None, list[Chunk]] | None = None
+    for number, (sender, message) in enumerate(messages):
+        buffer = buffers[number % 2]
+        request = dist.irecv(buffer[: message[-1].end], src=sender, group=distributed.patient_group())
+        if pending is not None:
+            _wait(pending[0])
+            yield from pending[1]
+        pending = request, [(piece.tensor, piece.first, piece.find(buffer)) for piece in message]
     if pending is not None:
         _wait(pending[0])
-        yield pending[1]
+        yield from pending[1]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A chunk in a message: `count` elements of a stored tensor from `first` on, at byte `start` of the message."""
+
+    tensor: str
+    first: int
+    count: int
+    dtype: torch.dtype
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count * self.dtype.itemsize
+
+    def find(self, message: torch.Tensor) -> torch.Tensor:
+        """Return the values in a message."""
+        return message[self.start : self.end].view(self.dtype)
+
+
+def _messages(shards: list[ShardExport], ranges: list[tuple[int, int]]) -> Iterator[list[_Piece]]:
+    """Pack one rank's chunks into messages of at most CHUNK_BYTES; with many ranks, most chunks are much smaller."""
+    message: list[_Piece] = []
+    for shard, (first, count) in zip(shards, ranges, strict=True):
+        for part, at, length in _pieces(shard, first, count):
+            start = -(-message[-1].end // ALIGNMENT) * ALIGNMENT if message else 0
+            piece = _Piece(part.tensor, at - part.start, length, shard.dtype, start)
+            if piece.end > CHUNK_BYTES:
+                yield message
+                message, piece = [], replace(piece, start=0)
+            message.append(piece)
+    if message:
+        yield message
 
 
 def _wait(request: dist.Work | None) -> None:

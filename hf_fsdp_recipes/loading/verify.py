@@ -76,9 +76,8 @@ def check_buffers(model: torch.nn.Module) -> None:
     own = {
         name: zlib.crc32(as_bytes(buffer.detach().cpu().contiguous()).numpy()) for name, buffer in model.named_buffers()
     }
-    gathered = distributed.gather_objects(own)
+    of_rank_0 = distributed.broadcast_object(own)
     with distributed.sync_errors():
-        for rank, theirs in enumerate(gathered):
-            different = [name for name in own if theirs.get(name) != own[name]]
-            if different:
-                raise LoadError(f"buffer {different[0]!r} differs between ranks {distributed.rank()} and {rank}")
+        different = [name for name in own if of_rank_0.get(name) != own[name]]
+        if different:
+            raise LoadError(f"buffer {different[0]!r} differs between ranks 0 and {distributed.rank()}")

@@ -56,7 +56,7 @@ def record(patch: Callable[[Any, str, Any], None] = setattr, is_dry: bool = Fals
     opened: dict[int, tuple[str, int]] = {}
     real = {name: getattr(os, name) for name in ("open", "ftruncate", "pwrite", "fsync", "close")}
     numbers = itertools.count(10**6)
-    gather = distributed.gather_objects
+    agree = distributed.raise_together
 
     def open_file(path: Any, flags: int, *arguments: Any, **keywords: Any) -> int:
         dry = is_dry and is_weights(path)
@@ -101,9 +101,9 @@ def record(patch: Callable[[Any, str, Any], None] = setattr, is_dry: bool = Fals
 
         return read
 
-    def gather_objects(*arguments: Any, **keywords: Any) -> Any:
+    def raise_together(*arguments: Any, **keywords: Any) -> None:
         operations.append(Operation("barrier"))
-        return gather(*arguments, **keywords)
+        agree(*arguments, **keywords)
 
     for name, function in (
         ("open", open_file),
@@ -115,7 +115,7 @@ def record(patch: Callable[[Any, str, Any], None] = setattr, is_dry: bool = Fals
         patch(os, name, function)
     patch(io, "open", reading(io.open))
     patch(safetensors, "safe_open", reading(safetensors.safe_open))
-    patch(distributed, "gather_objects", gather_objects)
+    patch(distributed, "raise_together", raise_together)
     return operations
 
 
