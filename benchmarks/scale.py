@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.running import machine, make_checkpoint, run_ranks
 
@@ -20,7 +20,10 @@ COLLECTIVES = (
     "broadcast_object_list",
     "gather_object",
     "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
     "all_reduce",
+    "gather",
     "broadcast",
 )
 REPEATS = 3
@@ -94,7 +97,7 @@ def measure(num_parameters: float, scratch: Path) -> dict[str, tuple[float, int]
         results[name] = statistics.median(spent), number
 
     def load(source: str) -> Any:
-        model = _load_on_meta(str(scratch / "model"), source, "sample", False, None, {"dtype": torch.bfloat16})
+        model = _load_on_meta(str(scratch / "model"), cast("Any", source), "sample", False, None, {"dtype": torch.bfloat16})
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
