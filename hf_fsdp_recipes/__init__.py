@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hf_fsdp_recipes.callback import ShardedCheckpointCallback
     from hf_fsdp_recipes.checkpointing.accelerator_state import save_checkpoint
     from hf_fsdp_recipes.checkpointing.download import fetch_checkpoint
+    from hf_fsdp_recipes.checkpointing.resume import keep_global_batch
     from hf_fsdp_recipes.checkpointing.verification import latest_checkpoint
     from hf_fsdp_recipes.export.from_checkpoint import export_checkpoint
     from hf_fsdp_recipes.export.from_model import export_model
@@ -27,6 +28,7 @@ __all__ = [
     "export_checkpoint",
     "export_model",
     "fetch_checkpoint",
+    "keep_global_batch",
     "latest_checkpoint",
     "load_model",
     "place_before_reporters",
@@ -41,6 +43,7 @@ _MODULES = {
     "export_checkpoint": "export.from_checkpoint",
     "export_model": "export.from_model",
     "fetch_checkpoint": "checkpointing.download",
+    "keep_global_batch": "checkpointing.resume",
     "latest_checkpoint": "checkpointing.verification",
     "load_model": "loading.load_model",
     "place_before_reporters": "metrics.metrics_callback",

@@ -154,6 +154,17 @@ def test_slurm_script_is_written_for_the_site(run, installed, tmp_path):
     assert "\nCONTAINER=${CONTAINER:-'nvcr.io#nvidia/x:1'}\n" in text and "\nVENV=${VENV:-.venv}\n" in text
 
 
+def test_slurm_script_has_the_absolute_path_of_an_image_file(tmp_path, monkeypatch):
+    """Pyxis takes a name without a slash for an image in a registry."""
+    from hf_fsdp_recipes.tools.launcher.copies import render_slurm_script
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "img.sqsh").touch()
+    for name in ("img.sqsh", "./img.sqsh", f"{tmp_path}/img.sqsh"):
+        assert f"\nCONTAINER=${{CONTAINER:-{tmp_path}/img.sqsh}}\n" in render_slurm_script({}, name)
+    assert "\nCONTAINER=${CONTAINER:-no.sqsh}\n" in render_slurm_script({}, "no.sqsh")
+
+
 def test_quickstart_has_its_options(run):
     assert "--save_steps" in run("hf-fsdp", "quickstart", "--help")
 

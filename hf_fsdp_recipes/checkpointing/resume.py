@@ -42,6 +42,8 @@ PACKAGES = ("hf-fsdp-recipes", "torch", "accelerate", "transformers", "trl", "pe
 TEMPLATE_VARIABLES = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
 PARAMS_FILE = "train_params.yaml"
 FACTS = ("arguments", "recipe", "adapter")  # the parts of PARAMS_FILE that are compared on resume
+# Arguments whose old values come back with the states of optimizer and scheduler, as in any Trainer.
+_RESTORED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # Arguments that do not affect the trained weights; changes to them are not reported.
 _UNREPORTED = re.compile(
     r"(output_dir|log|report|run_name|project|trackio|disable_tqdm|save_|enable_jit|push_to_hub|hub_|eval_|per_device_eval"
@@ -134,16 +136,24 @@ def _read_batch_facts(checkpoint: Path) -> dict[str, Any] | None:
     return params if "global_batch_size" in params else None
 
 
-def keep_global_batch(args: "TrainingArguments", checkpoint: Path) -> None:
-    """Set gradient accumulation so that the resumed run keeps its global batch size.
+def keep_global_batch(args: "TrainingArguments", checkpoint: str | os.PathLike[str] | None) -> None:
+    """Keep a resumed run's global batch size on another number of ranks: sets `args.gradient_accumulation_steps` in place.
 
-    Call it on every rank before building the Trainer; not a collective. Prints a changed gradient
+    Call it on every rank after `load_model` and before building the Trainer; not a collective. Prints a changed gradient
     accumulation, and a note if random states are not restored because the number of ranks changed.
 
+    Args:
+        args: the arguments for the Trainer. Everything but `gradient_accumulation_steps` stays as it is.
+        checkpoint: the checkpoint to resume from, such as the result of `latest_checkpoint`. With None, or with a checkpoint
+            that does not record its global batch, nothing changes.
+
     Raises:
-        CheckpointError: this number of ranks cannot keep the global batch size, or 8-bit optimizer states cannot be
-            resharded, or a file cannot be read.
+        CheckpointError: on every rank, if no whole number of accumulation steps keeps the global batch size, if 8-bit
+            optimizer states would have to be resharded, or if a file cannot be read.
     """
+    if checkpoint is None:
+        return
+    checkpoint = Path(checkpoint)
     check_small_files(checkpoint)
     params = _read_batch_facts(checkpoint)
     if params is None:
@@ -193,7 +203,7 @@ def check_data_position(args: "TrainingArguments", state: "TrainerState") -> Non
         raise CheckpointError(
             f"{checkpoint} was trained with {params['global_batch_size']} rows per optimizer step, but this run has "
             f"{global_batch_size(args)}; rows would be skipped or repeated. Set gradient_accumulation_steps, or call "
-            f"hf_fsdp_recipes.checkpointing.resume.keep_global_batch before building the Trainer."
+            f"hf_fsdp_recipes.keep_global_batch before building the Trainer."
         )
 
 
@@ -250,6 +260,14 @@ def _compare_runs(checkpoint: Path, trainer: "Trainer") -> None:
     changes = describe_changes(before, now)
     if changes:
         print(f"resume: changed since {checkpoint.name}: {changes}", flush=True)
+    old, new = (params.get("arguments", {}) for params in (before, now))
+    restored = [name for name in _RESTORED if name in old and old[name] != new.get(name)]
+    if restored and (checkpoint / "scheduler.pt").is_file():
+        print(
+            f"resume: the checkpoint's optimizer and scheduler keep the old {', '.join(restored)}. For new values, start a new "
+            f"run from the export.",
+            flush=True,
+        )
 
 
 def record_rows(trainer: "Trainer") -> None:

@@ -194,7 +194,7 @@ def refuse_adapter(name_or_path: str, directory: Path) -> None:
     """
     if (directory / "adapter_config.json").is_file():
         raise LoadError(
-            f"{name_or_path} is a PEFT adapter, which cannot be trained further. Merge it into its base model with hf-fsdp "
+            f"{name_or_path} is a PEFT adapter, not a full model. Merge it into its base model with hf-fsdp "
             f"export {directory} merged --merge-adapter, and use the merged model."
         )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.environment import fsdp_version
 from hf_fsdp_recipes.errors import RecipeError, summarize
-from hf_fsdp_recipes.model_class import CAUSAL, TASK_TYPES
+from hf_fsdp_recipes.model_class import CAUSAL, TASK_TYPES, declared_class
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -135,7 +135,8 @@ def load_rewards(arguments: "Arguments") -> list[Any]:
     A function is given by its name in `trl.rewards`, or by a dotted path, which may start in the current directory.
 
     Raises:
-        RecipeError: on every rank, if there is no such function or model.
+        RecipeError: on every rank, if there is no such function, or the model is not a classifier.
+        LoadError: on every rank, if the model cannot be loaded or is an adapter.
     """
     from trl import rewards
 
@@ -157,7 +158,22 @@ def load_rewards(arguments: "Arguments") -> list[Any]:
                 # As in trl 1.16 `scripts/grpo.py`.
                 found[-1] = found[-1](max_completion_len=1280, soft_punish_cache=256)
     if script.reward_model_name_or_path:
-        source = arguments.recipe.load_source
-        model = load_model(script.reward_model_name_or_path, auto_class=SEQUENCE, num_labels=1, source=source)
-        found.insert(0, model)
+        name, source = script.reward_model_name_or_path, arguments.recipe.load_source
+        distributed.run_on_main(lambda: _check_reward_model(name), distributed.patient_group())
+        found.insert(0, load_model(name, auto_class=SEQUENCE, num_labels=1, source=source))
     return found
+
+
+def _check_reward_model(name: str) -> None:
+    """Refuse an adapter and a model that is no classifier: either would be given a new head, whose scores are random."""
+    from hf_fsdp_recipes.loading.build_on_meta import read_config, resolve_directory
+    from hf_fsdp_recipes.loading.load_model import refuse_adapter
+
+    directory = resolve_directory(name, {})
+    refuse_adapter(name, directory)
+    declared = declared_class(read_config(str(directory)))
+    if declared is not None and not declared.endswith("ForSequenceClassification"):
+        raise RecipeError(
+            f"reward_model_name_or_path: {name} is a {declared}, which has no trained head for rewards. Set the export of hf-fsdp "
+            f"reward, or another model for sequence classification."
+        )

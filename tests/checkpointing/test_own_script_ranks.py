@@ -111,6 +111,46 @@ def test_mirror_resumes_on_an_empty_disk_and_the_export_has_the_dtype_that_was_a
     assert train(6)[0] == output / "checkpoint-6"
 
 
+def _train_on_any_ranks(model, data, output, steps):
+    """Train as docs/trainers.md shows for another number of ranks; return the accumulation and the losses."""
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    from hf_fsdp_recipes import ShardedCheckpointCallback, keep_global_batch, latest_checkpoint, load_model
+
+    args = SFTConfig(
+        str(output), max_steps=steps, per_device_train_batch_size=1, gradient_accumulation_steps=4, save_steps=2,
+        learning_rate=1e-2, lr_scheduler_type="constant", max_length=64, logging_steps=1, bf16=False, use_cpu=True,
+        gradient_checkpointing=False, report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    loaded = load_model(str(model), dtype="float32")
+    checkpoint = latest_checkpoint(output)
+    keep_global_batch(args, checkpoint)
+    trainer = SFTTrainer(
+        model=loaded,
+        args=args,
+        train_dataset=load_dataset("json", data_files=str(data), split="train"),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        callbacks=[ShardedCheckpointCallback()],
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer.args.gradient_accumulation_steps, losses_of(trainer)
+
+
+def test_own_script_keeps_its_global_batch_on_another_number_of_ranks(tiny_model, text_file, tmp_path):
+    def train(output, num_ranks, steps):
+        variables = fsdp_environment(FSDP2) | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+        run = tiny_model("llama"), text_file, output, steps
+        return run_ranks(_train_on_any_ranks, num_ranks, *run, environment=variables)[0]
+
+    _, whole = train(tmp_path / "whole", 1, 4)
+    assert train(tmp_path / "run", 1, 2) == (4, whole[:2])
+    accumulation, losses = train(tmp_path / "run", 2, 4)
+    assert accumulation == 2
+    assert losses == pytest.approx(whole, rel=1e-4)
+
+
 def test_export_dtype_that_is_no_dtype_is_refused():
     from hf_fsdp_recipes import ShardedCheckpointCallback
     from hf_fsdp_recipes.errors import ExportError

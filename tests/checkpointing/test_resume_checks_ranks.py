@@ -110,6 +110,21 @@ def test_what_merely_changes_the_run_is_printed_once(checkpoints, tiny_model, te
     assert [step for _, step in results] == [3, 3]
 
 
+@pytest.mark.parametrize("name", ["full", pytest.param("fsdp1", marks=pytest.mark.slow)])
+def test_checkpoint_keeps_its_learning_rate_and_the_run_says_so(name, checkpoints, tiny_model, text_file, tmp_path):
+    keywords = {"learning_rate": 1e-3, "weight_decay": 0.5, "steps": 4}
+    printed, _ = run_ranks(
+        _resume, 2, tiny_model("llama"), text_file, copy_of(checkpoints(name), tmp_path), keywords,
+        environment=fsdp_environment(FSDP1 if name == "fsdp1" else FSDP2),
+    )[0]  # fmt: skip
+    assert (
+        "changed since checkpoint-2: learning_rate 0.01 -> 0.001, max_steps 2 -> 4, weight_decay 0.0 -> 0.5\n"
+        in printed
+    )
+    assert "resume: the checkpoint's optimizer and scheduler keep the old learning_rate, weight_decay. " in printed
+    assert "'learning_rate': '0.0025'" in printed  # step 4 of 4, linear, from 0.01
+
+
 @pytest.mark.parametrize("case", ["FSDP", pytest.param("one process", marks=pytest.mark.slow)])
 def test_other_rows_are_printed_and_another_base_model_is_refused(changed_model, tiny_model, text_file, tmp_path, case):
     from tests.checkpointing.test_without_fsdp_ranks import ENVIRONMENT

@@ -10,6 +10,7 @@ import signal
 import pytest
 import torch
 
+from hf_fsdp_recipes.errors import CheckpointError
 from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
 from tests.ranks.training import LORA, build, losses_of
 
@@ -188,6 +189,30 @@ def test_eight_bit_states_are_not_resumed_on_another_number_of_ranks(tiny_model,
     )  # fmt: skip
     assert errors[0][0] == "CheckpointError"
     assert "states of 2 ranks, but this run has 1" in errors[0][1]
+
+
+@pytest.mark.parametrize(
+    ("rows_per_rank", "accumulation"), [(3, 4), (12, 1), (5, None)], ids=["more", "fewer", "impossible"]
+)
+def test_only_gradient_accumulation_changes_to_keep_the_global_batch(rows_per_rank, accumulation, tmp_path):
+    from transformers import TrainingArguments
+
+    from hf_fsdp_recipes import keep_global_batch
+
+    facts = {"global_batch_size": 12, "world_size": 3, "arguments": {"optim": "adamw_torch"}}
+    (tmp_path / "train_params.yaml").write_text(json.dumps(facts))
+    args = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=rows_per_rank, gradient_accumulation_steps=2, use_cpu=True
+    )
+    before = args.to_dict()
+    keep_global_batch(args, None)
+    assert args.to_dict() == before
+    if accumulation is None:
+        with pytest.raises(CheckpointError, match="12 rows per optimizer step, which is not a multiple of 5"):
+            keep_global_batch(args, tmp_path)
+    else:
+        keep_global_batch(args, str(tmp_path))
+        assert args.to_dict() == before | {"gradient_accumulation_steps": accumulation}
 
 
 def _resume_with_other_batch(model, data, output):

@@ -122,7 +122,7 @@ def test_slurm_files_are_valid_and_ask_slurm_for_the_same():
 
 
 FAKE_SLURM = {
-    "srun": """while [[ $1 = --* ]]; do shift; done; status=0
+    "srun": """while [[ $1 = --* ]]; do echo "$1" >> "$RECORD.srun"; shift; done; status=0
         for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || status=$?; done; exit $status""",
     "scontrol": """[ "$2" = hostnames ] && echo node0 || echo "JobId=1 JobState=RUNNING Restarts=0 StdOut=/dev/null " """,
     "nproc": '[ "$*" = --all ] && echo "$ALL_CORES" || echo 16',
@@ -195,7 +195,8 @@ def test_each_node_expands_its_own_rank(tmp_path):
 def test_a_template_is_a_file_or_a_name_and_a_script_replaces_the_package_s_own(tmp_path):
     for name in ("name", "file"):
         (tmp_path / name).mkdir()
-    submit(tmp_path / "name", TEMPLATE="fsdp2_hybrid_shard", TRAINER="dpo")
+    lines, _ = submit(tmp_path / "name", TEMPLATE="fsdp2_hybrid_shard", TRAINER="dpo")
+    assert ", template fsdp2_hybrid_shard, each rank's output in " in lines[0]
     template = tmp_path / "name" / "logs" / "run0" / "template.yaml"
     assert set(template.read_text().splitlines()) == {"# fsdp2_hybrid_shard"}
     started = (tmp_path / "name" / "record.command").read_text().split()
@@ -205,6 +206,24 @@ def test_a_template_is_a_file_or_a_name_and_a_script_replaces_the_package_s_own(
     started = (tmp_path / "file" / "record.command").read_text().split()
     assert started[:3] == ["launch", "--config_file", "accelerate_configs/fsdp2_cpu.yaml"]
     assert started[-5:] == ["mine.py", "--resume_from_checkpoint", "auto", "--config", "X.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("given", "besides"), [({}, ""), ({"CONTAINER_MOUNTS": "/data:/data,/x:/y"}, ",/data:/data,/x:/y")]
+)
+def test_container_mounts_the_current_directory_and_what_is_given_besides(tmp_path, given, besides):
+    submit(tmp_path, CONTAINER="/images/hf.sqsh", **given)
+    options = set((tmp_path / "record.srun").read_text().splitlines()) - {
+        "--kill-on-bad-exit=1",
+        "--nodes=1",
+        "--ntasks=1",
+    }
+    image, mounts, directory = (
+        "--container-image=/images/hf.sqsh",
+        f"{ROOT}:{ROOT}{besides}",
+        f"--container-workdir={ROOT}",
+    )
+    assert options == {image, f"--container-mounts={mounts}", directory}
 
 
 def test_last_line_of_a_collective_timeout_names_the_traces(tmp_path):

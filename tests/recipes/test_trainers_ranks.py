@@ -267,9 +267,7 @@ def test_dpo_takes_the_merged_model_of_a_lora_run_but_not_its_adapter(tiny_model
     errors = train_recipe("dpo", tmp_path / "refused", adapter, pair_file, expect_failure=True)
     errors += run_ranks(_build, 1, one_process(tmp_path / "one", adapter, pair_file), "dpo", expect_failure=True)
     for name, message in errors:
-        assert name == "LoadError" and message.startswith(
-            f"{adapter} is a PEFT adapter, which cannot be trained further"
-        )
+        assert name == "LoadError" and message.startswith(f"{adapter} is a PEFT adapter, not a full model")
 
 
 def one_process(output, model, rows):
@@ -385,6 +383,42 @@ def test_grpo_with_lora_and_a_reward_model(tiny_model, pair_file, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"load_in_4bit": True}], ids=["lora", "qlora"])
+def test_merged_reward_model_has_the_trained_head(changes, tiny_model, pair_file, tmp_path):
+    from hf_fsdp_recipes import export_checkpoint
+
+    settings = LORA | {"merge_adapter": True, "save_strategy": "no"} | changes
+    train_recipe("reward", tmp_path / "run", tiny_model("llama_wide"), pair_file, **settings)
+    adapter = tmp_path / "run" / "export"
+    [head] = [tensor for name, tensor in read_weights(adapter).items() if "score" in name]
+    offline = export_checkpoint(adapter, tmp_path / "out", merge_adapter=True)
+    for merged in (tmp_path / "run" / "export_merged", offline):
+        model = check_loads(merged, "AutoModelForSequenceClassification")
+        assert torch.equal(model.score.weight, head.to(model.score.weight.dtype))
+
+
+@pytest.mark.slow
+def test_grpo_takes_the_merged_reward_model_of_a_lora_run_but_not_its_adapter(tiny_model, pair_file, tmp_path):
+    settings = LORA | {"merge_adapter": True, "save_strategy": "no"}
+    train_recipe("reward", tmp_path / "reward", tiny_model("llama_tied"), pair_file, **settings)
+    adapter, merged = tmp_path / "reward" / "export", tmp_path / "reward" / "export_merged"
+    judged = GENERATION | {"max_steps": 1, "save_strategy": "no", "export": False, "reward_model_name_or_path": merged}
+    train_recipe("grpo", tmp_path / "grpo", tiny_model("llama"), pair_file, **judged)
+    [step] = [entry for entry in read_metrics(tmp_path / "grpo" / "metrics.jsonl") if "loss" in entry]
+    rewards = [value for key, value in step.items() if key.startswith("rewards/") and key.endswith("/mean")]
+    assert len(rewards) == 2  # the model's and the function's
+    assert step["reward"] == pytest.approx(sum(rewards), rel=1e-4)
+    judged |= {"reward_model_name_or_path": adapter}
+    errors = train_recipe("grpo", tmp_path / "no", tiny_model("llama"), pair_file, expect_failure=True, **judged)
+    alone = [part for key, value in judged.items() for part in (f"--{key}", str(value))]
+    alone += one_process(tmp_path / "one", tiny_model("llama"), pair_file)
+    errors += run_ranks(_build, 1, alone, "grpo", expect_failure=True)
+    for name, message in errors:
+        assert name == "LoadError" and message.startswith(f"{adapter} is a PEFT adapter, not a full model")
+        assert f"hf-fsdp export {adapter} merged --merge-adapter" in message
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "kto", "reward", "grpo"])
 def test_shipped_recipe_trains_a_small_model(name, tmp_path):
     model = small.write_model("HuggingFaceTB/SmolLM2-135M-Instruct", tmp_path / "model")
@@ -403,6 +437,11 @@ def test_shipped_recipe_trains_a_small_model(name, tmp_path):
         ("dpo", {"sync_ref_model": True}, "sync_ref_model changes the reference model"),
         ("kto", {}, "kto needs prompt + completion + label or chosen + rejected"),
         ("grpo", {"num_generations": 2}, "there is no reward"),
+        (
+            "grpo",
+            {"num_generations": 2, "reward_model_name_or_path": "MODEL"},
+            "MODEL is a LlamaForCausalLM, which has no",
+        ),
         ("grpo", GENERATION | {"reward_funcs": "tests.recipes.no_such.reward"}, "cannot be imported"),
         (
             "grpo",
@@ -414,6 +453,8 @@ def test_shipped_recipe_trains_a_small_model(name, tmp_path):
 def test_what_a_trainer_does_not_support_is_refused(name, settings, message, tiny_model, text_file, tmp_path):
     if name == "grpo":
         text_file = write_rows(tmp_path / "rows.jsonl", PAIRS)
-    errors = train_recipe(name, tmp_path / "run", tiny_model("llama"), text_file, expect_failure=True, **settings)
+    model = tiny_model("llama")
+    settings = {key: model if value == "MODEL" else value for key, value in settings.items()}
+    errors = train_recipe(name, tmp_path / "run", model, text_file, expect_failure=True, **settings)
     assert errors[0] == errors[1]
-    assert message in errors[0][1]
+    assert message.replace("MODEL", str(model)) in errors[0][1]

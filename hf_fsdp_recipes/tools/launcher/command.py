@@ -98,7 +98,12 @@ def init(
     nodes: Annotated[Optional[int], typer.Option(min=1, help="Number of nodes.")] = None,
     gpus_per_node: Annotated[Optional[int], typer.Option(min=1, help="GPUs on each node.")] = None,
     time: Annotated[Optional[str], typer.Option(help="Time limit, such as 24:00:00.")] = None,
-    container: Annotated[Optional[str], typer.Option(help="Image for `srun --container-image` (pyxis).")] = None,
+    container: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Image for `srun --container-image` (pyxis): a file, written with its absolute path, or a name in a registry."
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option(help="File to write.")] = Path("launch.slurm"),
 ) -> None:
     """Write launch.slurm for your cluster. It trains in the current Python environment, or in a container."""

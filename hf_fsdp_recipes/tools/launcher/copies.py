@@ -33,11 +33,16 @@ def copy_recipe(name: str, directory: Path) -> list[Path]:
 
 
 def render_slurm_script(options: Mapping[str, object], container: str | None) -> str:
-    """Return launch.slurm with these sbatch options. It uses the container if given, or else this Python environment."""
+    """Return launch.slurm with these sbatch options. It uses the container if given, or else this Python environment.
+
+    An image that is a file becomes an absolute path.
+    """
     directives = "".join(f"#SBATCH --{name}={value}\n" for name, value in options.items() if value is not None)
     text = (shipped_directory("recipes") / "launch.slurm").read_text(encoding="utf-8")
     text = text.replace("#SBATCH ", f"{directives}#SBATCH ", 1)
     if container:
+        if Path(container).is_file():  # pyxis takes a name without a slash for an image in a registry
+            container = str(Path(container).absolute())
         return text.replace("${CONTAINER:-}\n", f"${{CONTAINER:-{shlex.quote(container)}}}\n", 1)
     text = text.replace(".venv if it exists, else the environment sbatch was called in", "the one that wrote this file")
     environment = sys.prefix if sys.prefix != sys.base_prefix else os.environ.get("CONDA_PREFIX") or ".venv"

@@ -13,7 +13,7 @@ def preflight(
     nproc_per_node: Annotated[int, typer.Option(min=1, help="Number of ranks per node.")] = 1,
     master_addr: Annotated[Optional[str], typer.Option(help="Host name or IP address of node 0.")] = None,
     master_port: Annotated[int, typer.Option(help="Port on node 0 that the job will use.")] = 29500,
-    template: Annotated[Optional[Path], typer.Option(help="The job's Accelerate config.")] = None,
+    template: Annotated[Optional[Path], typer.Option(help="The job's Accelerate config: a name or a file.")] = None,
     config: Annotated[Optional[Path], typer.Option(help="The job's recipe: a name or a file.")] = None,
     output_dir: Annotated[
         Optional[Path], typer.Option(help="The run's output directory. Default: the recipe's.")
