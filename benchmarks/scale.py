@@ -97,7 +97,9 @@ def measure(num_parameters: float, scratch: Path) -> dict[str, tuple[float, int]
         results[name] = statistics.median(spent), number
 
     def load(source: str) -> Any:
-        model = _load_on_meta(str(scratch / "model"), cast("Any", source), "sample", False, None, {"dtype": torch.bfloat16})
+        model = _load_on_meta(
+            str(scratch / "model"), cast("Any", source), "sample", False, None, {"dtype": torch.bfloat16}
+        )
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
