@@ -67,7 +67,7 @@ class PlanError(RecipeError):
 def summarize(error: BaseException, first: Literal["line", "sentence"] | None = None) -> str:
     """Return an error's text, or only its first line or sentence, for use within a message of this package.
 
-    The text has one line and at most 300 characters, without a final period. An error without text gives its class name.
+    The text is a single line of at most 300 characters, without a final period. An error without text gives its class name.
     """
     text = str(error).strip()
     if first == "line":

@@ -94,7 +94,7 @@ def manifest_entries(directory: Path, files: Iterable[str]) -> dict[str, dict[st
 
 
 def find_size(file: Path) -> int | None:
-    """Return a file's bytes, or None if it does not exist; raise a CheckpointError if the file system fails."""
+    """Return a file's size in bytes, or None if it does not exist; raise a CheckpointError if the file system fails."""
     try:
         found = file.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):

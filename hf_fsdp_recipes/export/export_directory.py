@@ -112,7 +112,7 @@ def _check_replaceable(final: Path) -> None:
 
 
 def _folders(directory: Path, files: Iterable[str]) -> list[Path]:
-    """Return the subfolders of listed files, the innermost first, without symbolic links, which an export never has."""
+    """Return the folders below `directory` that hold the listed files, the innermost first, except symbolic links."""
     parents = {directory / parent for name in files for parent in PurePosixPath(name).parents}
     return sorted((folder for folder in parents - {directory} if not folder.is_symlink()), reverse=True)
 

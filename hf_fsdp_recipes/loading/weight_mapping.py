@@ -128,7 +128,7 @@ class WeightMapping:
 
 
 def set_conversions(model: "PreTrainedModel") -> None:
-    """Record the weight conversions of a model, unless `from_pretrained` has recorded them when it loaded the model.
+    """Record the weight conversions of a model, unless `from_pretrained` already recorded them.
 
     Without the record, transformers would look the conversions up again for every name.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hf_fsdp_recipes.training.arguments import Arguments
 
-# Text that shows differences between normalizers and pre-tokenizers; part of the hash.
+# Text whose tokens change if the normalizer or the pre-tokenizer does. Its token ids are part of `tokenizer_hash`.
 PROBE = "The 3 quick brown Foxes, née Fuchs,\n\tjump: don't they?  <s>"
 CLONED_VOCABULARY_MULTIPLE = 64  # TRL pads the vocabulary to a multiple of this when it clones a chat template
 

@@ -11,7 +11,7 @@ from hf_fsdp_recipes.errors import RecipeError
 
 # Options that both the launcher and the scripts have. They go to the scripts, as in `trl sft`.
 SHARED_OPTIONS = {"debug", "gradient_accumulation_steps"}
-# Give a preempted run time to write its checkpoint, and pass it the signal that Slurm sends before it ends a job.
+# A preempted run gets enough time to write its checkpoint, and receives the signal that Slurm sends before ending a job.
 PREEMPTION = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",

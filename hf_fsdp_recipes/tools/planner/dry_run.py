@@ -82,14 +82,14 @@ def template_from_environment() -> dict[str, Any]:
     """
     fsdp = {key.lower(): value for key, value in os.environ.items() if key.startswith("FSDP_")}
     if fsdp.get("fsdp_version", "1") == "2":
-        # The launcher sets the keys of FSDP1 for FSDP2 too.
+        # The launcher sets FSDP1's keys even under FSDP2.
         fsdp = {key: value for key, value in fsdp.items() if key not in validate.FSDP1_ONLY}
     sizes = {key: int(size) for key, size in parallel_sizes().items() if size.isdigit() and int(size) > 1}
     num_ranks, precision = int(os.environ.get("WORLD_SIZE", "1")), mixed_precision() or "no"
     config: dict[str, Any] = {
         "distributed_type": "FSDP" if is_fsdp_requested() else "NO",
         "mixed_precision": precision,
-        # On a machine without GPUs, a mixed-precision template is planned for the GPUs that it was written for.
+        # On a machine without GPUs, a mixed-precision template is planned as if on the GPUs that it was written for.
         "use_cpu": cpu_ranks.is_requested() and precision == "no",
         "num_processes": num_ranks,
         "num_machines": max(1, num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))),
