@@ -1,7 +1,7 @@
 """Declares, checks and applies the patches. Importing this package patches nothing.
 
 `apply` checks every patch of a feature before it changes anything, so an upstream change causes one clear error instead of a
-half-patched process.
+half-patched process. Importing TRL takes a second and 60 MB, so its patches wait until a process imports it.
 """
 
 import contextlib
@@ -12,7 +12,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Literal
 
 from hf_fsdp_recipes.errors import PatchError
@@ -98,8 +102,19 @@ def all_patches() -> list[Patch]:
 
 
 def apply(feature: Feature) -> None:
-    """Apply all patches of a feature, or raise a PatchError and apply none. Idempotent; not a collective."""
-    pending = [patch for patch in all_patches() if patch.feature == feature and patch.target not in _applied]
+    """Apply all patches of a feature, or raise a PatchError and apply none. Idempotent; not a collective.
+
+    A package that is not imported yet is not imported for its patches. It is checked and patched when the process imports it.
+    """
+    packages = {patch.package for patch in all_patches() if patch.feature == feature}
+    for package in packages - sys.modules.keys():
+        if (finder := _PatchOnImport(package, feature)) not in sys.meta_path:
+            sys.meta_path.insert(0, finder)
+    _apply(feature, packages & sys.modules.keys())
+
+
+def _apply(feature: Feature, packages: set[str]) -> None:
+    pending = [p for p in all_patches() if p.feature == feature and p.package in packages and p.target not in _applied]
     found = [(patch, *patch.find()) for patch in pending]
     for patch, owner, name, original in found:
         loaded = list(sys.modules.values()) if patch.is_copied else []
@@ -107,6 +122,36 @@ def apply(feature: Feature) -> None:
         for module in [owner, *copies]:
             setattr(module, name, _wrap(patch.replacement, original))
         _applied.add(patch.target)
+
+
+@dataclass
+class _PatchOnImport(MetaPathFinder):
+    """Applies a feature's patches of a package right after the package is imported."""
+
+    package: str
+    feature: Feature
+    is_searching: bool = field(default=False, compare=False)
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Return the package's spec from the other finders, with a loader that also patches."""
+        if fullname != self.package or self.is_searching:
+            return None
+        self.is_searching = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self.is_searching = False
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_patch(module: ModuleType) -> None:
+                execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                _apply(self.feature, {self.package})
+
+            setattr(spec.loader, "exec_module", execute_and_patch)  # noqa: B010 - mypy refuses an assignment to a method
+        return spec
 
 
 def _wrap(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

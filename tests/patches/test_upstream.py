@@ -1,6 +1,8 @@
 """Upstream code that this package relies on: these tests fail when it moves."""
 
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -167,3 +169,24 @@ def test_timeout_of_a_process_group_can_be_changed():
     import torch.distributed as dist
 
     assert parameters(dist.distributed_c10d._set_pg_timeout) == ("timeout", "group")
+
+
+IMPORT_LATER = """
+import importlib.util, sys
+from hf_fsdp_recipes.patches import registry
+registry.apply("loading")
+registry.apply("loading")
+assert not {"peft", "trl"} & sys.modules.keys()
+assert importlib.util.find_spec("trl") is not None  # asking for a package does not import it
+import trl.trainer.utils
+from peft.tuners.lora.model import LoraModel
+from trl import DPOTrainer
+module = sys.modules[DPOTrainer.__module__]
+for patched in (trl.trainer.utils.create_model_from_path, module.prepare_fsdp, LoraModel._replace_module):
+    assert hasattr(patched, "__wrapped__"), patched
+assert not any(isinstance(finder, registry._PatchOnImport) for finder in sys.meta_path)
+"""
+
+
+def test_packages_are_patched_when_they_are_imported_and_not_imported_for_that():
+    subprocess.run([sys.executable, "-c", IMPORT_LATER], check=True, timeout=120)
