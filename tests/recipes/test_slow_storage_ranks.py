@@ -1,5 +1,6 @@
 """No step of a run fails because one rank downloads, reads or writes for longer than collectives wait."""
 
+import json
 import time
 
 import pytest
@@ -54,8 +55,10 @@ def run_slowly(argv, seconds):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_slow_work_on_one_rank_outlasts_the_timeout_of_collectives(tiny_model, text_file, tmp_path):
+    rows = tmp_path / "rows.jsonl"  # that no earlier test has tokenized
+    rows.write_text(text_file.read_text() + json.dumps({"text": f"rows in {tmp_path}"}) + "\n")
     settings = {
-        "model_name_or_path": tiny_model("llama"), "dataset_name": text_file, "output_dir": tmp_path / "run",
+        "model_name_or_path": tiny_model("llama"), "dataset_name": rows, "output_dir": tmp_path / "run",
         "max_steps": 2, "save_steps": 1, "logging_steps": 1, "per_device_train_batch_size": 1, "max_length": 64,
         "gradient_checkpointing": False, "report_to": "none", "disable_tqdm": True, "report": False,
         "ddp_timeout": TIMEOUT_SECONDS, "resume_from_checkpoint": "auto",
