@@ -46,10 +46,11 @@ def test_losses_from_prepared_data_equal_those_from_raw_data(argv, text_file, tm
 
 
 @pytest.mark.slow
-def test_ranks_wait_for_tokenizing_longer_than_the_collective_timeout(argv, text_file, tmp_path):
+def test_ranks_wait_for_tokenizing_longer_than_the_collective_timeout(argv, tmp_path):
     notes = tmp_path / "notes"
     notes.mkdir()
-    arguments = argv(text_file, ddp_timeout=6, max_steps=2)
+    rows = [{"text": f"{sentence} in {tmp_path}"} for sentence in SENTENCES]  # that no earlier test has tokenized
+    arguments = argv(write_rows(tmp_path / "rows.jsonl", rows), ddp_timeout=6, max_steps=2)
     results = run_ranks(
         train_with_slow_tokenizing,
         2,
