@@ -1,7 +1,7 @@
 """`ShardedCheckpointCallback` replaces a stock Trainer's saves. It reacts to Trainer's events; checkpointing/ writes the files.
 
 Trainer decides when a save is due. The callback clears Trainer's flag and saves once that step's logging and evaluation are
-done, so it writes the state that Trainer would have written.
+done, so that it writes the same state as Trainer would.
 """
 
 import functools
@@ -47,15 +47,15 @@ class ShardedCheckpointCallback(TrainerCallback):
     """Save sharded checkpoints atomically and in the background, from a stock Trainer under FSDP.
 
     Add it to a `Trainer` or a TRL trainer on every rank. `save_strategy`, `save_steps`, `save_total_limit` and
-    `load_best_model_at_end` keep their meaning, and `trainer.save_model()` exports. Without FSDP, Trainer writes the
-    checkpoints; the callback adds a manifest to each, deletes old ones, and verifies the one that a run resumes from.
+    `load_best_model_at_end` keep their meaning, and `trainer.save_model()` exports the model. Without FSDP, Trainer
+    writes the checkpoints; the callback adds a manifest to each, deletes old ones, and verifies the one to resume from.
 
     Args:
         asynchronous: under FSDP, keep training while a checkpoint is written, which needs host memory for one copy of this
             rank's state. False blocks until the checkpoint is complete.
         export_dir: directory to export the model to when training ends, under FSDP, DDP or in a single process.
         export_dtype: floating-point dtype of the exported weights, such as "bfloat16", also in `trainer.save_model()` under
-            FSDP. None keeps that of the trained parameters, which is float32 for a full fine-tune in mixed precision.
+            FSDP. None keeps the dtype of the trained parameters: float32 for a full fine-tune in mixed precision.
         signals: whether SIGTERM and SIGUSR1 end the run after a checkpoint, on all ranks at the same step.
         hub: where to push checkpoints and the export; None reads Trainer's own `push_to_hub` arguments.
         previous_run: what to do if `output_dir` holds checkpoints or an export of another run: refuse to start, or archive
@@ -66,7 +66,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             last step.
 
     Raises:
-        ExportError: `export_dtype` is not a floating-point dtype, or the export cannot be written; before training.
+        ExportError: `export_dtype` is not a floating-point dtype, or the export cannot be written; raised before training.
         SaveError: the run's last save or upload failed; raised after the export. An earlier failure only logs a warning.
         DivergenceError: the weights contain NaN or infinity.
     """
@@ -98,7 +98,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._writer: Writer | None = None
         self._lock: SoftFileLease | None = None
         self._plugin: Any = None  # Accelerate's FSDP plugin, or None
-        self._is_unsharded = False  # whether Trainer saves on one process or under DDP
+        self._is_unsharded = False  # whether Trainer saves in one process or under DDP
         self._is_completing = False  # whether to add manifests to the checkpoints that Trainer writes without FSDP
         self._has_saved = False  # whether Trainer has saved a checkpoint that has no manifest yet
         self._failure: Exception | None = None  # the error of the last finished save
@@ -110,7 +110,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     # Trainer's events, in the order of a run.
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Check the launch, and lock an FSDP run's output directory before weights are read. Collective, like all events below."""
+        """Check the launch; lock an FSDP run's output directory before weights are read. Collective, like the events below."""
         from accelerate.state import AcceleratorState
 
         check_launch(args)
@@ -127,7 +127,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Claim the output directory, and take over Trainer's saves under FSDP."""
-        self.on_init_end(args, state, control, **kwargs)  # Trainer has not called it if the callback was added later
+        self.on_init_end(args, state, control, **kwargs)  # Trainer did not call this for a callback that was added later
         if not args.push_to_hub or self._plugin is not None:  # otherwise Trainer pushes what it saves
             self.exports.start(args)
         self._is_unsharded = self._plugin is None and unsharded.is_supported(args, state)
@@ -180,7 +180,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Schedule a due save, act on signals, and report a failed save; raise a DivergenceError if its weights were not finite."""
-        delete_partial()  # Trainer restores the random state just before the first step
+        delete_partial()  # no earlier, because Trainer reads the random state just before the first step
         if self._writer is None or self._schedule is None:
             return control
         failure = self._writer.failure
@@ -209,7 +209,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             if self._writer is not None:
                 self._finish()
             if state.best_model_checkpoint is not None and not Path(state.best_model_checkpoint).is_dir():
-                state.best_model_checkpoint = None  # writing it failed
+                state.best_model_checkpoint = None  # its save failed
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Record the random state."""
@@ -233,7 +233,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         return control
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Remember that Trainer has written a checkpoint without FSDP. Not collective.
+        """Remember that Trainer has written a checkpoint without FSDP. Not a collective.
 
         The manifest is added later, because other callbacks may change the checkpoint in this event.
         """
@@ -274,7 +274,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             self.exports.save_model(trainer, Path(output_dir))
 
     def see_trainer(self, trainer: "Trainer") -> None:
-        """When training starts, remember the trainer's callbacks, whose states checkpoints include, and record its rows."""
+        """When training starts, remember the trainer's callbacks, to save their states, and record the training rows."""
         self._callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         resume.record_rows(trainer)
 

@@ -19,7 +19,7 @@ from hf_fsdp_recipes.tools.rehearsal import command as rehearsal_command
 from hf_fsdp_recipes.tools.selftest import command as selftest_command
 from hf_fsdp_recipes.tools.sweep import command as sweep_command
 
-# Any field of the recipe can follow as --field value.
+# Any recipe field can be passed as --field value.
 WITH_RECIPE_FIELDS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
@@ -42,7 +42,7 @@ app.command("report")(report_command.report)
 
 def main() -> None:
     """Run the command. A RecipeError becomes one line on stderr and exit status 1."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of missing kernels for 4-bit training
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # hides its warning about missing 4-bit kernels
     try:
         app()
     except RecipeError as error:

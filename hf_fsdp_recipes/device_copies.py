@@ -1,7 +1,7 @@
 """Copies between host memory and an accelerator, through pinned memory and on a separate stream.
 
-While an upload runs, the calling thread can read files; a download waits for its copy. The stream that training uses stays
-free. Each object belongs to one thread. Tensors that are already in host memory are not copied.
+While an upload runs, the calling thread can read files; a download blocks the thread until the copy is done. The stream that
+training uses stays free. Use each object from one thread only. Tensors that are already in host memory are not copied.
 """
 
 import contextlib
@@ -13,10 +13,10 @@ NUM_BUFFERS = 2
 
 
 class Upload:
-    """Host buffers whose content goes to one device.
+    """Host buffers whose content is copied to one device.
 
     Args:
-        device: where the bytes go.
+        device: target of the copies.
         num_bytes: size of a buffer.
     """
 
@@ -47,7 +47,7 @@ class Upload:
 
     @contextlib.contextmanager
     def uploaded(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the content of the latest `buffer()` on the device; work in the block is queued on the upload's stream."""
+        """Yield the content of the latest `buffer()` on the device; the block's work is queued on the upload's stream."""
         if self._stream is None:
             yield buffer
             return

@@ -53,12 +53,12 @@ def node_id() -> str:
     return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.is_file() else ''}"
 
 
-# By use: the default group that existed when the use's group was created, and the use's group.
+# For each use: its group, preceded by the default group that existed when the use's group was created.
 _groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks, or None if the default group is one already.
+    """Return a gloo group of all ranks, or None if the default group is already a gloo group.
 
     Objects sent through an accelerator's group would be copied to the accelerator, after all work that is queued there.
 
@@ -73,7 +73,7 @@ def host_group() -> dist.ProcessGroup | None:
 def patient_group(thread: str = "main") -> dist.ProcessGroup | None:
     """Return a gloo group without a timeout, for waiting while one rank works for longer than `ddp_timeout`.
 
-    One rank may be writing a checkpoint or downloading a model, for example. If it dies, the wait ends.
+    One rank may be writing a checkpoint or downloading a model, for example. If this rank dies, the wait ends.
 
     Collective on the first call: every rank must call this.
 
@@ -97,7 +97,7 @@ def _default_timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def set_timeout(seconds: float) -> None:
-    """Set the timeout of collectives, even if the process group was started with another one.
+    """Set the timeout of collectives, even if the process group was started with another timeout.
 
     Collective on the first call, like `host_group`.
     """
@@ -127,7 +127,7 @@ def broadcast_object(value: Value, group: dist.ProcessGroup | None = None, sourc
 
 
 def gather_on_main(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Return the values of all ranks on rank 0, in rank order, and an empty list on the others.
+    """Return the values of all ranks on rank 0, in rank order, and an empty list on other ranks.
 
     Unlike torch's `gather_object`, which sends sizes around a ring of all ranks, each rank sends to rank 0 only.
 
@@ -207,7 +207,7 @@ def print_main(message: str) -> None:
 
 
 def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """If any rank has failed, raise the error of the lowest such rank on every rank.
+    """If any rank has failed, raise the lowest failed rank's error on every rank.
 
     Collective: every rank of the group (default: all) must call this, with its own error or None.
 
@@ -271,7 +271,7 @@ def sync_errors(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 def main_first(work: Callable[[], Value]) -> Value:
     """Run `work` on rank 0, then on one rank of each other node, then on all others, and return its result.
 
-    This way rank 0 fills a shared cache, and each node's first rank fills a node-local one.
+    This way rank 0 fills a shared cache, and each node's first rank fills a node-local cache.
 
     Collective: every rank must call this. `work` must not call collectives; it may take longer than `ddp_timeout`,
     because ranks wait in a group without a timeout.
@@ -295,7 +295,7 @@ def exit_with_message() -> Iterator[None]:
         if isinstance(error, UnexpectedError) and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         if not error.is_agreed and not is_main():
-            # Rank 0 may have the same error. Then the launcher ends this rank before it prints, as soon as rank 0 has exited.
+            # If rank 0 has the same error, only rank 0 prints: the launcher ends this rank during this wait.
             time.sleep(EXIT_WAIT_SECONDS * (1 if os.environ.get("LOCAL_RANK", "0") == "0" else 2))
         if not error.is_agreed or is_main():
             # A single write, so that the lines of several ranks do not interleave.

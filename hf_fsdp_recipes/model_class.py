@@ -1,7 +1,6 @@
 """Chooses a model's class: the one requested, or the one that its config declares in `architectures`.
 
-`build` records the class in the config, so that whatever is built from the config later, such as an export, has the same
-class.
+`build` records the class in the config, so that anything built later from this config, such as an export, has the same class.
 
 Source: trl 1.16 `create_model_from_path`; transformers 5.23 `auto_factory.py`.
 """
@@ -28,12 +27,12 @@ CAUSAL = "AutoModelForCausalLM"
 def choose_class(
     config: "PreTrainedConfig", auto_class: AutoClass = None, trust_remote_code: bool = False
 ) -> tuple[Any, "PreTrainedConfig"]:
-    """Return the class to build, and the config to build it from. Any rank may call this.
+    """Return the class to build, and the config to build it from. Not a collective.
 
-    `auto_class` is a class or the name of one; None takes what the config declares, or AutoModelForCausalLM if transformers has
-    no class of that name. The returned class is an auto class if the model has its own code; the returned config is the text
-    config if the class is for the text part alone. Raises a LoadError if the class cannot be trained, does not fit the config,
-    or is for the text part alone and was not requested.
+    `auto_class` is a class or a class name. None means the class that the config declares, or AutoModelForCausalLM if
+    transformers lacks it. A model with its own code gets an auto class. A class for the text part alone gets the text config.
+    Raises a LoadError if the class cannot be trained, does not fit the config, or is for the text part alone and was not
+    requested.
     """
     chosen = _find_class(config, auto_class, trust_remote_code)
     if hasattr(chosen, "_model_mapping"):
@@ -59,7 +58,7 @@ def choose_class(
 
 
 def for_new_model(config: "PreTrainedConfig", auto_class: AutoClass) -> AutoClass:
-    """Return `auto_class`, or the causal auto class if it is None and a new model's config declares a class without a head."""
+    """Return `auto_class`, but CAUSAL instead of None if a new model's config declares a class without a head."""
     import transformers
 
     declared = getattr(transformers, declared_class(config) or "", None)
@@ -86,7 +85,7 @@ def build(config: "PreTrainedConfig", auto_class: AutoClass = None, **from_confi
 
 
 def task_type_of(model_class: type) -> str | None:
-    """Return PEFT's task type for a model class, or None if transformers lists it under none of TASK_TYPES."""
+    """Return PEFT's task type for a model class, or None if no auto class in TASK_TYPES lists it."""
     auto = _auto_class_of(model_class)
     return TASK_TYPES[auto] if auto else None
 
@@ -107,7 +106,7 @@ def _class_names(auto: str) -> set[str]:
 
 
 def _find_class(config: "PreTrainedConfig", auto_class: AutoClass, trust_remote_code: bool) -> Any:
-    """Return the class that is requested or declared: a model class or an auto class."""
+    """Return the requested or declared class: a model class or an auto class."""
     import transformers
 
     if isinstance(auto_class, type):

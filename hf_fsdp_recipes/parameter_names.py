@@ -35,5 +35,5 @@ def in_base_model(name: str) -> str:
 
 
 def without_adapter_name(name: str, adapter_name: str) -> str:
-    """Return an adapter tensor's name as PEFT's files have it, without the name of the adapter."""
+    """Return an adapter tensor's name as in PEFT's files, which omit the adapter's name."""
     return name.replace(f".modules_to_save.{adapter_name}.", ".").replace(f".{adapter_name}.", ".")

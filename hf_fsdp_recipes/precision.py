@@ -24,7 +24,7 @@ def format_dtype(dtype: torch.dtype) -> str:
 
 
 def mixed_precision_dtype() -> torch.dtype | None:
-    """Return the mixed-precision dtype of the Accelerator, or of the launcher if there is no Accelerator yet, or None."""
+    """Return the mixed-precision dtype of the Accelerator, or of the launcher before there is an Accelerator; or None."""
     from accelerate.state import AcceleratorState, is_initialized
 
     name = AcceleratorState().mixed_precision if is_initialized() else mixed_precision()

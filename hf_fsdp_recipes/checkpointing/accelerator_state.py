@@ -18,8 +18,8 @@ def save_checkpoint(
 ) -> Path:
     """Save what `accelerator.save_state` saves, so that a run never resumes from an interrupted save.
 
-    The files are written to a hidden directory, get a manifest with checksums, and are flushed; then the directory gets its
-    name. Training waits meanwhile. Resume with `accelerator.load_state(latest_checkpoint(output_dir))`.
+    The files and a manifest of their checksums are written to a hidden directory and flushed; then the directory is renamed
+    to `checkpoint-<step>`. Training waits meanwhile. Resume with `accelerator.load_state(latest_checkpoint(output_dir))`.
 
     Collective: every rank must call this, with the same arguments.
 
@@ -34,8 +34,8 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on every rank, if the directory cannot be created or completed, or another process changed it.
-        OSError: on every rank, if a file cannot be written. After either error, what was written is deleted, and earlier
-            checkpoints are intact.
+        RecipeError: on every rank, if a file cannot be written. After either error, the files of this save are deleted, and
+            earlier checkpoints are intact.
     """
     final = layout.directory_for(output_dir, step)
     if accelerator.project_configuration.automatic_checkpoint_naming:
@@ -63,10 +63,10 @@ def _write(accelerator: "Accelerator", incomplete: Path, final: Path) -> dict[st
     from torch.distributed.checkpoint import CheckpointException
 
     group = distributed.patient_group()
-    with distributed.sync_errors(group):  # the last part of save_state, each rank's random state, is not collective
+    with distributed.sync_errors(group):  # the end of save_state (random states) is not collective
         try:
             accelerator.save_state(str(incomplete))
-        except CheckpointException as error:  # not an Exception; the same on every rank
+        except CheckpointException as error:  # a BaseException; the same on every rank
             cause = summarize(next(iter(error.failures.values()))[0], "line")
             raise CheckpointError(f"{final} could not be written: {cause}. Earlier checkpoints are intact.") from error
     names = distributed.run_on_main(lambda: layout.files_in(incomplete), group)

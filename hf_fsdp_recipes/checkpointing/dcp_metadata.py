@@ -23,7 +23,7 @@ class TensorFacts(NamedTuple):
     dtype: torch.dtype | None
 
     def __str__(self) -> str:
-        """Return `(300, 32) float32`."""
+        """Return text such as `(300, 32) float32`."""
         return f"{self.shape}{'' if self.dtype is None else ' ' + format_dtype(self.dtype)}"
 
 
@@ -31,7 +31,7 @@ Tensors = Mapping[str, TensorFacts]
 
 
 def read_dcp_metadata(directory: Path) -> "Metadata":
-    """Return the metadata of a DCP directory without running code from it; raise a CheckpointError if it cannot be read."""
+    """Return a DCP directory's metadata without running pickled code; raise a CheckpointError if it cannot be read."""
     try:
         with (directory / METADATA_FILE).open("rb") as stream:
             return load_metadata(stream)
@@ -56,7 +56,7 @@ def describe_tensors(state: Mapping[str, Any]) -> dict[str, TensorFacts]:
 
 
 def find_mismatch(stored: Tensors, model: Tensors, compare_names: bool = True) -> str | None:
-    """Return how a checkpoint's tensors differ from a model's, as a clause for a message, or None if they do not differ."""
+    """Return how a checkpoint's tensors differ from a model's, as a clause for a message, or None if they match."""
     if (has_adapter := any(map(is_adapter, model))) != any(map(is_adapter, stored)):
         held, trained = ("all parameters", "an adapter") if has_adapter else ("an adapter", "all parameters")
         return f"holds {held}, but this run trains {trained}"

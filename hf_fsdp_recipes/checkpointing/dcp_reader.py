@@ -37,12 +37,12 @@ PlainPickles = dict[bytes, bool]  # for each pickle found in an archive, whether
 
 
 class StoredFile:
-    """A `.distcp` file whose blocks are verified the first time that they are read.
+    """A `.distcp` file whose blocks are verified when they are first read.
 
     Args:
         path: the file.
         checksums: XXH3 of each block, or None to read without verifying.
-        recent: the last blocks that were verified. All files share this dict, so its size does not depend on their number.
+        recent: the most recently verified blocks. All files share this dict, so more files do not need more memory.
     """
 
     def __init__(self, path: Path, checksums: list[str] | None, recent: RecentBlocks) -> None:
@@ -158,7 +158,7 @@ class _Window(io.RawIOBase):
 
 
 def find_directory(checkpoint: Path) -> Path:
-    """Return the directory of a checkpoint that holds the model's `.metadata`; raise an ExportError if there is none."""
+    """Return the directory with the model's `.metadata` in a checkpoint; raise an ExportError if there is none."""
     for candidate in (checkpoint / MODEL_DIRECTORY, checkpoint):
         if (candidate / METADATA_FILE).is_file():
             return candidate
@@ -171,7 +171,7 @@ def find_directory(checkpoint: Path) -> Path:
 def read_index(directory: Path) -> dict[str, DcpTensor]:
     """Return the tensors of a DCP directory and where they are stored.
 
-    Any process may call this. Files without block checksums are verified in full first.
+    Not a collective. Files without block checksums are verified in full first.
 
     Raises:
         ExportError: the index cannot be read, a file is missing, truncated or differs from the checkpoint's manifest, or
@@ -199,7 +199,7 @@ def read_index(directory: Path) -> dict[str, DcpTensor]:
 
 
 def _open_files(directory: Path) -> Callable[[str], StoredFile]:
-    """Return a function that opens a file of a DCP directory by name, once."""
+    """Return a function that opens the files of a DCP directory by name, each only once."""
     checksums = _verify_manifest(directory)
     recent: RecentBlocks = {}
 
@@ -219,7 +219,7 @@ def _open_files(directory: Path) -> Callable[[str], StoredFile]:
 def _verify_manifest(directory: Path) -> Checksums | None:
     """Check the sizes of the files that an export reads, and verify files without block checksums.
 
-    Return the checksums of each file's blocks, which are compared when a block is read, or None if there is no manifest.
+    Return the block checksums of each file, for verifying a block when it is read, or None if there is no manifest.
     """
     root = directory.parent if directory.name == MODEL_DIRECTORY else directory
     if not (root / layout.MANIFEST).is_file():
@@ -230,7 +230,7 @@ def _verify_manifest(directory: Path) -> Checksums | None:
     try:
         for name, entry in layout.read_manifest(root)["files"].items():
             file, num_bytes, blocks = root / name, int(entry["bytes"]), entry.get("blocks")
-            # An export does not read the state of the optimizer or of single ranks.
+            # An export does not read the optimizer, the scheduler or random states.
             if file.parent not in (root, directory) or file.suffix in (".pt", ".pth"):
                 continue
             if layout.find_size(file) != num_bytes:
@@ -292,7 +292,7 @@ def _data_start(file: StoredFile, name: str, offset: int, length: int, num_bytes
         if data.file_size != num_bytes or not plain[description]:
             raise ValueError(f"it is not stored as {num_bytes:,} contiguous bytes")
         header = bytearray(4)
-        window.seek(data.header_offset + 26)  # lengths of the local header's name and extra field
+        window.seek(data.header_offset + 26)  # the local header holds the lengths of its name and extra field
         window.readinto(header)
     except Exception as error:  # zipfile and torch raise many types for damaged archives
         raise ExportError(f"{file.path}: {name} cannot be read ({error})") from error
@@ -301,7 +301,7 @@ def _data_start(file: StoredFile, name: str, offset: int, length: int, num_bytes
 
 
 def _join(directory: Path, name: str, entry: Any, chunks: list[Chunk]) -> DcpTensor:
-    """Return the tensor that these chunks make up. Of chunks that are replicas of one range, one is used."""
+    """Join chunks into a tensor. If several chunks are replicas of the same range, use only one of them."""
     by_first = {chunk.first: chunk for chunk in chunks if chunk.count}
     ordered = tuple(by_first[first] for first in sorted(by_first))
     ends = [0, *(chunk.first + chunk.count for chunk in ordered)]

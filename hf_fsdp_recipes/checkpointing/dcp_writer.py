@@ -1,7 +1,7 @@
-"""A torch DCP file writer that bypasses the page cache and computes checksums while it writes, and its planner.
+"""A torch DCP file writer, which bypasses the page cache and computes checksums while it writes, and a save planner.
 
-Source: torch 2.13 `distributed/checkpoint/filesystem.py`: FileSystemWriter writes through its own `fs`; `default_planner.py`:
-`enable_plan_caching` keeps plans by the name of the planner's class.
+Source: torch 2.13 `distributed/checkpoint/filesystem.py`: FileSystemWriter writes through its attribute `fs`;
+`default_planner.py`: `enable_plan_caching` stores plans under the name of the planner's class.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ class DirectWriter(FileSystemWriter):
     """
 
     def __init__(self, directory: Path, notify: Callable[[int], Any] = lambda num_bytes: None) -> None:
-        # Do not copy ahead: that would synchronize the stream that training uses.
+        # Copying ahead would synchronize the stream that training uses.
         super().__init__(directory, sync_files=False, per_thread_copy_ahead=0)
         self.manifest_entries: dict[str, dict[str, Any]] = {}
         self.fs = _DirectFileSystem(notify, self.manifest_entries)
 
 
 class CachedPlanner(DefaultSavePlanner):
-    """Reuses the plan of the previous save of the same part, so that rank 0 plans for all ranks only once.
+    """Reuses the plan of the part's previous save, so that rank 0 plans for all ranks only once.
 
     Args:
         part: "model" or "optimizer"; each has its own plan.
@@ -50,7 +50,7 @@ class CachedPlanner(DefaultSavePlanner):
 def forget_plans() -> None:
     """Discard the cached plans. Call it on every rank after a failed save, and before another model is saved.
 
-    torch compares names and shapes with those in the last plan, but not dtypes. A failed save may leave its plan behind.
+    torch compares names and shapes, but not dtypes, with the cached plan. A failed save may also leave a plan behind.
     """
     for name, cached in vars(SavePlanner).items():
         if name.startswith("_cached_") and isinstance(cached, dict):
@@ -70,6 +70,6 @@ class _DirectFileSystem(FileSystem):
                 yield stream
             return
         file = ChecksummedStream(Path(path), self._notify)
-        with io.BufferedWriter(file) as stream:  # because torch.save writes each tensor in about 40 pieces
+        with io.BufferedWriter(file) as stream:  # torch.save writes each tensor in about 40 pieces
             yield stream
         self._manifest_entries[Path(path).name] = file.manifest_entry()

@@ -1,8 +1,8 @@
 """Writes files with O_DIRECT, or through the page cache if the file system does not support it.
 
-For gigabytes that will not be read again soon, the page cache costs more than the disk: pages are allocated and zeroed one by
-one, take memory from training, and ranks that write to the same file contend for its lock. Full blocks are written directly
-from one aligned buffer; the unaligned ends go through the cache.
+For gigabytes that are not read again soon, the page cache costs more than the disk: the kernel allocates and zeroes pages one
+by one, the pages take memory from training, and ranks that write to the same file contend for a lock. Full blocks are written
+directly from one aligned buffer; the unaligned ends go through the cache.
 
 Source: open(2), "O_DIRECT", on alignment and on mixing direct and cached writes.
 """
@@ -27,7 +27,7 @@ MIN_DIRECT_BYTES = 256 * 1024  # smaller writes are faster through the cache
 
 
 class DirectFile:
-    """Write byte ranges of an existing file, in any order, from one thread. `close` makes them durable."""
+    """Write byte ranges of an existing file, in any order, from one thread. `close` makes the writes durable."""
 
     def __init__(self, file: Path) -> None:
         self._descriptor = os.open(file, os.O_WRONLY)
@@ -36,7 +36,7 @@ class DirectFile:
         self._small_bytes = 0
 
     def write(self, data: "ReadableBuffer", offset: int, buffer: mmap.mmap) -> None:
-        """Write all of `data` at byte `offset`, full blocks through an aligned buffer."""
+        """Write all of `data` at byte `offset`; full blocks go through the aligned `buffer`."""
         view = memoryview(data).cast("B")
         head, blocks, tail = split_at_blocks(view, offset)
         if len(blocks) < MIN_DIRECT_BYTES:
@@ -64,7 +64,7 @@ class DirectFile:
         self._small, self._small_bytes = [], 0
 
     def write_blocks(self, buffer: mmap.mmap, count: int, offset: int) -> None:
-        """Write the first `count` bytes of an aligned buffer to `offset`, the start of a block."""
+        """Write the first `count` bytes of an aligned buffer to `offset`, which must be the start of a block."""
         direct_bytes = count // BLOCK_BYTES * BLOCK_BYTES
         with memoryview(buffer) as view:
             if self._direct is not None and direct_bytes:
@@ -80,7 +80,7 @@ class DirectFile:
             _write_all(self._descriptor, view[:count], offset)
 
     def close(self) -> None:
-        """Write what remains, make the file durable and close it."""
+        """Write the remaining bytes, make the file durable and close it."""
         try:
             self._write_small()
             os.fsync(self._descriptor)
@@ -91,7 +91,7 @@ class DirectFile:
 
 
 class ChecksummedStream(io.RawIOBase):
-    """Write a new file sequentially and compute its XXH3 checksums on the fly: the file's, and each block's.
+    """Write a new file sequentially and compute XXH3 checksums of the file and of each block on the fly.
 
     Args:
         file: its path.
@@ -130,7 +130,7 @@ class ChecksummedStream(io.RawIOBase):
         return done
 
     def _flush(self) -> None:
-        """Write the buffer and add it to the checksums, while it is in the processor's cache."""
+        """Add the buffer to the checksums while it is in the CPU's cache, and write it."""
         with memoryview(self._buffer)[: self._num_buffered] as content:
             self._hash.update(content)
             self._block_hash.update(content)
@@ -146,7 +146,7 @@ class ChecksummedStream(io.RawIOBase):
         return {"bytes": self.tell(), "xxh3": self._hash.hexdigest(), "blocks": [*self._blocks, *last]}
 
     def close(self) -> None:
-        """Write what is buffered and make the file durable."""
+        """Write the buffered bytes and make the file durable."""
         if self.closed:
             return
         try:

@@ -24,12 +24,12 @@ class DiskEstimate:
 
     checkpoint_bytes: int  # bytes of one checkpoint
     export_bytes: int  # bytes of all exports together
-    num_checkpoints: int  # most checkpoints on disk at once, including the one being written
-    is_lower_bound: bool  # whether the number of checkpoints is unknown, so the run may need more
+    num_checkpoints: int  # maximum number of checkpoints on disk, including the one being written
+    is_lower_bound: bool  # whether the number of checkpoints is unknown, so the run may need more space
 
     @property
     def total_bytes(self) -> int:
-        """Most bytes on disk at once."""
+        """Maximum number of bytes on disk."""
         return self.checkpoint_bytes * self.num_checkpoints + self.export_bytes
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class DiskEstimate:
 
 
 def estimate(recipe: dict[str, Any]) -> DiskEstimate:
-    """Estimate what a run writes, with TRL's and Trainer's defaults for omitted fields.
+    """Estimate the disk space of a run, with TRL's and Trainer's defaults for omitted fields.
 
     Raises a TemplateError if the model cannot be built from its config.
     """
@@ -77,7 +77,7 @@ def _count_adapter_parameters(model: "PreTrainedModel", recipe: dict[str, Any]) 
 
 
 def _count_checkpoints(recipe: dict[str, Any]) -> tuple[int, bool]:
-    """Return the most checkpoints on disk at once, and whether there may be more."""
+    """Return the maximum number of checkpoints on disk, and whether it is only a lower bound."""
     limit, num_saves = recipe.get("save_total_limit"), _count_saves(recipe)
     if limit:
         num_kept = int(limit) + 1  # the oldest is deleted once the new one is complete

@@ -24,10 +24,10 @@ def check_weights(tensors: Iterable[tuple[str, torch.Tensor]], step: int, output
     Args:
         tensors: names and local values.
         step: number of steps trained, for the message.
-        output_dir: the run's output directory, to find the checkpoint to resume from.
+        output_dir: the run's output directory; the message names its newest complete checkpoint.
 
     Raises:
-        DivergenceError: a weight is NaN or infinite; names the first tensor.
+        DivergenceError: a weight is NaN or infinite; the message names the first such tensor.
     """
     names = find_non_finite(tensors)
     if not names:

@@ -1,8 +1,8 @@
 """Downloads a checkpoint from a mirror, to resume from it.
 
-If all ranks see one output directory, they divide the files, and the checkpoint is complete there. Otherwise each node downloads
-only what its ranks read: all small files, and the blocks of `.distcp` files that hold its ranks' chunks. DCP's reader asks for
-these blocks just before it reads them. They go to files with holes, in a directory whose name is never that of a checkpoint.
+If all ranks see the same output directory, they divide the files and complete the checkpoint there. Otherwise each node gets
+only what its ranks read: all small files, and the blocks of `.distcp` files that hold its ranks' chunks. DCP's reader requests
+these blocks just before it reads them. They go to sparse files, in a directory that is never named like a checkpoint.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from hf_fsdp_recipes.errors import CheckpointError, summarize
 from hf_fsdp_recipes.patches import registry
 from hf_fsdp_recipes.patches.torch import Chunks, register_read_hook
 
-NUM_REQUESTS = 8  # of each rank at a time, for one block each
-_partial: dict[Path, "_Download"] = {}  # directories with a part of a checkpoint
+NUM_REQUESTS = 8  # concurrent requests of each rank; each request is for one block
+_partial: dict[Path, "_Download"] = {}  # by directory that holds only a part of a checkpoint
 
 
 def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path | None = None) -> Path | None:
     """Download a checkpoint from a mirror into a run's output directory, and return its path there.
 
     If all ranks see the same directory, each downloads a part of the checkpoint. Otherwise each node downloads the small files
-    now, and what else its ranks read when Trainer or Accelerate loads the returned directory. Trainer's first step deletes that
-    directory. Ranks wait for each other without a timeout.
+    now, and the other data of its ranks when Trainer or Accelerate loads the returned directory. Trainer's first step deletes
+    this directory. Ranks wait for each other without a timeout.
 
     Collective: every rank must call this, after the process group has started.
 
@@ -49,7 +49,7 @@ def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path 
         The downloaded checkpoint in `output_dir`, or `newest` if there is nothing to download.
 
     Raises:
-        CheckpointError: the named checkpoint is not complete, or its files do not match its manifest. Loading raises it, too.
+        CheckpointError: the named checkpoint is not complete, or its files do not match its manifest. Loading can raise this too.
     """
     group = distributed.patient_group()
     chosen = distributed.run_on_main(lambda: _choose(url, newest), group)
@@ -93,27 +93,27 @@ def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path 
 
 
 def delete_partial() -> None:
-    """Delete parts of checkpoints that were downloaded to resume from, if any. Collective, after every rank has read them."""
+    """Delete partial checkpoints that were downloaded for a resume. Collective: every rank calls this after reading."""
     if _partial:
         distributed.barrier()
         for directory in _partial:
-            shutil.rmtree(directory, ignore_errors=True)  # several ranks may delete it at once
+            shutil.rmtree(directory, ignore_errors=True)  # several ranks may delete it at the same time
         _partial.clear()
 
 
 @dataclass
 class _Download:
-    """A checkpoint in a mirror, and a directory for it or a part of it, which `sharers`, the ranks that see it, fill together."""
+    """Downloads all or part of a mirror's checkpoint. The `sharers`, the ranks that see `directory`, share the work."""
 
     storage: Storage
     files: dict[str, Any]  # the manifest's entries
     directory: Path
     sharers: list[int]
-    fetched: set[tuple[str, int]] = field(default_factory=set)  # files and numbers of blocks
+    fetched: set[tuple[str, int]] = field(default_factory=set)  # (file, block number)
 
     @property
     def part(self) -> slice:
-        """What this rank downloads of a list that the sharers divide."""
+        """This rank's slice of a list that the sharers divide."""
         return slice(self.sharers.index(distributed.rank()), None, len(self.sharers))
 
     def fetch_files(self, names: list[str]) -> None:
@@ -138,7 +138,7 @@ class _Download:
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """Raise on all ranks what fails on one, and let them wait without a timeout. Collective."""
+        """If any rank fails, raise its error on all ranks, which wait without a timeout. Collective."""
         with distributed.sync_errors(distributed.patient_group()):
             try:
                 yield
@@ -153,7 +153,7 @@ class _Download:
 
 
 def _fetch_chunks(directory: Path, chunks: Chunks) -> None:
-    """Download what the ranks are about to read, each block once per directory. Called by DCP's reader. Collective."""
+    """Download the blocks that the ranks are about to read, each once per directory. DCP's reader calls this. Collective."""
     download = _partial.get(directory.parent.resolve())
     if download is None:
         return
@@ -193,14 +193,14 @@ def _choose(url: str, newest: Path | None) -> tuple[str, dict[str, Any]] | None:
 
 
 def _find_sharers(output_dir: Path) -> list[int]:
-    """Return the ranks that see the same directory as this one: those that see rank 0's, or else those of this node. Collective."""
+    """Return the ranks that share this rank's directory: all that see rank 0's, or else those of this node. Collective."""
     group = distributed.patient_group()
-    # The name is random, because NFS clients remember for seconds that a name did not exist.
+    # The name is random, because NFS clients cache for seconds that a name does not exist.
     probe = output_dir / f".probe-{distributed.broadcast_object(uuid.uuid4().hex, group)}"
     with distributed.sync_errors(group):
         output_dir.mkdir(parents=True, exist_ok=True)
     distributed.run_on_main(probe.touch, group)
-    list(output_dir.iterdir())  # so that NFS looks for what another node has written
+    list(output_dir.iterdir())  # makes NFS look for files that another node has written
     places = distributed.gather_objects("" if probe.exists() else distributed.node_id(), group)
     distributed.run_on_main(probe.unlink, group)
     return [rank for rank, place in enumerate(places) if place == places[distributed.rank()]]

@@ -41,7 +41,7 @@ def _has_room_on_device(model: torch.nn.Module, optimizer: torch.optim.Optimizer
     num_bytes = sum(tensor.nbytes for tensor in shards if tensor.device.type != "cpu")
     if not num_bytes:
         return True
-    # Memory that torch's allocator has cached does not count: the next forward and backward need it.
+    # Memory that torch's allocator has cached does not count as free: the next forward and backward need it.
     return num_bytes <= torch.accelerator.get_memory_info()[0]
 
 

@@ -1,7 +1,7 @@
 """Checkpoint directories: names, manifests, validation, and which to resume from or delete.
 
 A checkpoint is complete if its directory has its final name and its files match its manifest. The manifest is written last,
-then the directory is renamed. Uses neither torch nor collectives.
+then the directory is renamed. This module uses neither torch nor collectives.
 """
 
 import errno
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 STATE_FILE = "trainer_state.json"
-STATE_KEY = "hf_fsdp_recipes"  # key in the state's `stateful_callbacks`, which Trainer saves and restores
+STATE_KEY = "hf_fsdp_recipes"  # key in TrainerState's `stateful_callbacks`, which Trainer saves and restores
 MODEL_DIRECTORY = "pytorch_model_fsdp_0"
 PARTS = {"model": MODEL_DIRECTORY, "optimizer": "optimizer_0"}  # directories of DCP files, in the order of writing
 METADATA_FILE = ".metadata"  # in each part's directory
@@ -36,7 +36,7 @@ _INCOMPLETE = re.compile(r"\.checkpoint-(\d+)\.(incomplete|download)")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One `checkpoint-<step>` directory, why it cannot be resumed from (None if it can), and its run's id."""
+    """A `checkpoint-<step>` directory; `fault` is why it cannot be resumed from, or None, and `run` the id of its run."""
 
     path: Path
     step: int
@@ -45,7 +45,7 @@ class Checkpoint:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it can be resumed from."""
+        """Whether a run can resume from this checkpoint."""
         return self.fault is None
 
 
@@ -55,7 +55,7 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 def is_incomplete_name(name: str) -> bool:
-    """Return whether a directory has the name of a save or download that is not complete."""
+    """Return whether a directory is named like an incomplete save or download."""
     return _INCOMPLETE.fullmatch(name) is not None
 
 
@@ -65,17 +65,17 @@ def directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
 
 
 def incomplete_directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
-    """Return the path of a step's checkpoint until it is complete. Trainer ignores directories of this name."""
+    """Return the path of a step's checkpoint until it is complete. Trainer ignores directories with such names."""
     return Path(output_dir) / f".checkpoint-{step}.incomplete"
 
 
 def download_directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
-    """Return the path of a step's checkpoint while it is downloaded, or if a node needs only a part of it."""
+    """Return the path to which a step's checkpoint is downloaded. A download of only a part keeps this name."""
     return Path(output_dir) / f".checkpoint-{step}.download"
 
 
 def find_resumed(output_dir: str | os.PathLike[str], step: int) -> Path:
-    """Return the directory of the checkpoint from which a run resumes at a step: complete, or the part that was downloaded."""
+    """Return the directory from which a run resumes at a step: a complete checkpoint, or a downloaded part of one."""
     final = directory_for(output_dir, step)
     return final if final.is_dir() else download_directory_for(output_dir, step)
 
@@ -126,7 +126,7 @@ def files_in(directory: Path) -> list[str]:
 
 
 def start(output_dir: str | os.PathLike[str], step: int) -> Path:
-    """Create the empty directory that a step is written into, and delete interrupted saves. Rank 0 only."""
+    """Create the empty directory for a step's checkpoint; delete interrupted saves and downloads. Rank 0 only."""
     incomplete = incomplete_directory_for(output_dir, step)
     try:
         remove_interrupted(output_dir)
@@ -141,7 +141,7 @@ def start(output_dir: str | os.PathLike[str], step: int) -> Path:
 
 
 def remove_interrupted(output_dir: str | os.PathLike[str], kind: str = "incomplete") -> None:
-    """Delete saves or downloads that were interrupted. One rank only, while none is being written or read."""
+    """Delete interrupted saves or downloads. Call it on one rank only, while no rank writes or reads any of them."""
     for old in Path(output_dir).glob(f".checkpoint-*.{kind}"):
         if is_incomplete_name(old.name):
             old.unlink() if old.is_symlink() else shutil.rmtree(old)
@@ -203,7 +203,7 @@ def set_aside(path: Path) -> Path:
 def validate(directory: Path, verify: bool = False, part: int = 0, num_parts: int = 1) -> str | None:
     """Return why a checkpoint cannot be resumed from, or None if it can.
 
-    Checks names and sizes, and with `verify` the checksums of one of `num_parts` parts of the files.
+    Checks names and sizes; with `verify`, also the checksums of every `num_parts`-th file, starting with file `part`.
 
     Raises:
         CheckpointError: the file system fails, so it is unknown whether the checkpoint is complete.

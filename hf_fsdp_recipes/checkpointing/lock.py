@@ -1,7 +1,7 @@
 """Keeps two runs from writing to the same output directory.
 
-The lock is a file whose modification time its holder updates every few seconds. Another run takes it over if the holder has
-exited, or has not updated it for STALE_SECONDS, for example because its node has died.
+The lock is a file. Its holder updates the modification time every few seconds. Another run takes the lock over if the holder
+has exited, or has not updated the file for STALE_SECONDS, for example because the node has died.
 """
 
 import errno
@@ -21,7 +21,7 @@ _locks: dict[Path, SoftFileLease] = {}  # this process's locks
 def lock_directory(output_dir: str | os.PathLike[str], wait_seconds: float = 60.0) -> SoftFileLease:
     """Lock a run's output directory for this process, and check that it can be written. Rank 0 only.
 
-    Waits for a previous run to exit. A process may lock a directory several times. The directory is free again after as many
+    Waits for a previous run to exit. A process may lock a directory several times. The lock ends after the same number of
     releases, or when the process exits.
 
     Raises:

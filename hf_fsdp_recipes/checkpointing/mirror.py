@@ -1,8 +1,8 @@
 """Uploads checkpoints and exports to object storage while training continues; download.py reads them.
 
 A mirror is a URL that fsspec opens, such as s3://bucket/run, or a path. Each rank uploads a part of the files. Rank 0 uploads
-the manifest once all ranks are done, so a checkpoint in the mirror is complete or absent. Set credentials and endpoints as
-fsspec's documentation describes.
+the manifest once all ranks are done, so a checkpoint with a manifest is complete. Set credentials and endpoints as fsspec's
+documentation describes.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class Mirror:
     """Uploads the directories passed to `add`, one at a time, from a thread on each rank.
 
-    Create one on every rank, and call its methods in the same order. If uploads are slower than saves, only the newest checkpoint
-    is uploaded. Without a URL it does nothing.
+    Create a Mirror on every rank, and call its methods in the same order. If uploads are slower than saves, only the newest
+    checkpoint is uploaded. Without a URL, the methods do nothing.
     """
 
     def __init__(self, url: str | None) -> None:
@@ -42,13 +42,13 @@ class Mirror:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._added: list[tuple[Path, str]] = []  # directories with the names of their manifests
-        # Positions in `_added`, from 1: of the last directory that is finished or skipped, and of the current upload.
+        # Positions in `_added`, counted from 1: the last directory that is finished or skipped, and the current upload.
         self._num_done = self._current = 0
-        self._failures: dict[str, str | None] = {}  # why the last checkpoint and export failed, by manifest name
+        self._failures: dict[str, str | None] = {}  # why the last uploads failed, by manifest name
         self._has_skipped = False
 
     def check(self, output_dir: str | os.PathLike[str], is_fsdp: bool = True) -> None:
-        """Raise a CheckpointError if a rank cannot write to the mirror, or there is one and the run lacks FSDP. Collective."""
+        """Raise a CheckpointError if a rank cannot write to the mirror, or the run has a mirror but no FSDP. Collective."""
         if self._url is None:
             return
         if not is_fsdp:
@@ -70,7 +70,7 @@ class Mirror:
                 ) from error
 
     def claim(self, run: str | None, step: int, *, is_starting: bool = True) -> None:
-        """Refuse another run's mirror. When training starts, set aside checkpoints of steps that it repeats. Rank 0 only."""
+        """Refuse another run's mirror. At training start, set aside checkpoints of steps that the run repeats. Rank 0 only."""
         if self._url is None:
             return
         self._run, storage = run, self._storage
@@ -91,7 +91,7 @@ class Mirror:
     def start(self, output_dir: str, step: int, keep: int | None, best: Callable[[], str | None]) -> None:
         """Start the thread, and upload the checkpoint that the run resumes from if it is not in the mirror. Collective.
 
-        `keep` is the number of complete checkpoints to keep, or None for all. The one whose path `best` returns is always kept.
+        `keep` is the number of complete checkpoints to keep, or None for all. The one at the path `best()` is always kept.
         """
         self._keep, self._best = keep if keep and keep > 0 else None, best
         if self._url is None or self._thread is not None:  # train() may be called again
@@ -114,7 +114,7 @@ class Mirror:
             self._changed.notify_all()
 
     def wait(self) -> SaveError | None:
-        """Wait for the last upload; return why the last checkpoint or export was not uploaded. Collective."""
+        """Wait for the last upload; return an error if the last checkpoint or export was not uploaded. Collective."""
         if self._url is None:
             return None
         with self._changed:
@@ -139,7 +139,7 @@ class Mirror:
                 self._current = len(self._added)
             directory, manifest = self._added[-1]
             try:
-                # Rank 0 chooses its newest. The other ranks may have added fewer or more directories so far.
+                # The ranks upload rank 0's newest directory. They may have added fewer or more directories so far.
                 number = distributed.broadcast_object(self._current, self._group)
                 with self._changed:
                     while len(self._added) < number:
@@ -203,7 +203,7 @@ class Mirror:
             self._storage.attempt("rm_file", f"{self._storage.root}/{directory.name}/{UNFINISHED}")
             own = [one for one in self._storage.list_checkpoints() if one.run == self._run]
             newest = max((one.step for one in own if one.is_complete), default=0)
-            # Keep the uploaded best one too, because a newer best checkpoint may not be uploaded yet.
+            # Also keep the best checkpoint that is uploaded, because a newer best one may not be uploaded yet.
             saved_best = layout.read_json(directory / layout.STATE_FILE).get("best_model_checkpoint")
             best = [Path(path).name for path in (self._best(), saved_best) if path]
             old = layout.find_old(own, self._keep, best) if self._keep else []

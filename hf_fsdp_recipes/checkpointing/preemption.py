@@ -59,7 +59,7 @@ class SignalWatch:
         return self._is_agreed
 
     def start_exchange(self, has_failed: bool) -> None:
-        """Share this rank's signal, and whether this rank has failed, while the optimizer steps.
+        """Start to share whether this rank was signaled or has failed; the exchange runs while the optimizer steps.
 
         Collective: every rank must call this before the optimizer's step.
         """

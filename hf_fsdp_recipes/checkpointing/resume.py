@@ -42,7 +42,7 @@ PACKAGES = ("hf-fsdp-recipes", "torch", "accelerate", "transformers", "trl", "pe
 TEMPLATE_VARIABLES = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
 PARAMS_FILE = "train_params.yaml"
 FACTS = ("arguments", "recipe", "adapter")  # the parts of PARAMS_FILE that are compared on resume
-# Arguments whose old values come back with the states of optimizer and scheduler, as in any Trainer.
+# Arguments whose old values are restored with the optimizer and scheduler, as in any Trainer.
 _RESTORED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # Arguments that do not affect the trained weights; changes to them are not reported.
 _UNREPORTED = re.compile(
@@ -131,19 +131,19 @@ def read_train_params(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _read_batch_facts(checkpoint: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's `train_params.yaml` if it records the batch size; another program's may not."""
+    """Return a checkpoint's `train_params.yaml`, or None if it has no batch size because another program wrote it."""
     params = read_train_params(checkpoint) or {}
     return params if "global_batch_size" in params else None
 
 
 def keep_global_batch(args: "TrainingArguments", checkpoint: str | os.PathLike[str] | None) -> None:
-    """Keep a resumed run's global batch size on another number of ranks: sets `args.gradient_accumulation_steps` in place.
+    """Keep a resumed run's global batch size on another number of ranks; sets `args.gradient_accumulation_steps` in place.
 
     Call it on every rank after `load_model` and before building the Trainer; not a collective. Prints a changed gradient
     accumulation, and a note if random states are not restored because the number of ranks changed.
 
     Args:
-        args: the arguments for the Trainer. Everything but `gradient_accumulation_steps` stays as it is.
+        args: the arguments for the Trainer. Only `gradient_accumulation_steps` is changed.
         checkpoint: the checkpoint to resume from, such as the result of `latest_checkpoint`. With None, or with a checkpoint
             that does not record its global batch, nothing changes.
 
@@ -208,19 +208,19 @@ def check_data_position(args: "TrainingArguments", state: "TrainerState") -> Non
 
 
 def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return which arguments that affect training differ between two runs' `train_params`, such as `seed 42 -> 7`."""
+    """Return the changes between two runs' `train_params` that affect training, such as `seed 42 -> 7`."""
     old, new = ({n: v for part in FACTS for n, v in of.get(part, {}).items()} for of in (before, now))
     names = [name for name in sorted(old.keys() & new.keys()) if not _UNREPORTED.match(name)]
     return ", ".join(f"{name} {old[name]} -> {new[name]}" for name in names if old[name] != new[name])
 
 
 def enable_checks() -> None:
-    """Make Trainer compare each checkpoint that it resumes from with the run. Idempotent; not a collective."""
+    """Make Trainer check on resume that the checkpoint fits the run. Idempotent; not a collective."""
     register_resume_check(_check_checkpoint)
 
 
 def _check_checkpoint(trainer: "Trainer", checkpoint: Path, is_sharded: bool) -> None:
-    """Refuse a damaged checkpoint or one of another model or optimizer, and report what else has changed. Collective."""
+    """Refuse a checkpoint that is damaged or of another model or optimizer; report other changes. Collective."""
     if is_sharded:
         _check_state(trainer, checkpoint)
         return
@@ -251,7 +251,7 @@ def _check_checkpoint(trainer: "Trainer", checkpoint: Path, is_sharded: bool) ->
 
 
 def _compare_runs(checkpoint: Path, trainer: "Trainer") -> None:
-    """Refuse an adapter of another base model, and print what else has changed. Rank 0 only."""
+    """Refuse an adapter of another base model, and print other changes. Rank 0 only."""
     before, now = read_train_params(checkpoint) or {}, train_params(trainer.args, trainer.model)
     weights = [params.get("base_weights") for params in (before, now)]
     if None not in weights and weights[0] != weights[1]:
@@ -271,21 +271,21 @@ def _compare_runs(checkpoint: Path, trainer: "Trainer") -> None:
 
 
 def record_rows(trainer: "Trainer") -> None:
-    """Make checkpoints record which rows a trainer has, unless a recipe has described them. Not a collective."""
+    """Make checkpoints record a trainer's number of rows and their checksum, unless a recipe does. Not a collective."""
     args: Any = trainer.args
     if not hasattr(args, "recipe_facts"):
         args.recipe_facts = describe_rows(trainer.train_dataset)
 
 
 def _check_state(trainer: "Trainer", checkpoint: Path) -> None:
-    """Compare the checkpoint with what would be saved now. Collective."""
+    """Refuse a checkpoint whose tensors differ from those that the run would save now. Collective."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint.state_dict import _init_optim_state
 
     if not distributed.run_on_main((checkpoint / PARTS["optimizer"]).is_dir):
         return
     optimizer: Any = trainer.optimizer
-    _init_optim_state(optimizer.optimizer)  # a new optimizer has no state to compare
+    _init_optim_state(optimizer.optimizer)  # without this, a new optimizer has no state to compare
     state = capture(trainer.model, optimizer, trainer.accelerator.state.fsdp_plugin)
     tensors = describe_tensors(state["model"])
     own = _last_parts(flatten_state_dict({"state": state["optimizer"]["state"]})[0], "state.")
@@ -302,9 +302,9 @@ def _check_state(trainer: "Trainer", checkpoint: Path) -> None:
 
 
 def _compare_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse the state of another optimizer. It has settings that this one lacks, and lacks settings that this one has.
+    """Refuse another optimizer's state: both `optimizer` and the state have settings that the other lacks.
 
-    A new version of the same optimizer may add settings or remove some.
+    A new version of the same optimizer may add settings or remove settings.
     """
     if not (checkpoint / "optimizer.pt").is_file():
         return
@@ -329,7 +329,7 @@ def _read_tensors(checkpoint: Path) -> dict[str, TensorFacts]:
 
 
 def _last_parts(names: Iterable[str], prefix: str) -> set[str]:
-    """Return the kinds of per-parameter state, such as exp_avg, among the names of an optimizer's values."""
+    """Return the last parts of an optimizer's tensor names, such as exp_avg: its kinds of per-parameter state."""
     return {name.rpartition(".")[2] for name in names if name.startswith(prefix)}
 
 

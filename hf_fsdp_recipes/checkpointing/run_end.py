@@ -13,7 +13,7 @@ PATIENCE = "early_stopping_patience"  # key in the manifest of the last checkpoi
 
 
 def find_end(args: "TrainingArguments", state: "TrainerState", callbacks: Iterable[object]) -> str | None:
-    """Return how the resumed run had ended, at its last step or by early stopping, or None if it goes on."""
+    """Return how a resumed run had already ended (last step or early stopping), or None if it continues."""
     if state.global_step == 0:
         return None
     if state.max_steps <= state.global_step:

@@ -1,4 +1,4 @@
-"""Keeps the runs that use one output directory apart.
+"""Keeps runs that use the same output directory apart.
 
 A run gets a random id when it first starts. Its state and the manifests of its checkpoints carry the id, so a resumed run has
 the id of the checkpoint that it continues from.
@@ -28,7 +28,7 @@ SIDE_FILES = (METRICS_FILE, REPORT_FILE, LOSS_PLOT, THROUGHPUT_PLOT, MEMORY_PLOT
 
 
 def read_run(state: "TrainerState") -> str | None:
-    """Return the id of a state's run; None if it started without this package."""
+    """Return the id of a state's run; None if the run started without this package."""
     return state.stateful_callbacks.get(STATE_KEY, {}).get("run")
 
 
@@ -43,8 +43,8 @@ def claim_directory(
     """Make room for a run in its output directory, and give a new run its id.
 
     If another run has written there, the new run is refused, or the earlier files are moved to `previous-<n>` when training
-    starts. Then checkpoints of steps that the run will repeat are renamed. Rank 0 only, with the directory locked, before
-    anything is written.
+    starts. Then checkpoints of steps that the run will repeat are renamed. Call this on rank 0 only, with the directory
+    locked, before anything is written.
 
     Args:
         output_dir: the run's output directory.
@@ -61,15 +61,15 @@ def claim_directory(
     if state.global_step == 0:
         state.stateful_callbacks[STATE_KEY] = {"run": run or secrets.token_hex(8)}
     own = read_run(state)
-    # A stock Trainer's checkpoint has no manifest. If it also lacks its state file, its save was interrupted, and it may be
-    # this run's.
+    # A stock Trainer's checkpoint has no manifest. If its state file is missing too, the save was interrupted, and the
+    # checkpoint may be this run's.
     written = [
         one for one in layout.list_checkpoints(directory) if one.is_complete or (one.path / STATE_FILE).is_file()
     ]
     found = [checkpoint.path for checkpoint in written if checkpoint.run != own]
     is_resumed = layout.download_directory_for(directory, state.global_step).is_dir()
     is_own = len(found) < len(written) or run is not None or is_resumed
-    if not is_own:  # the other files are not this run's either
+    if not is_own:  # then the export and metrics are not this run's either
         found += [path for path in directory.glob("export*") if _EXPORT.fullmatch(path.name)]
         found += [directory / name for name in SIDE_FILES if found and (directory / name).is_file()]
     if found and previous_run == "refuse":
@@ -80,7 +80,7 @@ def claim_directory(
         _archive(directory, found)
     for checkpoint in layout.list_checkpoints(directory):
         if checkpoint.step > state.global_step:
-            layout.set_aside(checkpoint.path)  # complete or not: the run will repeat its step
+            layout.set_aside(checkpoint.path)  # complete or not, because the run will repeat its step
 
 
 def _describe(directory: Path, found: Path) -> str:

@@ -23,7 +23,7 @@ def describe_rows(rows: Any) -> dict[str, Any]:
         return {}
     facts = {"num_train_rows": len(rows)}
     if isinstance(rows, Dataset):
-        # Detects another file with the same name and length.
+        # The checksum detects another file with the same name and number of rows.
         known = rows.with_format(None).remove_columns(
             [n for n, kind in rows.features.items() if _MEDIA.search(str(kind))]
         )
@@ -34,9 +34,9 @@ def describe_rows(rows: Any) -> dict[str, Any]:
 
 @functools.cache
 def checksum_weights(name_or_path: str, revision: str | None = None) -> int | None:
-    """Return a checksum of samples of a model's safetensors files, or None if this machine has none.
+    """Return a checksum of samples of a model's safetensors files, or None if this machine has no such files.
 
-    A copy of the files in another directory has the same checksum. Other weights of the same shapes do not.
+    A copy of the files in another directory has the same checksum. Other weights of the same shapes have another one.
     """
     from huggingface_hub import snapshot_download
 

@@ -12,8 +12,8 @@ class SaveSchedule:
         self.last_saved_step = last_saved_step
         self._due_step: int | None = None
         if self.strategy == SaveStrategy.BEST:
-            # With "best", Trainer saves inside evaluation, where a callback cannot intercept it. With "steps" it still tracks
-            # the best step, but only sets a flag that a callback can clear.
+            # With "best", Trainer saves inside evaluation, where a callback cannot intercept the save. With "steps" it still
+            # tracks the best step, but sets a flag that a callback can clear.
             args.save_strategy = SaveStrategy.STEPS
 
     def request(self, state: TrainerState) -> None:

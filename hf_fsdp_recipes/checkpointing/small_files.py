@@ -27,7 +27,7 @@ def collect(
     rank_files: Mapping[str, str],
     assets: Mapping[str, bytes],
 ) -> dict[str, bytes]:
-    """Return the content of this rank's small files as they are now, by name.
+    """Return the current content of this rank's small files, by file name.
 
     `event` holds a callback's keyword arguments. Rank 0 also writes `assets`, the config and tokenizer files.
     """

@@ -1,8 +1,8 @@
 """Copies this rank's shards to host memory, reusing the same memory for every save.
 
 Shards on an accelerator are copied into pinned memory on a separate stream, once the work that training has queued is done.
-New memory for each save would have to be pinned again or, unpinned, would cause page faults. It would also double the use of
-memory, because the allocator does not reuse memory that another thread has freed.
+New memory for each save would have to be pinned again or, unpinned, would cause page faults. Memory use would
+also double, because the allocator does not reuse memory that another thread has freed.
 
 torch's `DefaultStager` is not used: in torch 2.13 its stream does not wait for training's stream, its thread works on
 device 0 on every rank, and it pins memory on CUDA only.
@@ -44,18 +44,18 @@ class CopyStream:
         self._last_copy: torch.Event | None = None
 
     def wait_for_training(self) -> None:
-        """Make later copies wait for the work that training has queued. Call it on the training thread; returns at once."""
+        """Make later copies wait for the work that training has queued. Call it on the training thread; does not block."""
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def hold_training(self) -> None:
-        """Let what training queues from now on start only after the copies. Call it on the training thread; returns at once."""
+        """Make work that training queues from now on wait for the copies. Call it on the training thread; does not block."""
         if self._last_copy is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._last_copy)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make this stream and its device the current ones of the calling thread.
+        """Make this stream and its device current in the calling thread.
 
         A new thread works on device 0 by default, and on the stream that training uses.
         """
@@ -82,7 +82,7 @@ class HostStaging:
         self._can_pin = True
 
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy in host memory. Overwrites the previous copy.
+        """Return a copy of `state` in host memory, which overwrites the previous copy.
 
         Copies from an accelerator are queued on the current stream; they may not be done when this returns.
         """
@@ -150,7 +150,7 @@ class _HostMemory:
         self._free = memoryview(b"")
 
     def expect(self, num_bytes: int) -> None:
-        """Announce that `empty_like` will be called for `num_bytes` more."""
+        """Add to the number of bytes that later calls of `empty_like` will need."""
         self.num_expected_bytes += num_bytes
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:

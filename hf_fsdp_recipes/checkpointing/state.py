@@ -37,14 +37,14 @@ def capture(
 ) -> dict[str, dict[str, Any]]:
     """Return {"model": ..., "optimizer": ...} as sharded tensors that share the memory of parameters and optimizer.
 
-    Collective: every rank must call this. For a LoRA model, only the adapters are returned. FSDP1's optimizer state is a copy.
+    Collective: every rank must call this. For a LoRA model, only the adapters are returned. FSDP1's state is a copy.
     """
     from accelerate.utils import fsdp_utils
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     if plugin.fsdp_version == 1:
         return fsdp1.capture(model, optimizer, plugin)
-    # Accelerate's options would copy everything to the host at once, on this thread.
+    # Accelerate's options would copy everything to the host now, on this thread.
     options = replace(fsdp_utils._prepare_sd_options(plugin), cpu_offload=False)
     model_state = fsdp_utils._get_model_state_dict(model, adapter_only=True, sd_options=options)
     # Clone buffers, which are plain tensors, because forward may change them before they are copied.
@@ -78,7 +78,7 @@ def random_state() -> dict[str, Any]:
     }
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None and PartialState().device.type == "cpu":
-        # Reading the generators would create a context on every device, but Trainer expects an entry on each rank.
+        # Trainer expects an entry on each rank, but reading the generators would create a context on every device.
         states[accelerator.type] = []
     elif accelerator is not None:
         module = torch.get_device_module(accelerator)

@@ -1,4 +1,4 @@
-"""The directory of a run in object storage, or any other file system that fsspec opens."""
+"""A run's directory in object storage, or in any other file system that fsspec opens."""
 
 import json
 import time
@@ -28,7 +28,7 @@ class Storage:
             ) from error
 
     def attempt(self, method: str, *arguments: Any, retry: bool = True, **keywords: Any) -> Any:
-        """Call a method of the file system. Return its result, or None if it reads a file or directory that does not exist."""
+        """Call a method of the file system; return its result, or None if the file or directory to read does not exist."""
         for delay_seconds in [*(RETRY_SECONDS if retry else ()), None]:
             try:
                 return getattr(self.fs, method)(*arguments, **keywords)

@@ -1,4 +1,4 @@
-"""Adds manifests to the checkpoints that Trainer writes itself, on one process or under DDP, so that `auto` finds them."""
+"""Adds manifests to the checkpoints that Trainer writes itself, in one process or under DDP, so that `auto` finds them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_supported(args: "TrainingArguments", state: "TrainerState") -> bool:
-    """Return whether Trainer writes checkpoints on one process or under DDP, to one directory, and does not push them."""
+    """Return whether Trainer writes its checkpoints in one process or under DDP, to one directory, without pushing them."""
     from accelerate.state import AcceleratorState
 
     is_elsewhere = state.is_hyper_param_search or args.save_on_each_node or args.push_to_hub
@@ -24,7 +24,7 @@ def is_supported(args: "TrainingArguments", state: "TrainerState") -> bool:
 def complete_checkpoint(
     args: "TrainingArguments", state: "TrainerState", model: torch.nn.Module, facts: Mapping[str, Any]
 ) -> Path | None:
-    """Complete the checkpoint that Trainer has just written, and return it. Rank 0 only; reads all files for their checksums."""
+    """Complete the checkpoint that Trainer has just written; return its path. Rank 0 only; reads all files for checksums."""
     directory = layout.directory_for(args.output_dir, state.global_step)
     if not directory.is_dir():
         return None

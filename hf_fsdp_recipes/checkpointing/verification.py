@@ -45,7 +45,7 @@ def check_named(directory: Path) -> None:
     Collective, like `latest_checkpoint`.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, or a file does not match the manifest; the message names it.
+        CheckpointError: the checkpoint does not exist, or a file, which the message names, does not match the manifest.
     """
 
     def has_manifest() -> bool:
@@ -72,7 +72,7 @@ def check_once(directory: Path) -> None:
 
 
 def _verify(directory: Path) -> str | None:
-    """Return why a checkpoint cannot be resumed from, after each rank has read its part of the files. Collective."""
+    """Return why a checkpoint cannot be resumed from, or None; each rank reads its part of the files. Collective."""
     part, num_parts = (distributed.rank(), distributed.world_size()) if distributed.is_distributed() else (0, 1)
     with distributed.sync_errors(distributed.patient_group()):
         unseen = layout.validate(directory)

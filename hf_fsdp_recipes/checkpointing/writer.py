@@ -1,9 +1,9 @@
 """Writes SHARDED_STATE_DICT checkpoints with torch DCP, in the background or synchronously.
 
-`Writer.save` starts two threads: one copies this rank's state to host memory, the other writes it to files with fsync and
-checksums. Rank 0 renames the directory when every rank is done. The threads have their own process group, and on an
+`Writer.save` starts two threads: one copies this rank's state to host memory, the other writes the copy to files with fsync
+and checksums. Rank 0 renames the directory when every rank is done. The threads have their own process group, and on an
 accelerator their own stream. The copy overlaps the next forward and backward; only the next optimizer step waits for it. One
-save is in flight at a time; the next call of `save` or `wait` raises its error.
+save is in flight at a time; if it fails, the next call of `save` or `wait` raises the error.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class Writer:
         asynchronous: bool = True,
         on_complete: Callable[[Path], None] | None = None,
     ) -> None:
-        forget_plans()  # an earlier run in this process may have left some
+        forget_plans()  # an earlier run in this process may have left plans
         self._on_complete = on_complete
         self.output_dir = Path(output_dir)
         self._asynchronous = asynchronous
@@ -85,7 +85,7 @@ class Writer:
 
     @property
     def completed(self) -> Path | None:
-        """The last complete checkpoint of this run; None while one is being written. Not a collective."""
+        """The last complete checkpoint of this run; None while a save is in flight. Not a collective."""
         return None if self.is_writing else self._completed
 
     def save(self, snapshot: Snapshot) -> None:
@@ -256,8 +256,8 @@ class Writer:
     def _write_state(self, state: State, part: str, directory: Path) -> dict[str, Any]:
         """Write one part; return the manifest's entries of this rank's `.distcp` files.
 
-        Makes the calls of `dcp.save` (torch 2.13, `state_dict_saver.py`), but does not send the metadata of all ranks'
-        tensors from rank 0 to every rank. With 512 ranks of a 405B model, that is 86 MB, which take each rank 5 s to read.
+        Makes the same calls as `dcp.save` (torch 2.13, `state_dict_saver.py`), but rank 0 does not send the metadata of all
+        tensors to every rank. For a 405B model on 512 ranks, this metadata is 86 MB, and each rank takes 5 s to read it.
         """
         num_bytes = sum(tensor.nbytes for _, tensor in local_tensors(state))
         with progress.bar(num_bytes, f"save {part}", leave=False) as bar:
@@ -283,7 +283,7 @@ class Writer:
 
 @contextlib.contextmanager
 def _sync_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """If a block fails on any rank, raise an error with its cause on all ranks. Collective, like `distributed.sync_errors`."""
+    """Do what `distributed.sync_errors` does, with a CheckpointError that names the cause. Collective."""
     with distributed.sync_errors(group):
         try:
             yield
@@ -305,6 +305,6 @@ def _cause(error: BaseException) -> str:
     """Return the most useful part of an error: the operating system's message, or else the last line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    if "inline_container.cc" in str(error):  # torch reports only its position in the file
+    if "inline_container.cc" in str(error):  # torch's message has only a position in the file
         return "torch.save could not write a file"
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

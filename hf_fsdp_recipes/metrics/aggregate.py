@@ -31,7 +31,7 @@ def pack(counts: torch.Tensor, memory_bytes: Sequence[int], seconds: Mapping[str
 
     Args:
         counts: (3,) int64 on the rank's device: the fields of `TokenCounts`.
-        memory_bytes: the values of MEMORY.
+        memory_bytes: one value for each name in MEMORY.
         seconds: time by phase of the clock, stored as microseconds.
     """
     integers = [*memory_bytes, *(round(seconds[phase] * 1e6) for phase in PHASES)]
@@ -39,7 +39,7 @@ def pack(counts: torch.Tensor, memory_bytes: Sequence[int], seconds: Mapping[str
 
 
 def summarize(rows: Sequence[Sequence[int]], num_steps: int, inputs: MfuInputs) -> dict[str, Any]:
-    """Combine what `pack` returned on each rank over `num_steps` optimizer steps into an entry of metrics.jsonl.
+    """Combine the results of `pack` on all ranks for `num_steps` optimizer steps into an entry of metrics.jsonl.
 
     Returns:
         Memory as lists with one value per rank, `seconds` per phase as the mean over ranks, `tokens` of all ranks, and

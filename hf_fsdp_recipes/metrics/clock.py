@@ -1,8 +1,8 @@
 """Wall time of a run by phase: data, forward and backward, optimizer, save, evaluation, other.
 
-A mark ends a phase. On an accelerator a mark is an event on the current stream, so a phase is device time, including idle
-time, no matter when Python launched the work. Marks synchronize with the device only when they are summed: when the totals are
-read, or after MAX_MARKS marks.
+A mark ends a phase. On an accelerator a mark is an event on the current stream, so phases measure device time, including
+idle time, no matter when Python launched the work. Marks synchronize with the device only when they are summed: when
+the totals are read, or after MAX_MARKS marks.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._marks: list[tuple[str, Any]] = []  # (phase, end time)
-        self._seconds = dict.fromkeys(PHASES, 0.0)  # by phase, from marks that are already removed
+        self._seconds = dict.fromkeys(PHASES, 0.0)  # by phase, from marks that are already summed
         self._device: Any = None
         self._is_running = False
 
@@ -50,7 +50,7 @@ class Clock:
 
     @contextlib.contextmanager
     def spending(self, phase: str, after: str) -> Iterator[None]:
-        """Count the block as `phase`, and the time from the last mark until the block as `after`."""
+        """Count the block's time as `phase`, and the time between the last mark and the block as `after`."""
         self.mark(after)
         try:
             yield

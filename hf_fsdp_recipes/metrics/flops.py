@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 OTHER_MODALITIES = re.compile(r"(^|\.)(vision|visual|image|audio|multi_modal|mm)_?\w*(\.|$)")
-ONE_EXPERT = re.compile(r"\.experts\.\d+\.|\.experts\.(base_layer\.)*lora_[AB]\.")  # or an adapter of all experts
+ONE_EXPERT = re.compile(r"\.experts\.\d+\.|\.experts\.(base_layer\.)*lora_[AB]\.")  # one expert, or LoRA of all experts
 ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """The token counts from which the FLOPs of a set of sequences follow."""
+    """Token counts that determine the FLOPs of a set of sequences."""
 
     tokens: int  # sum of the sequence lengths, without padding
     pairs: int  # sum of length * length
@@ -61,7 +61,7 @@ class ModelFlops:
     def hardware(self, counts: TokenCounts) -> int:
         """Return the FLOPs with activation checkpointing, which repeats the forward pass; the numerator of HFU.
 
-        This is an upper bound: torch stops recomputing a layer once it has what it needs, and some layers may not be
+        This is an upper bound: torch stops recomputing a layer once the needed activations exist, and some layers may not be
         checkpointed.
         """
         return self.training(counts) + self.forward(counts) - 2 * self.head_parameters * counts.tokens
@@ -106,7 +106,7 @@ def count_flops(model: nn.Module) -> ModelFlops:
 def _matmuls(model: nn.Module, config: Any) -> Iterator[tuple[nn.Module, int, bool]]:
     """Yield (module, parameters in the matrix products of one token, whether they are trained)."""
     for name, module in model.named_modules():
-        # PEFT's modules_to_save keeps the original of each module that it replaces, which no longer runs.
+        # PEFT's modules_to_save keeps the original of each replaced module, but the original no longer runs.
         if OTHER_MODALITIES.search(name) or "original_module" in name.split("."):
             continue
         share = 1.0
@@ -114,7 +114,7 @@ def _matmuls(model: nn.Module, config: Any) -> Iterator[tuple[nn.Module, int, bo
             share = _active_experts(config) / _first_of(config, NUM_EXPERTS, "the number of experts")
         # A PEFT layer exposes its base layer's attributes but owns no weight; the base layer is visited separately.
         if hasattr(module, "in_features") and hasattr(module, "out_features") and "weight" in module._parameters:
-            # Use the features, because quantized layers pack their weight.
+            # Use the features, because quantized layers pack their weights.
             yield module, round(module.in_features * module.out_features * share), module.weight.requires_grad
             continue
         for key, parameter in module.named_parameters(recurse=False):
@@ -161,8 +161,8 @@ def _window(config: Any) -> int | None:
     return getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
 
 
-# Used instead of Trainer's `include_num_input_tokens_seen` and TRL's `num_tokens`, which synchronize at every micro-batch. With
-# packed rows, which have no mask, Trainer's also takes real end-of-text tokens for padding if the pad token is the same.
+# Used instead of Trainer's `include_num_input_tokens_seen` and TRL's `num_tokens`, which synchronize at every micro-batch. In
+# packed rows, which have no mask, Trainer omits real end-of-text tokens too if the pad token is the same token.
 def count_tokens(inputs: Mapping[str, Any], window: int | None = None) -> torch.Tensor:
     """Count a batch's tokens without padding, and the pairs of tokens that attend to each other. Does not synchronize.
 

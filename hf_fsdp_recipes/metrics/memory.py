@@ -59,7 +59,7 @@ class DeviceMemory:
 
 
 class HostPeak:
-    """Peak anonymous memory of this process while a block runs, sampled in a thread, and the block's duration."""
+    """Measures a block's duration and, by sampling in a thread, this process's peak anonymous memory."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()

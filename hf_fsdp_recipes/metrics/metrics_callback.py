@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 MODEL_FILE = "model.txt"
 MAX_LINES_PRINTED = 60
 LOGGED = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "hfu", "step_seconds")
-MIN_SAVE_SECONDS = 1e-3  # a shorter time is only the check whether a save is due
+MIN_SAVE_SECONDS = 1e-3  # a shorter time means that no save was due
 LOGGED_MEMORY = {"host_memory_gb": "host_bytes", "device_peak_memory_gb": "device_peak_bytes"}
 
 
@@ -68,7 +68,7 @@ class MetricsCallback(TrainerCallback):
         self._start_step = self._logged_step = 0
         self._measured: list[dict[str, Any]] = []  # entries since this start, for the averages
         self._load_seconds: float | None = None  # None once it is logged
-        # Entries of this start, until they are written at its first step.
+        # Entries that describe this start; written at its first step.
         self._first_entries: list[dict[str, Any]] | None = None
         self._is_recording = False  # true on rank 0, from the first step on
         self._can_write = True
@@ -156,7 +156,7 @@ class MetricsCallback(TrainerCallback):
             logger.warning("cannot write the report: %s", error)
 
     def _begin(self, args: TrainingArguments, state: TrainerState, model: torch.nn.Module) -> None:
-        """On the first call after a start, drop the entries of steps to be repeated, write this start's, and print the model."""
+        """On the first call after a start, drop entries of steps to repeat, write this start's entries, and print the model."""
         if self._first_entries is None:
             return
         entries, self._first_entries, self._is_recording = self._first_entries, None, distributed.is_main()
@@ -216,7 +216,7 @@ class MetricsCallback(TrainerCallback):
     def _describe_run(
         self, args: TrainingArguments, state: TrainerState, model: torch.nn.Module, device: Any
     ) -> dict[str, Any]:
-        """Return the entry of this start, and set the inputs of MFU."""
+        """Return the entry that describes this start, and set the inputs for MFU."""
         from accelerate.state import AcceleratorState
 
         accelerate = AcceleratorState()
@@ -266,7 +266,7 @@ def place_before_reporters(trainer: "Trainer") -> None:
 
 
 def _num_elements(parameter: torch.nn.Parameter) -> int:
-    """Return the number of weights; a 4-bit parameter packs two into a byte."""
+    """Return the number of weights; a 4-bit parameter packs two weights into a byte."""
     is_4bit = type(parameter).__name__ == "Params4bit"
     return parameter.numel() * (2 * parameter.element_size() if is_4bit else 1)
 

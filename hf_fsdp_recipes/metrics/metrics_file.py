@@ -11,7 +11,7 @@ _NEED_STEP = {"loss", "eval_loss", "ended_at_step"}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a metrics.jsonl, without incomplete lines and entries that lack a required step."""
+    """Return the entries of a metrics.jsonl; skip incomplete lines, and entries that lack a required step."""
     entries = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
@@ -35,8 +35,8 @@ def append(path: Path, entry: dict[str, Any]) -> None:
 def begin(path: Path, step: int, entries: Sequence[dict[str, Any]]) -> None:
     """Create the file of a run, or continue it after a resume. Rank 0 only.
 
-    Entries after `step`, from which the run continues, are dropped, because the run repeats them; step 0 drops all. The new
-    file replaces the old one atomically.
+    The run continues from `step`, so entries of later steps are dropped; step 0 drops all. The new file replaces the old
+    one atomically.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [entry for entry in read_metrics(path) if entry.get("step", 0) <= step] if step else []
@@ -46,6 +46,6 @@ def begin(path: Path, step: int, entries: Sequence[dict[str, Any]]) -> None:
 
 
 def last_of_each_step(entries: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Return the entries that have `key`, ordered by step; if a resumed run repeated a step, only its last entry."""
+    """Return the entries that have `key`, ordered by step; for a step that a resumed run repeated, only the last entry."""
     found = {entry["step"]: entry for entry in entries if key in entry}
     return [found[step] for step in sorted(found)]

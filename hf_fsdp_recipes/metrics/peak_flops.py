@@ -14,7 +14,8 @@ from hf_fsdp_recipes.precision import format_dtype
 
 DTYPES = ("bfloat16", "float16", "tf32", "float32")
 # The key is a regular expression for a device's full name in lower case, without vendor and series. The values are TFLOP/s for
-# each of DTYPES, or None if the device has no matrix unit for it. The comment names the vendor's document.
+# each of DTYPES, or None if the device has no matrix unit for it. The comment names the vendor's document;
+# "halved for sparsity" means that the document gives figures for sparse matrices.
 # fmt: off
 PEAKS: dict[str, tuple[float | None, ...]] = {
     r"gb300": (2500, 2500, 1250, 80),  # NVIDIA GB300 NVL72 specifications, per GPU, halved for sparsity
@@ -51,9 +52,8 @@ PEAKS: dict[str, tuple[float | None, ...]] = {
     r"rtx pro 6000 blackwell workstation edition": (503.8, 503.8, 251.9, 125.9),  # NVIDIA RTX Blackwell PRO white paper
     r"rtx 6000 ada( generation)?": (364.2, 364.2, 182.1, 91.1),  # NVIDIA Ada white paper, professional cards
     r"mi210": (181, 181, None, 45.3),  # AMD Instinct MI210 datasheet, matrix
-    # A PyTorch device is one of the package's two dies.
-    r"mi250": (181.05, 181.05, None, 45.3),  # AMD Instinct MI250 datasheet, matrix, half a package
-    r"mi250x": (191.5, 191.5, None, 47.85),  # AMD Instinct MI250X datasheet, matrix, half a package
+    r"mi250": (181.05, 181.05, None, 45.3),  # AMD Instinct MI250 datasheet, matrix, half a package: one PyTorch device
+    r"mi250x": (191.5, 191.5, None, 47.85),  # AMD Instinct MI250X datasheet, matrix, half a package: one PyTorch device
     r"mi300a": (980.6, 980.6, 490.3, 122.6),  # AMD Instinct MI300A datasheet, matrix
     r"mi300x( (vf|oam))?": (1307.4, 1307.4, 653.7, 163.4),  # AMD Instinct MI300X datasheet, matrix
     r"mi325x( vf)?": (1307.4, 1307.4, 653.7, 163.4),  # AMD Instinct MI325X datasheet, matrix
@@ -77,7 +77,7 @@ def find_peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def matmul_dtype(mixed_precision: str, model: torch.nn.Module) -> str:
-    """Return the dtype that a run's matrix products compute in: bfloat16, float16, tf32, float32, or another such as fp8.
+    """Return the dtype of a run's matrix products: bfloat16, float16, tf32, float32, or another such as fp8.
 
     Without mixed precision ("no"), it is the model's most common parameter dtype.
     """

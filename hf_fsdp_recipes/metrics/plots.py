@@ -49,7 +49,7 @@ def draw_throughput(entries: Sequence[Entry]) -> Figure:
 
 
 def draw_memory(entries: Sequence[Entry]) -> Figure:
-    """Plot the host memory of every rank and, if there is a device, its memory in another panel."""
+    """Plot every rank's host memory and, if there is an accelerator, its memory in another panel."""
     has_device = any(any(entry.get("device_peak_bytes", ())) for entry in entries)
     figure, panels = _figure(2 if has_device else 1)
     if has_device:

@@ -42,7 +42,7 @@ def bar(total: float | None, title: str, unit: str = "B", **style: Any) -> tqdm:
 
 
 def each(items: Sequence[Item], title: str, unit: str = "B", sizes: Sequence[int] | None = None) -> Iterator[Item]:
-    """Yield items and advance a progress bar by their sizes in bytes, or by one without sizes."""
+    """Yield items and advance a progress bar by their sizes in bytes, or by 1 per item without sizes."""
     steps = sizes or [1] * len(items)
     with bar(sum(steps), title, unit) as shown:
         for item, step in zip(items, steps, strict=True):
