@@ -127,7 +127,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Claim the output directory, and take over Trainer's saves under FSDP."""
-        self.on_init_end(args, state, control, **kwargs)  # Trainer did not call this for a callback that was added later
+        self.on_init_end(args, state, control, **kwargs)  # not called yet if the callback was added later
         if not args.push_to_hub or self._plugin is not None:  # otherwise Trainer pushes what it saves
             self.exports.start(args)
         self._is_unsharded = self._plugin is None and unsharded.is_supported(args, state)
@@ -150,7 +150,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         if end is not None:
             distributed.print_main(f"finished: {end}, so there is nothing to do")
             control.should_training_stop = True
-        # If an earlier train() was interrupted, args still has the None that is set below.
+        # If an earlier train() was interrupted, args.save_total_limit is still None, as set below.
         self._save_total_limit = args.save_total_limit or self._save_total_limit
         if self._is_completing:
             args.save_total_limit = None  # Trainer would delete old checkpoints before the new one has its manifest
@@ -180,7 +180,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Schedule a due save, act on signals, and report a failed save; raise a DivergenceError if its weights were not finite."""
-        delete_partial()  # no earlier, because Trainer reads the random state just before the first step
+        delete_partial()  # not earlier: Trainer reads the random state just before the first step
         if self._writer is None or self._schedule is None:
             return control
         failure = self._writer.failure

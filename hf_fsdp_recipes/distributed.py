@@ -53,7 +53,7 @@ def node_id() -> str:
     return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.is_file() else ''}"
 
 
-# For each use: its group, preceded by the default group that existed when the use's group was created.
+# For each use: the default group at the time when the use's group was created, and the use's group.
 _groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 

@@ -27,7 +27,7 @@ from hf_fsdp_recipes.patches import registry
 from hf_fsdp_recipes.patches.torch import Chunks, register_read_hook
 
 NUM_REQUESTS = 8  # concurrent requests of each rank; each request is for one block
-_partial: dict[Path, "_Download"] = {}  # by directory that holds only a part of a checkpoint
+_partial: dict[Path, "_Download"] = {}  # partial downloads, by directory
 
 
 def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path | None = None) -> Path | None:

@@ -91,7 +91,7 @@ class Mirror:
     def start(self, output_dir: str, step: int, keep: int | None, best: Callable[[], str | None]) -> None:
         """Start the thread, and upload the checkpoint that the run resumes from if it is not in the mirror. Collective.
 
-        `keep` is the number of complete checkpoints to keep, or None for all. The one at the path `best()` is always kept.
+        `keep` is the number of complete checkpoints to keep, or None for all. The checkpoint at path `best()` is always kept.
         """
         self._keep, self._best = keep if keep and keep > 0 else None, best
         if self._url is None or self._thread is not None:  # train() may be called again
@@ -139,7 +139,7 @@ class Mirror:
                 self._current = len(self._added)
             directory, manifest = self._added[-1]
             try:
-                # The ranks upload rank 0's newest directory. They may have added fewer or more directories so far.
+                # The ranks upload rank 0's newest directory. Other ranks may have added fewer or more directories so far.
                 number = distributed.broadcast_object(self._current, self._group)
                 with self._changed:
                     while len(self._added) < number:

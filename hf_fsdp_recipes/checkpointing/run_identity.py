@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PreviousRun = Literal["refuse", "archive"]
 
 EXPORT, MERGED_EXPORT = EXPORTS = ("export", "export_merged")
-_EXPORT = re.compile(rf"({'|'.join(EXPORTS)})(-\d+)?")  # numbered if the directory was taken
+_EXPORT = re.compile(rf"({'|'.join(EXPORTS)})(-\d+)?")  # numbered if the directory existed
 SIDE_FILES = (METRICS_FILE, REPORT_FILE, LOSS_PLOT, THROUGHPUT_PLOT, MEMORY_PLOT, MODEL_FILE)
 
 

@@ -1,8 +1,8 @@
 """Copies this rank's shards to host memory, reusing the same memory for every save.
 
 Shards on an accelerator are copied into pinned memory on a separate stream, once the work that training has queued is done.
-New memory for each save would have to be pinned again or, unpinned, would cause page faults. Memory use would
-also double, because the allocator does not reuse memory that another thread has freed.
+New memory for each save would have to be pinned again or, unpinned, would cause page faults. Memory use would also
+double, because the allocator does not reuse memory that another thread has freed.
 
 torch's `DefaultStager` is not used: in torch 2.13 its stream does not wait for training's stream, its thread works on
 device 0 on every rank, and it pins memory on CUDA only.

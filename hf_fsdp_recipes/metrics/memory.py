@@ -47,7 +47,7 @@ class DeviceMemory:
             self._valley_bytes = now if self._valley_bytes is None else min(now, self._valley_bytes)
 
     def pop(self) -> tuple[int, int, int, int]:
-        """Return (allocated now, valley, peak, peak reserved) since the last `pop`, and reset the peaks."""
+        """Return (allocated now, lowest sample, peak, peak reserved) since the last `pop`, and reset the last three."""
         if self._device is None:
             return 0, 0, 0, 0
         now, peak = self._device.memory_allocated(), self._device.max_memory_allocated()
