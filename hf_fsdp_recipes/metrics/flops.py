@@ -44,7 +44,7 @@ class ModelFlops:
 
     matmul_parameters: int  # parameters in the matrix products of one token
     trainable_parameters: int  # how many of the matmul parameters are trained
-    head_parameters: int  # matmul parameters of the language model head, which activation checkpointing does not recompute
+    head_parameters: int  # matmul parameters of the LM head, which activation checkpointing does not recompute
     attention_width: int  # heads * (query dim + value dim), summed over the layers with full attention
     window_width: int  # the same, summed over the layers with sliding-window attention
     window: int | None  # window length in tokens
