@@ -27,7 +27,7 @@ class StreamTrainer(DeviceMetricsTrainer):
 
     def __init__(self, *, train_dataset: RowStream, **kwargs: Any) -> None:
         block = train_dataset.first_block()
-        assert block is not None  # an endless stream always has one
+        assert block is not None  # an endless stream always has a block
         # SFTTrainer checks the first row and the type of its dataset, which must be one of `datasets`' classes.
         super().__init__(train_dataset=Dataset.from_list(block.rows[:1]).to_iterable_dataset(), **kwargs)
         self.train_dataset = train_dataset
@@ -81,7 +81,7 @@ class PositionCallback(TrainerCallback):
         self._position: dict[str, Any] = {}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Record the position, and count the epoch from the start of the run, also after a resume."""
+        """Record the position, and set the epoch to the completed share of the run's steps, also after a resume."""
         self._position = self._stream.state_dict()
         state.epoch = state.global_step / state.max_steps
 
