@@ -100,7 +100,7 @@ def save_config(model: torch.nn.Module, directory: Path) -> None:
 def recorded_class(config: "PeftConfig", tensors: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """Return the class name of an adapter's base model, and the config fields that the model's head needs.
 
-    The name is None if the base model's config declares the class. `tensors` are the adapter's, of any type with a `shape`.
+    None means the class that the base model's config declares. `tensors` are the adapter's, of any type with a `shape`.
     """
     import transformers
 

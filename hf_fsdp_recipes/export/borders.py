@@ -1,4 +1,4 @@
-"""Lets rank 0 write the borders of all ranks' byte ranges: partial pages, which other ranks may also write to.
+"""On several nodes, lets rank 0 write the borders: the ends of each rank's byte ranges, in pages that other ranks may write to.
 
 When an NFS client changes a part of a page that is up to date in its cache, the client writes back the full page. This
 overwrites what other clients have written to the page in the meantime. So each page of an export is written on one node, and
@@ -43,7 +43,7 @@ def write_on_main(borders: list[Border], write: Callable[[str, int, bytes], None
 
 
 def check_borders(directory: Path, borders: list[Border]) -> None:
-    """Raise an ExportError if the files lack this rank's borders. Call this after all ranks have closed the files."""
+    """Raise an ExportError if the files do not contain this rank's borders. Call this after all ranks have closed the files."""
     for file, group in itertools.groupby(sorted(borders), lambda border: border[0]):
         with (directory / file).open("rb", buffering=0) as stream:
             for _, offset, content in group:

@@ -76,7 +76,7 @@ def check_base_model(output_dir: str | os.PathLike[str], name: str | os.PathLike
 
 
 def check_free_space(directory: Path, num_bytes: int) -> None:
-    """Raise an ExportError if a directory's file system has too little room for an export."""
+    """Raise an ExportError if a directory's file system has too little free space for an export."""
     free = shutil.disk_usage(directory).free
     if num_bytes > free:
         raise ExportError(

@@ -166,7 +166,7 @@ def _without_prefix(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
 def _build(
     name: str, adapter: "PeftConfig | None", tensors: Mapping[str, Any]
 ) -> tuple["PreTrainedModel", BaseWeights | None]:
-    """Build a model on meta from its directory or Hub id. To merge an adapter with these tensors, also open its weights."""
+    """Build a model on meta from its directory or Hub id. To merge an adapter with these tensors, also open the base weights."""
     from transformers import AutoConfig, GenerationConfig
 
     try:

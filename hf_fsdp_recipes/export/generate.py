@@ -19,7 +19,7 @@ def generate(
 def generate_timed(
     model: Path, prompt: str | Path, chat: bool = False, system: str | None = None, max_new_tokens: int = 200
 ) -> tuple[str, int, float]:
-    """Return an export's greedy continuation of a prompt, the number of new tokens, and the seconds that generating took.
+    """Return an export's greedy continuation of a prompt, the number of new tokens, and the generation time in seconds.
 
     `prompt` is the text, or the path of a text file. Without `chat`, the returned text begins with the prompt. An adapter is
     loaded onto its base model. Runs on the accelerator if there is one. Raises an ExportError if an argument or a file cannot be

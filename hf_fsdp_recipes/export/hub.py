@@ -32,7 +32,7 @@ class HubTarget:
     """Where and what to push, from Trainer's own arguments."""
 
     repo_id: str  # `hub_model_id`, or the output directory's name
-    # `hub_strategy`: all push the export when the run ends. All but `end` also push each checkpoint, converted to a model.
+    # `hub_strategy`: all values push the export when the run ends. All but `end` also push checkpoints, converted to models.
     # `checkpoint` also pushes the checkpoint itself, as `last-checkpoint`; `all_checkpoints` keeps its name.
     strategy: str = "every_save"
     is_private: bool = True  # unless `hub_private_repo` is false

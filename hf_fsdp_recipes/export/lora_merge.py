@@ -236,7 +236,7 @@ class StoredAdapter:
         self._latest: tuple[str, tuple[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None
 
     def check_fits(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise an ExportError if the base model has no parameter of the right shape for an adapter's tensor."""
+        """Raise an ExportError if the base model has no parameter of the right shape for one of the adapter's tensors."""
         unmatched = [name for name in self._matrices if name not in self._layers]
         unmatched += [name for name in self._saved_modules if name not in shapes]
         unmatched += [n for n, tensor in self._saved_modules.items() if n in shapes and tensor.shape != shapes[n]]

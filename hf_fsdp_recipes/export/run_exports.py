@@ -82,7 +82,7 @@ class RunExports:
         self._mirror.add(export, MARKER)
 
     def save_model(self, trainer: "Trainer", directory: Path) -> None:
-        """Export to `directory`, or to `directory/export` in the run's output directory. Collective: every rank must call this."""
+        """Export to `directory`; if that is the run's output directory, export to its subfolder `export`. Collective."""
         is_runs_own = directory.resolve() == Path(trainer.args.output_dir).resolve()
         target = directory / EXPORT if is_runs_own else directory
         export = export_model(trainer.model, target, dtype=self._dtype, tokenizer=trainer.processing_class)

@@ -33,7 +33,7 @@ def check_headers(directory: Path, plan: FilePlan) -> None:
 
 
 def check_adapter_rows(directory: Path, plan: FilePlan) -> None:
-    """Raise an ExportError if a `lora_A` matrix has a row of zeros: then a rank's shard is missing. Rank 0 only."""
+    """Raise an ExportError if a `lora_A` matrix has a row of zeros, because then a rank's shard is missing. Rank 0 only."""
     from safetensors import safe_open
 
     for file in plan.headers:

@@ -259,7 +259,7 @@ def _write_gathered(shards: list[ShardExport], writer: FileWriter, directory: Pa
 
 
 def _send_chunks(shards: list[ShardExport], non_finite: dict[str, int]) -> Exception | None:
-    """Send this rank's chunks to rank 0; return an error. After an error, send any bytes, because rank 0 expects all messages."""
+    """Send this rank's chunks to rank 0, or after an error any bytes, because rank 0 expects all messages; return the error."""
     chunks, error = _all_chunks(shards, non_finite), None
     sending: deque[dist.Work | None] = deque()
     buffers = torch.zeros((2, CHUNK_BYTES), dtype=torch.uint8)

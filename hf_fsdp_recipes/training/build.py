@@ -64,7 +64,7 @@ def build_trainer(arguments: Arguments) -> "Trainer":
         The trainer. `train()` shards the model and reads its weights.
 
     Raises:
-        RecipeError: or a subclass such as DataError or LoadError, on every rank. The message says what to change.
+        RecipeError: this class or a subclass such as DataError or LoadError, on every rank. The message says what to change.
     """
     cpu_ranks.enable()
     # TRL imports bitsandbytes, which would print a message on every CPU rank without `enable`.
@@ -209,7 +209,7 @@ def _export_options(arguments: Arguments) -> dict[str, Any]:
 
 
 def _recipe_facts(arguments: Arguments, rows: "TrainingRows") -> dict[str, Any]:
-    """Return the settings and data of a recipe that checkpoints record in addition to Trainer's arguments."""
+    """Return the recipe's settings and a description of its rows, which checkpoints record besides Trainer's arguments."""
     from hf_fsdp_recipes.training.data.image_rows import without_images
 
     facts: dict[str, Any] = {}

@@ -64,7 +64,7 @@ def build_reference(
 ) -> "PreTrainedModel":
     """Build the reference model for a model from `build_model`. Collective: every rank must call this.
 
-    The reference is not trained, so it is loaded in the mixed-precision dtype; FSDP would round it to this in every forward.
+    The reference is not trained, so it is loaded in the mixed-precision dtype; FSDP would round it to that dtype in each forward.
     """
     precision = mixed_precision_dtype()
     reference = _load(arguments, model.config._attn_implementation, **({"dtype": precision} if precision else {}))
@@ -186,8 +186,8 @@ def _new_model(arguments: Arguments, implementation: str | None) -> "PreTrainedM
 def _choose_checkpointing(arguments: Arguments) -> None:
     """Use reentrant activation checkpointing for 4-bit weights under FSDP1.
 
-    Otherwise torch's check of recomputed tensors fails: during recomputation the weight is another view of its unit's flat
-    parameter (torch 2.13).
+    Otherwise torch's check of recomputed tensors fails: during recomputation, the weight is a different view of its unit's
+    flat parameter (torch 2.13).
     """
     training = arguments.training
     # transformers 5.23 renamed gradient checkpointing.

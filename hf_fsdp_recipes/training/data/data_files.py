@@ -25,9 +25,9 @@ def reader_for(file: Path) -> str | None:
 def find_files(path: Path) -> dict[str, list[Path]]:
     """Return a path's data files by split; in a folder, files named test*, eval* or valid* are the test split.
 
-    Skips files and folders below the path whose names start with a dot or two underscores. Skips files without rows, with a
-    warning. Raises a DataError if no file is left, if file types are mixed, or if the only file is a single JSON object with the
-    rows in one of its fields.
+    Below the path, skips files and folders whose names start with a dot or two underscores, and, with a warning, files without
+    rows. Raises a DataError if no file is left, if file types are mixed, or if the only file is a single JSON object with the rows
+    in one of its fields.
     """
     visible = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_visible(file, path))
     files = [file for file in visible if reader_for(file)]
@@ -57,7 +57,7 @@ def _is_visible(file: Path, folder: Path) -> bool:
 
 
 def _has_rows(file: Path) -> bool:
-    """Return whether a file has rows; refuse JSON that does not start with an object or a list, as pyarrow may crash."""
+    """Return whether a file has rows; refuse JSON that does not start with an object or a list, because pyarrow may crash."""
     start = _read_start(file)
     if reader_for(file) == "json" and start[:1] not in (b"", b"{", b"["):
         raise DataError(

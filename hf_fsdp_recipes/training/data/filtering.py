@@ -153,7 +153,7 @@ def _has_text(texts: list[str | None]) -> bool:
 
 
 def _texts_and_answers(row: Mapping[str, Any], text_column: str) -> tuple[list[str | None], list[str | None] | None]:
-    """Return a row's texts, with None for a malformed text, and the answers among them, or None for a row of plain text."""
+    """Return a row's texts (None for a malformed text), and the answers among them (None for a row of plain text)."""
     if "prompt" in row and "completion" in row:
         answers = _texts(row["completion"])
         return _texts(row["prompt"]) + answers, answers

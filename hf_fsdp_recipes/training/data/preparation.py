@@ -40,7 +40,7 @@ class Preparation:
         self.tokenizer = tokenizer
         self.training = arguments.training
         self.recipe = arguments.recipe
-        # The largest id counts, because the ids of added tokens may leave gaps.
+        # The largest id counts, not the number of tokens, because the ids of added tokens may leave gaps.
         self._vocabulary_size = 1 + max(tokenizer.get_vocab().values())
 
     def max_length(self, packing: bool) -> int | None:
@@ -210,7 +210,7 @@ def _tokenize_part(
 
 
 def _mix(tokenized: list[Dataset], parts: list[DatasetPart], arguments: Arguments) -> Dataset:
-    """Draw rows by the parts' fractions, or concatenate all rows if no part has a fraction."""
+    """Draw rows in proportion to the parts' fractions, or concatenate all rows if no part has a fraction."""
     fractions = [part.fraction for part in parts if part.fraction is not None]
     if len(parts) == 1 or not fractions:
         return concatenate_datasets(tokenized)

@@ -1,7 +1,7 @@
 """Turns a row into the same tokens and labels as TRL's SFTTrainer, or returns why the row is dropped.
 
 SFTTrainer's method needs a trainer with a model, and its barriers can time out. RowTokenizer works row by row, so it also
-runs on rank 0 alone, without GPUs, and on blocks of a stream. tests/training/test_preparation.py compares both.
+runs on rank 0 alone, without GPUs, and on blocks of a stream. tests/training/test_preparation.py compares their results.
 
 Source: trl 1.16 `SFTTrainer._prepare_dataset`: `add_eos`, `tokenize_fn`, `build_labels`, `truncate`.
 """
@@ -19,7 +19,7 @@ from hf_fsdp_recipes.training.data.filtering import NO_LABEL, TOKEN_COLUMNS, Row
 from hf_fsdp_recipes.training.tokenizer import describe_template_error
 
 logger = logging.get_logger(__name__)
-# Longer texts are shortened first, because tokenization takes about 180 bytes of memory per character.
+# Longer texts are shortened before tokenization, which takes about 180 bytes of memory per character.
 MAX_CHARACTERS = 1_000_000
 MAX_CHARACTERS_PER_TOKEN = 64
 CACHE_VERSION = 2  # part of the key of datasets' cache; increment it when tokenization changes

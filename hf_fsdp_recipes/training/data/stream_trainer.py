@@ -48,7 +48,7 @@ class StreamTrainer(DeviceMetricsTrainer):
             is_last = resume_from_checkpoint is True
             path = get_last_checkpoint(self.args.output_dir) if is_last else resume_from_checkpoint
             with distributed.sync_errors():
-                # Otherwise Trainer skips batches by reading them.
+                # Without `ignore_data_skip`, Trainer skips batches by reading them.
                 self.args.ignore_data_skip = path is not None and restore_position(self.train_dataset, Path(str(path)))
         result = super().train(resume_from_checkpoint, *args, **kwargs)
         counts = distributed.gather_objects(self.train_dataset.counts)

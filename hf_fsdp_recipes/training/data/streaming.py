@@ -147,8 +147,8 @@ class RowStream(IterableDataset):
         """Read and prepare blocks until one has rows to train on; return None at the end of a finite stream.
 
         Raises:
-            DataError: two passes of an endless stream, or one of a finite stream, have no row to train on, or the chat template
-                rejects the first thousand rows.
+            DataError: two passes of an endless stream, or one pass of a finite stream, have no row to train on, or the chat
+                template rejects the first thousand rows.
         """
         first_pass, counts, seen = self._num_passes(), RowCounts(), self.counts
         while self._is_endless or self._num_passes() == 0:
