@@ -1,6 +1,6 @@
 """Reads and writes adapters in PEFT's format: names of tensors, the config, and the class of the base model.
 
-Source: peft 0.21 `utils/save_and_load.py` (names).
+Source: peft 0.21 `utils/save_and_load.py` (tensor names).
 """
 
 import copy
@@ -56,7 +56,7 @@ def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[st
 
 
 def _without_wrappers(model: torch.nn.Module, peft_model: "PeftModel") -> "PeftModel":
-    """Return a PeftModel without FSDP1 wrappers: the model's own, or under FSDP1 a copy on meta.
+    """Return a PeftModel without FSDP1 wrappers: `peft_model`, or under FSDP1 a copy on the meta device.
 
     PEFT looks up adapters by module name, and FSDP1 adds its wrappers to those names.
     """
@@ -67,7 +67,7 @@ def _without_wrappers(model: torch.nn.Module, peft_model: "PeftModel") -> "PeftM
 
 
 def adapt_on_meta(base: Any, config: "PeftConfig", adapter: str = "default") -> "PeftModel":
-    """Return a copy of a transformers model, on meta, with an adapter of this config."""
+    """Return a copy of a transformers model on the meta device, with an adapter of this config."""
     from accelerate import init_empty_weights
     from peft import get_peft_model
 
@@ -78,7 +78,7 @@ def adapt_on_meta(base: Any, config: "PeftConfig", adapter: str = "default") -> 
 
 
 def save_config(model: torch.nn.Module, directory: Path) -> None:
-    """Write `adapter_config.json`, set for inference. Rank 0 only."""
+    """Write `adapter_config.json` for inference. Rank 0 only."""
     peft_model = find_peft_model(model)
     assert peft_model is not None
     config = copy.deepcopy(peft_model.peft_config[active_adapter(peft_model)])
@@ -98,9 +98,9 @@ def save_config(model: torch.nn.Module, directory: Path) -> None:
 
 
 def recorded_class(config: "PeftConfig", tensors: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """Return the class name of an adapter's base model, or None, and the config fields that its head needs.
+    """Return the class name of an adapter's base model, and the config fields that the model's head needs.
 
-    `tensors` are the adapter's tensors by name, of any type that has a `shape`.
+    None means the class that the base model's config declares. `tensors` are the adapter's, of any type with a `shape`.
     """
     import transformers
 
@@ -110,7 +110,7 @@ def recorded_class(config: "PeftConfig", tensors: Mapping[str, Any]) -> tuple[st
     name = mapping.get("base_model_class")
     found = getattr(transformers, name or "", None)
     if not str(mapping.get("parent_library")).startswith("transformers") or found is None or not task_type_of(found):
-        name = None  # use the class that the base model declares
+        name = None  # use the class that the base model's config declares
     fields = {field: mapping[field] for field in HEAD_FIELDS if mapping.get(field) is not None}
     if "id2label" in fields:
         fields["id2label"] = {int(number): label for number, label in fields["id2label"].items()}  # JSON keys are text
@@ -119,7 +119,7 @@ def recorded_class(config: "PeftConfig", tensors: Mapping[str, Any]) -> tuple[st
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor of an adapter's safetensors file, read like a checkpoint's DcpTensor."""
+    """One tensor of an adapter's safetensors file, with the same interface as a checkpoint's DcpTensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

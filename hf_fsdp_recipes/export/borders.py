@@ -1,8 +1,8 @@
-"""Handles borders: the ends of a rank's ranges, in pages that other ranks may write, too. With several nodes, rank 0 writes them.
+"""On several nodes, lets rank 0 write the borders: the ends of each rank's byte ranges, in pages that other ranks may write to.
 
-When an NFS client changes a part of a page that is up to date in its cache, it writes back the whole page. That overwrites what
-other clients have written to the page in the meantime. So each page of an export is written on one node, and nothing is read
-until all ranks have closed the files.
+When an NFS client changes a part of a page that is up to date in its cache, the client writes back the full page. This
+overwrites what other clients have written to the page in the meantime. So each page of an export is written on one node, and
+no file is read until all ranks have closed the files.
 
 Source: Linux `fs/nfs/write.c`, `nfs_update_folio`; nfs(5), "Close-to-open cache consistency".
 """
@@ -21,10 +21,10 @@ Border = tuple[str, int, bytes]  # (file, first byte, content)
 
 
 def write_on_main(borders: list[Border], write: Callable[[str, int, bytes], None]) -> Exception | None:
-    """Send this rank's borders to rank 0, which writes those of all ranks; return rank 0's error, to be raised on every rank.
+    """Write the borders of all ranks on rank 0; return rank 0's error, which the caller must raise on every rank.
 
-    Collective: every rank must call this. Rank 0 calls `write` with each border. It holds the borders of one rank at a time: at
-    most two pages for each chunk that the sending rank writes.
+    Collective: every rank must call this. Rank 0 calls `write` with each border. Its memory holds the borders of one rank at a
+    time: at most two pages for each chunk that the sending rank writes.
     """
     if not distributed.is_main():
         dist.send_object_list([borders], dst=0, group=distributed.host_group())
@@ -43,7 +43,7 @@ def write_on_main(borders: list[Border], write: Callable[[str, int, bytes], None
 
 
 def check_borders(directory: Path, borders: list[Border]) -> None:
-    """Check that the files hold this rank's borders; raise an ExportError if not. Call it after all ranks have closed them."""
+    """Raise an ExportError if the files do not contain this rank's borders. Call this after all ranks have closed the files."""
     for file, group in itertools.groupby(sorted(borders), lambda border: border[0]):
         with (directory / file).open("rb", buffering=0) as stream:
             for _, offset, content in group:

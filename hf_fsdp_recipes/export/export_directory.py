@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 def parse_shard_size(size: int | str, argument: str = "max_shard_size") -> int:
-    """Convert a size that `save_pretrained` accepts, such as "5GB", to bytes. For any other, raise an ExportError.
+    """Convert a size such as "5GB" to bytes. Raise an ExportError for a size that `save_pretrained` does not accept.
 
-    The error names `argument`, the argument or recipe field with the size.
+    `argument` is the name of the argument or recipe field, for the error.
     """
     from huggingface_hub.serialization._base import parse_size_to_int
 
@@ -45,10 +45,10 @@ def check_target(
     source: str | os.PathLike[str] | None = None,
     use_free_name: bool = False,
 ) -> None:
-    """Find out before any work whether an export can be written; raise an ExportError if not. Rank 0 only; changes nothing.
+    """Raise an ExportError before any work if an export cannot be written. Rank 0 only; changes nothing.
 
-    `num_bytes` is the export's size, if known; `source` is the directory that is exported, or None for a model in memory. A
-    symbolic link as `output_dir` stands for its target.
+    `num_bytes` is the export's size, if known; `source` is the directory that is exported, or None for a model in memory. If
+    `output_dir` is a symbolic link, its target is checked.
     """
     parse_shard_size(max_shard_size)
     try:
@@ -67,7 +67,7 @@ def check_target(
 
 
 def check_base_model(output_dir: str | os.PathLike[str], name: str | os.PathLike[str] | None) -> None:
-    """Raise an ExportError if an export would replace the model that it is based on: `name`, a directory or Hub id, if known."""
+    """Raise an ExportError if an export would replace its base model. `name` is that model's directory or Hub id, if known."""
     if name and Path(name).is_dir() and os.path.realpath(name) == os.path.realpath(output_dir):
         raise ExportError(
             f"{output_dir} is the model that this export is based on, so it will not be replaced. Choose another output "
@@ -76,7 +76,7 @@ def check_base_model(output_dir: str | os.PathLike[str], name: str | os.PathLike
 
 
 def check_free_space(directory: Path, num_bytes: int) -> None:
-    """Raise an ExportError if a directory's file system has too little room for an export."""
+    """Raise an ExportError if a directory's file system has too little free space for an export."""
     free = shutil.disk_usage(directory).free
     if num_bytes > free:
         raise ExportError(
@@ -112,7 +112,7 @@ def _check_replaceable(final: Path) -> None:
 
 
 def _folders(directory: Path, files: Iterable[str]) -> list[Path]:
-    """Return the folders below `directory` that hold the listed files, the innermost first, except symbolic links."""
+    """Return the folders below `directory` that hold the listed files, innermost first, without symbolic links."""
     parents = {directory / parent for name in files for parent in PurePosixPath(name).parents}
     return sorted((folder for folder in parents - {directory} if not folder.is_symlink()), reverse=True)
 
@@ -120,7 +120,7 @@ def _folders(directory: Path, files: Iterable[str]) -> list[Path]:
 def write_marker(directory: Path, checksums: Iterable[dict[str, Checksums]]) -> None:
     """Write the marker that lists all files, then flush everything to disk. Rank 0 only, when the files are complete.
 
-    `checksums` are those of the weights. Other files are read to compute theirs.
+    `checksums` has the checksums of the weights. Those of the other files are computed here.
     """
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     parts = list(checksums)
@@ -151,7 +151,7 @@ def lock(final: Path) -> Iterator[None]:
     found = FileLock(file)
     try:
         found.acquire(timeout=0)
-        if not file.exists():  # the previous holder deleted the file after it was opened here, so this lock is void
+        if not file.exists():  # the previous holder deleted the file after this process opened it, so this lock is void
             found.release()
             raise Timeout(str(file))
     except Timeout as error:
@@ -190,10 +190,10 @@ def _replaced(final: Path) -> Path:
 
 
 def replace(final: Path, use_free_name: bool = False) -> Path:
-    """Give a finished export its final name, delete the one that it replaces, and return its directory. Rank 0 only.
+    """Rename a finished export to its final name, delete the earlier export there, and return the new path. Rank 0 only.
 
-    If `final` cannot be replaced, raise an ExportError, or with `use_free_name` take the first free `<final>-<n>` and log a
-    warning. If the process dies between the two renames, the next export's `start` restores the earlier export.
+    If `final` cannot be replaced, raises an ExportError; with `use_free_name`, uses the first free `<final>-<n>` instead and
+    logs a warning. If the process dies between the two renames, the next export's `start` restores the earlier export.
     """
     incomplete, replaced = incomplete_directory_for(final), _replaced(final)
     if final.exists():
@@ -221,7 +221,7 @@ def _choose_free_name(final: Path) -> Path:
 
 
 def _delete(directory: Path) -> None:
-    """Delete the files that a checked export's marker lists, then the marker and the directory."""
+    """Delete an export that `_check_replaceable` has accepted: the files that its marker lists, the marker, the directory."""
     files = list(read_marker(directory)) if (directory / MARKER).is_file() else []
     for name in files:
         (directory / name).unlink(missing_ok=True)

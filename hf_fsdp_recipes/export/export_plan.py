@@ -1,4 +1,4 @@
-"""What an export writes: which tensors, in which dtype, from which elements of which parameters."""
+"""The plan of an export: the tensors to write, their dtypes, and the parameter elements that they come from."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -23,16 +23,16 @@ ADAPTER_PATTERN = "adapter_model{suffix}.safetensors"
 
 @dataclass(frozen=True)
 class ShardExport:
-    """This rank's part of one parameter: `count` elements from `first`, in the parameter's row-major order."""
+    """This rank's part of one parameter: `count` elements from element `first` on, in row-major order."""
 
     name: str  # key in the model's state dict
-    shape: tuple[int, ...]  # the full parameter's
+    shape: tuple[int, ...]  # of the full parameter
     held_dtype: torch.dtype  # the dtype that `read` returns
     first: int
     count: int
     parts: list[TensorRange]  # the stored tensors that the parameter becomes
     dtype: torch.dtype  # the dtype in the file
-    read: Callable[[int, int], torch.Tensor]  # takes (start, count); returns final values (1-D) from `first + start` on
+    read: Callable[[int, int], torch.Tensor]  # (start, count) -> values to write (1-D), from element `first + start` on
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ExportPlan:
     """Everything that an export writes."""
 
     shards: list[ShardExport]  # this rank's parts; the same parameters in the same order on every rank
-    model: "PreTrainedModel | None"  # possibly on meta; its conversions name the tensors; None for an adapter
+    model: "PreTrainedModel | None"  # may be on meta; its conversions give the tensors' names; None for an adapter
     pattern: str  # file name with `{suffix}`
     write_assets: Callable[[Path, FilePlan], None]  # writes configs and tokenizer into a directory; rank 0 calls it
     base_directory: Path | None = None  # holds the config and, for a merge, the weights; verified before writing
@@ -52,7 +52,7 @@ class ExportPlan:
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a floating-point dtype given by name or as a dtype; raise an ExportError for any other name."""
+    """Convert the name of a floating-point dtype to the dtype; raise an ExportError for other names. Keeps a dtype or None."""
     if isinstance(dtype, str):
         found = getattr(torch, dtype, None)
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
@@ -62,15 +62,15 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def written_dtype(held: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that a tensor is written in; integer tensors keep theirs."""
+    """Return the dtype in which a tensor is written; integer tensors keep their dtype."""
     return requested if requested is not None and held.is_floating_point else held
 
 
 def split_parameters(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[TensorRange]]:
     """Split parameters into the tensors that `save_pretrained` writes.
 
-    A parameter that shares a stored tensor with others, or whose rows the conversion mixes, keeps transformers' own name, which
-    `from_pretrained` and `load_model` accept. Rank 0 logs how many there are.
+    Parameters keep transformers' own names, which `from_pretrained` and `load_model` accept, if they share a stored tensor with
+    other parameters or if the weight conversion mixes their rows. Rank 0 logs the number of such parameters.
 
     Raises:
         ExportError: loading would convert such a parameter again.

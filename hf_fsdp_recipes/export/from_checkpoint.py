@@ -58,7 +58,7 @@ def export_checkpoint(
 ) -> Path:
     """Convert a sharded checkpoint to a directory that `from_pretrained` loads, offline and without GPUs.
 
-    Collective: every process must call this, and there may be any number of them. Reads in chunks, in constant memory.
+    Collective: every process must call this; any number of processes works. Reads in chunks, in constant memory.
     Accepts checkpoints of this package, of a stock Trainer or Accelerate (FSDP2 and FSDP1), plain directories of `.distcp`
     files, and exported adapters to merge.
 
@@ -66,8 +66,8 @@ def export_checkpoint(
         checkpoint_dir: `checkpoint-<step>`, its `pytorch_model_fsdp_0`, any directory with a `.metadata` file, or, with
             `merge_adapter`, an exported adapter.
         output_dir: as in `export_model`.
-        base_model: directory or Hub id to take the config and tokenizer from, and the base weights when merging an adapter.
-            None uses the model in the checkpoint's train_params.yaml.
+        base_model: directory or Hub id of the model that has the config, the tokenizer and, to merge an adapter, the base
+            weights. None uses the model that the checkpoint's train_params.yaml names.
         dtype: as in `export_model`.
         max_shard_size: as in `export_model`.
         merge_adapter: for a LoRA checkpoint or adapter, write the base model with the adapter merged in. An adapter
@@ -75,13 +75,13 @@ def export_checkpoint(
         use_free_name: as in `export_model`.
 
     Returns:
-        The export's directory: `output_dir`, or the free name.
+        The export's directory: `output_dir`, or the free name used instead.
 
     Raises:
         ExportError: on every process, if the checkpoint cannot be read or does not match its manifest or model, the base
             model is unknown, `output_dir` exists and is not an export, or the disk is full.
     """
-    # Resolve "." and links, because the checkpoint's name and its parent matter.
+    # Resolve "." and links, because the checkpoint's name and parent directory are used.
     checkpoint, output = Path(os.path.realpath(checkpoint_dir)), Path(output_dir)
     check_arguments(
         checkpoint_dir=str(checkpoint_dir),
@@ -111,7 +111,7 @@ def _describe(
     params = read_train_params(checkpoint) or read_train_params(checkpoint.parent) or {}
     own_config = model_assets.find_directory(checkpoint, model_assets.CONFIG_FILE)
     own_tokenizer = model_assets.find_directory(checkpoint, model_assets.TOKENIZER_FILE)
-    # llama-recipes calls it model_name.
+    # llama-recipes names this field model_name.
     trained = str(params.get("model_name_or_path") or params.get("model_name") or "")
     name = str(base_model or trained)
     check_base_model(output, name)
@@ -154,7 +154,7 @@ def _describe_adapter_directory(
 
 
 def _without_prefix(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
-    """Remove wrappers from the tensors' names, and the prefix `model.` if it comes from a nested state dict, not the model."""
+    """Remove wrappers from tensor names, and the prefix `model.` if a nested state dict, not the model, has added it."""
     if tensors and all(name.startswith("model.") for name in tensors):
         inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         # The state dict is usually {"model": {...}}. If it is not, the model's own names may all begin with `model.`.
@@ -166,7 +166,7 @@ def _without_prefix(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
 def _build(
     name: str, adapter: "PeftConfig | None", tensors: Mapping[str, Any]
 ) -> tuple["PreTrainedModel", BaseWeights | None]:
-    """Build a model on meta from its directory or Hub id. For an adapter with these tensors, also open the model's weights."""
+    """Build a model on meta from its directory or Hub id. To merge an adapter with these tensors, also open the base weights."""
     from transformers import AutoConfig, GenerationConfig
 
     try:

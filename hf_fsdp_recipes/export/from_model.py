@@ -52,11 +52,11 @@ def export_model(
     Collective: every rank must call this, with the same arguments. The model is not changed.
 
     Args:
-        model: an FSDP2, FSDP1, DDP or plain model. With PEFT adapters only the adapter is written, unless `merge_adapter`.
-        output_dir: directory that appears when the export is complete. An earlier export there is replaced if it holds no
-            other files.
-        dtype: floating-point dtype to cast to while writing; None keeps the parameters' own.
-        max_shard_size: bytes or "5GB", as in `save_pretrained`.
+        model: an FSDP2, FSDP1, DDP or plain model. With a PEFT adapter, only the adapter is written, unless `merge_adapter`.
+        output_dir: directory that appears when the export is complete. An earlier export there is replaced if the
+            directory holds no other files.
+        dtype: floating-point dtype to cast to while writing; None keeps each parameter's dtype.
+        max_shard_size: maximum size of a file, in bytes or as a string such as "5GB"; as in `save_pretrained`.
         method: `direct`: every rank writes its shards to shared files. `gather`: rank 0 receives and writes all shards.
             `auto`: `direct` if all ranks see the same storage, else `gather`.
         tokenizer: saved next to the weights, with its chat template.
@@ -65,10 +65,10 @@ def export_model(
             warning, so that the weights are not lost at the end of a run.
 
     Returns:
-        The export's directory: `output_dir`, or the free name.
+        The export's directory: `output_dir`, or the free name used instead.
 
     Raises:
-        ExportError: on every rank. An argument is invalid or differs between ranks, space or permission is missing,
+        ExportError: on every rank. An argument is invalid or differs between ranks, disk space or a permission is missing,
             `output_dir` already exists and cannot be replaced, a weight cannot be written shard by shard, or verification
             failed. `output_dir` is then unchanged.
     """
@@ -103,10 +103,10 @@ def check_export(
     other_bytes: int = 0,
     use_free_name: bool = False,
 ) -> int:
-    """Find out before training whether `export_model` will be able to write a model; return the export's size in bytes.
+    """Check before training that `export_model` can write a model; return the export's size in bytes.
 
     Collective: every rank must call this. The model may be on meta, sharded or not. `other_bytes` is the size of other exports
-    that need room on the same disk; the other arguments, and the errors, are those of `export_model`.
+    that need room on the same disk; the remaining arguments and the errors are the same as in `export_model`.
     """
     check_arguments(output_dir=str(output_dir), max_shard_size=max_shard_size)
     model = _without_data_parallel(model)

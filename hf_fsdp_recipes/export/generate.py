@@ -12,16 +12,16 @@ from hf_fsdp_recipes.export.load_export import load_export
 def generate(
     model: Path, prompt: str | Path, chat: bool = False, system: str | None = None, max_new_tokens: int = 200
 ) -> str:
-    """Return the text that `generate_timed` returns."""
+    """Return an export's greedy continuation of a prompt, as `generate_timed` does."""
     return generate_timed(model, prompt, chat, system, max_new_tokens)[0]
 
 
 def generate_timed(
     model: Path, prompt: str | Path, chat: bool = False, system: str | None = None, max_new_tokens: int = 200
 ) -> tuple[str, int, float]:
-    """Return an export's greedy continuation of a prompt, the number of new tokens, and the seconds that generating took.
+    """Return an export's greedy continuation of a prompt, the number of new tokens, and the generation time in seconds.
 
-    `prompt` is a text, or the path of a file with one. Without `chat`, the returned text begins with the prompt. An adapter is
+    `prompt` is the text, or the path of a text file. Without `chat`, the returned text begins with the prompt. An adapter is
     loaded onto its base model. Runs on the accelerator if there is one. Raises an ExportError if an argument or a file cannot be
     used.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 logger = logging.getLogger(__name__)
-# Set by the launcher for each rank; removed because the push process is not a rank.
+# Variables that the launcher sets for each rank. They are removed for the push process, which is not a rank.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 RANK_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_CONFIG_")
 
@@ -32,17 +32,17 @@ class HubTarget:
     """Where and what to push, from Trainer's own arguments."""
 
     repo_id: str  # `hub_model_id`, or the output directory's name
-    # `hub_strategy`: end (the export, when the run ends), every_save (also each checkpoint, as a model), checkpoint (also the
-    # checkpoint itself, as `last-checkpoint`) or all_checkpoints
+    # `hub_strategy`: all values push the export when the run ends. All but `end` also push checkpoints, converted to models.
+    # `checkpoint` also pushes the checkpoint itself, as `last-checkpoint`; `all_checkpoints` keeps its name.
     strategy: str = "every_save"
     is_private: bool = True  # unless `hub_private_repo` is false
-    token: str | None = None  # `hub_token`; None uses the token that is logged in
+    token: str | None = None  # `hub_token`; None uses HF_TOKEN or the token of `hf auth login`
 
 
 def read_target(training: "TrainingArguments", needs_access: bool = True) -> HubTarget | None:
-    """Return the target that `push_to_hub` and its options describe, or None; raise a RecipeError if its id is invalid.
+    """Return what `push_to_hub` and its options describe, or None; raise a RecipeError for an invalid repository id.
 
-    With `needs_access`, also raise one if there is no token or the Hub is switched off.
+    With `needs_access`, also raises a RecipeError if there is no token or HF_HUB_OFFLINE is set.
     """
     if not training.push_to_hub:
         return None
@@ -140,7 +140,7 @@ class Pusher:
 
 
 def upload(source: Path, repo: str, strategy: str, is_private: bool, folder: Path) -> str:
-    """Upload an export, or a checkpoint converted to a model; return its URL. Some strategies also upload the checkpoint."""
+    """Upload an export, or a checkpoint converted to a model; return the URL. Some strategies also upload the checkpoint."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -156,7 +156,7 @@ def upload(source: Path, repo: str, strategy: str, is_private: bool, folder: Pat
 
 
 def main() -> None:
-    """Push one directory; the last line of stdout is its URL, or why the push failed."""
+    """Push one directory. The last line of stdout is the directory's URL, or the reason why the push failed."""
     source, folder, repo, strategy, visibility = sys.argv[1:]
     os.nice(10)  # training comes first
     try:

@@ -19,7 +19,7 @@ def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedMo
     Adapters are loaded through PEFT's own class, because transformers 5.23 alone silently leaves DoRA's magnitudes at the base
     model's norms. Raises an ExportError if the export cannot be loaded, or differs from what its marker lists.
     """
-    kwargs = {"trust_remote_code": False} | from_pretrained_kwargs  # transformers would ask on stdin without it
+    kwargs = {"trust_remote_code": False} | from_pretrained_kwargs  # otherwise transformers would ask on stdin
     is_adapter = (directory / ADAPTER_CONFIG_FILE).is_file()
     try:
         return (_load_with_adapter if is_adapter else _load_model)(str(directory), **kwargs).eval()
@@ -32,7 +32,7 @@ def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedMo
 def _load_model(
     name: str, auto_class: str | None = None, fields: dict[str, Any] | None = None, **kwargs: Any
 ) -> "PreTrainedModel":
-    """Load a model with changed config fields. Its class is `auto_class`, or the one that its config declares."""
+    """Load a model with changed config fields, as `auto_class` or, if that is None, as the class that the config declares."""
     from transformers import AutoConfig
 
     code = {key: kwargs[key] for key in ("revision", "token", "trust_remote_code") if key in kwargs}
@@ -43,7 +43,7 @@ def _load_model(
 
 
 def _load_with_adapter(directory: str, **kwargs: Any) -> Any:
-    """Load like PEFT's auto classes, but with the recorded base class, and with the adapter on the CPU."""
+    """Load an adapter like PEFT's auto classes, but with the recorded class of the base model, and onto the CPU."""
     from peft import PeftModel
     from transformers import AutoTokenizer
 

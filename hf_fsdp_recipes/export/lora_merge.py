@@ -45,7 +45,7 @@ def _check_mergeable(config: Any) -> None:
 
 
 def _adapted_weight(name: str, layer: Any) -> str:
-    """Return the name of the parameter that a LoRA layer adapts. Layers may be nested; the innermost module holds it."""
+    """Return the name of the parameter that a LoRA layer adapts. Layers may be nested; the innermost one has the parameter."""
     leaf = getattr(layer, "parameter_name", "weight")
     while hasattr(layer, "base_layer"):
         name, layer = f"{name}.base_layer", layer.base_layer
@@ -58,7 +58,7 @@ def _is_transposed(layer: Any) -> bool:
 
 
 class ShardMerger:
-    """Merges LoRA into this rank's shards of the base weights, or raises an ExportError that says why it cannot.
+    """Merges LoRA into this rank's shards of the base weights, or raises an ExportError with the reason why this is impossible.
 
     Construct it on every rank; `gather` is a collective, `merge` is not.
     """
@@ -88,7 +88,7 @@ class ShardMerger:
             )
         self._slices = local_slices(model)
         self._matrices: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._magnitudes: dict[str, torch.Tensor] = {}  # DoRA's
+        self._magnitudes: dict[str, torch.Tensor] = {}  # for DoRA
         self._factors: dict[str, torch.Tensor] = {}
         dora = [weight for weight, (_, layer) in self._layers.items() if self._adapter in layer.lora_magnitude_vector]
         for piece in (self._slices[weight] for weight in dora):
@@ -144,8 +144,8 @@ def add_rows(
 
     The weight has `shape` (out, in), or (in, out) if `is_transposed` (GPT-2's Conv1D); A is (r, in) and B is (out, r).
     `scaling` is alpha / r, or alpha / sqrt(r) for rsLoRA. DoRA multiplies the sum by `factors` (out,) afterwards.
-    Fused experts have one more dimension in front: A has the r rows of each expert in turn, and B the r columns of all experts
-    interleaved, (out, r * experts).
+    Fused experts add a leading dimension: A is (experts * r, in), one expert after another, and B is (out, r * experts), with
+    the columns of the experts interleaved.
     """
     if len(shape) == 3:
         num_experts, size = shape[0], shape[1] * shape[2]
@@ -192,7 +192,7 @@ def dora_factors(
 
 
 class StoredAdapter:
-    """A LoRA adapter on disk, to merge into base weights on disk; raises an ExportError if it cannot be merged by rows."""
+    """A LoRA adapter on disk, to merge into base weights on disk; raises an ExportError if it cannot be merged row by row."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class StoredAdapter:
         self._latest: tuple[str, tuple[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None
 
     def check_fits(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise an ExportError if the base model has no parameter of the right shape for an adapter's tensor."""
+        """Raise an ExportError if the base model has no parameter of the right shape for one of the adapter's tensors."""
         unmatched = [name for name in self._matrices if name not in self._layers]
         unmatched += [name for name in self._saved_modules if name not in shapes]
         unmatched += [n for n, tensor in self._saved_modules.items() if n in shapes and tensor.shape != shapes[n]]
@@ -258,9 +258,9 @@ class StoredAdapter:
         values: torch.Tensor,
         read_base: Callable[[int, int], torch.Tensor],
     ) -> torch.Tensor:
-        """Return a range of a base weight with the adapter merged in, or unchanged if the adapter does not change that weight.
+        """Return `values`, elements of a base weight from `first` on, with the adapter merged in if it changes that weight.
 
-        `read_base(start, count)` returns other elements of the base weight.
+        `read_base(start, count)` returns any elements of the base weight.
         """
         if name in self._saved_modules and values.numel():
             return self._saved_modules[name].read(first, values.numel()).to(values.dtype)

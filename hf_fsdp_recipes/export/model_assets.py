@@ -1,6 +1,6 @@
 """The small files next to a model's weights: config, generation config, and tokenizer with its chat template.
 
-Every checkpoint includes them, as Trainer's do, because training may have added embeddings or changed the tokenizer.
+Every checkpoint includes them, like Trainer's checkpoints, because training may have added embeddings or changed the tokenizer.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ PROCESSOR_FILES = (
 
 
 def collect(model: torch.nn.Module, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, bytes]:
-    """Return the files' contents by name. The config is left out if the model has adapters. Rank 0 only."""
+    """Return the contents of the small files by name, without the configs if the model has an adapter. Rank 0 only."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         if not has_adapter(model):
@@ -40,7 +40,7 @@ def collect(model: torch.nn.Module, tokenizer: "PreTrainedTokenizerBase | None")
 
 
 def save_configs(model: torch.nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the configs, set for inference, and copy the processor's files and the model's own code. Rank 0 only."""
+    """Write the configs for inference, and copy the processor's files and the model's own code. Rank 0 only."""
     from transformers import PreTrainedModel
     from transformers.dynamic_module_utils import custom_object_save
 

@@ -67,7 +67,7 @@ class RunExports:
         return pushed + self._mirror.sources
 
     def push_checkpoint(self, checkpoint: Path | None) -> None:
-        """Start pushing the last complete checkpoint, once. Acts on rank 0 only; not a collective."""
+        """Start pushing the last complete checkpoint, unless that was tried before. Only rank 0 pushes; not a collective."""
         if self._pusher is not None and checkpoint is not None:
             self._pusher.push_checkpoint(checkpoint)
 
@@ -82,7 +82,7 @@ class RunExports:
         self._mirror.add(export, MARKER)
 
     def save_model(self, trainer: "Trainer", directory: Path) -> None:
-        """Export to `directory`, or below it if it is the run's output directory. Collective: every rank must call this."""
+        """Export to `directory`; if that is the run's output directory, export to its subfolder `export`. Collective."""
         is_runs_own = directory.resolve() == Path(trainer.args.output_dir).resolve()
         target = directory / EXPORT if is_runs_own else directory
         export = export_model(trainer.model, target, dtype=self._dtype, tokenizer=trainer.processing_class)

@@ -59,7 +59,7 @@ def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
 
 
 def _slice(name: str, tensor: torch.Tensor) -> Slice:
-    """Return the slice of an FSDP2 parameter (a DTensor), or of a replicated tensor, which belongs to rank 0."""
+    """Return the slice of an FSDP2 parameter (a DTensor), or of a replicated tensor, which only rank 0 writes."""
     shape, data = tuple(tensor.shape), tensor.detach()
     if not isinstance(data, DTensor):
         values = data.reshape(-1)

@@ -75,8 +75,8 @@ def plan_files(
 ) -> FilePlan:
     """Assign tensors to files as `save_pretrained` does, and lay out each file. Any rank may call this.
 
-    `tensors` are name, shape and dtype in the order of the state dict; `pattern` has `{suffix}` for `-00001-of-00002`. The one
-    difference: `save_pretrained` keeps tensors that share memory, such as fused experts, in one file.
+    `tensors` are names, shapes and dtypes in the order of the state dict; `pattern` has `{suffix}` for `-00001-of-00002`. Unlike
+    this function, `save_pretrained` keeps tensors that share memory, such as fused experts, in one file.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -110,7 +110,7 @@ def plan_files(
 def create_files(plan: FilePlan, directory: Path) -> None:
     """Create all files with their headers and full sizes; raise an ExportError if there is not enough space. One rank only.
 
-    They are closed before other ranks open them, so that other nodes see their headers and sizes. The files are sparse, because
+    The files are closed before other ranks open them, so that other nodes see the headers and sizes. They are sparse, because
     writing to blocks reserved by `fallocate` took ten times as long on a new ext4 disk.
     """
     check_free_space(directory, sum(plan.num_bytes.values()))
@@ -124,7 +124,7 @@ def create_files(plan: FilePlan, directory: Path) -> None:
 
 
 class FileWriter:
-    """Writes ranges of elements to planned files; each rank has its own writer. `close` makes them durable.
+    """Writes ranges of elements to planned files; each rank has its own writer. `close` flushes the files to disk.
 
     Attributes:
         checksums: the checksums of everything written so far.
@@ -161,7 +161,7 @@ class FileWriter:
         self._files[file].write(content, offset, self._buffer)
 
     def close(self) -> None:
-        """Make all writes durable."""
+        """Flush all writes to disk."""
         for file in self._files.values():
             file.close()
         self._files = {}

@@ -1,7 +1,7 @@
 """Checks that an export computes the same logits as the model in training.
 
-Runs one prompt through the sharded model on all ranks and through the export on rank 0, with plain transformers on the CPU: the
-accelerator's memory belongs to the model in training. The full model must fit in the host memory of rank 0.
+Runs one prompt through the sharded model on all ranks and through the export on rank 0. Rank 0 uses plain transformers on the
+CPU, because the model in training needs the accelerator's memory. The full model must fit in the host memory of rank 0.
 """
 
 import copy
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPT = "The quick brown fox"
-# A different summation order changes logits by this much; a wrong or missing row by far more.
+# A different summation order changes logits by this much; a wrong or missing row changes them by far more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 2e-2}
 
 
@@ -59,7 +59,7 @@ def _compare(expected: torch.Tensor, export: Path, input_ids: torch.Tensor, kwar
     loaded = load_export(export, **kwargs)
     for module in loaded.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # bitsandbytes' CPU kernel rounds to bfloat16; training did not
+            module.support_avx512bf16_for_cpu = False  # this kernel rounds to bfloat16, unlike training
     with torch.no_grad():
         actual = loaded(input_ids=input_ids).logits.float()
     difference = float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6))

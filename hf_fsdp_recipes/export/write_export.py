@@ -29,7 +29,7 @@ CHUNK_BYTES = 8 * 1024 * 1024  # while a rank writes, it needs two chunks of mem
 ALIGNMENT = 8  # bytes, the size of the largest dtype
 PROGRESS_TITLE = "export weights"
 Method = Literal["auto", "direct", "gather"]
-Chunk = tuple[str, int, torch.Tensor]  # (stored tensor, offset into it in elements, values)
+Chunk = tuple[str, int, torch.Tensor]  # (name of the stored tensor, offset in elements, values)
 
 
 def check_arguments(method: str = "auto", **arguments: Any) -> None:
@@ -59,8 +59,8 @@ def write_export(
 
     Collective: every rank must call this, after `check_arguments`. `describe` returns this rank's plan; it may fail on some
     ranks but must not call collectives. `prepare` is called on every rank between planning and writing, and may call
-    collectives. `source` is the directory that is exported, if there is one. An ExportError is raised on
-    every rank, and leaves `output_dir` unchanged.
+    collectives. `source` is the directory that is exported, if there is one. An ExportError is raised on every rank, and leaves
+    `output_dir` unchanged.
     """
     with contextlib.ExitStack() as stack:
         with distributed.sync_errors(), _failed_write(output_dir):
@@ -145,9 +145,8 @@ def _choose_method(directory: Path, method: Method) -> tuple[Literal["direct", "
 
     probe = directory / distributed.run_on_main(create)
     seen = None
-    with contextlib.suppress(
-        OSError
-    ):  # refreshes an NFS client that still has a deleted directory of this name in its cache
+    # Listing the parent refreshes an NFS client that still has a deleted directory of this name in its cache.
+    with contextlib.suppress(OSError):
         list(directory.parent.iterdir())
     with contextlib.suppress(OSError):
         seen = distributed.node_id(), probe.stat().st_dev  # two mounts on one node have two caches
@@ -168,7 +167,7 @@ def _choose_method(directory: Path, method: Method) -> tuple[Literal["direct", "
 
 
 def _in_saved_order(export: ExportPlan) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """List the tensors in the order of `save_pretrained`, which determines the file of each."""
+    """List the tensors in the order in which `save_pretrained` assigns them to files."""
     from transformers.core_model_loading import revert_weight_conversion
 
     entries = {part.tensor: (part.tensor, part.shape, shard.dtype) for shard in export.shards for part in shard.parts}
@@ -201,7 +200,7 @@ def _write_weights(shards: list[ShardExport], writer: FileWriter, directory: Pat
 
 
 def _write_own(shards: list[ShardExport], writer: FileWriter, non_finite: dict[str, int]) -> None:
-    """Write this rank's shards. The progress bar shows one rank; the others write as much. Not a collective."""
+    """Write this rank's shards. The progress bar counts rank 0's bytes; the other ranks write as much. Not a collective."""
     with progress.bar(sum(shard.count * shard.dtype.itemsize for shard in shards), PROGRESS_TITLE) as bar:
         for name, first, values in _read_ahead(_all_chunks(shards, non_finite)):
             writer.write(name, first, values)
@@ -209,7 +208,7 @@ def _write_own(shards: list[ShardExport], writer: FileWriter, non_finite: dict[s
 
 
 def _read_ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-    """Yield chunks while a thread prepares the next."""
+    """Yield each chunk while a thread prepares the next one."""
 
     def produce() -> Chunk | None:
         with torch.no_grad():  # grad mode is per thread
@@ -228,7 +227,7 @@ def _all_chunks(shards: list[ShardExport], non_finite: dict[str, int]) -> Iterat
 
 
 def _chunks(shard: ShardExport, non_finite: dict[str, int], download: Download) -> Iterator[Chunk]:
-    """Yield a shard's values, ready to be written, a chunk at a time; each is valid until two more are read."""
+    """Yield a shard's values in chunks, ready to be written. A chunk is valid until two more have been read."""
     for part, at, count in _pieces(shard, shard.first, shard.count):
         values = download.to_host(shard.read(at - shard.first, count), shard.dtype)
         if not is_finite(values):
@@ -260,7 +259,7 @@ def _write_gathered(shards: list[ShardExport], writer: FileWriter, directory: Pa
 
 
 def _send_chunks(shards: list[ShardExport], non_finite: dict[str, int]) -> Exception | None:
-    """Send this rank's chunks to rank 0. After an error, send anything, because rank 0 waits for all; return the error."""
+    """Send this rank's chunks to rank 0, or after an error any bytes, because rank 0 expects all messages; return the error."""
     chunks, error = _all_chunks(shards, non_finite), None
     sending: deque[dist.Work | None] = deque()
     buffers = torch.zeros((2, CHUNK_BYTES), dtype=torch.uint8)
@@ -283,7 +282,7 @@ def _send_chunks(shards: list[ShardExport], non_finite: dict[str, int]) -> Excep
 def _write_received(
     shards: list[ShardExport], ranges: list[list[tuple[int, int]]], writer: FileWriter, non_finite: dict[str, int]
 ) -> Exception | None:
-    """Write rank 0's chunks, and those that it receives from the other ranks in turn; return the first error."""
+    """Write rank 0's chunks, then the chunks received from each of the other ranks; return the first error."""
     own = _read_ahead(_all_chunks(shards, non_finite))
     received = _receive_chunks(shards, ranges)
     num_bytes = sum(torch.Size(shard.shape).numel() * shard.dtype.itemsize for shard in shards)
@@ -299,7 +298,7 @@ def _write_received(
 
 
 def _receive_chunks(shards: list[ShardExport], ranges: list[list[tuple[int, int]]]) -> Iterator[Chunk]:
-    """Yield the chunks of all ranks but 0; while the caller writes those of one message, the next is received."""
+    """Yield the chunks of all ranks but 0. While the caller writes the chunks of one message, receive the next message."""
     buffers = torch.empty((2, CHUNK_BYTES), dtype=torch.uint8)
     messages = ((rank, message) for rank in range(1, len(ranges)) for message in _messages(shards, ranges[rank]))
     pending: tuple[dist.Work | None, list[Chunk]] | None = None
@@ -330,12 +329,12 @@ class _Piece:
         return self.start + self.count * self.dtype.itemsize
 
     def find(self, message: torch.Tensor) -> torch.Tensor:
-        """Return the values in a message."""
+        """Return this chunk's values in a message."""
         return message[self.start : self.end].view(self.dtype)
 
 
 def _messages(shards: list[ShardExport], ranges: list[tuple[int, int]]) -> Iterator[list[_Piece]]:
-    """Pack one rank's chunks into messages of at most CHUNK_BYTES; with many ranks, most chunks are much smaller."""
+    """Pack one rank's chunks into messages of at most CHUNK_BYTES, because with many ranks most chunks are much smaller."""
     message: list[_Piece] = []
     for shard, (first, count) in zip(shards, ranges, strict=True):
         for part, at, length in _pieces(shard, first, count):

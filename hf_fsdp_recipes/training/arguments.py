@@ -1,7 +1,7 @@
 """The recipes' arguments: TRL's and Trainer's dataclasses, and the fields that this package adds.
 
-A recipe is a YAML file of any of these fields; the command line overrides it. Arguments are checked here, before anything is
-loaded.
+A recipe is a YAML file that sets any of these fields; the command line overrides the recipe. Arguments are checked here, before
+anything is loaded.
 """
 
 import contextlib
@@ -148,12 +148,12 @@ class Arguments(NamedTuple):
 def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> Arguments:
     """Read a recipe (`--config X.yaml`) and command-line overrides, and check them.
 
-    `trainer` is one of `KINDS`, in trainers.py. Every rank calls this, but it is not a collective. Enables FSDP on CPU ranks
-    first, because TrainingArguments initializes Accelerate's state. Raises a RecipeError, or a subclass, that says what is wrong.
+    `trainer` is a key of `KINDS` in trainers.py. Every rank calls this, but it is not a collective. Enables FSDP on CPU ranks
+    first, because TrainingArguments initializes Accelerate's state. Raises a RecipeError or a subclass that says what is wrong.
     """
     cpu_ranks.enable()
     argv = list(sys.argv[1:] if argv is None else argv)
-    # Imported after `enable`, which silences what bitsandbytes prints on every CPU rank when TRL imports it.
+    # TRL imports bitsandbytes, which would print a message on every CPU rank without `enable`.
     import trl
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
@@ -167,7 +167,7 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
         recipe = check_recipe(values["config"], classes)
         values = recipe | values
     parser = TrlParser(classes)
-    parser.allow_abbrev = False  # or --model_name would set model_name_or_path, and the recipe would set it back
+    parser.allow_abbrev = False  # otherwise --model_name sets model_name_or_path, and the recipe then overwrites it
     parser.set_defaults(**_launcher_defaults())
     usage_errors = io.StringIO()
     try:
@@ -196,7 +196,7 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
         if isinstance(getattr(model, field_name), str):  # a single name in YAML; PEFT would iterate over its letters
             setattr(model, field_name, [getattr(model, field_name)])
     if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
-        # TRL unpacks a list of one name, and PEFT would take the name for a pattern.
+        # TRL unpacks a list of one name, and PEFT would treat the name as a pattern.
         model.lora_target_modules = [model.lora_target_modules]
     config = arguments.training.accelerator_config
     if arguments.training.dataloader_pin_memory and "accelerator_config" not in values:
@@ -206,7 +206,7 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
 
 
 def _set_paths(arguments: Arguments, recipe: dict[str, Any]) -> None:
-    """Replace the paths that TRL has read from the recipe with the files that `read_recipe` has found for them."""
+    """Replace the paths that TRL has read from the recipe with those of the files that `read_recipe` has found."""
     for part in arguments:
         vars(part).update({name: recipe[name] for name in PATH_FIELDS if name in recipe and hasattr(part, name)})
     for dataset, values in zip(arguments.mixture.datasets, recipe.get("datasets") or (), strict=False):
@@ -214,12 +214,12 @@ def _set_paths(arguments: Arguments, recipe: dict[str, Any]) -> None:
 
 
 def _flag_names(argv: Sequence[str]) -> set[str]:
-    """Return the names of a command line's arguments: max_steps for --max-steps=3."""
+    """Return the names of a command line's arguments, such as max_steps for --max-steps=3."""
     return {text[2:].partition("=")[0].replace("-", "_") for text in argv if text.startswith("--")}
 
 
 def _launcher_defaults() -> dict[str, Any]:
-    """Return precision and device from the template, as defaults for the recipe; TRL would always default to bf16."""
+    """Return the template's precision and device as defaults for the recipe, because TRL would always default to bf16."""
     defaults: dict[str, Any] = {"logging_nan_inf_filter": False}  # the filter would read every loss from the device
     precision = mixed_precision()
     if precision is not None:
@@ -317,7 +317,7 @@ def _check_data(arguments: Arguments) -> None:
 
 
 def is_streaming(arguments: Arguments) -> bool:
-    """Return whether rows are read during training. TRL has a separate field for mixtures, `streaming`."""
+    """Return whether rows are streamed during training. For mixtures, TRL has a separate field, `streaming`."""
     return bool(arguments.mixture.streaming if arguments.mixture.datasets else arguments.script.dataset_streaming)
 
 

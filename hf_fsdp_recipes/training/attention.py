@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
 AMPERE, HOPPER = 8, 9  # major compute capabilities
-FLEX_DEVICES = ("cuda", "xpu")  # for which torch compiles flex attention
-EMULATED_FLASH = "varlen_probe"  # no "flash" in it: transformers treats names with "flash" differently
+FLEX_DEVICES = ("cuda", "xpu")  # devices for which torch compiles flex attention
+EMULATED_FLASH = "varlen_probe"  # without "flash", because transformers treats names with "flash" differently
 LEAK_TOLERANCE = 1e-4  # relative to the largest logit, in float32
 
 
@@ -52,7 +52,7 @@ def select_implementation(requested: str, is_on_cpu: bool) -> str | None:
 def find_flash(downloads: bool) -> str | None:
     """Return the newest FlashAttention that is installed, or None.
 
-    With `downloads`, version 2 may also come from the Hub, through the `kernels` package. FlashAttention 3 counts
+    With `downloads`, version 2 may also come from the Hub, through the `kernels` package. FlashAttention 3 is used
     only if it is installed, because the build that transformers downloads is for inference and may lack the backward pass.
     """
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
@@ -98,7 +98,7 @@ def avoid_dense_mask(model: "PreTrainedModel") -> None:
 def _use_flash_from_hub(model: "PreTrainedModel") -> bool:
     """Replace SDPA with FlashAttention from the Hub, and return whether that worked on every rank. Collective."""
     is_sdpa, dtype = model.config._attn_implementation == "sdpa", mixed_precision_dtype() or model.dtype
-    # If a model lists other versions, as gpt-oss does, transformers replaces version 2 with kernels for inference.
+    # If a model lists other FlashAttention versions, as gpt-oss does, transformers replaces version 2 with inference kernels.
     can_use = model._supports_flash_attn and not getattr(model, "_compatible_flash_implementations", None)
     flash = find_flash(downloads=True) if is_sdpa and can_use and dtype.itemsize == 2 else None
 
@@ -160,7 +160,7 @@ def _is_safe_with_flash(config: "PretrainedConfig") -> bool:
 
 
 def _attend_as_flash(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-    """Compute SDPA within the documents that FlashAttention would find in its arguments."""
+    """Compute SDPA within each document, with the document boundaries that FlashAttention would read from its arguments."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     lengths = [kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")]
@@ -176,7 +176,7 @@ def _attend_as_flash(module: Any, query: Any, key: Any, value: Any, attention_ma
 
 
 def measure_leak(config: "PretrainedConfig", implementation: str) -> float:
-    """Return how much the first of two packed documents changes the second one's logits, relative to the largest."""
+    """Return how much the first of two packed documents changes the second one's logits, relative to the largest logit."""
     from transformers import AttentionInterface
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 

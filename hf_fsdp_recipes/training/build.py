@@ -1,4 +1,4 @@
-"""Builds the trainer of a recipe, finds what to resume from, and exports the trained model."""
+"""Builds the trainer of a recipe, finds the checkpoint to resume from, and exports the trained model."""
 
 import json
 import os
@@ -50,13 +50,13 @@ MAX_VERIFIED_PARAMETERS = 3_000_000_000  # to compare logits, rank 0 loads the c
 
 
 def build_trainer(arguments: Arguments) -> "Trainer":
-    """Build a recipe's trainer, which loads, trains and saves sharded.
+    """Build a recipe's trainer, which loads, trains and saves the model in shards.
 
     Arguments and data are checked before the model is loaded. Collective: every rank must call this, with the same
-    arguments. For your own scripts `load_model` and `ShardedCheckpointCallback` are simpler.
+    arguments. For your own scripts, `load_model` and `ShardedCheckpointCallback` are simpler.
 
     Args:
-        arguments: what `hf_fsdp_recipes.training.arguments.parse_arguments` returns for a recipe's command line, such as
+        arguments: the result of `hf_fsdp_recipes.training.arguments.parse_arguments` for a recipe's command line, such as
             `parse_arguments(["--config", "my_recipe.yaml", "--max_steps", "10"], trainer="sft")`. `trainer` is sft, dpo, kto,
             reward or grpo.
 
@@ -64,10 +64,10 @@ def build_trainer(arguments: Arguments) -> "Trainer":
         The trainer. `train()` shards the model and reads its weights.
 
     Raises:
-        RecipeError: on every rank, this or a subclass such as DataError or LoadError. The message says what to change.
+        RecipeError: this class or a subclass such as DataError or LoadError, on every rank. The message says what to change.
     """
     cpu_ranks.enable()
-    # Imported after `enable`, which silences what bitsandbytes prints on every CPU rank when TRL imports it.
+    # TRL imports bitsandbytes, which would print a message on every CPU rank without `enable`.
     from trl import get_peft_config
 
     from hf_fsdp_recipes.training.data.image_rows import load_processor
@@ -83,7 +83,7 @@ def build_trainer(arguments: Arguments) -> "Trainer":
         specific["ref_model"] = build_reference(model, arguments, tokenizer)
     if kind.name != "grpo":  # GRPOTrainer builds its reference model with these arguments
         arguments.training.model_init_kwargs = None
-    if arguments.recipe.verify_export == "auto":  # decide while every rank can still count all parameters
+    if arguments.recipe.verify_export == "auto":  # decide before sharding, while every rank can count all parameters
         is_small = model.num_parameters() < MAX_VERIFIED_PARAMETERS
         arguments.recipe.verify_export = "logits" if is_small else "off"
     check_wrap_classes(type(module).__name__ for module in model.modules())
@@ -122,10 +122,10 @@ def build_trainer(arguments: Arguments) -> "Trainer":
 
 
 def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "TrainingRows":
-    """Load the rows a run trains and evaluates on, and set SFTTrainer's arguments so that it does not prepare them again.
+    """Load the training and evaluation rows of a run, and set arguments so that SFTTrainer does not prepare the rows again.
 
-    TRL's other trainers prepare rows themselves. Collective: every rank must call this. Rank 0 prepares the rows and the others
-    read its cache, waiting without a timeout. Rank 0 prints how many rows were dropped and truncated.
+    TRL's other trainers prepare rows themselves. Collective: every rank must call this. Rank 0 prepares the rows; the others
+    wait without a timeout and read its cache. Rank 0 prints how many rows were dropped and truncated.
     """
     from hf_fsdp_recipes.training.data import cache
     from hf_fsdp_recipes.training.data.filtering import print_counts
@@ -152,18 +152,18 @@ def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "Tr
     if rows.has_images:
         return rows
     training.dataset_kwargs = (training.dataset_kwargs or {}) | {"skip_prepare_dataset": True}
-    training.assistant_only_loss = False  # the labels are masked already; if set, SFTTrainer would require messages
+    training.assistant_only_loss = False  # the labels are masked already; True would make SFTTrainer require messages
     return rows
 
 
 def default_run_name(training: "SFTConfig", model: str, date: datetime | None = None) -> str:
-    """Name a run after its start (default: now), model, nodes, GPUs per node, epochs or steps, and batch size per GPU.
+    """Name a run after its start time (default: now), model, nodes, GPUs per node, epochs or steps, and batch size per GPU.
 
     Source: the log files of AMD's article on FSDP with ROCm, fsdp_training_DATE_modelVersion_#node_#gpuPerNode_#epoch_#batchSize.
     """
     gpus_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_nodes = max(1, int(os.environ.get("WORLD_SIZE", "1")) // gpus_per_node)
-    name = PurePosixPath(model).name.removesuffix(".json")  # a new model is named after its config's file
+    name = PurePosixPath(model).name.removesuffix(".json")  # a new model is named after its config file
     length = f"{training.max_steps}steps" if training.max_steps > 0 else f"{training.num_train_epochs:g}"
     return (
         f"fsdp_training_{date or datetime.now():%Y%m%d-%H%M}_{name}_{num_nodes}_{gpus_per_node}"
@@ -209,7 +209,7 @@ def _export_options(arguments: Arguments) -> dict[str, Any]:
 
 
 def _recipe_facts(arguments: Arguments, rows: "TrainingRows") -> dict[str, Any]:
-    """Return what checkpoints record of the recipe in addition to Trainer's arguments."""
+    """Return the recipe's settings and a description of its rows, which checkpoints record besides Trainer's arguments."""
     from hf_fsdp_recipes.training.data.image_rows import without_images
 
     facts: dict[str, Any] = {}
@@ -234,7 +234,7 @@ def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[Tr
         position = PositionCallback(rows.train)
         trainer_class, rank_files, callbacks = StreamTrainer, position.checkpoint_files, [position]
     hub = read_target(arguments.training)
-    # With push_to_hub, Trainer creates the repository before training and ends the run if that fails.
+    # With push_to_hub, Trainer would create the repository before training, and end the run if that fails.
     arguments.training.push_to_hub = False
     recipe = arguments.recipe
     callbacks.append(
@@ -257,7 +257,7 @@ def find_resume(arguments: Arguments) -> str | None:
 
     `resume_from_checkpoint` is a path, a URL to download from, or `auto` for the newest complete checkpoint, if any, in
     `output_dir` or the mirror. Keeps the global batch size if the number of ranks has changed. Collective: every rank must
-    call this; each verifies its part of the checkpoint.
+    call this; each rank verifies a part of the checkpoint.
     """
     output_dir, url = arguments.training.output_dir, arguments.recipe.checkpoint_mirror
     mirror = Mirror(url)
@@ -314,7 +314,7 @@ def _read_state(checkpoint: Path | None) -> "TrainerState":
 
 
 def train(trainer: "Trainer", checkpoint: str | None) -> SaveError | None:
-    """Train; return the error of the last save if it failed, so that the weights can still be exported.
+    """Train. If the last save failed, return its error, so that the weights can still be exported.
 
     Collective: every rank must call this.
     """
@@ -326,7 +326,7 @@ def train(trainer: "Trainer", checkpoint: str | None) -> SaveError | None:
 
 
 def finish(trainer: "Trainer", arguments: Arguments) -> Path | None:
-    """Export the trained model to `<output_dir>/export`, verify and push it if the recipe says so, and return its directory.
+    """Export the trained model to `<output_dir>/export`, verify and push the export if the recipe says so, and return its path.
 
     Collective: every rank must call this, after training. Returns None with `export: false`.
     """

@@ -1,7 +1,7 @@
 """Keeps the metrics of a step on the device until they are logged.
 
-TRL's SFTTrainer reads five values back in every forward pass. Each read makes the host wait until the device has run all that
-is queued; then the device idles until the host queues more.
+TRL's SFTTrainer copies five values to the host in every forward pass. Each copy makes the host wait until the device has run all
+queued work; then the device idles until the host queues more.
 
 Source: trl 1.16 `sft_trainer.py`, `compute_loss` and `log`.
 """
@@ -28,7 +28,7 @@ class _Pending:
         return self
 
     def __gt__(self, other: float) -> bool:
-        return True  # SFTTrainer asks whether it may divide by this; see __truediv__
+        return True  # SFTTrainer checks this before it divides by the number; see __truediv__
 
     def __truediv__(self, other: Any) -> "_Pending":
         divisor = torch.as_tensor(_value(other))
@@ -48,7 +48,7 @@ def _value(number: Any) -> Any:
 
 
 class DeviceMetricsTrainer(SFTTrainer):
-    """An SFTTrainer that reads its metrics back once per log instead of in every forward pass. The values are the same."""
+    """An SFTTrainer that copies its metrics to the host once per log, not in every forward pass. The values are the same."""
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return what SFTTrainer returns."""
@@ -60,7 +60,7 @@ class DeviceMetricsTrainer(SFTTrainer):
             self.accelerator.gather_for_metrics = gather
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Read the metrics since the last log, with one wait for the device, and log them."""
+        """Copy the metrics since the last log to the host, with one wait for the device, and log them."""
         metrics = self._metrics["train" if self.model.training else "eval"]
         pending = [number for numbers in metrics.values() for number in numbers if isinstance(number, _Pending)]
         if pending:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def set_frozen_dtype(model_arguments: "ModelConfig") -> None:
-    """Load a 4-bit model's other parameters in the mixed-precision dtype, because frozen ones need no fp32 master weights.
+    """Load a 4-bit model's unquantized parameters in the mixed-precision dtype, because frozen ones need no fp32 master weights.
 
     Changes `dtype` if it has TRL's default. The quantization config takes its compute dtype from `dtype`, too.
     """
@@ -34,7 +34,7 @@ def set_frozen_dtype(model_arguments: "ModelConfig") -> None:
 
 
 def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dtype: str = "auto") -> None:
-    """Cast adapters to their training dtype, print all dtypes on rank 0, and check that FSDP1 can shard them.
+    """Cast adapters to their training dtype, print all dtypes on rank 0, and check that FSDP1 can shard the parameters.
 
     Every rank calls this before sharding; not a collective. `fsdp_version` is None without FSDP. Under FSDP1, raises a
     TemplateError if parameters have more than one dtype, or if the output head is in lora_modules_to_save.
@@ -90,7 +90,7 @@ class DtypesCallback(TrainerCallback):
         self.reduce_dtype = reduce_dtype
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the reduction dtype before TRL shards a reference model, so that both models round alike."""
+        """Set the reduction dtype before TRL shards a reference model, so that both models round in the same way."""
         set_reduction_dtype(getattr(AcceleratorState(), "fsdp_plugin", None), self.reduce_dtype)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

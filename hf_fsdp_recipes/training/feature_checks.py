@@ -99,7 +99,7 @@ def _conflicts(training: "SFTConfig", recipe: "RecipeArguments") -> Iterator[str
             "gradient_checkpointing: true (TRL's default) and fsdp_activation_checkpointing: true in the template would "
             "recompute layers twice. Set gradient_checkpointing: false in the recipe."
         )
-    is_launched = not recipe.dry_run or fsdp_version() is not None  # a rehearsal reads recipes outside of a launch
+    is_launched = not recipe.dry_run or fsdp_version() is not None  # hf-fsdp rehearse reads recipes without a launch
     if recipe.compile_blocks and is_launched and fsdp_version() != 2:
         yield (
             "compile_blocks: true needs FSDP2, where Accelerate compiles blocks in place. Use an fsdp2_*.yaml template, or "

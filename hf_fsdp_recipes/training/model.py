@@ -62,9 +62,9 @@ def build_model(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "
 def build_reference(
     model: "PreTrainedModel", arguments: Arguments, tokenizer: "PreTrainedTokenizerBase"
 ) -> "PreTrainedModel":
-    """Build the reference of a model that `build_model` returned. Collective: every rank must call this.
+    """Build the reference model for a model from `build_model`. Collective: every rank must call this.
 
-    It is not trained, so it is loaded in the mixed-precision dtype, to which FSDP would round it in every forward pass.
+    The reference is not trained, so it is loaded in the mixed-precision dtype; FSDP would round it to that dtype in each forward.
     """
     precision = mixed_precision_dtype()
     reference = _load(arguments, model.config._attn_implementation, **({"dtype": precision} if precision else {}))
@@ -73,7 +73,7 @@ def build_reference(
 
 
 def _add_rows(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", model_arguments: "ModelConfig") -> bool:
-    """Add rows to the embeddings if the tokenizer has more tokens, and return whether it has."""
+    """Add embedding rows if the tokenizer has more tokens than the model, and return whether rows were added."""
     if len(tokenizer) <= model.get_input_embeddings().num_embeddings:
         return False
     # PEFT resizes an adapter's base model to exactly the tokenizer's length, so pad full models only.
@@ -131,7 +131,7 @@ def _is_attention_open(arguments: Arguments) -> bool:
 
 
 def _check_same_attention(implementation: str) -> None:
-    """Raise a RecipeError if the ranks chose different attention, as when a package is missing on some nodes. Collective."""
+    """Raise a RecipeError if the ranks chose different attention, for example if some nodes lack a package. Collective."""
     found = sorted(set(distributed.gather_objects(implementation)))
     if len(found) > 1:
         raise RecipeError(
@@ -173,7 +173,7 @@ def _load(arguments: Arguments, implementation: str | None, **changes: Any) -> "
 def _new_model(arguments: Arguments, implementation: str | None) -> "PreTrainedModel":
     from transformers import set_seed
 
-    set_seed(arguments.training.seed)  # Trainer sets it only after the model exists
+    set_seed(arguments.training.seed)  # Trainer sets the seed only after the model exists
     return initialize_model(
         arguments.recipe.config_name or "",
         overrides=arguments.recipe.config_overrides,
@@ -186,8 +186,8 @@ def _new_model(arguments: Arguments, implementation: str | None) -> "PreTrainedM
 def _choose_checkpointing(arguments: Arguments) -> None:
     """Use reentrant activation checkpointing for 4-bit weights under FSDP1.
 
-    Otherwise torch's check of recomputed tensors fails: during recomputation the weight is another view of its unit's flat
-    parameter (torch 2.13).
+    Otherwise torch's check of recomputed tensors fails: during recomputation, the weight is a different view of its unit's
+    flat parameter (torch 2.13).
     """
     training = arguments.training
     # transformers 5.23 renamed gradient checkpointing.

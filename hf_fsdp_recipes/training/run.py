@@ -1,4 +1,4 @@
-"""The main function of the scripts in recipes/: a recipe, from its arguments to the export."""
+"""The main function of the scripts in recipes/: runs a recipe, from its arguments to the export."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -16,14 +16,14 @@ def run(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
     """Run the recipe that the command line names. Collective: every rank must call this.
 
     Args:
-        name: which trainer, as in `hf-fsdp`: sft, dpo, kto, reward or grpo.
+        name: the trainer, as a command of `hf-fsdp`: sft, dpo, kto, reward or grpo.
         plan: called with the arguments, instead of training, if the recipe sets `dry_run`.
     """
     from hf_fsdp_recipes.training.arguments import parse_arguments
 
     # Checks everything that needs no model; every rank gets the same arguments.
     arguments = parse_arguments(trainer=name)
-    # Imported only now that CPU ranks are set up, because this imports bitsandbytes, which would print on each of them.
+    # Imported after parse_arguments, which sets up CPU ranks: otherwise bitsandbytes would print a message on each of them.
     from hf_fsdp_recipes.training.build import build_trainer, find_resume, finish, train
 
     if arguments.recipe.dry_run and plan is not None:
@@ -32,7 +32,7 @@ def run(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
     checkpoint = find_resume(arguments)  # locks output_dir; `auto` finds the newest complete checkpoint
     trainer = build_trainer(arguments)  # prepares the data; no rank holds weights yet
     failed_save = train(trainer, checkpoint)  # shards the model, loads its weights, trains, saves checkpoints
-    finish(trainer, arguments)  # exports the final weights, each rank its own slices
+    finish(trainer, arguments)  # exports the final weights; each rank writes its own slices
     wait_for_gloo_workers()  # otherwise DDP could hang when the process group ends
     trainer.accelerator.end_training()
     if failed_save is not None:
@@ -41,7 +41,7 @@ def run(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
 
 @record  # unexpected errors appear in torchrun's error table and files
 def start(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
-    """Do what `run` does. A RecipeError ends the process with one line, which says what to do, instead of a traceback."""
+    """Call `run`. A RecipeError ends the process with one line that says what to do, instead of a traceback."""
     wait_for_gloo_at_exit()
     with exit_with_message():
         run(name, plan)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def sharded_optimizer(args: "TrainingArguments") -> "tuple[type[torch.optim.Optimizer], dict[str, Any]] | None":
     """Make `optim: adamw_8bit` and bitsandbytes' other optimizers work under FSDP2.
 
-    On their own, they fail on sharded parameters in the first step. The returned class updates each rank's own rows, and
+    Without this, they fail on sharded parameters in the first step. The returned class updates each rank's own rows, and
     checkpoints include its state. Pass the result to any Trainer:
 
         trainer = SFTTrainer(..., args=args, optimizer_cls_and_kwargs=sharded_optimizer(args))

@@ -28,10 +28,10 @@ def tiny_config(config: "PretrainedConfig", vocab_size: int | None = None) -> "P
     """
     tiny = copy.deepcopy(config)
     text = tiny.get_text_config()
-    has_layers_of_other_head_size = "head_dim" in (getattr(text, "per_layer_attributes", None) or ())  # Gemma 4
+    has_layers_of_other_head_size = "head_dim" in (getattr(text, "per_layer_attributes", None) or ())  # as in Gemma 4
     if getattr(text, "is_heterogeneous", False):
         text.per_layer_config = None
-    all_heads = getattr(text, "num_attention_heads", None) or MAX_HEADS  # state-space models have none
+    all_heads = getattr(text, "num_attention_heads", None) or MAX_HEADS  # state-space models have no attention heads
     heads = min(all_heads, MAX_HEADS)
     groups = getattr(text, "num_key_value_heads", None)
     if groups:  # keep the number of query heads per key head, if possible
@@ -88,7 +88,7 @@ def _assign(config: "PretrainedConfig", name: str, value: Any) -> None:
 
 
 def _shrink_tower(tower: "PretrainedConfig", text_hidden_size: int, hidden_size: int) -> None:
-    """Give the tower of another modality NUM_LAYERS layers and the tiny text model's hidden size as its output."""
+    """Shrink a vision or audio tower to NUM_LAYERS layers, with the tiny text model's hidden size as output size."""
     for name in TOWER_LAYERS:
         if getattr(tower, name, None):
             setattr(tower, name, min(getattr(tower, name), NUM_LAYERS))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hf_fsdp_recipes.training.arguments import Arguments
 
-# Text whose tokens change if the normalizer or the pre-tokenizer does. Its token ids are part of `tokenizer_hash`.
+# A text whose tokens change if the normalizer or the pre-tokenizer changes. Its token ids are part of `tokenizer_hash`.
 PROBE = "The 3 quick brown Foxes, née Fuchs,\n\tjump: don't they?  <s>"
 CLONED_VOCABULARY_MULTIPLE = 64  # TRL pads the vocabulary to a multiple of this when it clones a chat template
 
@@ -46,7 +46,7 @@ def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
         return tokenizer
 
     def read_if_builtin() -> "PreTrainedTokenizerBase | None":
-        # A class of custom code exists only on the rank that imported it, so it cannot be broadcast.
+        # A class from custom code exists only on the rank that imported it, so the tokenizer cannot be broadcast.
         tokenizer = read()
         return None if type(tokenizer).__module__.startswith("transformers_modules") else tokenizer
 
@@ -55,7 +55,7 @@ def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
 
 
 def tokenizer_for_rows(tokenizer: "PreTrainedTokenizerBase", training: "SFTConfig") -> "PreTrainedTokenizerBase":
-    """Return a copy with the end token and chat template that SFTTrainer will set later. Not a collective.
+    """Return a copy of a tokenizer with the end token and chat template that SFTTrainer sets later. Not a collective.
 
     Source: trl 1.16 `SFTTrainer.__init__`, which changes tokenizer and model together before it prepares rows.
     """

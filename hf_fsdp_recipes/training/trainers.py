@@ -1,4 +1,4 @@
-"""What differs between the trainers that recipes run, and what only SFT supports."""
+"""The differences between the trainers that recipes use, and the arguments that only SFT supports."""
 
 import sys
 from collections.abc import Collection
@@ -67,7 +67,7 @@ KINDS = {
 
 
 def find_kind(training: "TrainingArguments") -> TrainerKind:
-    """Return the trainer that a config of TRL, such as DPOConfig, is for."""
+    """Return the trainer for a TRL config such as DPOConfig."""
     return KINDS[type(training).__name__.removesuffix("Config").lower()]
 
 
@@ -118,10 +118,10 @@ def check_trainer(arguments: "Arguments", given: Collection[str]) -> None:
 
 
 def needs_reference(arguments: "Arguments") -> bool:
-    """Return whether the trainer has to be given a reference model.
+    """Return whether the trainer needs a separate reference model.
 
-    With an adapter, TRL uses the base model as reference, so it needs no other model. The exception is
-    precompute_ref_log_probs: TRL computes these before the base model is sharded.
+    With an adapter, TRL uses the base model as the reference. The exception is precompute_ref_log_probs: TRL computes the
+    log probabilities before the base model is sharded.
     """
     is_adapter = arguments.model.use_peft
     return find_kind(arguments.training).has_reference and (
@@ -165,7 +165,7 @@ def load_rewards(arguments: "Arguments") -> list[Any]:
 
 
 def _check_reward_model(name: str) -> None:
-    """Refuse an adapter and a model that is no classifier: either would be given a new head, whose scores are random."""
+    """Refuse adapters and models that are not classifiers: they would get a new head, whose scores are random."""
     from hf_fsdp_recipes.loading.build_on_meta import read_config, resolve_directory
     from hf_fsdp_recipes.loading.load_model import refuse_adapter
 

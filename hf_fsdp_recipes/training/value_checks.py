@@ -42,8 +42,8 @@ _NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
     """Return a recipe's values. Not a collective. `classes` are the dataclasses with the recipe's fields.
 
-    Raises a RecipeError that lists duplicate keys, or all values of the wrong type. They would pass unnoticed: argparse converts
-    only strings, YAML keeps the last of two equal keys, and neither checks choices.
+    Raises a RecipeError that lists duplicate keys, or all values of the wrong type. Otherwise these errors would pass unnoticed:
+    argparse converts only strings, YAML keeps the last of two equal keys, and neither checks a field's choices.
     """
     values = read_recipe(path)
     fields_by_name = {field.name: field for cls in classes for field in fields(cls)}
@@ -64,7 +64,7 @@ def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
 
 
 def name_settings(message: str, values: Mapping[str, Any]) -> str:
-    """Return `name: value: ` of the first text setting whose value, but not its name, is in an upstream message, or ''."""
+    """Return `name: value: ` for the first text setting whose value an upstream message quotes without its name, or ''."""
     texts = {name: value for name, value in values.items() if isinstance(value, str) and len(value) > 3}
     quoted = [name for name, value in texts.items() if value.lower() in message.lower() and name not in message]
     return "".join(f"{name}: {values[name]}: " for name in quoted[:1])
@@ -100,7 +100,7 @@ def _describe(hint: Any) -> str:
 
 
 def check_numbers(values: Mapping[str, Any]) -> None:
-    """Raise a RecipeError that lists all numbers among the arguments that are out of range. Not a collective."""
+    """Raise a RecipeError that lists all out-of-range numbers among the arguments. Not a collective."""
     errors = [
         f"{name} is {values[name]}. Set it to {expected}."
         for expected, is_valid, names in _NUMBERS
@@ -120,7 +120,7 @@ def check_scheduler(training: "SFTConfig") -> None:
     kind, kwargs = training.lr_scheduler_type, training.lr_scheduler_kwargs
     try:
         get_scheduler(kind, optimizer, 0, steps, kwargs)
-    except Exception as error:  # each schedule is a function of its own and may raise anything
+    except Exception as error:  # each schedule is a separate function and may raise anything
         raise RecipeError(
             f"lr_scheduler_kwargs is {kwargs}, which the schedule {kind.value} does not accept: "
             f"{summarize(error, 'sentence')}. Correct lr_scheduler_kwargs, or choose another lr_scheduler_type."
@@ -130,7 +130,7 @@ def check_scheduler(training: "SFTConfig") -> None:
 def check_adapter(model: "ModelConfig", given: Collection[str]) -> None:
     """Raise a RecipeError for adapter settings or quantized weights without `use_peft`.
 
-    `given` has the names that the user has set, even if to the default.
+    `given` has the names of the settings that the user sets, even to their defaults.
     """
     if model.use_peft:
         return

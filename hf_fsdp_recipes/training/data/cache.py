@@ -1,7 +1,7 @@
 """Writes and reads a directory of prepared rows, which `hf-fsdp prepare-data` creates and a recipe names as dataset_name.
 
-The directory contains the output of `datasets.save_to_disk`, and `prepared.json` with the settings that the rows depend on. It
-is written under a temporary name and renamed when it is complete.
+The directory contains the output of `datasets.save_to_disk`, and `prepared.json` with the settings that the rows depend on. The
+directory has a temporary name until it is complete.
 """
 
 import json
@@ -41,7 +41,7 @@ def is_cache(name: str | None) -> bool:
 
 
 def prepare_directory(argv: list[str], output: Path) -> list[str]:
-    """Prepare the rows of a recipe's command line without a GPU or a process group; return lines to print."""
+    """Prepare the rows of a recipe, without a GPU or a process group; return the lines to print."""
     arguments = parse_arguments([*argv, *CPU_OVERRIDES])
     rows = write_cache(arguments, load_tokenizer(arguments), output)
     lines = [f"{name}: {counts.describe(arguments.training.max_length)}" for name, counts in rows.counts.items()]

@@ -1,4 +1,4 @@
-"""Finds the data files of a path, and explains which of them cannot be read and why."""
+"""Finds the data files of a path, and explains which files cannot be read and why."""
 
 import contextlib
 import json
@@ -25,9 +25,9 @@ def reader_for(file: Path) -> str | None:
 def find_files(path: Path) -> dict[str, list[Path]]:
     """Return a path's data files by split; in a folder, files named test*, eval* or valid* are the test split.
 
-    Hidden files and folders below the path, and those that start with two underscores, are skipped; so are files without
-    rows, with a warning. Raises a DataError if nothing is left, if file types are mixed, or if the only file is one JSON object
-    with the rows in one of its fields.
+    Below the path, skips files and folders whose names start with a dot or two underscores, and, with a warning, files without
+    rows. Raises a DataError if no file is left, if file types are mixed, or if the only file is a single JSON object with the rows
+    in one of its fields.
     """
     visible = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_visible(file, path))
     files = [file for file in visible if reader_for(file)]
@@ -57,7 +57,7 @@ def _is_visible(file: Path, folder: Path) -> bool:
 
 
 def _has_rows(file: Path) -> bool:
-    """Return whether a file has rows; refuse JSON that starts with neither an object nor a list, because pyarrow may crash."""
+    """Return whether a file has rows; refuse JSON that does not start with an object or a list, because pyarrow may crash."""
     start = _read_start(file)
     if reader_for(file) == "json" and start[:1] not in (b"", b"{", b"["):
         raise DataError(
@@ -75,7 +75,7 @@ def _check_not_nested(file: Path) -> None:
     """Refuse a file that is one JSON object with the rows in one of its fields, such as {"data": [...]}."""
     is_object = reader_for(file) == "json" and _read_start(file).startswith(b"{")
     rows: list[object] = []
-    with contextlib.suppress(ValueError):  # not valid JSON, which the reader will report
+    with contextlib.suppress(ValueError):  # the reader reports invalid JSON later
         rows = [row for _, row in islice(_read_json(file), 2)] if is_object else []
     row = rows[0] if len(rows) == 1 and isinstance(rows[0], dict) else {}
     nested = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
@@ -87,7 +87,7 @@ def _check_not_nested(file: Path) -> None:
 
 @contextlib.contextmanager
 def explain_errors(name: str) -> Iterator[None]:
-    """Turn any error of the readers into a DataError with file, line and reason. To find these, read local files again."""
+    """Turn any error of the readers into a DataError. Local files are read again to name the file, line and reason."""
     try:
         yield
     except DataError:

@@ -19,7 +19,7 @@ NOT_UTF8_MARK = "\ufdd0"  # a Unicode noncharacter, so no text contains it
 
 @dataclass(frozen=True)
 class DatasetPart:
-    """One dataset of a mixture, or the only one, with its rows as they were read."""
+    """The only dataset of a recipe, or one dataset of a mixture, with its rows as they were read."""
 
     name: str
     train: Dataset | IterableDataset

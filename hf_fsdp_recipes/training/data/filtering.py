@@ -30,7 +30,7 @@ class RowStatus(IntEnum):
     NO_MARKED_ANSWER = 6
     SPECIAL_TOKENS_ONLY = 7
     NOTHING_TO_LEARN = 8
-    INVALID_TOKENS = 9  # an error, so never counted
+    INVALID_TOKENS = 9  # raises an error, so it is never counted
 
 
 DROPPED = {
@@ -46,7 +46,7 @@ DROPPED = {
 
 @dataclass
 class RowCounts:
-    """How many rows were read, kept, truncated and dropped, and why the chat template rejected a row, if it did."""
+    """The numbers of rows read, kept, truncated and dropped, and the chat template's error if it rejected a row."""
 
     by_status: Counter[RowStatus] = field(default_factory=Counter)
     rejection: str = ""
@@ -134,7 +134,7 @@ def find_token_fault(row: Mapping[str, Any], vocabulary_size: int) -> str | None
         if not isinstance(values, list):
             return f"{name} is {values!r:.60}, not a list of integers"
         for value in values:
-            # Floats without a fraction are allowed: a fraction in another row turns a column's values into floats.
+            # Floats such as 1.0 are allowed, because one fraction in a column turns all its values into floats.
             if type(value) not in (int, float) or value % 1:
                 return f"{name} has {value!r:.60}, which is not an integer"
         if len(values) != len(row["input_ids"]):
@@ -153,7 +153,7 @@ def _has_text(texts: list[str | None]) -> bool:
 
 
 def _texts_and_answers(row: Mapping[str, Any], text_column: str) -> tuple[list[str | None], list[str | None] | None]:
-    """Return a row's texts, with None for a malformed one, and the answers among them. Plain text has None for answers."""
+    """Return a row's texts (None for a malformed text), and the answers among them (None for a row of plain text)."""
     if "prompt" in row and "completion" in row:
         answers = _texts(row["completion"])
         return _texts(row["prompt"]) + answers, answers
@@ -179,7 +179,7 @@ def _message_text(message: Any) -> str | None:
     if not isinstance(message, dict) or not message.get("role"):
         return None
     content = message.get("content")
-    if isinstance(content, list):  # parts, as multimodal templates take them
+    if isinstance(content, list):  # a list of parts, as multimodal templates expect it
         return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
     if content is None and message.get("tool_calls"):
         return str(message["tool_calls"])

@@ -31,7 +31,7 @@ def _count_images(rows: Dataset, column: str) -> Any:
 
 
 def open_images(part: "DatasetPart", text_column: str) -> tuple[Dataset, Dataset | None]:
-    """Return a dataset's training and evaluation rows, with paths cast to images. Every row must have an image."""
+    """Return a dataset's training and evaluation rows, with image paths cast to images. Every row must have an image."""
     columns = set(part.train.column_names)
     if not {"messages", text_column} & columns and not {"prompt", "completion"} <= columns:
         raise DataError(

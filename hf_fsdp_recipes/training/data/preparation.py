@@ -29,8 +29,8 @@ class TrainingRows:
 
     train: Any  # Dataset or RowStream
     evaluation: Any = None  # Dataset, datasets.IterableDataset or None
-    counts: dict[str, RowCounts] = field(default_factory=dict)  # the key is dataset name and split
-    has_images: bool = False  # rows with images are not tokenized; SFTTrainer needs the processor
+    counts: dict[str, RowCounts] = field(default_factory=dict)  # by dataset name and split
+    has_images: bool = False  # rows with images are tokenized by SFTTrainer, with the processor
 
 
 class Preparation:
@@ -40,7 +40,7 @@ class Preparation:
         self.tokenizer = tokenizer
         self.training = arguments.training
         self.recipe = arguments.recipe
-        # The ids of added tokens may leave gaps, so the number of tokens can be too small.
+        # The largest id counts, not the number of tokens, because the ids of added tokens may leave gaps.
         self._vocabulary_size = 1 + max(tokenizer.get_vocab().values())
 
     def max_length(self, packing: bool) -> int | None:
@@ -140,7 +140,7 @@ class Preparation:
 
 
 def prepare(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
-    """Read and prepare all rows that a run trains and evaluates on. One rank; not a collective."""
+    """Read and prepare all training and evaluation rows of a run. Any rank may call this; not a collective."""
     training, preparation = arguments.training, Preparation(arguments, tokenizer)
     rows, parts = TrainingRows(None), load_parts(arguments)
     if any(has_images(part.train) for part in parts):
@@ -164,7 +164,7 @@ def _open_image_rows(arguments: Arguments, parts: list[DatasetPart]) -> Training
 
 
 def read_rows(arguments: Arguments) -> TrainingRows:
-    """Read the rows for a trainer other than SFTTrainer; TRL prepares them later. One rank; not a collective.
+    """Read the rows for a trainer other than SFTTrainer; TRL prepares them later. Any rank may call this; not a collective.
 
     Raises:
         DataError: a dataset does not have the trainer's columns, or has images.
@@ -193,7 +193,7 @@ def _join(opened: list[tuple[Any, Any]], parts: list[DatasetPart], arguments: Ar
 
 
 def packs_evaluation(arguments: Arguments) -> bool:
-    """Return whether evaluation rows are packed; by default, like training rows."""
+    """Return whether evaluation rows are packed. By default, they are packed if training rows are."""
     training = arguments.training
     return training.packing if training.eval_packing is None else training.eval_packing
 
@@ -210,7 +210,7 @@ def _tokenize_part(
 
 
 def _mix(tokenized: list[Dataset], parts: list[DatasetPart], arguments: Arguments) -> Dataset:
-    """Draw rows by the parts' fractions, or concatenate all rows if no part has one."""
+    """Draw rows in proportion to the parts' fractions, or concatenate all rows if no part has a fraction."""
     fractions = [part.fraction for part in parts if part.fraction is not None]
     if len(parts) == 1 or not fractions:
         return concatenate_datasets(tokenized)

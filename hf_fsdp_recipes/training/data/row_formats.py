@@ -8,7 +8,7 @@ from datasets import Dataset
 from hf_fsdp_recipes.errors import DataError
 
 CHAT_OPTIONS = ("tools", "chat_template_kwargs")
-# Required and optional columns of the known formats. The first that matches is used.
+# Required and optional columns of the known formats. The first matching format is used.
 FORMATS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("input_ids",), ("labels", "attention_mask", "completion_mask", "assistant_masks")),
     (("messages",), CHAT_OPTIONS),
@@ -35,7 +35,7 @@ def to_sft_format(
 ) -> Dataset:
     """Return rows in one of SFTTrainer's formats: input_ids, messages, prompt + completion, or text.
 
-    Raises a DataError for a row or columns that cannot be converted; `first` is the number of the first row in the message.
+    Raises a DataError for a row or columns that cannot be converted; `first` is the first row's number, for the message.
     """
     columns = list(rows.column_names)
     known = find_format(columns, text_column)

@@ -1,7 +1,7 @@
 """Turns a row into the same tokens and labels as TRL's SFTTrainer, or returns why the row is dropped.
 
 SFTTrainer's method needs a trainer with a model, and its barriers can time out. RowTokenizer works row by row, so it also
-runs on rank 0 alone, without GPUs, and on blocks of a stream. tests/training/test_preparation.py compares the two.
+runs on rank 0 alone, without GPUs, and on blocks of a stream. tests/training/test_preparation.py compares their results.
 
 Source: trl 1.16 `SFTTrainer._prepare_dataset`: `add_eos`, `tokenize_fn`, `build_labels`, `truncate`.
 """
@@ -19,7 +19,7 @@ from hf_fsdp_recipes.training.data.filtering import NO_LABEL, TOKEN_COLUMNS, Row
 from hf_fsdp_recipes.training.tokenizer import describe_template_error
 
 logger = logging.get_logger(__name__)
-# Longer texts are shortened first, because tokenization takes about 180 bytes of memory per character.
+# Longer texts are shortened before tokenization, which takes about 180 bytes of memory per character.
 MAX_CHARACTERS = 1_000_000
 MAX_CHARACTERS_PER_TOKEN = 64
 CACHE_VERSION = 2  # part of the key of datasets' cache; increment it when tokenization changes
@@ -78,7 +78,7 @@ class RowTokenizer:
         return row | {name: _shorten_text(row[name], limit) for name in names if name in row}
 
     def _tokenize(self, row: dict[str, Any]) -> Mapping[str, Any]:
-        """Return `input_ids` and the masks of tokens to train on."""
+        """Return `input_ids` and the masks that select the tokens to train on."""
         if "input_ids" in row:
             return _without_padding(row)
         if "prompt" in row and "completion" in row:
@@ -117,7 +117,7 @@ class RowTokenizer:
         return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
 
     def _with_end_token(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Append the end token to the row's text, or in a row without text to its completion, unless that ends with it."""
+        """Append the end token to the row's text or, without a text, to its completion, unless it already ends with that token."""
         end = self.tokenizer.eos_token
         for column in (self.text_column, "completion"):
             if isinstance(row.get(column), str) and not row[column].endswith(end):

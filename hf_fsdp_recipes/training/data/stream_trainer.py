@@ -27,7 +27,7 @@ class StreamTrainer(DeviceMetricsTrainer):
 
     def __init__(self, *, train_dataset: RowStream, **kwargs: Any) -> None:
         block = train_dataset.first_block()
-        assert block is not None  # an endless stream always has one
+        assert block is not None  # an endless stream always has a block
         # SFTTrainer checks the first row and the type of its dataset, which must be one of `datasets`' classes.
         super().__init__(train_dataset=Dataset.from_list(block.rows[:1]).to_iterable_dataset(), **kwargs)
         self.train_dataset = train_dataset
@@ -48,7 +48,7 @@ class StreamTrainer(DeviceMetricsTrainer):
             is_last = resume_from_checkpoint is True
             path = get_last_checkpoint(self.args.output_dir) if is_last else resume_from_checkpoint
             with distributed.sync_errors():
-                # Otherwise Trainer skips batches by reading them.
+                # Without `ignore_data_skip`, Trainer skips batches by reading them.
                 self.args.ignore_data_skip = path is not None and restore_position(self.train_dataset, Path(str(path)))
         result = super().train(resume_from_checkpoint, *args, **kwargs)
         counts = distributed.gather_objects(self.train_dataset.counts)
@@ -81,7 +81,7 @@ class PositionCallback(TrainerCallback):
         self._position: dict[str, Any] = {}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Record the position, and count the epoch from the start of the run, also after a resume."""
+        """Record the position, and set the epoch to the completed share of the run's steps, also after a resume."""
         self._position = self._stream.state_dict()
         state.epoch = state.global_step / state.max_steps
 

@@ -1,7 +1,7 @@
 """Streams rows during training: each rank reads its own part in blocks and can resume at any row.
 
-A block of `shuffle_buffer_size` rows is prepared like a full dataset and shuffled. A position is the start of a block and an
-offset in it, so resuming rereads only one block.
+A block of `shuffle_buffer_size` rows is prepared like a full dataset and shuffled. A saved position consists of the start of a
+block and an offset in the block, so a resumed run rereads only one block.
 """
 
 from collections.abc import Iterator
@@ -26,14 +26,14 @@ from hf_fsdp_recipes.training.data.filtering import RowCounts, RowStatus, check_
 from hf_fsdp_recipes.training.data.image_rows import has_images
 from hf_fsdp_recipes.training.data.preparation import Preparation, TrainingRows, packs_evaluation
 
-DEFAULT_BLOCK_ROWS = 1000  # without shuffling; TRL packs the same number of rows at a time
+DEFAULT_BLOCK_ROWS = 1000  # used without shuffling; TRL packs the same number of rows at a time
 
 
 class StreamSource:
     """This rank's rows of one dataset, read once or endlessly.
 
-    A rank gets complete files if `num_ranks` divides their number, otherwise every `num_ranks`-th row. Source: datasets 5.2,
-    split_dataset_by_node.
+    A rank gets complete files if `num_ranks` divides the number of files, otherwise every `num_ranks`-th row. Source: datasets
+    5.2, split_dataset_by_node.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class RowStream(IterableDataset):
         self.counts = RowCounts()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield rows from the current position; a second iteration continues there."""
+        """Yield rows from the current position. A second iteration continues where the first one stopped."""
         with ThreadPoolExecutor(1, thread_name_prefix="row-stream") as pool:
             block = self.first_block()
             while block is not None:
@@ -147,8 +147,8 @@ class RowStream(IterableDataset):
         """Read and prepare blocks until one has rows to train on; return None at the end of a finite stream.
 
         Raises:
-            DataError: two passes of an endless stream, or one of a finite stream, have no row to train on, or the chat template
-                rejects the first thousand rows.
+            DataError: two passes of an endless stream, or one pass of a finite stream, have no row to train on, or the chat
+                template rejects the first thousand rows.
         """
         first_pass, counts, seen = self._num_passes(), RowCounts(), self.counts
         while self._is_endless or self._num_passes() == 0:
@@ -205,7 +205,7 @@ class RowStream(IterableDataset):
         self._reset(state["start"]["num_blocks"], state["offset"])
 
     def skip(self, num_rows: list[int]) -> None:
-        """Skip this number of rows of each source, without preparing them."""
+        """Skip the given number of rows of each source, without preparing them."""
         for source, count in zip(self.sources, num_rows, strict=True):
             source.skip(count)
         self._reset(0, 0)
@@ -226,7 +226,7 @@ def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Tr
         for part in parts
         if part.evaluation is not None
     ]
-    if distributed.is_main():  # one rank is enough, because all read the same rows
+    if distributed.is_main():  # one rank checks the evaluation rows, because all ranks read the same rows
         for each in options:
             _evaluation_stream(**each).first_block()
     # These are streams of `datasets`, which Accelerate splits over the ranks.
