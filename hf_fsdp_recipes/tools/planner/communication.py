@@ -19,8 +19,8 @@ COMPUTE_EFFICIENCY = 0.4  # assumed share of the peak FLOP/s
 class StepTraffic:
     """Communication and compute of one optimizer step."""
 
-    gpu_bytes: int  # bytes that one GPU receives from the others of its node
-    node_bytes: int  # bytes that one node receives from the others
+    gpu_bytes: int  # bytes that one GPU receives from the other GPUs of its node
+    node_bytes: int  # bytes that one node receives from the other nodes
     seconds: float  # time of communication
     compute_seconds: float | None  # compute time at 40% of the peak FLOP/s; None if the model's FLOPs cannot be counted
 

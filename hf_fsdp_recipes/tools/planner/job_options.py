@@ -1,4 +1,4 @@
-"""Builds the job to plan: each setting is the option, else the recipe's value, else a default."""
+"""Builds the job to plan. An option takes precedence over the recipe's value, and that over the default."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
