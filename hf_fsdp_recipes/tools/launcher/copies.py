@@ -21,7 +21,7 @@ def describe_recipe(recipe: Path) -> tuple[str, str]:
 
 
 def copy_recipe(name: str, directory: Path) -> list[Path]:
-    """Copy a shipped recipe, and the files that it names, to a directory; return the copies. RecipeError if one of them exists."""
+    """Copy a shipped recipe and the files that it names to a directory; return the copies. RecipeError if one exists."""
     source = find_file("recipes", name)
     names = [source.name]
     if source.suffix == ".yaml":

@@ -62,7 +62,7 @@ class Rehearsal:
 
     @cached_property
     def arguments(self) -> Arguments:
-        """The recipe for the full-size model, as a single CPU rank parses it. `push_to_hub` is off here; see `check_hub`."""
+        """The recipe for the full-size model, as one CPU rank parses it. `push_to_hub` is off; see `check_hub`."""
         off = ("--push_to_hub", "false", "--use_cpu", "true", "--dry_run", "true")
         return parse_arguments(["--config", str(self.recipe), *self.overrides, *off])
 

@@ -1,4 +1,4 @@
-"""Takes a self-test's measurements and writes its report. Each has its own ranks, so one crash does not end the others."""
+"""A self-test's measurements and report. Each measurement has its own ranks, so one crash does not end the others."""
 
 import json
 import os
