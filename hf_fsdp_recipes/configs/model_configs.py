@@ -26,7 +26,7 @@ def find_config(name: str) -> str:
 
 
 def describe_source(name: str) -> list[str]:
-    """Return a line saying that the shipped config is used, or an empty list if the real config is."""
+    """If the shipped config is used, return a line that says so; otherwise, an empty list."""
     if find_config(name) == name:
         return []
     return [

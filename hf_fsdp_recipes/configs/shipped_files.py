@@ -73,7 +73,7 @@ def read_recipe(name: str | Path, error_class: type[RecipeError] = RecipeError) 
 
 
 def _locate(value: Any, folder: Path) -> Any:
-    """Return a recipe's path relative to the current directory; names on the Hub stay unchanged."""
+    """Return a path from a recipe relative to the current directory; names on the Hub stay unchanged."""
     if not isinstance(value, str) or not value or os.path.exists(value):  # noqa: PTH110, as above
         return value
     return str(folder / value) if os.path.exists(folder / value) else value  # noqa: PTH110

@@ -1,6 +1,6 @@
 """Quantizes weights to 4 bits while they load: one rank reads and quantizes a weight, and every rank gets its shard.
 
-No rank holds more than one unquantized weight, or two copies of it while it is transposed. Every rank gets all scales
+No rank holds more than one unquantized weight (two copies of it during a transpose). Every rank gets all scales
 (bitsandbytes' quant state), because dequantizing a gathered weight needs them.
 
 Source: bitsandbytes 0.50 `functional.py` (`quantize_4bit`, `QuantState`), `nn/modules.py` (`Linear4bit` takes the quant state
@@ -206,7 +206,7 @@ def fill(
             its layer.
         index: the checkpoint; needed only on the ranks that read.
         stream: sends rank 0's data to all ranks.
-        do_all_ranks_read: whether all ranks read and quantize an equal part of the weights, or rank 0 alone does so.
+        do_all_ranks_read: whether each rank reads and quantizes an equal part of the weights. If False, only rank 0 does so.
         device: this rank's compute device, where it quantizes.
     """
     if not work:

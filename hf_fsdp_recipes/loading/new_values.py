@@ -1,4 +1,4 @@
-"""Creates the values of parameters without a checkpoint at the time when they are sent to the shards.
+"""Creates the values of parameters that no checkpoint has, at the moment when they are sent to the shards.
 
 The rank that reads the values holds only a few modules at a time, never the full new model.
 """

@@ -44,7 +44,7 @@ class Run:
         return self._process.poll()
 
     def poll(self, timeout_seconds: float, interval_seconds: float = 0.05) -> Iterator[int]:
-        """Count up, once per interval, until the command exits; TimeoutError if it is still running after the timeout."""
+        """Yield 0, 1, 2, ... once per interval until the command exits; TimeoutError if it still runs after the timeout."""
         deadline, count = time.monotonic() + timeout_seconds, 0
         while self.exit_status is None:
             if time.monotonic() > deadline:

@@ -62,7 +62,7 @@ def _starter(script: str) -> Callable[..., None]:
 
 
 def quickstart(context: typer.Context) -> None:
-    """Fine-tune a 135M model on two CPU ranks, kill the run, resume it and compare its answers; takes about 5 minutes.
+    """Fine-tune a 135M model on two CPU ranks, kill the run, resume it and compare the model's answers; takes about 5 minutes.
 
     `hf-fsdp quickstart --help` lists the options.
     """

@@ -1,4 +1,4 @@
-"""Builds the job to plan. An option takes precedence over the recipe's value, and that over the default."""
+"""Builds the job to plan. Options take precedence over the recipe, and the recipe over the defaults."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any

@@ -80,7 +80,7 @@ def check(found: list[Hardware], names: list[str]) -> list[Row]:
 
 
 def _run(found: Hardware, *command: str) -> str:
-    """Return a command's output, or an empty string if it is missing or the node has a fault. A hang is a fault."""
+    """Run a command and return its output; empty if it is not installed or the node has a fault. A hang is a fault."""
     if shutil.which(command[0]) is None or found["faults"]:
         return ""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")

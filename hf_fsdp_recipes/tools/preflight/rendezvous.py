@@ -207,7 +207,7 @@ def _open_store(info: ParticipantInfo, deadline: float) -> tuple[Store, bool]:
             listener = addresses.listen(address, port).detach()
             return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener), True
         except OSError as error:
-            listen_error = error  # another process may lead already; its store lets the error name both
+            listen_error = error  # another process may lead already; join its store to name it in the error
     started = time.monotonic()
     try:
         addresses.wait_for_listener(address, port, deadline)
