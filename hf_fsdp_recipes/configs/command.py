@@ -34,7 +34,7 @@ def list_templates() -> None:
 def print_path(
     name: Annotated[Optional[str], typer.Argument(help="Name of a shipped template; default: all of them.")] = None,
 ) -> None:
-    """Print the path of a shipped template, or of their directory."""
+    """Print the path of a shipped template, or of the directory of all templates."""
     print(find_file("accelerate_configs", name) if name else shipped_directory("accelerate_configs"))
 
 
@@ -114,7 +114,7 @@ def check(
         Optional[str], typer.Option(help="Directory or Hub id of the model, to check the wrap classes.")
     ] = None,
 ) -> None:
-    """Report all faults of a config at once; exit status 1 if there are any."""
+    """Report all faults of a config together; exit status 1 if there are any."""
     classes = {type(module).__name__ for module in validate.build_on_meta(model).modules()} if model else None
     for line in describe_source(model) if model else ():
         print(line)

@@ -1,7 +1,7 @@
 """Published configs of the models named in recipes and documentation, for tools that need only a model's shapes.
 
-They are used when the real config cannot be read: offline, or before access to a gated model is granted. Training never
-uses them.
+Tools use them when the real config cannot be read: offline, or before access to a gated model is granted. Training
+never uses them.
 """
 
 import functools
@@ -26,7 +26,7 @@ def find_config(name: str) -> str:
 
 
 def describe_source(name: str) -> list[str]:
-    """Return a line saying that the shipped config is used, or an empty list if it is not."""
+    """If the shipped config is used, return a line that says so; otherwise, an empty list."""
     if find_config(name) == name:
         return []
     return [

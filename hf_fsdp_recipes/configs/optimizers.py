@@ -1,4 +1,4 @@
-"""Which of Trainer's optimizers train, save and resume under FSDP."""
+"""Lists the optimizers of Trainer that train, save and resume under FSDP."""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 ELEMENTWISE = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")
-# By FSDP version: the optimizers with which a run has the same losses on two ranks as on one, and resumes exactly.
+# By FSDP version: the optimizers with which a run has the same losses on one and two ranks, and resumes exactly.
 # Under FSDP2, Adagrad fails, because it creates its state while the parameters are on meta.
 SHARDABLE = {1: (*ELEMENTWISE, "adagrad"), 2: ELEMENTWISE}
 

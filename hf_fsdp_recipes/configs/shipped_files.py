@@ -1,6 +1,6 @@
-"""The templates and recipes that are shipped: folders of a checkout, package data of a wheel.
+"""Finds the shipped templates and recipes: folders in a checkout, package data in a wheel.
 
-Imports no torch, so that the commands that list, show and launch them start fast.
+Imports no torch, so that commands that list, show or launch them start fast.
 """
 
 import os
@@ -56,9 +56,9 @@ def find_file(folder: Folder, name: str | Path, error_class: type[RecipeError] |
 
 
 def read_recipe(name: str | Path, error_class: type[RecipeError] = RecipeError) -> dict[str, Any]:
-    """Return the keys and values of a recipe, given as a file or the name of a shipped one.
+    """Return the keys and values of a recipe, given as a file or as the name of a shipped recipe.
 
-    A relative path in the recipe starts in the current directory or, if it does not exist there, in the recipe's folder.
+    Relative paths in a recipe start in the current directory or, if not found there, in the recipe's folder.
 
     Raises:
         RecipeError or `error_class`: the recipe cannot be found or read, or is not a YAML mapping.
@@ -73,7 +73,7 @@ def read_recipe(name: str | Path, error_class: type[RecipeError] = RecipeError) 
 
 
 def _locate(value: Any, folder: Path) -> Any:
-    """Return a path of a recipe relative to the current directory; names on the Hub stay as they are."""
+    """Return a path from a recipe relative to the current directory; names on the Hub stay unchanged."""
     if not isinstance(value, str) or not value or os.path.exists(value):  # noqa: PTH110, as above
         return value
     return str(folder / value) if os.path.exists(folder / value) else value  # noqa: PTH110

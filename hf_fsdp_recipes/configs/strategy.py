@@ -8,7 +8,7 @@ from hf_fsdp_recipes.configs.validate import read_config
 from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import TemplateError
 
-# In the order of torch's ShardingStrategy, because FSDP1 configs may give a strategy's number, counted from 1.
+# In the order of torch's ShardingStrategy, because FSDP1 configs may name a strategy by its number, counted from 1.
 FSDP1_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 
 
@@ -21,7 +21,7 @@ class Strategy:
     sharding: str = "full_shard"  # or shard_grad_op, hybrid_shard, hybrid_shard_zero2, no_shard
     is_offloaded: bool = False  # keeps parameters, gradients and optimizer state in host memory
     min_num_params: int | None = None  # parameter count that an FSDP unit must exceed; None to wrap by layer class
-    wrap_class: str | None = None  # layer classes to wrap, comma-separated; None for those that the model declares
+    wrap_class: str | None = None  # layer classes to wrap, comma-separated; None for the model's own
     precision: str = "bf16"  # `mixed_precision`, as Accelerate spells it
     on_cpu: bool = False
     num_processes: int = 8  # ranks on all nodes

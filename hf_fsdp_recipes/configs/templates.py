@@ -13,7 +13,7 @@ from typing import Literal
 from hf_fsdp_recipes.errors import TemplateError
 
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard"]
-# Comments on when to choose a config. `hf-fsdp config list` prints their first lines.
+# Comments on when to choose a config. `hf-fsdp config list` prints the first line of each.
 STRATEGIES: dict[Strategy, tuple[str, ...]] = {
     "full_shard": (
         "Shards parameters, gradients and optimizer state across all ranks: least memory, most communication.",
@@ -60,7 +60,7 @@ VARIANTS = {
     ),
 }
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
-# Not a valid host name, so a launch without the flag fails instead of waiting.
+# Not a valid host name, so a launch without the flag fails instead of waiting for node 0.
 MAIN_PROCESS_IP = "pass --main_process_ip"
 
 

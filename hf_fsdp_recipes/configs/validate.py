@@ -1,7 +1,7 @@
-"""Validation of Accelerate FSDP configs: reports all faults at once, before a rank starts.
+"""Validation of Accelerate FSDP configs: reports all faults together, before any rank starts.
 
-Accelerate defines which keys and values exist. The rules here are about keys of the other FSDP version, and about
-combinations that fail hours into a run or silently do something else.
+Accelerate defines which keys and values exist. The rules here concern keys of the other FSDP version, and
+combinations that fail hours into a run or silently have another effect.
 
 Source: accelerate 1.15 `commands/config/config_args.py`, `commands/launch.py`, `parallelism_config.py`.
 """
@@ -39,7 +39,7 @@ FSDP1_ONLY = {
 
 
 def read_config(source: str | Path) -> Section:
-    """Read an Accelerate config from a file or a template's name; raise a TemplateError if there is neither."""
+    """Read an Accelerate config from a file or a template's name; raise a TemplateError if neither exists."""
     path = Path(source)
     with contextlib.suppress(TemplateError):
         path = find_file("accelerate_configs", source)
@@ -52,7 +52,7 @@ def read_config(source: str | Path) -> Section:
 def find_faults(config: Section, model_classes: Collection[str] | None = None) -> list[str]:
     """Return all faults of a parsed config, each with the value and what to change.
 
-    With `model_classes`, the names of a model's module classes, the wrap classes are checked too.
+    `model_classes` are the names of a model's module classes. If given, the wrap classes are checked too.
     """
     fsdp = _with_prefix(config.get("fsdp_config"), "fsdp_")
     parallel = _with_prefix(config.get("parallelism_config"), "parallelism_config_")
@@ -107,7 +107,7 @@ def _check_keys(config: Section, fsdp: Section, parallel: Section) -> Iterator[s
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    # Accelerate merges both sections into the launcher's arguments, so their keys are the launcher's.
+    # Accelerate merges both sections into the launcher's arguments, so the launcher defines their keys.
     arguments = vars(launch_command_parser().parse_args(["script.py"]))
     for place, keys, known in (
         ("", config, {*ClusterConfig.__dataclass_fields__, "dynamo_backend", "fp16"}),  # the last two are deprecated

@@ -9,7 +9,7 @@ from hf_fsdp_recipes.errors import RecipeError, summarize
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that sets a key twice, where YAML would keep the last value, and adds line numbers to errors."""
+    """Adds line numbers to errors, and refuses a mapping that sets a key twice (PyYAML would keep the last value)."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)

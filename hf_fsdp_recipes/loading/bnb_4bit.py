@@ -1,6 +1,6 @@
-"""Quantizes weights to 4 bits while they load: one rank reads and quantizes a weight; every rank gets its shard of it.
+"""Quantizes weights to 4 bits while they load: one rank reads and quantizes a weight, and every rank gets its shard.
 
-No rank holds more than one unquantized weight, or two copies of it while it is transposed. Every rank gets all scales
+No rank holds more than one unquantized weight (two copies of it during a transpose). Every rank gets all scales
 (bitsandbytes' quant state), because dequantizing a gathered weight needs them.
 
 Source: bitsandbytes 0.50 `functional.py` (`quantize_4bit`, `QuantState`), `nn/modules.py` (`Linear4bit` takes the quant state
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers.quantizers.base import HfQuantizer
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-CPU_CHUNK_ELEMENTS = 512 * 1024  # a multiple of the block size 64; fits in a core's cache with its temporaries
+CPU_CHUNK_ELEMENTS = 512 * 1024  # a multiple of the block size 64; a chunk and its temporaries fit in a core's cache
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Quant4bitSpec:
 def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtype: torch.dtype) -> "HfQuantizer":
     """Replace a meta model's linear layers with 4-bit layers whose weights are not packed yet; return the quantizer.
 
-    Not a collective. The packed bytes are stored in the mixed-precision dtype: FSDP casts floating-point parameters to that dtype
-    when it gathers them, and a cast would change the bytes. Accelerate does not shard integers, bitsandbytes' default storage.
+    Not a collective. The packed bytes are stored in the mixed-precision dtype, so that FSDP's cast of gathered parameters to
+    that dtype does not change them. Accelerate does not shard integers, bitsandbytes' default storage.
 
     Raises:
         LoadError: this kind of quantization cannot be sharded, the model has experts that would not be packed, or
@@ -206,7 +206,7 @@ def fill(
             its layer.
         index: the checkpoint; needed only on the ranks that read.
         stream: sends rank 0's data to all ranks.
-        do_all_ranks_read: whether each rank reads and quantizes an equal part of the weights. If not, rank 0 does them all.
+        do_all_ranks_read: whether each rank reads and quantizes an equal part of the weights. If False, only rank 0 does so.
         device: this rank's compute device, where it quantizes.
     """
     if not work:
@@ -225,14 +225,14 @@ def fill(
         reader = number % num_readers
         if reader == 0:  # all readers quantize their next weight at the same time
             quantized = _next_quantized(own)
-        # Every rank gets the shapes of the scales, or the reader's error.
+        # Every rank gets the shapes of the reader's tensors, or raises the reader's error.
         shapes = distributed.run_on_main(describe, distributed.patient_group(), reader)
         values = quantized.result() if distributed.rank() == reader else {}
         _distribute(_bring_to_main(values, shapes, reader), shapes, target, layer, stream, device)
 
 
 def _next_quantized(own: Iterator[Tensors]) -> "Future[Tensors]":
-    """Quantize this rank's next weight. An error is kept until it is this rank's turn to send."""
+    """Quantize this rank's next weight. An error is kept until this rank's turn to send."""
     quantized: Future[Tensors] = Future()
     try:
         quantized.set_result(next(own))

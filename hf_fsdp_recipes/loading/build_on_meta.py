@@ -13,7 +13,7 @@ from hf_fsdp_recipes.loading.safetensors_index import StoredTensor
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# Skips weights that are not in safetensors format.
+# These patterns skip weights that are not in safetensors format.
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 
 
@@ -42,8 +42,8 @@ def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
 def read_config(name: str, overrides: str | None = None, is_4bit: bool = False) -> "PreTrainedConfig":
     """Read a config and override fields (`hidden_size=768,num_hidden_layers=12`); raise a LoadError if either fails.
 
-    The config of a quantized checkpoint becomes that of the dequantized model. A quantized checkpoint is refused if `load_model`
-    would refuse it, or if `is_4bit` says that the weights will be quantized to 4 bits.
+    For a quantized checkpoint, return the config of the dequantized model, or raise a LoadError if `load_model` would refuse
+    the checkpoint or if the weights will be quantized to 4 bits (`is_4bit`).
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -95,7 +95,7 @@ def build_on_meta(
 ) -> "PreTrainedModel":
     """Build the model of a config with meta parameters and real buffers, in evaluation mode.
 
-    Its class is `auto_class`, or the one that the config declares; see `model_class.choose_class`.
+    The class is `auto_class`, or else the class that the config declares; see `model_class.choose_class`.
     """
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
@@ -108,7 +108,7 @@ def build_on_meta(
             f"a {config.model_type!r} model cannot be built: {summarize(error)}. Check its config.json and the arguments."
         ) from error
     present = {type(module).__name__ for module in model.modules()}
-    # Accelerate refuses classes that the model lacks.
+    # Accelerate refuses layer classes that the model lacks.
     model._no_split_modules = present & set(model._no_split_modules or ())
     for module in model.modules():  # run the model's own init, but only on modules with buffers
         module._is_hf_initialized = next(module.buffers(recurse=False), None) is None

@@ -34,7 +34,7 @@ class CheckpointSource:
     ranges: dict[str, list[TensorRange]]  # for each entry of the model's state dict, the stored ranges that fill it
     is_direct: bool = False  # every rank reads its own shards
     verify: Verify = "sample"  # how much of every tensor is read again and compared
-    new_rows: Literal["mean", "random"] | None = None  # how to fill rows added to embeddings; None if none were added
+    new_rows: Literal["mean", "random"] | None = None  # how to fill rows added to embeddings; None without new rows
     quantized: dict[str, Quant4bitSpec] = field(default_factory=dict)  # how each 4-bit weight is quantized
 
     def stream(self) -> WeightStream:
@@ -42,7 +42,7 @@ class CheckpointSource:
         return WeightStream(self.index, verifies_all=self.verify == "full")
 
     def add_tensor(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], values: InMemory | None) -> TensorRange:
-        """Add a tensor that is not in the files. `values`, or a function that creates them, is needed on ranks that read."""
+        """Add a tensor that is not in the files. Ranks that read need `values`, or a function that creates them."""
         self.stored[key] = stored_in_memory(key, dtype, shape)
         if self.index is not None and values is not None:
             self.index.add_in_memory(self.stored[key], values.to(dtype) if isinstance(values, torch.Tensor) else values)
@@ -66,7 +66,7 @@ def check_sources(model: torch.nn.Module, source: CheckpointSource) -> None:
 
 
 def full_target(name: str, tensor: torch.Tensor, source: CheckpointSource) -> ShardTarget:
-    """Return the target for a tensor that every rank holds in full."""
+    """Describe how to fill a tensor that every rank holds in full."""
     ranges = source.ranges[parameter_names.in_base_model(name)]
     stored_dtype = source.stored[ranges[0].tensor].dtype
     return ShardTarget(name, ranges, stored_dtype, tensor.dtype, 0, tensor.detach().view(-1))

@@ -1,10 +1,10 @@
 """Dequantizes FP8 and MXFP4 checkpoints while they are read, a few rows at a time.
 
 A quantized weight is described as a stored tensor of the requested dtype, and each range of it is dequantized when it is read.
-So every way of loading works as for other checkpoints, and no rank holds a full weight.
+So all loading options work as for other checkpoints, and no rank holds a full weight.
 
 Source: transformers 5.18 to 5.23, `integrations/finegrained_fp8.py` (`Fp8Dequantize`), `integrations/mxfp4.py`
-(`Mxfp4Dequantize`), `quantizers/auto.py` (`get_hf_quantizer`). The values are equal to theirs, bit for bit.
+(`Mxfp4Dequantize`), `quantizers/auto.py` (`get_hf_quantizer`). The values equal transformers' values bit for bit.
 """
 
 import math
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 METHODS = ("fp8", "mxfp4")
-GROUP = 32  # MXFP4 values that share a scale; they take 16 bytes
+GROUP = 32  # MXFP4 values that share a scale; a group takes 16 bytes
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ def find_quantization(config: "PreTrainedConfig") -> tuple[str | None, Any]:
 
 
 def dequantizing_arguments(config: "PreTrainedConfig", part: "PreTrainedConfig") -> dict[str, Any]:
-    """Return the argument that makes `from_pretrained` dequantize FP8 and MXFP4 on every device; {} for other checkpoints.
+    """Return the arguments that make `from_pretrained` dequantize FP8 and MXFP4 on every device; {} for other checkpoints.
 
-    `part` is the config to load: `config`, or its text part. The quantization config is set on `part`.
+    `part` is the config to load: `config` itself or its text part. This function sets `part`'s quantization config.
     """
     _, quantization = find_quantization(config)
     if quantization is None:
@@ -155,7 +155,7 @@ def dequantizing_arguments(config: "PreTrainedConfig", part: "PreTrainedConfig")
 def describe_dequantized(
     stored: Mapping[str, StoredTensor], quantization: Any, dtype: torch.dtype
 ) -> dict[str, StoredTensor]:
-    """Return a checkpoint's tensors, with quantized weights described as if stored in `dtype`. Any rank may call this.
+    """Return a checkpoint's tensors, with quantized weights described as tensors of `dtype`. Any rank may call this.
 
     Raises:
         LoadError: a weight is not quantized as `quantization` says, or lacks its scales.

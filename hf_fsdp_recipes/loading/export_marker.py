@@ -15,9 +15,9 @@ from hf_fsdp_recipes.loading.read_ranges import count_readers
 
 MARKER = "export_manifest.json"
 MARKER_FORMAT = 1
-# Adding one of these files would change which model is loaded; other files may be added to an export.
+# Users may add files to an export, but not these, because they would change which model is loaded.
 LOADED = ("[!.]*.safetensors*", "config.json", "generation_config.json", "adapter_config.json")
-BLOCK_BYTES = 256 * 1024  # stays in a core's cache until its checksum is computed; twice as fast as 2 MB
+BLOCK_BYTES = 256 * 1024  # a block stays in a core's cache for its checksum; twice as fast as blocks of 2 MB
 Checksums = list[tuple[int, int, str]]  # first byte, number of bytes and XXH3 of each range that was written
 
 
@@ -45,7 +45,7 @@ def read_marker(directory: Path) -> dict[str, tuple[int, Checksums]]:
 def check_together(
     directory: str | os.PathLike[str], is_read_by_all: bool, error_class: type[RecipeError] = LoadError
 ) -> None:
-    """Verify an export before it is read. The ranks that see the same copy each verify a part of it.
+    """Verify an export before it is read. Ranks that see the same copy share the work.
 
     Does nothing if there is no marker, as in a model from the Hub. On two busy cores, with the files in the page cache, two
     ranks verified a bfloat16 model of 0.4B parameters in 0.3 s and loaded it in 9.7 s.
@@ -54,8 +54,8 @@ def check_together(
 
     Args:
         directory: the export; may exist on some ranks only.
-        is_read_by_all: whether every rank reads the copy that it sees, such as one on its node's disk. Then every copy is
-            verified; otherwise only rank 0's.
+        is_read_by_all: whether every rank reads the copy that it sees, such as one on its node's disk. If so, every copy
+            is verified; if not, only rank 0's.
         error_class: class of the error to raise.
 
     Raises:

@@ -91,7 +91,7 @@ def _unit_filler(
 def _refresh_parameter_views(model: torch.nn.Module) -> None:
     """Update FSDP1's parameter views after Accelerate has cast the flat parameters to float32 (torch 2.13 `_flat_param.py`).
 
-    Otherwise they keep the old dtype until the first reshard, in the middle of the first forward. PEFT casts a layer's input
+    Otherwise the views keep the old dtype until the first reshard, in the middle of the first forward. PEFT casts a layer's input
     to its weights' dtype, so recomputation would see another dtype than the forward did.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP

@@ -1,4 +1,4 @@
-"""Gives a model on meta kernels from the Hub, as `from_pretrained` does for `use_kernels` and `kernel_config`.
+"""Adds kernels from the Hub to a model on meta, as `from_pretrained` does for `use_kernels` and `kernel_config`.
 
 Source: transformers 5.23 `PreTrainedModel.from_pretrained` and `set_use_kernels`, `integrations/hub_kernels.py`.
 """
@@ -25,11 +25,11 @@ ARGUMENTS = ("use_kernels", "kernel_config", "allow_all_kernels")  # of `from_pr
 
 @dataclass(frozen=True)
 class HubKernels:
-    """The kernels that a model is to use."""
+    """The kernels to use in a model."""
 
     is_used: bool = False
     config: Any = None  # a KernelConfig; None for the kernels that transformers chooses
-    allows_all: bool = False  # also allows kernels of publishers that the kernels package does not trust
+    allows_all: bool = False  # also kernels of publishers that the kernels package does not trust
 
     @contextlib.contextmanager
     def building(
@@ -46,7 +46,7 @@ class HubKernels:
             yield
 
     def apply(self, model: "PreTrainedModel", accelerator: "Accelerator") -> None:
-        """Give the layers of a model on meta their kernels for the device on which the model will be sharded.
+        """Replace the forward of a meta model's layers with kernels for the device that will hold the shards.
 
         Collective: every rank must call this. Downloads missing kernels, on rank 0 first.
 

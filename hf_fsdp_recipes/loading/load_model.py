@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 _WHERE_FSDP_PLACES = "Remove it; FSDP places the weights. The template's fsdp_offload_params keeps them on the CPU."
-# Arguments of `from_pretrained` that have no effect, or a different one, under FSDP.
+# Arguments of `from_pretrained` that have no effect or another effect under FSDP.
 REFUSED_ARGUMENTS = {
     **dict.fromkeys(("device_map", "max_memory", "offload_folder", "offload_state_dict"), _WHERE_FSDP_PLACES),
     "low_cpu_mem_usage": "Remove it; load_model never holds more than a rank's shard.",
@@ -66,7 +66,7 @@ def load_model(
     auto_class: model_class.AutoClass = None,
     **from_pretrained_kwargs: Any,
 ) -> "PreTrainedModel":
-    """Load a language model with no more host memory per rank than its shard and a small constant.
+    """Load a language model with no more host memory per rank than the rank's shard and a small constant.
 
     Collective: every rank must call this. Turns on FSDP for CPU ranks if the launcher requests it.
 
@@ -77,9 +77,9 @@ def load_model(
             sees rank 0's files, else `rank0`.
         verify: how much of every tensor is read again and compared with every rank's shards: `sample`, a few hundred
             elements, or `full`, all of them. Shards that ranks read themselves (`direct`) are not compared.
-        ignore_mismatched: initialize parameters that the checkpoint lacks or has in another shape, instead of refusing them.
+        ignore_mismatched: initialize parameters that the checkpoint lacks or has in another shape, instead of raising an error.
         auto_class: class to load, as a class or its name: AutoModelForCausalLM, AutoModelForImageTextToText,
-            AutoModelForSequenceClassification, AutoModelForTokenClassification, or a model class. None takes the class that
+            AutoModelForSequenceClassification, AutoModelForTokenClassification, or a model class. None means the class that
             the checkpoint's config declares in `architectures`, or AutoModelForCausalLM if transformers lacks that class. A
             classifier's head is newly initialized if the checkpoint is of another class.
         **from_pretrained_kwargs: as in `from_pretrained`: dtype, attn_implementation, experts_implementation, revision, token,
@@ -89,7 +89,7 @@ def load_model(
 
     Returns:
         The model. Under FSDP its parameters stay on meta until Accelerate prepares the model with its optimizer, which
-        Trainer does in `train()`; buffers are real. Without FSDP it is what `from_pretrained` returns.
+        Trainer does in `train()`; buffers are real. Without FSDP, it is the model from `from_pretrained`.
 
     Raises:
         LoadError: on every rank, before any weight is read. An argument is not supported, or the model does not exist. The
@@ -135,7 +135,7 @@ def initialize_model(
         config_name: a config.json, a directory with one, or a Hub id.
         overrides: config fields to change, such as `hidden_size=768,num_hidden_layers=12`.
         dtype: dtype of the parameters.
-        auto_class: as in `load_model`. A config that declares a model without a head gets a causal language model.
+        auto_class: as in `load_model`. If the config declares a model without a head, a causal language model is built.
         attn_implementation: as in `from_config`.
         experts_implementation: as in `from_config`.
 
@@ -163,7 +163,7 @@ def initialize_model(
 
 
 def _check_experts(implementation: Any) -> None:
-    """Raise a LoadError if transformers lacks an experts_implementation: one name, or a dict with a name for each model part."""
+    """Raise a LoadError if transformers lacks an experts_implementation (one name, or a dict with a name per model part)."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     known = ["eager", *sorted(ALL_EXPERTS_FUNCTIONS)]
@@ -190,7 +190,7 @@ def _prepare_process() -> None:
 def refuse_adapter(name_or_path: str, directory: Path) -> None:
     """Raise a LoadError if a model's directory holds a PEFT adapter, which is not loaded under FSDP.
 
-    In one process transformers loads it onto its base model, where the adapter of a run would replace it without a message.
+    Without FSDP, transformers loads the adapter onto its base model, where the run's own adapter would silently replace it.
     """
     if (directory / "adapter_config.json").is_file():
         raise LoadError(

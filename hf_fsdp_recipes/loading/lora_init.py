@@ -27,8 +27,8 @@ def has_deferred_adapters(model: torch.nn.Module) -> bool:
 def compute_adapters(model: torch.nn.Module, device: torch.device) -> None:
     """Compute the deferred adapters of an FSDP2 model, and subtract them from its base weights, as PEFT does.
 
-    Collective: every rank must call this. The ranks divide the layers among them and compute each with PEFT's own function,
-    for which a rank holds one layer's full weight.
+    Collective: every rank must call this. Each rank computes its share of the layers with PEFT's own function and holds
+    one layer's full weight at a time.
 
     Args:
         model: a model whose base weights are loaded.
@@ -62,7 +62,7 @@ def compute_adapters(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _compute(layer: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A and B of a layer, computed by PEFT from its full weight; PEFT sees plain tensors instead of shards."""
+    """Return A and B of a layer, computed by PEFT from the full weight. PEFT gets plain tensors instead of shards."""
     adapter, compute = layer.__dict__[DEFERRED_INIT]
     base, a, b = (
         SimpleNamespace(weight=torch.nn.Parameter(t, requires_grad=False)) for t in (weight, weight[:0], weight[:0])

@@ -1,4 +1,4 @@
-"""Handles parameters that are missing from the checkpoint: ties them to another parameter, or initializes them.
+"""Handles parameters that the checkpoint lacks: ties each to another parameter, or initializes it.
 
 Runs before any weight is read. The values of a new model are created when they are distributed (`new_values.py`).
 """
@@ -28,11 +28,11 @@ def complete_ranges(
     ignore_mismatched: bool = False,
     declared: str | None = None,
 ) -> None:
-    """Complete `source.ranges`: tied names share ranges, missing names get newly initialized tensors.
+    """Complete `source.ranges`: tied names share ranges, and missing names get newly initialized tensors.
 
-    Every rank calls this with the same model; not a collective. `is_new` means that there is no checkpoint. Otherwise
-    missing names are an error, unless `ignore_mismatched` is set, or they belong to a classifier's head and the
-    checkpoint's class (`declared`) is not the model's.
+    Every rank calls this with the same model; not a collective. `is_new` means that there is no checkpoint. With a
+    checkpoint, a missing name is an error unless `ignore_mismatched` is set. Names of a classifier's head may also be missing
+    if the checkpoint's class (`declared`) is not the model's.
 
     Raises:
         LoadError: parameters or buffers are missing; or, on a reading rank, tied parameters differ in the checkpoint.
@@ -56,7 +56,7 @@ def complete_ranges(
 def without_new_head(
     model: "PreTrainedModel", lacking: list[str], declared: str | None, name_or_path: str
 ) -> list[str]:
-    """Return the missing names, except those of a classifier's head if the checkpoint is of another class.
+    """Return the missing names, without those of a classifier's head if the checkpoint has another class.
 
     Prints whether the head is new or reused. Every rank calls this; not a collective.
     """
@@ -78,9 +78,9 @@ def without_new_head(
 
 
 def check_complete(name_or_path: str, lacking: list[str], has_any: bool, ignore_mismatched: bool) -> None:
-    """Raise a LoadError if a checkpoint lacks the model or parts of it.
+    """Raise a LoadError if a checkpoint lacks all or some of the model's tensors.
 
-    With `ignore_mismatched`, missing parts are only a warning. Every rank calls this; not a collective.
+    With `ignore_mismatched`, lacking some of them only causes a warning. Every rank calls this; not a collective.
     """
     if not has_any:
         raise LoadError(f"no tensor of {name_or_path} belongs to the model in its config. Check the config.json.")
@@ -147,7 +147,7 @@ def _initialize(model: "PreTrainedModel", source: CheckpointSource, names: list[
     for name in names:
         by_module.setdefault(name.rpartition(".")[0], []).append(name)
     for number, (module_name, parameters) in enumerate(by_module.items()):
-        # What a checkpoint lacks is small, a head for example, and gets the values that from_pretrained would draw.
+        # A checkpoint lacks only small parts, such as a head. These get the values that from_pretrained would draw.
         is_created = not is_new and (distributed.is_main() or source.index is not None)
         values = created.create(module_name) if is_created else {}
         for name in parameters:

@@ -1,6 +1,6 @@
-"""Creates values for parameters that no checkpoint has, at the time that the values are sent to the shards.
+"""Creates the values of parameters that no checkpoint has, at the moment when they are sent to the shards.
 
-The rank that reads the values holds those of a few modules at a time, never the full new model.
+The rank that reads the values holds only a few modules at a time, never the full new model.
 """
 
 import threading
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KEPT_BYTES = 64 * 1024 * 1024  # keep this much of the newest modules' values: the stream reads at most this far ahead
-MAX_LARGE = 2  # modules that are kept although they exceed KEPT_BYTES: the one being read and the one before it
+MAX_LARGE = 2  # modules kept even above KEPT_BYTES: the module being read and the one before it
 
 
 class NewValues:
-    """Creates values with the model's own initialization whenever they are read, the same ones every time.
+    """Creates values with the model's own initialization when they are read. Every read returns the same values.
 
-    They depend on the seed, the module and its place in the model, but not on the number of ranks.
+    The values depend on the seed, the module and its place in the model, but not on the number of ranks.
 
     Args:
         model: the model on meta. If the model will be sharded before its values are read, pass a copy.
@@ -33,7 +33,7 @@ class NewValues:
         self._lock = threading.Lock()  # reads come from several threads
 
     def read(self, number: int, module_name: str, leaf: str) -> torch.Tensor:
-        """Return one parameter of a module. `number` is the module's place among those with new values."""
+        """Return one parameter of a module. `number` is the module's place among the modules with new values."""
         with self._lock:
             if module_name not in self._kept:
                 while len(self._kept) >= MAX_LARGE and self._count_bytes() > KEPT_BYTES:
@@ -49,7 +49,7 @@ class NewValues:
 
     @torch.no_grad()
     def create(self, module_name: str) -> dict[str, torch.Tensor]:
-        """Initialize one module from the current random state. The others stay on meta, where initialization does nothing."""
+        """Initialize one module from the current random state. Other modules stay on meta, where initialization does nothing."""
         from transformers import PreTrainedModel
 
         path: list[torch.nn.Module] = [self._model]

@@ -3,8 +3,8 @@
 transformers cannot average embeddings on meta, so the resize is recorded and applied when the weights load: added rows are
 the mean of the checkpoint's rows, or random if `mean_resizing=False`.
 
-Source: transformers 5.23 `modeling_utils.py`, `_init_added_embeddings_weights_with_mean`, which adds noise with a covariance
-scaled by 1e-9 to the mean; this module adds no noise.
+Source: transformers 5.23 `modeling_utils.py`, `_init_added_embeddings_weights_with_mean`. That function also adds noise,
+with a covariance scaled by 1e-9; this module adds none.
 """
 
 import functools
@@ -40,7 +40,7 @@ def track_resize(model: "PreTrainedModel", source: CheckpointSource) -> None:
 
 
 def apply_resize(model: torch.nn.Module, source: CheckpointSource) -> None:
-    """Adjust the ranges of resized embeddings to their new number of rows; raise a LoadError if any other shape has changed.
+    """Adjust the ranges of resized embeddings to the new number of rows; raise a LoadError if another shape changed.
 
     Every rank calls this; not a collective.
     """

@@ -51,7 +51,7 @@ DTYPES = {
 class StoredTensor:
     """One tensor in one file: `num_bytes` from byte `start` of the file, row-major, little-endian.
 
-    `read_into` dequantizes quantized weights. For these, dtype, shape and number of bytes are those of the dequantized values.
+    `read_into` dequantizes quantized weights. Their dtype, shape and number of bytes are those of the dequantized values.
     """
 
     name: str
@@ -82,7 +82,7 @@ class SafetensorsIndex:
         self._in_memory: dict[str, InMemory] = {}
 
     def add_in_memory(self, tensor: StoredTensor, values: InMemory) -> None:
-        """Add a tensor from `stored_in_memory`, with its values or a function that returns them and is called for every read."""
+        """Add a tensor from `stored_in_memory`, with its values or a function that every read calls to get them."""
         self.tensors[tensor.name] = tensor
         self._in_memory[tensor.name] = values
 
@@ -110,7 +110,7 @@ class SafetensorsIndex:
             view, offset = view[num_read:], offset + num_read
 
     def prefetch(self, tensor: StoredTensor, start_bytes: int, num_bytes: int) -> None:
-        """Ask the kernel to read bytes that are needed soon, unless they are cached. Returns at once."""
+        """Ask the kernel to read bytes that are needed soon, unless they are cached. Does not wait for them."""
         if tensor.name in self._in_memory or not hasattr(os, "posix_fadvise"):
             return
         if tensor.quantized is not None:
@@ -138,7 +138,7 @@ class SafetensorsIndex:
 
 
 class Prefetcher:
-    """Asks the kernel to read ahead the next PREFETCH_BYTES that are needed. Not thread-safe."""
+    """Asks the kernel to read ahead up to PREFETCH_BYTES. Not thread-safe."""
 
     def __init__(self, index: SafetensorsIndex, ranges: Iterable[ByteRange]) -> None:
         self._index = index

@@ -18,7 +18,7 @@ class ShardTarget:
     """This rank's part of a parameter or buffer, and where the full tensor is in the checkpoint."""
 
     name: str
-    ranges: Sequence[TensorRange]  # they make up the full tensor, in row-major order
+    ranges: Sequence[TensorRange]  # together, the full tensor in row-major order
     stored_dtype: torch.dtype  # dtype in the checkpoint, in which elements are read and sent
     dtype: torch.dtype  # dtype of `local`
     first: int  # position of `local` in the full tensor, in row-major order
@@ -35,7 +35,7 @@ class Slice:
     """This rank's part of one parameter or buffer."""
 
     name: str  # without the wrappers of FSDP1, activation checkpointing and torch.compile
-    shape: tuple[int, ...]  # the full parameter's
+    shape: tuple[int, ...]  # shape of the full parameter
     dtype: torch.dtype
     first: int  # position of the slice in the parameter, in row-major order
     values: torch.Tensor  # this rank's elements, 1-D; empty if it holds no elements or only a replica
@@ -53,7 +53,7 @@ def row_range(shape: Sequence[int], num_shards: int, shard_rank: int) -> tuple[i
 def find_shard(tensor: DTensor) -> tuple[int, int, bool] | None:
     """Return (first element, number of elements) of this rank's shard, and whether it is a replica of another rank's.
 
-    None if the tensor is sharded on a dimension other than its first, or over several dimensions of the mesh.
+    None if the tensor is sharded on a dimension other than the first, or over several dimensions of the mesh.
     """
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None

@@ -28,7 +28,7 @@ def _check_ties(model: torch.nn.Module) -> None:
             try:
                 pair = [module.get_parameter(name) for name in (target, origin)]
             except AttributeError:
-                continue  # PEFT has wrapped one of them and handles the tie
+                continue  # PEFT has wrapped one of the two and handles the tie
             if pair[0] is not pair[1]:
                 raise LoadError(f"{target} and {origin} are tied by the config but are two tensors after loading")
 
@@ -36,7 +36,7 @@ def _check_ties(model: torch.nn.Module) -> None:
 def check_finite(parameters: Iterable[tuple[str, torch.Tensor]], name_or_path: str) -> None:
     """Check that no loaded parameter contains NaN or infinity, with one device synchronization.
 
-    `parameters` are names and this rank's part of each. Collective: every rank must call this.
+    `parameters` are the names and this rank's shard of each parameter. Collective: every rank must call this.
     """
     own = find_non_finite(parameters)
     found = list(dict.fromkeys(name for names in distributed.gather_objects(own) for name in names))

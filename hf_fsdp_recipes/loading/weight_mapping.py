@@ -1,9 +1,9 @@
 """Maps each parameter to ranges of checkpoint tensors.
 
-transformers renames, fuses and splits the tensors of some checkpoints while loading (`core_model_loading.py`), above all MoE
-experts. Fusing experts concatenates their bytes, so a parameter is a list of `TensorRange`s. They are found by passing row
-numbers instead of weights through transformers' own conversion. A conversion that does more than rearrange full rows is an
-error.
+transformers renames, fuses and splits the tensors of some checkpoints while loading (`core_model_loading.py`), especially
+MoE experts. Fusing experts concatenates their bytes, so a parameter is a list of `TensorRange`s. To find the ranges, this
+module passes row numbers instead of weights through transformers' own conversion. A conversion that does more than rearrange
+full rows is an error.
 
 Source: transformers 5.18 to 5.23, `core_model_loading.rename_source_key`, `revert_weight_conversion`.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorRange:
-    """The next `num_elements` of a parameter: in the stored `tensor`, of shape `shape`, they begin at element `start`."""
+    """The next part of a parameter: `num_elements` from element `start` of the stored `tensor`, which has shape `shape`."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -47,10 +47,10 @@ class WeightMapping:
     def to_parameters(
         self, stored_shapes: Mapping[str, tuple[int, ...]], parameter_shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[dict[str, list[TensorRange]], list[str]]:
-        """Map a checkpoint to the parameters and buffers of the model, by the shapes of both.
+        """Map the tensors of a checkpoint to the parameters and buffers of the model.
 
         Returns:
-            The ranges of each parameter in the checkpoint, and the stored names that match no parameter.
+            The checkpoint's ranges for each parameter, and the stored names that match no parameter.
         """
         names = dict.fromkeys(parameter_shapes, True)
         ranges: dict[str, list[TensorRange]] = {}
@@ -112,7 +112,7 @@ class WeightMapping:
         return {target: [TensorRange(part.tensor, part.shape, 0, part.num_elements) for part in parts]}
 
     def _split(self, target: str, pattern: str, source: str, shape: tuple[int, ...]) -> dict[str, list[TensorRange]]:
-        """Find which rows of one stored tensor (a fused qkv, for example) belong to which parameters."""
+        """Find which rows of one stored tensor, such as a fused qkv, belong to each parameter."""
         converter = copy.deepcopy(next(c for c in self._converters if pattern in c.source_patterns))
         converter.add_tensor(target, source, pattern, _row_numbers(shape))
         try:
@@ -175,7 +175,7 @@ def stored_ranges(model: "PreTrainedModel", name: str, shape: tuple[int, ...]) -
 
 
 def _row_numbers(shape: Sequence[int]) -> torch.Tensor:
-    """Return a stand-in for a weight, in which each row holds only its row number."""
+    """Return a stand-in for a weight: each row holds its row number."""
     shape = tuple(shape)
     rows = shape[:-1] if len(shape) > 1 else shape
     numbers = torch.arange(math.prod(rows)).reshape(rows)

@@ -15,7 +15,7 @@ LOADER_ATTRIBUTE = "_meta_model_loader"
 
 
 def find_meta_model_loader(model: torch.nn.Module) -> Any:
-    """Return the loader attached to a model on meta, which may be wrapped; None if there is none.
+    """Return the loader attached to a model on meta, wrapped or not; None if the model has none.
 
     Three methods of the loader are collective and return the model, sharded and filled:
 
@@ -23,7 +23,7 @@ def find_meta_model_loader(model: torch.nn.Module) -> Any:
     - `prepare_fsdp1(accelerator, model, prepare)`, which calls `prepare()`;
     - `prepare_frozen(accelerator, model)`, for a model that is not trained.
 
-    A fourth, `fingerprint(model)`, identifies the checkpoint.
+    A fourth method, `fingerprint(model)`, identifies the checkpoint.
     """
     found = (module.__dict__.get(LOADER_ATTRIBUTE) for module in model.modules())
     return next((loader for loader in found if loader is not None), None)
@@ -55,8 +55,8 @@ def _turn_cpu_ranks_into_fsdp(original: Any, self: Any, *args: Any, **kwargs: An
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     if self._mixed_precision != "no":
         plugin.set_mixed_precision(self._mixed_precision)
-    # Pinning needs an accelerator. FSDP1 always pins offloaded parameters, so turn its offload off: on CPU ranks the
-    # parameters are on the CPU anyway.
+    # Pinning needs an accelerator. FSDP1 always pins offloaded parameters, so turn FSDP1's offload off: on CPU ranks
+    # the parameters are on the CPU anyway.
     if isinstance(plugin.cpu_offload, CPUOffload):
         plugin.cpu_offload = CPUOffload(offload_params=False)
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
@@ -70,8 +70,8 @@ def _turn_cpu_ranks_into_fsdp(original: Any, self: Any, *args: Any, **kwargs: An
     "torch.distributed.fsdp.fully_shard(module, mesh)",
     feature="cpu ranks",
     changes="Without a mesh, FSDP2 shards over the CPU ranks.",
-    reason="Accelerate passes a mesh for hybrid sharding only, and torch's default mesh is for the machine's accelerator, "
-    "which gloo ranks cannot use: 'No backend type associated with device type cuda'.",
+    reason="Accelerate passes a mesh only for hybrid sharding. torch's default mesh uses the machine's accelerator, which "
+    "gloo ranks cannot use: 'No backend type associated with device type cuda'.",
     upstream="to file: `fully_shard` without a mesh ignores that the default process group is for CPU tensors",
     depends_on=("accelerate",),
 )
@@ -85,7 +85,7 @@ def _shard_over_cpu_ranks(original: Any, module: Any, *args: Any, **kwargs: Any)
 @Patch(
     "accelerate.state.PartialState.wait_for_everyone(self)",
     feature="cpu ranks",
-    changes="CPU ranks wait without naming a device.",
+    changes="On CPU ranks, the barrier names no device.",
     reason="Accelerate passes `device_ids`, which torch reads as an index of the machine's accelerator, even with gloo.",
     upstream="to file: `wait_for_everyone` passes device_ids on CPU ranks and fails on a machine with an accelerator",
     depends_on=("torch",),
@@ -104,9 +104,9 @@ def _wait_on_cpu_ranks(original: Any, self: Any) -> None:
     "accelerate.utils.fsdp_utils.fsdp2_prepare_auto_wrap_policy(fsdp2_plugin, model)",
     feature="size wrap",
     changes="SIZE_BASED_WRAP skips module lists, the decoder, the output head, and parts of PEFT's adapters of experts.",
-    reason="FSDP2 rejects module lists, which have no forward. Accelerate shards the decoder's final norm a second time with "
-    "the head. TRL uses the head's weight without calling the head, so the head must stay in the root unit. PEFT's adapters of "
-    "experts use the weights of modules inside them.",
+    reason="FSDP2 rejects module lists, which have no forward. Accelerate shards the final norm with the head, so in a unit of "
+    "the decoder the norm would be sharded twice. TRL uses the head's weight without calling the head, so the head must stay in "
+    "the root unit. PEFT's adapters of experts use the weights of their submodules, so these must not be separate units.",
     upstream="to file: SIZE_BASED_WRAP with fsdp_version 2 fails on ModuleList and shards the final norm twice",
     depends_on=("trl",),
 )
@@ -153,8 +153,8 @@ def find_heads(model: torch.nn.Module) -> list[torch.nn.Module]:
     "accelerate.accelerator.Accelerator._prepare_fsdp2(self)",
     feature="loading",
     changes="Parameters on meta get distinct `data_ptr` values.",
-    reason="Accelerate uses `data_ptr` to replace the optimizer's parameters with their shards, but it is 0 for every parameter "
-    "on meta.",
+    reason="Accelerate uses `data_ptr` to replace the optimizer's parameters with their shards, but on meta every parameter's "
+    "`data_ptr` is 0.",
     upstream="to file: `_prepare_fsdp2` maps optimizer parameters by data_ptr and mixes up parameters on meta",
 )
 def _prepare_with_distinct_pointers(original: Any, self: Any, *args: Any) -> Any:
@@ -170,7 +170,7 @@ def _prepare_with_distinct_pointers(original: Any, self: Any, *args: Any) -> Any
     "accelerate.accelerator.fsdp2_prepare_model(accelerator, model)",
     feature="loading",
     changes="After a model from `load_model` is sharded, its shards are filled from the checkpoint.",
-    reason="Accelerate can only fill meta parameters from a full state dict, which takes a full copy of the model on rank 0.",
+    reason="Accelerate fills meta parameters only from a full state dict, which needs a full copy of the model on rank 0.",
     upstream="to file: a hook between `fully_shard` and the first forward, to load sharded weights",
 )
 def _shard_then_fill(original: Any, accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
@@ -183,8 +183,8 @@ def _shard_then_fill(original: Any, accelerator: Any, model: torch.nn.Module) ->
     feature="loading",
     changes="Under FSDP1, a model from `load_model` is materialized one unit at a time. With `evaluation_mode`, it is sharded and "
     "filled, under FSDP1 and FSDP2.",
-    reason="Under FSDP1, Accelerate keeps the full model in rank 0's memory and, while it synchronizes module states, in every "
-    "rank's. With `evaluation_mode` it does not shard at all, and parameters stay on meta.",
+    reason="Under FSDP1, Accelerate keeps the full model in the memory of rank 0 and, while it synchronizes module states, of "
+    "every rank. With `evaluation_mode` it does not shard at all, and parameters stay on meta.",
     upstream="to file: `prepare_model(evaluation_mode=True)` does not shard under FSDP",
 )
 def _prepare_on_meta(
@@ -206,8 +206,8 @@ def _prepare_on_meta(
 @Patch(
     "accelerate.accelerator.Accelerator.prepare_optimizer(self, optimizer, device_placement)",
     feature="loading",
-    changes="Under FSDP1, an optimizer is refused if it was created before its model was sharded and its parameters are on meta.",
-    reason="FSDP1 replaces the parameters, so the optimizer would update none of them.",
+    changes="Under FSDP1, an optimizer whose parameters are on meta is refused: it was created before the model was sharded.",
+    reason="FSDP1 replaces the parameters, so the optimizer would update none of the new ones.",
     upstream="to file: an optimizer of parameters on meta is accepted under FSDP1 and trains nothing",
 )
 def _prepare_unless_on_meta(original: Any, self: Any, optimizer: Any, device_placement: bool | None = None) -> Any:

@@ -2,7 +2,7 @@
 
 Their operators do not accept DTensors ("does not have a sharding strategy registered"), but updating an element needs only that
 element or, for 8-bit states, its block of 256. The states become DTensors sharded like their parameter, so that DCP can save
-and load them. Blocks of 8-bit states start at each rank's first row, so they can only be resumed on the same number of ranks.
+and load them. Blocks of 8-bit states start at each rank's first row, so a run can only resume them on the same number of ranks.
 
 Source: bitsandbytes 0.50 `optim/optimizer.py`: `init_state`, `update_step` and `prefetch_state` receive one parameter
 and keep its state in `self.state[p]`.
@@ -26,7 +26,7 @@ STEP_PARAMETERS = ["self", "group", "p", "gindex", "pindex"]
 
 
 def shard_optimizer_class(optimizer_class: type) -> type:
-    """Return a subclass of a bitsandbytes optimizer that also supports DTensors; raise a RecipeError if its methods changed."""
+    """Return a subclass of a bitsandbytes optimizer that supports DTensors too; raise a RecipeError if its methods differ."""
     for name in ("init_state", "update_step"):
         found = list(inspect.signature(getattr(optimizer_class, name, int)).parameters)
         if found != STEP_PARAMETERS:
@@ -34,14 +34,14 @@ def shard_optimizer_class(optimizer_class: type) -> type:
                 f"bitsandbytes {version('bitsandbytes')} is not supported: {name} takes {found} instead of "
                 f"{STEP_PARAMETERS}. Install {versions_of('bitsandbytes')}, or use optim: adamw_torch_fused."
             )
-    # Trainer keeps the states of embeddings in 32 bits if the full class name contains "bitsandbytes", as this module's does.
+    # Trainer keeps embedding states in 32 bits if the full class name contains "bitsandbytes". This module's name does.
     return type(f"Sharded{optimizer_class.__name__}", (_LocalStep, optimizer_class), {"__module__": __name__})
 
 
 class _LocalStep:
     """Mixin for a bitsandbytes optimizer that passes it this rank's local tensors instead of DTensors."""
 
-    state: dict[torch.Tensor, dict[str, Any]]  # the optimizer defines these three
+    state: dict[torch.Tensor, dict[str, Any]]  # the optimizer defines these three attributes
     is_paged: bool
     get_state_buffer: Callable[..., torch.Tensor]
 
@@ -92,7 +92,7 @@ class _LocalStep:
 
 
 def _largest_shard(p: DTensor) -> torch.Tensor:
-    """Return this rank's shard, or if it is smaller than rank 0's, an uninitialized tensor of rank 0's shape."""
+    """Return this rank's shard or, if rank 0's shard is larger, an uninitialized tensor of that shard's shape."""
     shard = p.to_local().detach()
     if not p.ndim:
         return shard

@@ -21,7 +21,7 @@ def is_requested() -> bool:
 
 
 def enable() -> None:
-    """Make Accelerate treat CPU ranks as FSDP ranks, if the launcher requests that. Idempotent.
+    """Make Accelerate treat CPU ranks as FSDP ranks if the launcher requests FSDP on them. Idempotent.
 
     Call it on every rank before the first Accelerator. If a TrainingArguments exists, this is a collective,
     because the ranks then start their process group here.
@@ -47,7 +47,7 @@ def enable() -> None:
             "ShardedCheckpointCallback or build_trainer before the first Accelerator or Trainer."
         )
     # If ACCELERATE_USE_CPU was not set when a TrainingArguments was created, Accelerate's state is for a single process. The
-    # arguments read that state at each use, so they see all ranks once it is initialized again.
+    # arguments read this state at each use, so they see all ranks once the state is initialized again.
     if PartialState._shared_state.get("distributed_type") == DistributedType.NO:
         PartialState._reset_state()
         PartialState(cpu=True)

@@ -37,7 +37,7 @@ def _compute_on_cpu(
 @_patch(
     "torch.distributed.fsdp._init_utils._init_intra_and_inter_node_groups(global_process_group, num_devices_per_node)",
     feature="cpu ranks",
-    changes="Hybrid sharding over gloo shards over the ranks of a node.",
+    changes="With gloo, hybrid sharding shards over the ranks of a node.",
     reason="torch counts one CPU device per node, so every rank would be a separate node.",
 )
 def _group_by_local_ranks(original: Any, global_process_group: Any, num_devices_per_node: int) -> Any:
@@ -53,7 +53,7 @@ def _group_by_local_ranks(original: Any, global_process_group: Any, num_devices_
     "accelerate.utils.dataclasses.FullyShardedDataParallelPlugin.set_auto_wrap_policy(self, model)",
     feature="size wrap",
     changes="SIZE_BASED_WRAP keeps the output head in the root unit.",
-    reason="TRL uses the head's weight without calling the head, so FSDP1 would not gather a separate unit.",
+    reason="TRL uses the head's weight without calling the head, so FSDP1 would never gather a unit of the head.",
     depends_on=("trl",),
 )
 def _set_policy_without_heads(original: Any, self: Any, model: torch.nn.Module) -> None:
@@ -75,7 +75,7 @@ def _set_policy_without_heads(original: Any, self: Any, model: torch.nn.Module) 
     "accelerate.utils.fsdp_utils._get_model_state_dict(model, adapter_only, sd_options)",
     feature="checkpointing",
     changes="The adapter-only state dict of a PEFT model under FSDP1 contains the adapter.",
-    reason="PEFT looks up adapters by module name, and FSDP1 adds wrapper names, so no tensor would be saved.",
+    reason="PEFT looks up adapters by module name, and FSDP1 adds wrapper names to these, so no tensor would be saved.",
     depends_on=("peft",),
 )
 def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = False, sd_options: Any = None) -> Any:
@@ -88,7 +88,7 @@ def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = Fal
     "accelerate.utils.fsdp_utils._set_model_state_dict(model, state_dict, adapter_only, sd_options)",
     feature="checkpointing",
     changes="An adapter-only state dict is loaded into a PEFT model under FSDP1.",
-    reason="FSDP1 adds wrapper names here too, so a resumed run would silently start with new adapters.",
+    reason="FSDP1 adds wrapper names to module names, so a resumed run would silently start with new adapters.",
     depends_on=("peft",),
 )
 def _set_state_with_adapters(
@@ -109,11 +109,11 @@ def _set_state_with_adapters(
 @_patch(
     "transformers.trainer.load_fsdp_optimizer(fsdp_plugin, accelerator, optimizer)",
     feature="checkpointing",
-    changes="Parameters that have no optimizer state in a checkpoint have none after loading. Under FSDP1, the state of the "
+    changes="Parameters without optimizer state in a checkpoint have none after loading. Under FSDP1, the state of the "
     "other parameters is allocated before the checkpoint is loaded.",
-    reason="torch asks the checkpoint for the state of every trained parameter, but a parameter that no row has used yet, such "
-    "as one of a vision tower, has none. Under FSDP1 a new optimizer has no state, so nothing is loaded and Adam silently starts "
-    "anew.",
+    reason="torch asks the checkpoint for the state of every trained parameter, but a parameter that no row has used yet, for "
+    "example in a vision tower, has no state. Under FSDP1 a new optimizer has no state, so nothing is loaded and Adam silently "
+    "starts from zero.",
     depends_on=("torch",),
 )
 def _load_into_allocated_state(

@@ -1,7 +1,7 @@
 """Patches for PEFT: adapters on a base model whose weights are on meta.
 
-PEFT moves adapters to the device of their base layer, so with a base layer on meta they would lose their initial values. Calling
-`reset_lora_parameters` after loading would use another random state, so LoRA runs would differ from stock ones.
+PEFT moves adapters to the device of their base layer, so adapters of a layer on meta would lose their initial values. Calling
+`reset_lora_parameters` after loading would use another random state, so LoRA runs would differ from runs without this package.
 """
 
 import functools
@@ -23,7 +23,7 @@ _patch = functools.partial(
 @_patch(
     "peft.tuners.tuners_utils.BaseTunerLayer._move_adapter_to_device_of_base_layer(self, adapter_name, device)",
     changes="Adapters of a base layer on meta stay on the CPU.",
-    reason="On meta they would lose their initial values.",
+    reason="Adapters moved to meta would lose their initial values.",
 )
 def _move_unless_to_meta(original: Any, self: Any, adapter_name: str, device: torch.device | None = None) -> None:
     if device is None and any(parameter.is_meta for parameter in self.get_base_layer().parameters(recurse=False)):
@@ -48,7 +48,7 @@ def _move_expert_adapter_unless_to_meta(original: Any, self: Any, adapter_name: 
 @_patch(
     "peft.tuners.lora.dora.DoraLinearLayer.update_layer(self, base_layer, lora_A, lora_B, scaling)",
     changes="DoRA's magnitudes stay on meta until the base weights are loaded.",
-    reason="They are norms of base weights, which are not loaded yet.",
+    reason="DoRA's magnitudes are norms of base weights, which are not loaded yet.",
 )
 def _defer_magnitude(original: Any, self: Any, *, base_layer: Any, lora_A: Any, lora_B: Any, **rest: Any) -> None:
     if not base_layer.weight.is_meta:
@@ -85,7 +85,7 @@ def _defer_init(original: Any, self: Any, adapter_name: str, *args: Any) -> None
 for _init in ("pissa_init(self, adapter_name, init_lora_weights)", "olora_init(self, adapter_name)"):
     _patch(
         f"peft.tuners.lora.layer.LoraLayer.{_init}",
-        changes="An adapter that depends on a base weight on meta is computed once the weight is loaded.",
+        changes="An adapter computed from a base weight on meta is computed once that weight is loaded.",
         reason="PEFT would decompose a weight without values.",
     )(_defer_init)
 
@@ -97,8 +97,8 @@ LINEAR_LAYERS = "lora_target_modules: [q_proj, k_proj, v_proj, o_proj]"
     "peft.tuners.tuners_utils.BaseTuner.inject_adapter(self, model, adapter_name)",
     changes="Adapters that are computed from the base weights in other ways (pissa_niter_*, LoftQ, CorDA, ...) raise an error on "
     "meta, and so do adapters of fused experts that PEFT or FSDP1 does not support.",
-    reason="The weights are not loaded yet, so PEFT would fail in the middle of a decomposition. Adapters of experts would fail in "
-    "the first step, or with a message that does not name the setting.",
+    reason="The weights are not loaded yet, so PEFT would fail in the middle of a decomposition. Unsupported adapters of experts "
+    "would fail in the first step, or with a message that does not name the setting.",
 )
 def _inject_unless_weights_are_needed(
     original: Any, self: Any, model: torch.nn.Module, adapter_name: str, *args: Any, **kwargs: Any
@@ -147,5 +147,5 @@ for _tuner in ("peft.tuners.tuners_utils.BaseTuner", "peft.tuners.lora.model.Lor
     _patch(
         f"{_tuner}._replace_module(self, parent, child_name, new_module, child)",
         changes="Adapters keep their values when a module is replaced.",
-        reason="PEFT moves the new module to the base weight's device, here meta.",
+        reason="PEFT moves the new module to the base weight's device, which is meta here.",
     )(_replace_and_keep_adapters)

@@ -1,7 +1,7 @@
 """Declares, checks and applies the patches. Importing this package patches nothing.
 
 `apply` checks every patch of a feature before it changes anything, so an upstream change causes one clear error instead of a
-half-patched process. Importing TRL takes a second and 60 MB, so its patches wait until a process imports it.
+half-patched process. Importing TRL takes a second and 60 MB, so TRL is patched only when a process imports it.
 """
 
 import contextlib
@@ -43,9 +43,9 @@ class Patch:
     feature: Feature  # the feature that needs the patch; the argument of `apply`
     changes: str  # difference from upstream
     reason: str  # why upstream's behavior is not sufficient
-    upstream: str  # an issue or pull request, or the title of one to file
+    upstream: str  # an issue or pull request, or the title of an issue to file
     depends_on: tuple[str, ...] = ()  # other packages whose versions matter
-    is_copied: bool = False  # whether other modules import the function by name, so that their copies are replaced, too
+    is_copied: bool = False  # whether other modules import the function by name; their copies are then replaced too
     replacement: Callable[..., Any] = field(init=False)
 
     def __call__(self, replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,7 +70,7 @@ class Patch:
         return versions_of(self.package, *self.depends_on)
 
     def find(self) -> tuple[Any, str, Callable[..., Any]]:
-        """Return the function's owner and name, and the function; raise a PatchError if it is gone or has other parameters."""
+        """Return the function's owner and name, and the function; raise a PatchError if it is gone or its parameters differ."""
         path, _, name = self.target.rpartition(".")
         expected = self.signature.partition("(")[2].rstrip(")").split(", ")
         owner = found = None
@@ -104,7 +104,7 @@ def all_patches() -> list[Patch]:
 def apply(feature: Feature) -> None:
     """Apply all patches of a feature, or raise a PatchError and apply none. Idempotent; not a collective.
 
-    A package that is not imported yet is not imported for its patches. It is checked and patched when the process imports it.
+    A package that is not imported yet is checked and patched when the process imports it.
     """
     packages = {patch.package for patch in all_patches() if patch.feature == feature}
     for package in packages - sys.modules.keys():

@@ -5,7 +5,7 @@ wakes the thread that waits for the collective and then releases the collective'
 interpreter starts to shut down in between, CPython up to 3.13 ends the worker with `pthread_exit`, which unwinds through a C++
 destructor and aborts. `destroy_process_group` does not help: FSDP2 keeps other references to the group, so no worker is joined.
 
-`wait_for_gloo_workers` prevents a hang at the same moment under DDP. Its C++ reducer may hold the last reference to the process
+`wait_for_gloo_workers` prevents a hang at the same moment under DDP. DDP's C++ reducer may hold the last reference to the process
 group; the group's destructor then joins a worker that waits for the GIL, which the joining thread holds.
 
 Source: torch 2.13 `ProcessGroupGloo.cpp`, `runLoop`; https://github.com/pytorch/pytorch/issues/190489; CPython 3.11
@@ -31,16 +31,16 @@ from hf_fsdp_recipes.patches.registry import Patch, versions_of
 
 WORKER_NAME = "pt_gloo_runloop"
 PAUSE_SECONDS = 0.02  # longer than the interpreter's 5 ms switch interval
-TIMEOUT_SECONDS = 5.0  # in case a worker waits for ranks that never join a collective
+TIMEOUT_SECONDS = 5.0  # limit, in case a worker waits for ranks that never join a collective
 _is_registered = False
-Chunks = set[tuple[str, int, int]]  # file, offset and length of what is read from a DCP directory
+Chunks = set[tuple[str, int, int]]  # file, offset and length of each chunk to read from a DCP directory
 _before_read: Callable[[Path, Chunks], None] | None = None
 
 
 def wait_for_gloo_at_exit() -> None:
     """Wait for gloo's workers when this process exits. Idempotent; not a collective.
 
-    Call this early: exit handlers run in reverse order, and this one must run after those that use collectives.
+    Call this early: exit handlers run in reverse order, and this one must run after handlers that use collectives.
     """
     global _is_registered
     # At shutdown, Python 3.14 suspends a thread that asks for the GIL instead of unwinding it.
@@ -96,7 +96,7 @@ if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):  # torch 2.15 no longer 
     @Patch(
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed(self)",
         feature="reduction dtype",
-        changes="Nothing is done for a parameter that was never gathered, because it has no gradient.",
+        changes="A parameter that was never gathered is skipped, because it has no gradient.",
         reason="torch reads the gathered parameter, which does not exist for a frozen output head: TRL's fused loss uses the "
         "head's weight without calling the head. With gradient accumulation, the first step would fail.",
         upstream="to file: accumulating gradients with a reduce_dtype fails for a unit whose forward never ran",
@@ -183,7 +183,7 @@ def load_metadata(stream: IO[bytes]) -> Any:
     "torch.distributed.checkpoint.FileSystemReader.read_metadata(self)",
     feature="checkpointing",
     changes="`.metadata` may only refer to the classes that DCP writes there.",
-    reason="torch unpickles the file, so resuming from a checkpoint could run any code that is in it.",
+    reason="torch unpickles the file, so resuming could run any code in the checkpoint.",
     upstream="to file: `FileSystemReader.read_metadata` unpickles without restrictions",
 )
 def _read_metadata_safely(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +200,7 @@ def _read_metadata_safely(original: Any, self: Any, *args: Any, **kwargs: Any) -
     "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.load_bytes(self, read_item, value)",
     feature="checkpointing",
     changes="Values that are not tensors are first loaded with `weights_only=True`, as a check.",
-    reason="torch loads them with `weights_only=False`, so resuming from a checkpoint could run any code that is in it.",
+    reason="torch loads these values with `weights_only=False`, so resuming could run any code in the checkpoint.",
     upstream="to file: `DefaultLoadPlanner.load_bytes` loads with weights_only=False",
 )
 def _load_bytes_safely(original: Any, self: Any, read_item: Any, value: Any) -> None:
@@ -219,7 +219,7 @@ def _load_bytes_safely(original: Any, self: Any, read_item: Any, value: Any) -> 
 
 
 def register_read_hook(hook: Callable[[Path, Chunks], None]) -> None:
-    """Set the function that is called with a DCP directory, and what this rank reads, before a state is read. Collective."""
+    """Set the function to call before a state is read, with the DCP directory and this rank's chunks. The call is collective."""
     global _before_read
     _before_read = hook
 
@@ -227,7 +227,7 @@ def register_read_hook(hook: Callable[[Path, Chunks], None]) -> None:
 @Patch(
     "torch.distributed.checkpoint.FileSystemReader.read_data(self, plan, planner)",
     feature="checkpointing",
-    changes="What this node's ranks are about to read is downloaded first, if the checkpoint is in object storage.",
+    changes="If the checkpoint is in object storage, the bytes that this node's ranks will read are downloaded first.",
     reason="Which bytes a rank reads is known only after DCP has compared the model's shards with those in the checkpoint.",
     upstream="to file: a hook in `FileSystemReader` that is called with the plan before files are opened",
 )

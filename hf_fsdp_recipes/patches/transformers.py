@@ -16,8 +16,8 @@ _check: ResumeCheck | None = None
 def register_resume_check(check: ResumeCheck) -> None:
     """Set the function that checks the checkpoint from which a run resumes.
 
-    It is called with the trainer, the checkpoint and whether the model is sharded. Under FSDP it is called before and after
-    the model is sharded; otherwise once, before the weights are read. Collective.
+    `check` gets the trainer, the checkpoint and whether the model is sharded. Under FSDP it is called before and after the
+    model is sharded; without FSDP once, before the weights are read. The calls are collective.
     """
     global _check
     _check = check
@@ -29,7 +29,7 @@ def register_resume_check(check: ResumeCheck) -> None:
     "evaluation under FSDP1 is refused, and so are settings that Trainer cannot apply to a model that transformers has sharded. "
     "Callbacks with a method `see_trainer` get the trainer.",
     reason="Trainer loads whatever matches by name, so resuming a larger model's checkpoint raises no error. A callback that "
-    "saves checkpoints also saves the states of the other callbacks, which it finds in the trainer.",
+    "saves checkpoints also saves the states of the other callbacks, for which it needs the trainer.",
     upstream="to file: resuming a sharded checkpoint of another model is not refused",
 )
 def _check_then_prepare(
@@ -52,7 +52,7 @@ def _check_then_prepare(
         return original(self, max_steps, train_dataloader, resume_from_checkpoint)
     except CheckpointException as error:  # a BaseException; the same on every rank
         cause = next(iter(error.failures.values()))[0]
-        if getattr(cause, "is_agreed", False):  # names the checkpoint
+        if getattr(cause, "is_agreed", False):  # its message names the checkpoint
             raise cause from error
         raise CheckpointError(f"{resume_from_checkpoint} cannot be loaded: {cause}") from error
 
@@ -83,8 +83,8 @@ def _refuse_presharded(trainer: Any, is_needed: bool = True) -> None:
 
 @_patch(
     "transformers.trainer.Trainer._issue_warnings_after_load(self, load_result)",
-    changes="Without FSDP, a checkpoint is refused if it lacks tensors of the model, except tied weights, or has others; this "
-    "applies to a resume and to loading the best model.",
+    changes="Without FSDP, resuming and loading the best model refuse a checkpoint that lacks tensors of the model, except tied "
+    "weights, or has additional ones.",
     reason="Without FSDP, Trainer loads whatever matches by name and only logs a warning.",
     upstream="to file: resuming from a checkpoint of another model is only a warning",
 )
@@ -109,7 +109,7 @@ def _refuse_other_model(original: Any, self: Any, load_result: Any) -> None:
     "transformers.trainer.Trainer._run_epoch(self, model, epoch)",
     changes="No step is trained if a callback has already stopped training.",
     reason="If `on_train_begin` sets `should_training_stop`, Trainer still trains one step, so each resume of a finished run "
-    "would add a step.",
+    "would train one step more.",
     upstream="to file: should_training_stop set in on_train_begin is ignored until after the first step",
 )
 def _skip_epoch_if_stopped(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -119,7 +119,7 @@ def _skip_epoch_if_stopped(original: Any, self: Any, *args: Any, **kwargs: Any) 
 
 @_patch(
     "transformers.trainer.Trainer.save_model(self, output_dir, _internal_call)",
-    changes="A call from the user's script also calls `save_sharded_model` on each callback that has it.",
+    changes="A call from the user's script also calls `save_sharded_model` of each callback that defines this method.",
     reason="With SHARDED_STATE_DICT, Trainer silently writes nothing.",
     upstream="to file: Trainer.save_model silently saves nothing with SHARDED_STATE_DICT",
 )
@@ -132,7 +132,7 @@ def _save_sharded(original: Any, self: Any, output_dir: str | None = None, _inte
 
 @_patch(
     "transformers.trainer.Trainer._save_checkpoint(self, model, trial)",
-    changes="After each save, every rank calls `end_save` of a callback with `handles_failed_saves`, with the error or None.",
+    changes="After each save, every rank passes the error, or None, to `end_save` of the callback with `handles_failed_saves`.",
     reason="On a full disk, Trainer ends the run with a traceback and leaves an unusable checkpoint.",
     upstream="to file: a failed save ends the run and leaves an incomplete checkpoint directory",
 )
@@ -145,7 +145,7 @@ def _pass_on_failed_save(original: Any, self: Any, model: Any, trial: Any) -> No
     def save_model_first(*args: Any, **kwargs: Any) -> None:
         try:
             save_model(*args, **kwargs)
-        except Exception as error:  # not raised yet: after the model is saved, the other ranks may wait for this one
+        except Exception as error:  # raised later: once the model is saved, the other ranks may wait for this rank
             failures.append(error)
 
     self.save_model = save_model_first

@@ -8,14 +8,14 @@ import torch
 from hf_fsdp_recipes.patches.accelerate import find_meta_model_loader
 from hf_fsdp_recipes.patches.registry import Patch
 
-load_hooks: list[Callable[..., Any]] = []  # load_model adds itself, because this layer cannot import it
+load_hooks: list[Callable[..., Any]] = []  # load_model adds itself, because patches cannot import the loading package
 
 
 @Patch(
     "trl.models.utils.prepare_fsdp(model, accelerator)",
     feature="loading",
     changes="A reference model from `load_model` is sharded by the template's wrap policy and filled from the checkpoint.",
-    reason="TRL shards it as one unit, which gathers the full model in each forward, and leaves its parameters on meta.",
+    reason="TRL shards the reference model as one unit, gathers the full model in each forward and leaves parameters on meta.",
     upstream="to file: `prepare_fsdp` ignores the wrap policy under FSDP2",
     is_copied=True,
 )
@@ -27,8 +27,8 @@ def _shard_reference(original: Any, model: torch.nn.Module, accelerator: Any) ->
 @Patch(
     "trl.trainer.utils.create_model_from_path(model_id, architecture)",
     feature="loading",
-    changes="TRL loads the models that it is given by name, such as its default reference model, with `load_model`.",
-    reason="TRL calls `from_pretrained` on every rank, so each holds the full model.",
+    changes="TRL uses `load_model` for models given by name, such as its default reference model.",
+    reason="TRL calls `from_pretrained` on every rank, so each rank holds the full model.",
     upstream="to file: under FSDP, DPOTrainer loads the full reference model on every rank",
     is_copied=True,
 )

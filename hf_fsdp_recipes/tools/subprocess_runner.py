@@ -21,9 +21,9 @@ from hf_fsdp_recipes.errors import RecipeError
 
 SFT_SCRIPT = shipped_directory("recipes") / "sft.py"
 CPU_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # torchrun sets this for several ranks but not for one; runs must be comparable
-    # Return freed memory to the system at once. By default glibc raises this threshold to 32 MB and keeps freed units,
-    # so peak memory hardly falls as ranks are added. Source: mallopt(3).
+    "OMP_NUM_THREADS": "1",  # torchrun sets this only for several ranks; runs with one rank must be comparable
+    # Return freed memory to the system immediately. By default, glibc raises this threshold to 32 MB and keeps freed
+    # FSDP units, so peak memory hardly falls as ranks are added. Source: mallopt(3).
     "MALLOC_MMAP_THRESHOLD_": "1048576",
 }
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -44,7 +44,7 @@ class Run:
         return self._process.poll()
 
     def poll(self, timeout_seconds: float, interval_seconds: float = 0.05) -> Iterator[int]:
-        """Count up, once per interval, until the command exits; TimeoutError if it is still running after the timeout."""
+        """Yield 0, 1, 2, ... once per interval until the command exits; TimeoutError if it still runs after the timeout."""
         deadline, count = time.monotonic() + timeout_seconds, 0
         while self.exit_status is None:
             if time.monotonic() > deadline:
@@ -86,7 +86,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], log_file: Path
 
     torchrun starts each rank in a new session, so killing the launcher's process group would miss the ranks. This
     process therefore becomes a subreaper (prctl(2)) and adopts ranks whose launcher has died. SIGTERM raises
-    SystemExit in the block, so it ends the ranks too. Call this from the main thread, which handles signals.
+    SystemExit in the block, which also ends the ranks. Call this from the main thread, which handles signals.
     """
     unrelated = {child.pid for child in psutil.Process().children()}
     process = None
@@ -131,7 +131,7 @@ def is_cpu_machine() -> bool:
 def find_error(log: str) -> str:
     """Return the line of a log that explains why a run failed, or an empty string.
 
-    Our own one-line errors come first, then tracebacks of ranks, then those of the launcher.
+    This package's one-line errors come first, then tracebacks of ranks, then tracebacks of the launcher.
     """
 
     def order(match: re.Match[str]) -> int:
@@ -143,7 +143,7 @@ def find_error(log: str) -> str:
 
 
 def _launch_environment(on_cpu: bool) -> dict[str, str]:
-    """Return this environment without what an outer `accelerate launch` has set, and with what CPU ranks need if `on_cpu`."""
+    """Return this environment without the variables of an outer launch; `on_cpu` adds those that CPU ranks need."""
     prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(prefixes)}
     return CPU_ENVIRONMENT | kept | {"ACCELERATE_USE_CPU": "true"} if on_cpu else kept

@@ -62,9 +62,9 @@ def _starter(script: str) -> Callable[..., None]:
 
 
 def quickstart(context: typer.Context) -> None:
-    """Fine-tune a 135M model on two CPU ranks, kill the run, resume it and compare its answers; takes about 5 minutes.
+    """Fine-tune a 135M model on two CPU ranks, kill the run, resume it and compare the model's answers; takes about 5 minutes.
 
-    `hf-fsdp quickstart --help` lists its options.
+    `hf-fsdp quickstart --help` lists the options.
     """
     script = str(shipped_directory("recipes") / "quickstart.py")
     os.execv(sys.executable, [sys.executable, script, *context.args])
@@ -106,7 +106,7 @@ def init(
     ] = None,
     output: Annotated[Path, typer.Option(help="File to write.")] = Path("launch.slurm"),
 ) -> None:
-    """Write launch.slurm for your cluster. It trains in the current Python environment, or in a container."""
+    """Write launch.slurm for your cluster. The script trains in the current Python environment, or in a container."""
     options = {"partition": partition, "account": account, "nodes": nodes, "gpus-per-node": gpus_per_node, "time": time}
     copies.write_new({output: copies.render_slurm_script(options, container)})
     print(f"wrote {output}. Submit from a directory that all nodes can read: sbatch {output} --config qwen3_8b_lora")

@@ -21,7 +21,7 @@ def describe_recipe(recipe: Path) -> tuple[str, str]:
 
 
 def copy_recipe(name: str, directory: Path) -> list[Path]:
-    """Copy a shipped recipe, and the files that it names, to a directory; return the copies. RecipeError if one exists."""
+    """Copy a shipped recipe and the files that it names to a directory; return the copies. RecipeError if one exists."""
     source = find_file("recipes", name)
     names = [source.name]
     if source.suffix == ".yaml":
@@ -33,15 +33,15 @@ def copy_recipe(name: str, directory: Path) -> list[Path]:
 
 
 def render_slurm_script(options: Mapping[str, object], container: str | None) -> str:
-    """Return launch.slurm with these sbatch options. It uses the container if given, or else this Python environment.
+    """Return launch.slurm with these sbatch options. It trains in the container, or else in this Python environment.
 
-    An image that is a file becomes an absolute path.
+    The path of an image file becomes absolute.
     """
     directives = "".join(f"#SBATCH --{name}={value}\n" for name, value in options.items() if value is not None)
     text = (shipped_directory("recipes") / "launch.slurm").read_text(encoding="utf-8")
     text = text.replace("#SBATCH ", f"{directives}#SBATCH ", 1)
     if container:
-        if Path(container).is_file():  # pyxis takes a name without a slash for an image in a registry
+        if Path(container).is_file():  # pyxis looks for a name without a slash in a registry
             container = str(Path(container).absolute())
         return text.replace("${CONTAINER:-}\n", f"${{CONTAINER:-{shlex.quote(container)}}}\n", 1)
     text = text.replace(".venv if it exists, else the environment sbatch was called in", "the one that wrote this file")
@@ -50,7 +50,7 @@ def render_slurm_script(options: Mapping[str, object], container: str | None) ->
 
 
 def write_new(files: Mapping[Path, str]) -> None:
-    """Write text files; raise RecipeError before writing anything if one of them exists."""
+    """Write text files; raise RecipeError before writing anything if any of them exists."""
     for file in files:
         if file.exists():
             raise RecipeError(f"{file} exists. Move it, or run this in another directory.")

@@ -61,7 +61,7 @@ def plan(
 ) -> None:
     """Estimate the memory and communication of a run from the model's config alone; status 1 if it does not fit.
 
-    What a recipe sets (--config) replaces the defaults below, and an option replaces both.
+    The settings of a recipe (--config) replace the defaults below. Options replace recipe settings and defaults.
     """
     options = {name: value for name, value in locals().items() if value is not None and name not in NOT_JOB_OPTIONS}
     text, fits = run(model, template, config, options, suggest, as_json)
@@ -72,7 +72,7 @@ def plan(
 def run(
     model: str | None, template: str, recipe: Path | None, options: dict[str, Any], is_suggesting: bool, as_json: bool
 ) -> tuple[str, bool | None]:
-    """Plan the job, or with `--suggest` find the fastest one that fits; return the text and whether it fits (None: unknown)."""
+    """Plan the job, or with `--suggest` the fastest that fits; return the text and whether it fits (None: unknown)."""
     with _silence_upstream():
         # Imported here, because torch and transformers would slow down every other command.
         from hf_fsdp_recipes.configs.model_configs import describe_source, find_config

@@ -1,8 +1,8 @@
 """Bytes that one optimizer step moves between ranks, and how long communication and compute take.
 
-In an all-gather over n ranks, each rank receives (n - 1) / n of the data. Over its interconnect, each node receives one
-copy of the data that none of its ranks holds. Latency and contention are not modeled, and compute is assumed to reach a fixed
-share of the peak. Use the seconds to compare strategies, not to predict step times.
+In an all-gather over n ranks, each rank receives (n - 1) / n of the data. A node receives the data that its ranks lack
+only once, over its interconnect. Latency and contention are not modeled, and compute is assumed to reach a fixed share of
+the peak. Use the seconds to compare strategies, not to predict step times.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ COMPUTE_EFFICIENCY = 0.4  # assumed share of the peak FLOP/s
 class StepTraffic:
     """Communication and compute of one optimizer step."""
 
-    gpu_bytes: int  # bytes that one GPU receives from the others of its node
-    node_bytes: int  # bytes that one node receives from the others
+    gpu_bytes: int  # bytes that one GPU receives from the other GPUs of its node
+    node_bytes: int  # bytes that one node receives from the other nodes
     seconds: float  # time of communication
     compute_seconds: float | None  # compute time at 40% of the peak FLOP/s; None if the model's FLOPs cannot be counted
 
@@ -45,8 +45,8 @@ def estimate_traffic(plan: MemoryPlan) -> StepTraffic:
         moved = 2 * reduced if job.strategy.sharding == "no_shard" else gathered + reduced
         gpu_bytes, node_bytes = moved * gpu_share, moved * node_share
     gpu_seconds, node_seconds = gpu_bytes / cluster.gpu_bytes_per_second, node_bytes / cluster.node_bytes_per_second
-    # With hybrid sharding, collectives within nodes and between them run one after the other. Without it, one collective
-    # uses both kinds of links at the same time.
+    # With hybrid sharding, collectives within and between nodes run one after the other. Without hybrid sharding, one
+    # collective uses both kinds of links at the same time.
     seconds = gpu_seconds + node_seconds if job.strategy.is_hybrid else max(gpu_seconds, node_seconds)
     flops = step_flops(plan)
     compute_seconds = None if flops is None else flops / (cluster.gpu_flops * COMPUTE_EFFICIENCY)

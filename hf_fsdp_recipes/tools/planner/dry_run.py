@@ -58,7 +58,7 @@ def describe(arguments: "Arguments", num_ranks: int) -> list[str]:
         f"attention: {arguments.model.attn_implementation or arguments.recipe.attention}",
         *describe_batches(arguments, num_ranks),
         *([f"disk: {space}"] if space is not None else []),
-        # These are only notes, because the job may run on another machine.
+        # Only notes, not errors, because the job may run on another machine.
         *(f"note: {fault}" for fault in (*output_faults(arguments), *hub_faults(arguments))),
         "",
         plan_table.format_plan(plan, [], suggestions.find_changes(planner, plan)),
@@ -76,7 +76,7 @@ def _make_job(arguments: "Arguments", template: dict[str, Any], num_ranks: int) 
 
 
 def template_from_environment() -> dict[str, Any]:
-    """Rebuild the Accelerate config from the environment variables that `accelerate launch` sets from it.
+    """Rebuild the Accelerate config from the environment variables that `accelerate launch` sets.
 
     Source: accelerate 1.15 `utils/launch.py`, `prepare_multi_gpu_env`: FSDP_<KEY> for each key of fsdp_config.
     """
@@ -89,7 +89,7 @@ def template_from_environment() -> dict[str, Any]:
     config: dict[str, Any] = {
         "distributed_type": "FSDP" if is_fsdp_requested() else "NO",
         "mixed_precision": precision,
-        # On a machine without GPUs, a mixed-precision template is planned as if on the GPUs that it was written for.
+        # On a machine without GPUs, a mixed-precision template is still planned for GPUs.
         "use_cpu": cpu_ranks.is_requested() and precision == "no",
         "num_processes": num_ranks,
         "num_machines": max(1, num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))),
@@ -141,7 +141,7 @@ def output_faults(arguments: "Arguments") -> Iterator[str]:
 
 
 def hub_faults(arguments: "Arguments") -> Iterator[str]:
-    """Yield the reason why the run cannot push to the Hub from here, if there is one."""
+    """Yield the reason why the run cannot push to the Hub from this machine, if any."""
     try:
         read_target(arguments.training)
     except RecipeError as error:

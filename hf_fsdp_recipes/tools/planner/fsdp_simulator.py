@@ -22,7 +22,7 @@ class MemoryTimeline:
         self._update_peak(self.current_bytes)
 
     def apply(self, event: TraceEvent) -> None:
-        """Record the peak since the previous event, then the memory in use at this one."""
+        """Record the peak since the previous event, then the memory in use at this event."""
         self._update_peak(self.current_bytes | event.peak_bytes)
         self.current_bytes |= event.live_bytes
 
@@ -77,7 +77,7 @@ class Fsdp2Simulator:
                 self._pre_backward(unit)
             elif unit is not None and event.kind == "post_backward":
                 self._post_backward(unit, event.name)
-            # Skipped in backward: a layer that is recomputed there is already gathered.
+            # Not in backward: a layer that backward recomputes is already gathered.
             elif unit is not None and not self._is_backward:
                 (self._pre_forward if event.kind == "pre_forward" else self._post_forward)(unit, event.name)
 

@@ -1,4 +1,4 @@
-"""The units that FSDP gathers at once, chosen by Accelerate's and torch's own wrapping policies."""
+"""Splits a model into FSDP units with Accelerate's and torch's own wrapping policies."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from hf_fsdp_recipes.tools.planner.meta_model import MetaModel, Parameter, list_
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
 
 ROOT = ""
-# The modules of a unit, and whether it is freed after forward.
+# The modules of a unit, and whether the unit is freed after forward.
 ModuleGroup = tuple[list[torch.nn.Module], bool]
 
 
@@ -22,10 +22,10 @@ ModuleGroup = tuple[list[torch.nn.Module], bool]
 class FsdpUnit:
     """Parameters that are gathered, freed and reduced together (torch: an FSDP parameter group)."""
 
-    # Names of the modules that use the parameters ("" is the root). The first module to run gathers the parameters, the last
-    # one frees them.
+    # Names of the modules that use the parameters ("" is the root). The first module to run gathers the parameters,
+    # and the last module frees them.
     modules: tuple[str, ...]
-    parameters: tuple[Parameter, ...]  # without those of nested units
+    parameters: tuple[Parameter, ...]  # without the parameters of nested units
     reshards_after_forward: bool  # the parameters are freed after forward
 
     @property
@@ -101,7 +101,7 @@ def _group_fsdp1(model: MetaModel, job: TrainingJob) -> list[ModuleGroup]:
     if job.lora_rank:
         from peft.utils.other import fsdp_auto_wrap_policy
 
-        policy = fsdp_auto_wrap_policy(model)  # Trainer's own choice for adapters under FSDP1
+        policy = fsdp_auto_wrap_policy(model)  # as Trainer does for adapters under FSDP1
     return group_by_policy(model, policy, job.strategy.reshards_after_forward)
 
 

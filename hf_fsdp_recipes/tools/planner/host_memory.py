@@ -33,14 +33,14 @@ def estimate_host_memory(plan: MemoryPlan) -> list[HostMemory]:
     trained = round(sum(p.num_elements * p.sharded_item_bytes for p in plan.parameters if p.requires_grad))
     loaded = model if job.is_4bit else plan.num_parameters * job.dtype.itemsize
     optimizer = plan.valley.get(OPTIMIZER, plan.host.get(OPTIMIZER, 0))
-    # Per rank: its copy of the state, in memory that is kept from save to save, and its buffers to upload weights.
+    # Each rank keeps the memory for its copy of the state from save to save, and has buffers to upload weights.
     saved = sum(unit.shard_gradient_bytes for unit in plan.units) if job.lora_rank else shard
     is_pinned = not (job.strategy.on_cpu or job.is_offloaded)
     staged = _pinned_bytes(saved) + _pinned_bytes(optimizer) if is_pinned else saved + optimizer
     upload = 0 if job.strategy.on_cpu else NUM_BUFFERS * UPLOAD_BYTES
     before_load = num_ranks * (PROCESS_BYTES + plan.host.get(PARAMETERS, 0))
     training = num_ranks * (PROCESS_BYTES + sum(plan.host.values()))
-    if job.strategy.on_cpu:  # here the ranks' shards, gradients and activations are in host memory too
+    if job.strategy.on_cpu:  # shards, gradients and activations are in host memory too
         before_load += num_ranks * shard
         training += num_ranks * plan.peak_bytes
     per_rank = upload + (_quantizing_bytes(plan) if job.is_4bit else LOADING_BYTES)

@@ -1,4 +1,4 @@
-"""Builds the job to plan: each setting is the option, else the recipe's value, else a default."""
+"""Builds the job to plan. Options take precedence over the recipe, and the recipe over the defaults."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any

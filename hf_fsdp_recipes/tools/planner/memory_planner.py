@@ -32,7 +32,7 @@ class MemoryPlan:
 
     job: TrainingJob
     units: tuple[FsdpUnit, ...]
-    flops: ModelFlops | None  # None if they cannot be counted
+    flops: ModelFlops | None  # None if the FLOPs cannot be counted
     valley: dict[str, int]  # device bytes by category, between steps
     peak: dict[str, int]  # device bytes by category, when their sum is highest
     allowance_bytes: int  # assumed for the GPU context, NCCL and fragmentation
@@ -113,12 +113,12 @@ class MemoryPlanner:
         )
 
     def find_units(self, model: MetaModel, job: TrainingJob) -> list[FsdpUnit]:
-        """Return the units that FSDP gathers at once."""
+        """Split the model into FSDP units."""
         return find_units(model, job)
 
     def trace(self, model: MetaModel, job: TrainingJob, units: list[FsdpUnit]) -> list[TraceEvent]:
         """Return the events of one step."""
-        # Trace full_shard's units in every case, so that most strategies can share one trace.
+        # Always trace full_shard's units too, so that most strategies can share one trace.
         usual_units = find_units(model, job.replace(**asdict(Strategy())))
         watched = tuple(module_names([*usual_units, *units]))
         key = (*_model_key(job), job.attention, job.batch, job.length, job.strategy.on_cpu, watched)
@@ -152,7 +152,7 @@ def _resident_bytes(units: list[FsdpUnit], job: TrainingJob) -> tuple[dict[str, 
     if job.is_offloaded:
         return {}, shards | states | {REDUCED_GRADIENTS: sum(unit.shard_gradient_bytes for unit in units)}
     if job.optimizer.startswith("paged_") and not job.strategy.on_cpu:
-        return shards, states  # pages may move to the host
+        return shards, states  # the driver may move pages to the host
     return shards | states, {}
 
 
@@ -177,7 +177,7 @@ def gradient_bytes(units: list[FsdpUnit], job: TrainingJob) -> int:
 
 
 def _quantization_bytes(units: list[FsdpUnit], job: TrainingJob) -> dict[str, int]:
-    """Return what 4-bit weights need in addition to their shards: all scales, and one unpacked weight."""
+    """Return the bytes that 4-bit weights take in addition to their shards: all scales, and one unpacked weight."""
     if not job.is_4bit:
         return {}
     packed = [p.num_elements for unit in units for p in unit.parameters if p.sharded_item_bytes == PACKED_ITEM_BYTES]

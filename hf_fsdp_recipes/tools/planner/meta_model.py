@@ -27,7 +27,7 @@ class Parameter:
     name: str
     requires_grad: bool
     num_elements: int  # elements of the unsharded parameter
-    num_padded_elements: int  # the same with FSDP2's padding
+    num_padded_elements: int  # num_elements plus FSDP2's padding
     num_shard_elements: float  # padded elements per rank
     sharded_item_bytes: float  # per element in the shard: 4 for fp32 masters, 0.5 for 4-bit weights
     unsharded_item_bytes: float  # per element when gathered
@@ -75,21 +75,21 @@ def _add_adapter(model: "PreTrainedModel", job: TrainingJob) -> "PeftModel":
 def _enable_checkpointing(model: MetaModel, has_adapter: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # On meta there is no random state to preserve, and the bytes that it takes elsewhere do not matter.
+        # Meta tensors need no random state, and on a real device its few bytes do not matter.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     if has_adapter:
         model.enable_input_require_grads()  # as Trainer does; otherwise frozen layers would not be recomputed
 
 
 def list_parameters(model: MetaModel, job: TrainingJob) -> list[Parameter]:
-    """Return the parameters in the model's order, tied ones once."""
+    """Return the parameters in the model's order. A tied parameter appears once."""
     packed = _find_packed(model) if job.is_4bit else set()
     return [_describe(name, tensor, job, name in packed) for name, tensor in model.named_parameters()]
 
 
 def _describe(name: str, tensor: torch.nn.Parameter, job: TrainingJob, is_packed: bool) -> Parameter:
     num_elements = num_padded = tensor.numel()
-    # FSDP2 pads rows to a multiple of the number of ranks; FSDP1 pads by less than one element per rank.
+    # FSDP2 pads the number of rows to a multiple of the ranks. FSDP1 pads by less than one element per rank.
     if job.strategy.version == 2:
         num_rows = tensor.shape[0] if tensor.shape else 1
         num_padded = -(-num_rows // job.num_shards) * job.num_shards * (num_elements // max(num_rows, 1))

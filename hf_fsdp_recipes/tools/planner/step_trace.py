@@ -37,8 +37,8 @@ class TraceEvent:
 
     kind: EventKind
     name: str  # name of the module or parameter
-    live_bytes: dict[str, int]  # alive now, by category
-    peak_bytes: dict[str, int]  # the same when their sum was highest since the previous event
+    live_bytes: dict[str, int]  # in use now, by category
+    peak_bytes: dict[str, int]  # by category, at the peak since the previous event
 
 
 class AllocationTracker(TorchDispatchMode):
@@ -56,8 +56,8 @@ class AllocationTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            # The model's code reads a value, but tensors on meta have none. For a batch without padding or packing, the
-            # answer is true.
+            # The model's code reads a tensor's value, but meta tensors have none. Without padding or packing, the value
+            # is true.
             return args[0].dtype == torch.bool or 1
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
@@ -113,7 +113,7 @@ def trace_step(
 ) -> list[TraceEvent]:
     """Run forward and backward of one micro-batch and return the events of the watched modules, in order.
 
-    What is allocated after the last decoder layer's forward and before its backward counts as logits. Tests pass
+    Memory allocated after the last decoder layer's forward and before its backward counts as logits. Tests pass
     `device` to compare with real tensors on the CPU.
     """
     watched = dict.fromkeys([*watched, *([last_layer] if last_layer else [])])
@@ -180,7 +180,7 @@ def _tensors_with_gradient(tree: Any) -> list[torch.Tensor]:
 
 
 class _RecordBackward(torch.autograd.Function):
-    """Return tensors unchanged, and call back when their gradients are computed."""
+    """Return tensors unchanged, and call a function once their gradients are computed."""
 
     @staticmethod
     def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> Any:
@@ -207,7 +207,7 @@ class _AttentionStandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         query, key, value, _, _ = ctx.saved_tensors
-        # With grouped key and value heads, kernels compute a gradient per query head and sum them at the end.
+        # With grouped key and value heads, kernels compute one gradient per query head and sum these at the end.
         per_query_head = [tensor.new_empty(*query.shape[:2], *tensor.shape[2:]) for tensor in (key, value)]
         key_and_value = [
             gradient if gradient.shape == tensor.shape else torch.empty_like(tensor)

@@ -55,7 +55,7 @@ class Alternative:
 def find_changes(planner: MemoryPlanner, plan: MemoryPlan) -> list[Alternative]:
     """If the job fits, return faster settings that fit too; if not, the changes that were tried to make it fit.
 
-    Empty if the device's memory is unknown.
+    The list is empty if the device's memory is unknown.
     """
     if plan.fits is None:
         return []
@@ -63,7 +63,7 @@ def find_changes(planner: MemoryPlanner, plan: MemoryPlan) -> list[Alternative]:
 
 
 def find_faster_settings(planner: MemoryPlanner, job: TrainingJob) -> list[Alternative]:
-    """Plan the job without gradient checkpointing, as it is and with micro-batches of twice the size; return what fits."""
+    """Plan the job without gradient checkpointing, at the same and at twice the micro-batch size; return what fits."""
     if not job.gradient_checkpointing:
         return []
     kept = job.replace(gradient_checkpointing=False)
@@ -77,7 +77,7 @@ def find_faster_settings(planner: MemoryPlanner, job: TrainingJob) -> list[Alter
 
 
 def find_smallest_change(planner: MemoryPlanner, job: TrainingJob) -> list[Alternative]:
-    """Try single changes, the least intrusive first, until one fits; return all that were tried."""
+    """Try single changes, the least intrusive first, until the job fits; return all changes that were tried."""
     tried: list[Alternative] = []
     for label, changed in _changes(job):
         if alternative := _try(planner, label, changed):
@@ -91,7 +91,7 @@ def _try(planner: MemoryPlanner, label: str, job: TrainingJob) -> Alternative | 
     try:
         return Alternative(label, planner.plan(job))
     except PlanError:
-        return None  # impossible for this model; for example, it has no linear layers to adapt
+        return None  # impossible for this model, for example LoRA without linear layers
 
 
 def _changes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
@@ -131,7 +131,7 @@ def with_sharding(job: TrainingJob, sharding: str) -> TrainingJob:
 
 
 def _with_strategy(job: TrainingJob, **fields: Any) -> TrainingJob:
-    """Return the job with fields of its strategy changed, and the strategy named after the matching template."""
+    """Return the job with changed strategy fields and the name of the matching template."""
     job = job.replace(**fields)
     settings: dict[str, Any] = {
         key: getattr(job.strategy, key) for key in ("version", "is_offloaded", "min_num_params")
@@ -152,7 +152,7 @@ def compare_strategies(planner: MemoryPlanner, job: TrainingJob) -> list[Alterna
 def suggest(planner: MemoryPlanner, job: TrainingJob) -> Alternative | None:
     """Find the template and batch that fit and train the most tokens per second; None if nothing fits.
 
-    Tries all strategies, with and without gradient checkpointing, and doubles the batch while that helps. If
+    Tries all strategies, with and without gradient checkpointing, and doubles the batch while throughput rises. If
     nothing fits at batch 1, tries an 8-bit optimizer and offloading.
     """
     job = job.replace(is_offloaded=False, min_num_params=None)
@@ -172,7 +172,7 @@ def suggest(planner: MemoryPlanner, job: TrainingJob) -> Alternative | None:
 
 
 def _try_batches(planner: MemoryPlanner, job: TrainingJob) -> Iterator[Alternative]:
-    """Yield the alternatives that fit, doubling the batch while that increases throughput."""
+    """Yield the alternatives that fit, doubling the batch while throughput rises."""
     batch, best = 1, float("inf")
     while batch <= MAX_BATCH:
         fitting = [one for one in compare_strategies(planner, job.replace(batch=batch)) if one.plan.fits]

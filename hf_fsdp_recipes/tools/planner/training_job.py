@@ -54,7 +54,7 @@ class TrainingJob:
     batch: int = 1  # rows per rank
     length: int = 1024  # tokens per row
     accumulation: int = 1  # micro-batches per step
-    dtype: torch.dtype = torch.float32  # parameters as loaded (TRL's `dtype`)
+    dtype: torch.dtype = torch.float32  # dtype of the loaded parameters (TRL's `dtype`)
     mixed_precision: torch.dtype | None = torch.bfloat16  # compute dtype of the template; None to compute in `dtype`
     reduce_dtype: torch.dtype = torch.float32  # dtype of gradient reduction and accumulation in mixed precision
     optimizer: str = "adamw_torch_fused"  # Trainer's `optim`
@@ -62,7 +62,7 @@ class TrainingJob:
     # With sdpa_padded (padded rows), a mask makes transformers repeat key and value heads. Eager attention keeps scores of
     # shape (batch, heads, length, length).
     attention: Literal["sdpa", "sdpa_padded", "flash", "eager"] = "sdpa"
-    loss: Literal["fused", "model"] = "fused"  # tiled, as in TRL and Liger; or transformers' own, with full logits
+    loss: Literal["fused", "model"] = "fused"  # tiled, as in TRL and Liger, or transformers' loss with full logits
     lora_rank: int = 0  # 0 for full fine-tuning
     lora_targets: str | tuple[str, ...] = "all-linear"  # as in PEFT
     lora_parameters: tuple[str, ...] = ()  # PEFT's target_parameters, such as experts
@@ -71,7 +71,7 @@ class TrainingJob:
     sync_each_batch: bool = False  # reduce gradients after each micro-batch instead of once per step
 
     def __post_init__(self) -> None:
-        """Raise a PlanError that lists everything that is wrong with the settings."""
+        """Raise a PlanError that lists all invalid settings."""
         cluster, faults = self.cluster, []
         for name in ("batch", "length", "accumulation"):
             if getattr(self, name) < 1:
@@ -94,7 +94,7 @@ class TrainingJob:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that one replica of the model is sharded across."""
+        """Number of ranks that share one replica of the model."""
         if self.strategy.sharding == "no_shard":
             return 1
         return self.cluster.ranks_per_node if self.strategy.is_hybrid else self.cluster.num_gpus
@@ -111,7 +111,7 @@ class TrainingJob:
 
     @property
     def reduction_factor(self) -> float:
-        """Bytes of a gradient that is reduced or accumulated, relative to one that backward has just computed."""
+        """Size of a reduced or accumulated gradient, relative to the gradient that backward computes."""
         return self.reduce_dtype.itemsize / self.mixed_precision.itemsize if self.mixed_precision else 1.0
 
     @property

@@ -1,4 +1,4 @@
-"""Resolves, listens at and connects to the master address, and explains what went wrong."""
+"""Resolves, listens at and connects to the master address, and explains failures."""
 
 import contextlib
 import errno
@@ -51,7 +51,7 @@ def _own_interfaces() -> dict[str, str]:
 
 
 def find_interface_to(address: str) -> str:
-    """Return the network interface that routes to an address; the first one for a loopback or unknown address."""
+    """Return the interface that routes to an address; the first interface if the address is loopback or unknown."""
     interfaces = _own_interfaces()
     source = ""
     with contextlib.suppress(OSError):
@@ -75,7 +75,7 @@ def listen(address: str, port: int) -> socket.socket:
 def wait_for_listener(address: str, port: int, deadline: float) -> None:
     """Wait for a TCP connection to succeed; at `deadline` (`time.monotonic()`), raise the last attempt's OSError.
 
-    TCPStore's own client would report every failure as a timeout. Here, a name that does not exist raises at once.
+    TCPStore's own client would report every failure as a timeout. Here, a name that does not exist raises immediately.
     """
     while True:
         attempt_seconds = max(0.1, min(_ATTEMPT_SECONDS, deadline - time.monotonic()))
@@ -114,7 +114,7 @@ def explain_port_conflict(address: str, port: int) -> str:
 
 
 def _find_port_owner(port: int) -> str | None:
-    """Name the process that listens on a port of this host; None without the privilege to see it."""
+    """Name the process that listens on a port of this host; None without the privilege to see that process."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             is_listening = connection.status == psutil.CONN_LISTEN and getattr(connection.laddr, "port", None) == port

@@ -1,7 +1,7 @@
-"""One worker: describes its device, then times all-gather and all-reduce within its node and over all nodes.
+"""A worker process: describes its device, then times all-gather and all-reduce within its node and over all nodes.
 
 Started by `workers.Workers`. The rates are bus bandwidths as nccl-tests defines them: the bandwidth of the
-slowest link, which can be compared between collectives and group sizes.
+slowest link, comparable across collectives and group sizes.
 
 Source: nccl-tests `doc/PERFORMANCE.md`: all-gather moves (n-1)/n of the buffer's bytes, all-reduce 2(n-1)/n.
 """
@@ -21,15 +21,15 @@ from hf_fsdp_recipes.tools.preflight.bandwidth_advice import Bandwidths, WorkerR
 from hf_fsdp_recipes.tools.preflight.devices import DeviceInfo
 from hf_fsdp_recipes.tools.preflight.rendezvous import ParticipantInfo, attempt
 
-LONG_ENOUGH_SECONDS = 0.15  # latency no longer dominates a transfer that takes this long
+LONG_ENOUGH_SECONDS = 0.15  # in a transfer that takes this long, latency no longer dominates
 NUM_REPEATS = 3
 
 
-# Dtype, buffer sizes in bytes, rows of the matrices, and the largest number of products to time: on a GPU, enough for its
-# clocks to settle under load.
+# Dtype, buffer sizes in bytes, rows of the matrices, and the most matrix products to time. On a GPU, that number lets
+# the clocks settle under load.
 CPU_WORKLOAD = (torch.float32, (1 << 20, 1 << 22, 1 << 24, 1 << 26), 1024, NUM_REPEATS)
 ACCELERATOR_WORKLOAD = (torch.bfloat16, (1 << 24, 1 << 26, 1 << 28, 1 << 30, 1 << 31), 8192, 200)
-PRODUCTS_SECONDS = 1.0  # a slow device computes fewer products in this time
+PRODUCTS_SECONDS = 1.0  # target time for all products; a slow device computes fewer
 NUM_PAIR_ROUNDS = 3  # with two rounds and an odd number of nodes, a node could have a single partner
 
 
@@ -52,7 +52,7 @@ def main(info: ParticipantInfo, prefix: str, local_rank: int, on_cpu: bool) -> N
 
 
 def choose_device(local_rank: int, on_cpu: bool) -> torch.device:
-    """Select and return this rank's device; the CPU if asked for or if there is no accelerator."""
+    """Select and return this rank's device; the CPU if requested or if there is no accelerator."""
     found = None if on_cpu else torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return torch.device("cpu")
@@ -103,16 +103,16 @@ def measure_pairs(device: torch.device, info: ParticipantInfo) -> dict[str, floa
                 group = dist.new_group(ranks, use_local_synchronization=True)
                 (partner,) = set(pair) - {info.node_rank}
                 rates[str(partner)] = measure_all_gather(group, device)
-                # Destroyed, because torch 2.13 derives a group's name from the number of groups, which must be the same on
-                # both nodes.
+                # Destroyed here, because torch 2.13 derives a group's name from the number of groups, and both nodes
+                # must have the same number.
                 dist.destroy_process_group(group)
         dist.barrier()
     return rates
 
 
 def pair_nodes(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of a round-robin tournament: each node of three or more gets at least two partners."""
-    seats = list(range(num_nodes + num_nodes % 2))  # the last seat stays empty if the number is odd
+    """Return round-robin rounds of node pairs. With three or more nodes, each node gets at least two partners."""
+    seats = list(range(num_nodes + num_nodes % 2))  # an odd number of nodes leaves the last seat empty
     rounds = []
     for _ in range(min(NUM_PAIR_ROUNDS, len(seats) - 1)):
         pairs = zip(seats[: len(seats) // 2], reversed(seats), strict=False)

@@ -1,9 +1,9 @@
 """Advice on a template's sharding strategy from the measured bandwidth.
 
-Transfers hide behind computation unless they take longer. In a step over T tokens, a rank computes 6 T FLOPs per
+Computation hides transfers unless they take longer. In a step over T tokens, a rank computes 6 T FLOPs per
 parameter. Full sharding moves 3 values per parameter over the slowest link: the parameter for forward, the parameter again
-for backward, and its gradient. That link thus needs a bandwidth of 3 x bytes / (6 T) x the rank's FLOP/s,
-regardless of model size.
+for backward, and its gradient. That link thus needs a bandwidth of 3 x bytes per value / (6 T) x the
+rank's FLOP/s, regardless of model size.
 
 Source: Kaplan et al. 2020 (6 FLOPs per parameter and token); Rajbhandari et al. 2020, ZeRO, section 7 (3 volumes with sharded
 parameters, 2 without).
@@ -19,14 +19,14 @@ from hf_fsdp_recipes.tools.preflight.node_info import Row
 NUM_FLOPS = 6  # per parameter and token
 PASSES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2}
 MIN_HYBRID_GAIN = 1.2  # a smaller gain is not worth the advice
-SLOW_FRACTION = 0.75  # below this share of the median is slow; healthy nodes of the same kind differ less
+SLOW_FRACTION = 0.75  # a rate below this share of the median is slow; healthy nodes of the same kind differ less
 
 
 Bandwidths = dict[str, float]  # bus bandwidth of all_gather and all_reduce, in bytes per second
 
 
 class WorkerRates(TypedDict):
-    """What one rank measured: links "within" its node if the node has several ranks, and "between" nodes if there are several.
+    """What one rank measured. `links` has "within" if nodes have several ranks, "between" if there are several nodes.
 
     With three nodes or more, `partners` maps the numbers of some other nodes to the all-gather bandwidth with them.
     """
@@ -41,14 +41,14 @@ class RankLoad:
     """What a rank computes per micro-batch, and the size of its parameters."""
 
     num_tokens: int  # tokens per rank in one forward and backward pass
-    tokens_source: str  # where that number comes from
+    tokens_source: str  # where the number of tokens comes from
     flops_per_second: float  # speed of a matrix product on the slowest rank
     parameter_bytes: int  # size of one parameter when gathered
     gradient_bytes: int = 4  # size of one gradient when reduced
 
 
 def apply_launch_counts(config: dict[str, Any], num_nodes: int, ranks_per_node: int) -> dict[str, Any]:
-    """Return an Accelerate config with the numbers of nodes and ranks that the launcher passes on the command line."""
+    """Return an Accelerate config with the node and rank counts that the launcher passes on the command line."""
     launched = config | {"num_machines": num_nodes, "num_processes": num_nodes * ranks_per_node}
     if "hybrid" in read_sharding(config) and "parallelism_config" in config:
         sizes = {
@@ -60,7 +60,7 @@ def apply_launch_counts(config: dict[str, Any], num_nodes: int, ranks_per_node: 
 
 
 def read_load(config: dict[str, Any], recipe: dict[str, Any], flops_per_second: float) -> RankLoad:
-    """Return what a rank computes and moves, with TRL's defaults for what the recipe leaves out."""
+    """Return what a rank computes and moves, with TRL's defaults for keys that the recipe lacks."""
     num_rows = int(recipe.get("per_device_train_batch_size", 8))  # trl 1.16 SFTConfig
     max_length = int(recipe.get("max_length") or 1024)
     source = "the recipe and TRL's defaults" if recipe else "TRL's defaults, as no recipe was given"
@@ -74,8 +74,8 @@ def hybrid_gain(
 ) -> float:
     """Return how many times faster a micro-batch's transfers are with hybrid sharding than with sharding over all ranks.
 
-    Hybrid sharding gathers parameters only among the `num_local` ranks of a node. Between nodes, an all-reduce of the
-    gradients remains, which moves 2 * (nodes - 1) / nodes times their bytes.
+    Hybrid sharding gathers parameters only among the `num_local` ranks of a node. Between nodes, only an all-reduce of
+    the gradients remains. It moves 2 * (nodes - 1) / nodes times the gradients' bytes.
     """
     num_ranks = num_nodes * num_local
     flat = moved_bytes * (num_ranks - 1) / num_ranks / between

@@ -7,7 +7,7 @@ from hf_fsdp_recipes.tools.preflight.node_info import Row, list_differences, sho
 
 MIN_FREE_FRACTION = 0.5  # below this, another program is using the device
 WARN_FREE_FRACTION = 0.9
-MEMORY_TOLERANCE = 0.02  # drivers and ECC settings differ a little
+MEMORY_TOLERANCE = 0.02  # total memory varies a little with drivers and ECC settings
 
 
 class DeviceInfo(TypedDict):
@@ -21,7 +21,7 @@ class DeviceInfo(TypedDict):
 
 
 def check_devices(devices_by_node: list[list[DeviceInfo]], names: list[str], ranks_per_node: int) -> list[Row]:
-    """Return the table's row about devices and a warning about those in use; PreflightError if some are unfit."""
+    """Return the table's row about devices and a warning about devices in use; PreflightError if a device is unfit."""
     first = [devices[0] for devices in devices_by_node]
     differences = list_differences([device["kind"] for device in first], names)
     errors = [f"the type of devices differs: {differences}. Check the drivers on each node."] if differences else []

@@ -15,7 +15,7 @@ from hf_fsdp_recipes.errors import PreflightError
 from hf_fsdp_recipes.tools.preflight.node_info import Row, list_differences, shorten
 
 SYS, PROC = Path("/sys"), Path("/proc")
-COMMAND_SECONDS = 45.0  # healthy nodes with eight GPUs may need half of that
+COMMAND_SECONDS = 45.0  # healthy nodes with eight GPUs may need half of this time
 
 RESET = "Reset the GPU or reboot the node."
 COOLING = "Check the power supply and the cooling of the node."
@@ -80,14 +80,14 @@ def check(found: list[Hardware], names: list[str]) -> list[Row]:
 
 
 def _run(found: Hardware, *command: str) -> str:
-    """Return a command's output, or an empty string if it is not installed or a fault is already known. A hang is a fault."""
+    """Run a command and return its output; empty if it is not installed or the node has a fault. A hang is a fault."""
     if shutil.which(command[0]) is None or found["faults"]:
         return ""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")
     try:
         return process.communicate(timeout=COMMAND_SECONDS)[0]
     except subprocess.TimeoutExpired:
-        process.kill()  # without waiting for it: a process that waits for a failed GPU cannot be killed
+        process.kill()  # no wait() here: a process that waits for a failed GPU cannot be killed
         found["faults"].append(f"{command[0]} did not finish within {COMMAND_SECONDS:.0f} s. Reboot the node.")
         return ""
 
@@ -173,7 +173,7 @@ def _read_xids(found: Hardware) -> None:
 
 def _read_amd(found: Hardware) -> None:
     gpus: Any = []
-    with contextlib.suppress(ValueError):  # without the two options, amd-smi reads many more values, which takes long
+    with contextlib.suppress(ValueError):  # without --ecc and --throttle, amd-smi takes long
         report = json.loads(_run(found, "amd-smi", "metric", "--ecc", "--throttle", "--json"))
         gpus = report.get("gpu_data", []) if isinstance(report, dict) else report  # the report is a list before ROCm 7
     visible = _find_visible_amd(len(gpus))
@@ -188,9 +188,9 @@ def _read_amd(found: Hardware) -> None:
 
 
 def _find_visible_amd(num_gpus: int) -> list[int]:
-    """Return the indices of the GPUs that ROCm shows this job. GPUs given by UUID count as hidden."""
+    """Return the indices of the GPUs that ROCm makes visible to this job. GPUs given by UUID count as hidden."""
     visible = list(range(num_gpus))
-    # HIP numbers the GPUs that ROCR shows from 0, and uses CUDA's variable if its own is not set.
+    # HIP counts from 0 among the GPUs that ROCR makes visible. Without HIP_VISIBLE_DEVICES, it uses CUDA's variable.
     hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in os.environ else "CUDA_VISIBLE_DEVICES"
     for name in ("ROCR_VISIBLE_DEVICES", hip):
         if (entries := _split_variable(name)) is not None:
@@ -201,12 +201,12 @@ def _find_visible_amd(num_gpus: int) -> list[int]:
 def _read_amd_pages(found: Hardware) -> None:
     """Report bad memory pages that are still in use.
 
-    Each line of `gpu_vram_bad_pages` has a page's address, its size, and R (reserved), P (pending) or F (could not be
+    Each line of `gpu_vram_bad_pages` has a page's address, size and state: R (reserved), P (pending) or F (could not be
     reserved). Source: Linux documentation, "AMDGPU RAS Support".
     """
     files = sorted((SYS / "class/drm").glob("card*/device/ras/gpu_vram_bad_pages"))
     if len(_find_visible_amd(len(files))) < len(files):
-        return  # which card is which GPU is unknown, so the fault could belong to a hidden GPU
+        return  # cards cannot be matched to GPUs, so the fault could belong to a hidden GPU
     for file in files:
         with contextlib.suppress(OSError):
             if pending := re.findall(r": [PF]\s*$", file.read_text(), re.MULTILINE):

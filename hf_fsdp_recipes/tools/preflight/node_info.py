@@ -23,7 +23,7 @@ PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 MAX_CLOCK_SKEW_SECONDS = 2.0
 MIN_SHM_BYTES = 1 << 30  # NCCL's documentation: docker run --shm-size=1g
 MIN_OPEN_FILES = 1024
-# These may differ between nodes.
+# These variables may differ between nodes.
 VARIABLES_OF_A_NODE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID", "NCCL_TOPO_FILE", "NCCL_DEBUG_FILE")
 DRIVER_VERSION_FILES = (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version"))
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -65,7 +65,7 @@ def collect(files: list[Path], num_ranks: int) -> NodeInfo:
 
 
 def _find_versions() -> dict[str, str]:
-    """Return the versions that must match, under the same names on every node; "none" for what a node does not have."""
+    """Return the versions that must match, under the same names on every node; "none" for what a node lacks."""
     nccl = getattr(torch.get_device_module(), "nccl", None)  # also on ROCm, where RCCL uses NCCL's version numbers
     return {
         "python": platform.python_version(),
@@ -96,7 +96,7 @@ def find_low_limits(num_ranks: int) -> list[str]:
 
 
 def _find_gloo_error() -> str | None:
-    """Return why gloo would listen at an address that other hosts cannot reach, or None if it would not.
+    """Return why other hosts cannot reach the address at which gloo would listen, or None if they can.
 
     Source: torch 2.13 `ProcessGroupGloo::createDefaultDevice` uses the address of the host's own name.
     """
@@ -132,9 +132,9 @@ def _hash_file(file: Path) -> str:
 
 
 def check_same(nodes: list[NodeInfo], names: list[str]) -> None:
-    """Raise a PreflightError that names every difference in versions, code, NCCL variables or files, and its nodes."""
+    """Raise a PreflightError that lists every difference in versions, code, NCCL variables or files by node."""
     compared = [
-        # A node that runs different code may not report the same versions.
+        # A node that runs other code may report other packages.
         (name, [node["versions"].get(name, "unknown") for node in nodes], "Install the same versions on every node.")
         for name in nodes[0]["versions"]
     ]
@@ -157,7 +157,7 @@ def check_same(nodes: list[NodeInfo], names: list[str]) -> None:
 
 
 def list_differences(values: list[str], names: list[str]) -> str | None:
-    """Return which participants have which value, the most common value first; None if all have the same."""
+    """List each value and its participants, the most common value first; None if all values are equal."""
     holders: dict[str, list[str]] = {}
     for value, name in zip(values, names, strict=True):
         holders.setdefault(value, []).append(name)
@@ -168,7 +168,7 @@ def list_differences(values: list[str], names: list[str]) -> str | None:
 
 
 def shorten(names: list[str]) -> str:
-    """List names; of more than three, only the first three and how many follow."""
+    """List up to three names, and the number of the others."""
     return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
@@ -205,7 +205,7 @@ def describe(nodes: list[NodeInfo]) -> list[Row]:
 
 
 def find_warnings(nodes: list[NodeInfo], names: list[str]) -> list[str]:
-    """Return what may cause trouble during the run but does not stop it."""
+    """Return warnings: what may cause trouble during the run but does not fail the preflight."""
     warnings = []
     clocks = [node["unix_seconds"] for node in nodes]
     skew_seconds = max(clocks) - min(clocks)

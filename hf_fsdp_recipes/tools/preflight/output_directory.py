@@ -1,6 +1,6 @@
 """Checks that all nodes share a writable output directory, how fast it is, and whether the run's checkpoints fit.
 
-Each node writes a probe file and looks for those of the others. All probe files are removed.
+Each node writes a probe file and looks for the files of the other nodes. All probe files are removed.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from hf_fsdp_recipes.tools.preflight.node_info import Row, shorten
 
 MAX_PROBE_BYTES = 64 << 20
 MAX_PROBE_SECONDS = 1.0
-VISIBILITY_SECONDS = 5.0  # listing refreshes NFS's cache of the directory, which would last 30 s (acdirmin)
+VISIBILITY_SECONDS = 5.0  # listing the directory refreshes NFS's cache, which would otherwise last 30 s (acdirmin)
 _CHUNK_BYTES = 16 << 20
 
 
@@ -40,7 +40,7 @@ def write_probe(file: Path) -> tuple[float, int]:
 
 
 def find_invisible(files: list[Path]) -> list[int]:
-    """Return the indices of the files that cannot be seen from here, after waiting for slow caches."""
+    """Return the indices of the files that this node does not see, after waiting for slow caches."""
     deadline = time.monotonic() + VISIBILITY_SECONDS
     while True:
         invisible = [index for index, file in enumerate(files) if not file.exists()]
@@ -79,11 +79,11 @@ def describe(directory: Path, probes: list[tuple[float, int]], names: list[str])
 def check_space(directory: Path, recipe: dict[str, Any]) -> Row:
     """Return the table's row about disk space, or raise PreflightError if the run does not fit.
 
-    Checkpoints that are already there count as free: a run that resumes replaces them in turn.
+    The space of existing checkpoints counts as free, because a resumed run replaces them one by one.
     """
     try:
         estimate = disk_estimate.estimate(recipe)
-    except Exception as error:  # an estimate builds the model, which may run any code; the job needs no estimate
+    except Exception as error:  # building the model for the estimate may run any code; the job needs no estimate
         return ("warning", f"what the run will write could not be estimated: {error}")
     files = (file for checkpoint in directory.glob("checkpoint-*") for file in checkpoint.rglob("*"))
     own_bytes = sum(file.stat().st_size for file in files if file.is_file())

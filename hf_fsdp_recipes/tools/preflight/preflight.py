@@ -23,8 +23,8 @@ from hf_fsdp_recipes.tools.preflight.node_info import NodeInfo, Row
 from hf_fsdp_recipes.tools.preflight.rendezvous import ParticipantInfo, Rendezvous
 from hf_fsdp_recipes.tools.preflight.workers import Workers
 
-MIN_CHECK_SECONDS = 30.0  # at least this long for the checks after all nodes have joined, even if --timeout is shorter
-CHECK_SECONDS_PER_NODE = 0.5  # added, because node 0 hosts the store and all nodes write to one directory
+MIN_CHECK_SECONDS = 30.0  # time for the checks after all nodes have joined, even if --timeout is shorter
+CHECK_SECONDS_PER_NODE = 0.5  # additional time, because node 0 hosts the store and all nodes write to one directory
 MARGIN_SECONDS = 3.0  # each node gives up on a hung worker this many seconds before node 0 gives up on that node
 
 
@@ -37,7 +37,7 @@ class Job:
         self.recipe: dict[str, Any] = {}
 
     def read(self, num_ranks: int) -> NodeInfo:
-        """Read the job's files and return this node's facts, or raise PreflightError if one is missing or not YAML."""
+        """Read the job's files and return this node's facts; raise PreflightError if a file is missing or not YAML."""
         if self.template is not None:
             self.template = find_file("accelerate_configs", self.template, PreflightError)
         if self.recipe_file is not None:
@@ -63,9 +63,9 @@ class Job:
 def check_node(info: ParticipantInfo, job: Job, timeout_seconds: float) -> None:
     """Run all checks and print the table on node 0, warnings last.
 
-    Collective: every node must call this. A PreflightError lists all errors of the first stage that failed, on every node.
+    Collective: every node must call this. All nodes raise one PreflightError with all errors of the first failed stage.
     """
-    # On SIGTERM, raise SystemExit, which unwinds the stack and so kills the workers.
+    # On SIGTERM, raise SystemExit: unwinding the stack kills the workers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started = time.monotonic()
     with contextlib.closing(Rendezvous(info, timeout_seconds)) as rendezvous:
@@ -174,7 +174,7 @@ def _measure_bandwidth(rendezvous: Rendezvous, workers: Workers, job: Job) -> li
 def find_node(
     num_nodes: int | None, node_rank: int | None, ranks_per_node: int, master_address: str | None, master_port: int
 ) -> ParticipantInfo | None:
-    """Return this node as the flags, or else the launcher's variables, describe it; None if there is nothing to do.
+    """Describe this node from the flags, or else from the launcher's variables; None if there is nothing to check.
 
     A launcher starts a process for each rank, but only local rank 0 checks the node. Raises a PreflightError if a flag or
     variable is missing.

@@ -1,7 +1,7 @@
 """Connects the nodes of a preflight through a c10d store, which gives all of them the same result.
 
-Node 0 leads. It hosts a `TCPStore` on the master port; under torchrun and `accelerate launch` the nodes use the store that
-the launcher's agent hosts there. A key that is missing at the deadline names the node that should have written it.
+Node 0 leads. It hosts a `TCPStore` on the master port. Under torchrun and `accelerate launch`, the nodes use the store
+of the launcher's agent instead. A key that is missing at the deadline names the node that should have written it.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from hf_fsdp_recipes.tools.preflight import addresses
 T = TypeVar("T")
 R = TypeVar("R")
 
-ANSWER_SECONDS = 5.0  # a preflight answers at once; without an answer, another program has the port
+ANSWER_SECONDS = 5.0  # a preflight answers immediately; without an answer, another program has the port
 FAILURE_GRACE_SECONDS = 2.0  # once one node has failed, how long node 0 waits for the reports of the others
 VERDICT_GRACE_SECONDS = 5.0  # how much longer the others wait for the result than node 0 waits for their reports
 CLOSE_SECONDS = 2.0
@@ -102,7 +102,7 @@ class Rendezvous:
         self.names = self._agree("joining", evaluate)
 
     def run_stage(self, stage: str, collect: Callable[[], T], evaluate: Callable[[list[T]], R]) -> R:
-        """Collect a value on every node, evaluate all of them in order on node 0, and return the result everywhere.
+        """Collect a value on every node, evaluate the values in node order on node 0, and return the result everywhere.
 
         Collective: every node must call this. Values and result must be serializable as JSON. `stage` names the activity in
         messages, such as "comparing versions". All nodes raise the same PreflightError if a call failed or a node did not
@@ -126,7 +126,7 @@ class Rendezvous:
         self.deadline = time.monotonic() + timeout_seconds  # when node 0 stops waiting
 
     def close(self) -> None:
-        """Leave the store. Node 0, whose exit ends the store, gives the others time to read the last result."""
+        """Leave the store. Node 0, whose exit ends the store, first lets the other nodes read the last result."""
         deadline = time.monotonic() + CLOSE_SECONDS
         with contextlib.suppress(RuntimeError):  # node 0 has exited
             num_left = self.store.add("num_left", 1)
@@ -207,7 +207,7 @@ def _open_store(info: ParticipantInfo, deadline: float) -> tuple[Store, bool]:
             listener = addresses.listen(address, port).detach()
             return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener), True
         except OSError as error:
-            listen_error = error  # another process may lead already; join its store, so that the error names both
+            listen_error = error  # another process may lead already; join its store to name it in the error
     started = time.monotonic()
     try:
         addresses.wait_for_listener(address, port, deadline)
@@ -229,7 +229,7 @@ def _connect(info: ParticipantInfo) -> Store:
         with contextlib.suppress(RuntimeError):
             stores.append(TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False))
 
-    # In a thread: TCPStore waits without a timeout for the first answer of whatever listens there (torch 2.13).
+    # In a thread, because TCPStore waits without a timeout for the first answer from the port (torch 2.13).
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(2 * ANSWER_SECONDS)

@@ -1,6 +1,6 @@
 """Starts one process per local rank to describe its device and measure bandwidth.
 
-They are separate processes, so that a worker that crashes or hangs in a collective can be reported and killed.
+Workers are separate processes, so that the preflight can report and kill one that crashes or hangs in a collective.
 """
 
 import json
@@ -20,7 +20,7 @@ _POLL_SECONDS = 0.1
 
 
 class Workers:
-    """The workers of one node, which report on the shared store."""
+    """The workers of one node. They report through the shared store."""
 
     def __init__(self, rendezvous: Rendezvous, on_cpu: bool) -> None:
         self._rendezvous, info = rendezvous, rendezvous.info
@@ -53,7 +53,7 @@ class Workers:
         for local_rank, (process, log) in enumerate(self._started):
             store_key = f"workers/{key}/{info.node_rank * info.ranks_per_node + local_rank}"
             while True:
-                exit_status = process.poll()  # read first, because a worker may report and exit in between
+                exit_status = process.poll()  # read first, because a worker may report and exit between the two checks
                 if store.check([store_key]):
                     break
                 if exit_status is not None:

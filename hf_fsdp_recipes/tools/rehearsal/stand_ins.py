@@ -41,7 +41,7 @@ def read_rows(script: "ScriptArguments", num_rows: int) -> tuple[dict[str, Any],
 
 
 def byte_tokenizer() -> "PreTrainedTokenizerFast":
-    """Return a tokenizer with a token for each byte, and with a chat template."""
+    """Return a byte-level tokenizer with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -52,7 +52,7 @@ class Rehearsal:
     template: Path
     overrides: Sequence[str]  # `--field value` pairs for the recipe
     directory: Path
-    refresh: Callable[[], object]  # redraws the progress display; called while a step waits
+    refresh: Callable[[], object]  # redraws the progress bar; called while a step waits
     differences: list[str] = field(default_factory=list)  # what the real job does differently, one line each
 
     @property
@@ -62,7 +62,7 @@ class Rehearsal:
 
     @cached_property
     def arguments(self) -> Arguments:
-        """The recipe for the full-size model, as a single CPU rank parses it. `push_to_hub` is off; `check_hub` checks it."""
+        """The recipe for the full-size model, as one CPU rank parses it. `push_to_hub` is off; see `check_hub`."""
         off = ("--push_to_hub", "false", "--use_cpu", "true", "--dry_run", "true")
         return parse_arguments(["--config", str(self.recipe), *self.overrides, *off])
 
@@ -91,7 +91,7 @@ class Rehearsal:
 
 
 def check_recipe(rehearsal: Rehearsal) -> str:
-    """Parse the recipe, to find unknown fields and invalid combinations."""
+    """Parse the recipe to find unknown fields and invalid combinations."""
     arguments = rehearsal.arguments
     return f"{rehearsal.recipe.name}: {dry_run.model_name(arguments)}"
 
@@ -144,7 +144,7 @@ def write_tiny_recipe(rehearsal: Rehearsal) -> str:
 
 
 def check_data(rehearsal: Rehearsal) -> str:
-    """Tokenize the rows as the run will, to find out whether columns or the chat template are missing."""
+    """Tokenize the rows as the run will, to detect missing columns or a missing chat template."""
     arguments = parse_arguments(["--config", str(rehearsal.directory / tiny_recipe.RECIPE_FILE), "--use_cpu", "true"])
     if is_streaming(arguments) or cache.is_cache(arguments.script.dataset_name):
         return "rows are streamed or already tokenized, so only the run reads them"
@@ -224,7 +224,7 @@ def rehearse(recipe: Path, template: str, overrides: Sequence[str] = (), keep: b
     directory = Path(tempfile.mkdtemp(prefix="rehearsal-"))
     try:
         with progress.bar(len(STEPS), "rehearse", "step", bar_format="{desc} [{elapsed}]") as shown:
-            _silence_libraries()  # this also turns off progress bars, so ours is created first
+            _silence_libraries()  # this also turns off progress bars, so the rehearsal's own bar is created first
             rehearsal = Rehearsal(recipe, Path(template), overrides, directory, shown.refresh)
             has_passed = True
             for number, (name, step) in enumerate(STEPS, 1):

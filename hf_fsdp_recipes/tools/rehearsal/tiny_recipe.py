@@ -30,7 +30,7 @@ NUM_ROWS = 96
 NUM_STEPS = 9
 SAVE_STEPS = 2
 MAX_TOKENS = 256  # per row: long enough for prompts, short enough for CPUs
-MIN_UNIT_PARAMETERS = 5000  # for size-based wrapping, because the tiny model is smaller than one real unit
+MIN_UNIT_PARAMETERS = 5000  # for size-based wrapping: the tiny model is smaller than one unit of a real model
 NUM_HYBRID_RANKS = 4  # two replicas of two shards
 STRATEGY_WITHIN_NODE = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
 # Replacements for settings that need hardware or an account.
@@ -63,7 +63,7 @@ def write_model(arguments: Arguments, directory: Path) -> str:
 
 
 def _make_tokenizer(arguments: Arguments) -> tuple[Any, str]:
-    """Return the recipe's tokenizer, or if it cannot be read, a tokenizer of bytes and a note that says so."""
+    """Return the recipe's tokenizer or, if it cannot be read, a byte-level tokenizer and a note that says so."""
     name = str(arguments.recipe.tokenizer_name or arguments.model.model_name_or_path)
     if find_config(name) != name:
         return stand_ins.byte_tokenizer(), f", a tokenizer of bytes instead of {name}'s, which cannot be read"
@@ -98,7 +98,7 @@ def write_template(template: Path, directory: Path) -> None:
 
 
 def to_cpu_ranks(config: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
-    """Return a copy of a config with a new device and new rank counts; sharding, wrapping and dtypes stay.
+    """Return a copy of a config for CPU ranks, with new rank counts; sharding, wrapping and dtypes stay the same.
 
     A rehearsal has one node, so FSDP1's HYBRID_SHARD becomes FULL_SHARD, and HYBRID_SHARD_ZERO2 becomes SHARD_GRAD_OP. An FSDP2
     hybrid mesh gets four ranks, whatever `num_ranks` is.

@@ -1,4 +1,4 @@
-"""The measurements of a self-test and its report. Each measurement has its own ranks, so a crash does not end the others."""
+"""A self-test's measurements and report. Each measurement has its own ranks, so one crash does not end the others."""
 
 import json
 import os
@@ -36,8 +36,8 @@ MEDIUM = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16,
     "num_key_value_heads": 16, "vocab_size": 32_000, "max_position_embeddings": 4096,
 }  # fmt: skip
-MEDIUM_DEVICE_BYTES = 16_000_000_000  # for MEDIUM, which takes 10 GB with training and a second copy of the state
-NUM_LOG_LINES = 40  # last lines of a failed launch that the report shows
+MEDIUM_DEVICE_BYTES = 16_000_000_000  # MEDIUM needs 10 GB to train and keep a second copy of the state
+NUM_LOG_LINES = 40  # number of lines that the report shows from the end of a failed launch's log
 RECIPE = {
     "max_length": 64, "max_steps": 60, "save_steps": 10, "logging_steps": 1, "per_device_train_batch_size": 2,
     "learning_rate": 1.0e-3, "gradient_checkpointing": False, "attention": "eager", "full_determinism": True,
@@ -63,7 +63,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Result:
-    """What one measurement found: figures by name and unit (a bool is the result of a check), or why there are none."""
+    """What one measurement found: figures by name and unit (a bool is the result of a check), or why it has none."""
 
     name: str
     status: Literal["ok", "failed", "skipped"]
@@ -115,7 +115,7 @@ def _launch(
     precision: str | None = None,
     is_enough: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Run a script on all ranks to its end, or kill launcher and ranks once `is_enough()`; return whether they were killed."""
+    """Run a script on all ranks. Kill launcher and ranks once `is_enough()` is true; return whether that happened."""
     config = read_config("fsdp2_cpu" if site.device is None else "fsdp2_full_shard")
     config |= {"num_processes": site.num_ranks} | ({"mixed_precision": precision} if precision else {})
     template = log_file.with_suffix(".yaml")
@@ -149,7 +149,7 @@ def measure_save(site: Site) -> Figures:
 
 
 def find_model(site: Site, config: Mapping[str, Any]) -> Path:
-    """Return the directory of a random model; write it if it is not there yet."""
+    """Return the directory of a random model; write the model if it does not exist yet."""
     model = site.directory / f"llama-{config['hidden_size']}x{config['num_hidden_layers']}"
     if not model.is_dir():
         part = model.with_suffix(".part")

@@ -1,4 +1,4 @@
-"""What the ranks of a self-test measure.
+"""The measurements that the ranks of a self-test take.
 
 `accelerate launch` starts this file with a measurement's name, options as JSON, and a result file. A figure's name contains its
 unit; a bool is the result of a check.
@@ -75,7 +75,7 @@ def _rate(device: torch.device, num_bytes: int, copy: Callable[[], object]) -> f
 
 
 def time_work(device: torch.device, work: Callable[[], object]) -> float:
-    """Return the seconds until the work, and everything it queued on the device, is done."""
+    """Return the seconds until the work, and everything that it queued on the device, is done."""
     synchronize(device)
     started = time.perf_counter()
     work()
@@ -93,7 +93,7 @@ def load(accelerator: "Accelerator", checkpoint: str, source: str, dtype: str, *
 def measure_load(
     accelerator: "Accelerator", checkpoint: str, tiny: str, sources: Sequence[str] = ("rank0", "direct")
 ) -> Figures:
-    """Load with each source and compare what was loaded. A tiny checkpoint is loaded first, so that imports are not timed."""
+    """Load with each source and compare the loaded weights. A tiny checkpoint goes first, so imports are not timed."""
     load(accelerator, tiny, "rank0", "bfloat16")
     gigabytes = sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors")) / 1e9
     figures: Figures = {"checkpoint, GB": gigabytes}

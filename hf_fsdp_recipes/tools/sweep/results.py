@@ -43,7 +43,7 @@ class Result:
     peak_memory_bytes: int | None = None  # peak of the largest rank
     memory_kind: str | None = None  # a key of MEMORY_KINDS
     measured_steps: int | None = None  # steps after the warm-up
-    step_seconds: float | None = None  # median of these steps
+    step_seconds: float | None = None  # median of the measured steps
     epoch_steps: int | None = None
     epoch_seconds: float | None = None  # extrapolated
     tokens_per_second: float | None = None

@@ -13,7 +13,7 @@ from hf_fsdp_recipes.tools.sweep.run_status import OUT_OF_MEMORY
 from hf_fsdp_recipes.units import count
 
 MARKERS = "osD^vPX*"
-OOM_LABEL_HEIGHT = 0.07  # distance of labels as a share of the panel's height, so that they do not overlap
+OOM_LABEL_HEIGHT = 0.07  # distance between OOM labels, as a share of the panel's height
 
 
 def draw_scaling(results: Sequence[Result]) -> Figure:

@@ -16,7 +16,7 @@ from hf_fsdp_recipes.units import count
 
 SCALING_PLOT, STRATEGIES_PLOT, SUBMIT_FILE = "scaling.png", "strategies.png", "submit.sh"
 SAMPLE_SECONDS = 0.2  # time between two samples of host memory
-SAMPLES_PER_CHECK = 5  # processes and steps are looked up once per this many samples
+SAMPLES_PER_CHECK = 5  # samples between two checks of the processes and the steps
 
 
 def run_cases(cases: Sequence[Case], script: Path, time_limit_seconds: float) -> None:
@@ -48,7 +48,7 @@ def find_result(case: Case) -> str | None:
 
 
 def run_case(case: Case, script: Path, time_limit_seconds: float, show_step: Callable[[int], None]) -> str:
-    """Run a case, record its result in its directory, and return its status; `show_step` gets the steps taken so far."""
+    """Run a case, record the result in its directory, and return its status; `show_step` gets the steps so far."""
     case.start_record()
     config, log = case.directory / TEMPLATE_FILE, case.directory / run_status.LOG_FILE
     with subprocess_runner.launch(config, script, case.arguments, log, on_cpu=case.is_on_cpu) as run:
@@ -88,7 +88,7 @@ def _count_kernel_kills() -> int:
 
 
 def write_jobs(cases: Sequence[Case], output: Path) -> str:
-    """Write submit.sh with a job through launch.slurm for each case that has no result yet; return how to submit them."""
+    """Write submit.sh, which submits launch.slurm for each case without a result; return the commands to run."""
     new = [case for case in cases if find_result(case) is None]
     for case in new:
         case.start_record()
@@ -113,7 +113,7 @@ def _job_line(case: Case) -> str:
     options += [f"--output={case.directory / run_status.JOB_LOG_FILE}"]
     options += [] if case.is_on_cpu else [f"--gpus-per-node={ranks_per_node}"]
     assignments = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
-    # launch.slurm in this directory, which `hf-fsdp slurm init` writes, or else the shipped one.
+    # Prefer the launch.slurm in this directory (`hf-fsdp slurm init` writes one) to the shipped file.
     script = str(find_file("recipes", "launch.slurm"))
     return f"{assignments} sbatch {shlex.join([*options, script, *case.arguments])}"
 
