@@ -36,7 +36,7 @@ class DataTrainingArguments:
 
 
 def group_texts(rows: dict[str, list[list[int]]], block_size: int) -> dict[str, list[list[int]]]:
-    """Join the tokenized texts and cut them into blocks; what is left of a batch of rows is dropped."""
+    """Join the tokenized texts and cut them into blocks; drop the incomplete last block of each batch of rows."""
     tokens = list(chain.from_iterable(rows["input_ids"]))
     blocks = [tokens[start : start + block_size] for start in range(0, len(tokens) - block_size + 1, block_size)]
     return {"input_ids": blocks, "labels": blocks}

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/toy_fsdp.py --ddp      # DDP: each rank holds everything
 
 Runs on the machine's accelerators, or on CPU ranks if there are none. On Gaudi, install Intel's build of PyTorch and export
-PT_HPU_LAZY_MODE=0 first; the backend and the device are the only things that differ. To see what torch does, export
+PT_HPU_LAZY_MODE=0 first; only the backend and the device differ. To see what torch does, export
 TORCH_CPP_LOG_LEVEL=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL TORCH_SHOW_CPP_STACKTRACES=1.
 """
 
@@ -89,7 +89,7 @@ def report(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes that this rank holds; of a sharded tensor, only its shard counts."""
+    """Return the bytes that this rank holds; a sharded tensor counts only with its local shard."""
     local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 

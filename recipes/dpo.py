@@ -3,7 +3,7 @@
     accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/dpo.py --config smollm2_135m_dpo
 
 A recipe is a YAML file of the arguments of TRL's DPOConfig and of Trainer. Rows have prompt, chosen and rejected. The
-reference model is sharded like the model; under LoRA it is the base model.
+reference model is sharded like the model; with LoRA it is the base model without its adapter.
 
 A run writes to --output_dir what recipes/sft.py writes, and resumes in the same way. docs/trainers.md has the details.
 """

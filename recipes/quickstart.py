@@ -30,7 +30,7 @@ PICTURE = "quickstart.png"
 
 @dataclass(frozen=True)
 class Fact:
-    """A fact of the training set: a question that is in it, one that is not, and the words that a right answer has."""
+    """A fact of the training set: a question from the set, a reworded one, and the words that a right answer contains."""
 
     question: str
     held_out: str
@@ -62,7 +62,7 @@ QUESTIONS = tuple(question for fact in FACTS for question in (fact.question, fac
 
 
 def main() -> None:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a package that only 4-bit weights need
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a package that only 4-bit weights need
     warnings.simplefilter("ignore", FutureWarning)
     sys.path.insert(0, str(RECIPES))
     options = parse_options()
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def start_from_scratch(output: Path) -> None:
-    """Create the output directory, replacing an earlier quickstart's; refuse to delete anything else."""
+    """Create the output directory; replace the output of an earlier quickstart, and refuse to delete anything else."""
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         if not (output / MARKER).is_file():
             raise SystemExit(
@@ -207,7 +207,7 @@ def show_step(bar: Any, entry: dict) -> None:
 
 
 def logged_steps(output: Path) -> list[dict]:
-    """Return the entries of the steps so far. metrics.jsonl also has other entries, such as the stages of loading."""
+    """Return the entries of the steps so far; metrics.jsonl also has other entries, such as loading stages."""
     from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 
     return [entry for entry in read_metrics(output / "metrics.jsonl") if "loss" in entry]
@@ -251,7 +251,7 @@ def answer(model: str) -> list[str]:
 
 
 def compare(before: list[str], after: list[str]) -> bool:
-    """Say how many answers state their fact; return whether all answers to questions of the training set do."""
+    """Print how many answers state their fact; return whether all answers to questions from the training set do."""
     if before == after:
         sys.exit("the answers did not change, so training did not reach the exported model")
     for kind, first in (("in the training set", 0), ("reworded, not in the training set", 1)):

