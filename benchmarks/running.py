@@ -1,4 +1,4 @@
-"""What the benchmarks share: ranks on this machine, random checkpoints of a given size, the results page."""
+"""Shared by the benchmarks: ranks on this machine, random checkpoints of a given size, the results page."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Weights that three ranks share reach the device, whatever their dtypes."""
+"""Weights that are sharded over three ranks reach the devices, whatever their dtypes."""
 
 import pytest
 
