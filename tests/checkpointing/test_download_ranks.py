@@ -151,7 +151,7 @@ def test_adapters_continue_from_a_part_of_their_checkpoint(save, tmp_path):
     resume = save(2, use_peft=True, lora_target_modules="all-linear", lora_r=16)
     found = resume(2, 1, timeout_seconds=200)
     assert all(num_bytes(of_rank) < whole_bytes(tmp_path / "whole") for of_rank in found)
-    # Again from a mounted bucket; the export of the first attempt belongs to the same run, so it may be replaced.
+    # Again, from a mounted bucket. The first attempt's export belongs to the same run, so it may be replaced.
     shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "mount" / "checkpoint-4")
     again = resume(2, 1, "--resume_from_checkpoint", tmp_path / "mount" / "auto", timeout_seconds=200)
     assert [sorted(of_rank) for of_rank in again] == [sorted(of_rank) for of_rank in found]

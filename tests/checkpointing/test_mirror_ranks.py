@@ -84,7 +84,7 @@ def test_killed_while_uploading_resumes_from_the_mirror_on_an_empty_disk(tiny_mo
     command = ["--config", config, "--checkpoint_mirror", f"s3://{BUCKET}/run", "--resume_from_checkpoint", "auto"]
     processes, _results = start_ranks(_run_until_uploading, 2, command, environment=environment)
     try:
-        wait_for(lambda: len(storage.keys("run/checkpoint-4/")) >= 3)  # a file of each rank, and the mirror's mark
+        wait_for(lambda: len(storage.keys("run/checkpoint-4/")) >= 3)  # a file of each rank, and the mark "unfinished"
     finally:
         for process in processes:
             process.kill()

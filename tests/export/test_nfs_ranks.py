@@ -98,7 +98,7 @@ def test_exports_of_two_nodes_are_right_on_nfs(tmp_path, world_size, ranks_per_n
 
 
 def test_exports_of_earlier_versions_were_wrong_on_nfs(tmp_path):
-    """On one node, ranks write as they did on any number of nodes."""
+    """Ranks on one node write today as earlier versions wrote on any number of nodes."""
     recorded = record_ranks(tmp_path / "node", 2, 2)
     for kind, operations in recorded.items():
         with pytest.raises(AssertionError, match="is written on two nodes"):

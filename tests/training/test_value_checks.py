@@ -1,4 +1,4 @@
-"""Values that would train something else than asked, or fail after minutes, are refused before anything is loaded."""
+"""Values that would silently change the training, or fail after minutes, are refused before anything is loaded."""
 
 import errno
 import multiprocessing
