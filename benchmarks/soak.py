@@ -117,7 +117,7 @@ class Tally:
 
 
 class Violation(Exception):
-    """A broken guarantee: (which one, what happened)."""
+    """Has two arguments: the broken guarantee, and what happened."""
 
 
 class Case:
@@ -132,7 +132,7 @@ class Case:
         self.output = self.directory / "run"
         self.save_steps = self.random.choice((1, 2))
         self.num_attempts = 0
-        self.orphans: list[tuple[float, bool, Processes]] = []  # deadline, whether to kill them at the deadline
+        self.orphans: list[tuple[float, bool, Processes]] = []  # deadline, kill then or report a hang
 
     def run(self) -> None:
         """Kill and resume until the run is complete; record a violation if there is one."""
@@ -208,7 +208,7 @@ class Case:
         if kill.kind == "all ranks":
             ranks.send(signal.SIGKILL)
         else:
-            with contextlib.suppress(ProcessLookupError):  # the process has just ended
+            with contextlib.suppress(ProcessLookupError):  # if the process has just ended
                 os.kill(launcher if "launcher" in kill.kind else board.ranks[kill.victim].pid, signal.SIGKILL)
         board.is_released = 1
         waits_for = ranks if "launcher" in kill.kind else leader

@@ -154,7 +154,7 @@ def _run_rank(board: Board, rank: int, arguments: Sequence[str], trap: Trap | No
     output_dir = Path(arguments[arguments.index("--output_dir") + 1])
     watch = FileWatch(board, rank, output_dir, trap if trap is not None and trap.rank == rank else None)
     sys.addaudithook(watch.see)
-    # ddp_timeout sets this on accelerators; on CPU ranks TrainingArguments does not pass it on.
+    # On accelerators, ddp_timeout sets the timeout; on CPU ranks TrainingArguments does not pass it on.
     distributed_c10d.default_pg_timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
     try:
         _report_steps(board.ranks[rank])

@@ -21,7 +21,7 @@ FAILED = ("SystemExit", "1")
 
 
 def _run(arguments, hooks=None, log=None):
-    """Run the recipe; `hooks` maps a step, or a directory, to a function to call when it begins, or gets a file."""
+    """Run the recipe; `hooks` has functions to call at the start of a step (key: step) or after an upload (key: directory)."""
     from hf_fsdp_recipes.callback import ShardedCheckpointCallback
     from hf_fsdp_recipes.checkpointing import mirror, storage
 

@@ -50,7 +50,7 @@ def rendered(template, directory):
 
 
 def parametrized(is_slow):
-    """Return all templates as parameters, those that `is_slow` selects marked as slow."""
+    """Return all templates as parameters; mark those that `is_slow` selects as slow."""
     marked = [(one, [pytest.mark.slow] if is_slow(one) else []) for one in templates.all_templates()]
     return pytest.mark.parametrize("template", [pytest.param(one, id=one.name, marks=marks) for one, marks in marked])
 

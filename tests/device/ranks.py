@@ -83,7 +83,7 @@ class Ranks:
         """Run `function(*arguments)` on ranks; return the results in rank order. See `run_ranks`.
 
         Args:
-            environment: DEVICE or CPU, and what `accelerate launch` sets.
+            environment: DEVICE or CPU, plus the variables that `accelerate launch` sets.
             watch: directory for records of the ranks' requests to the device; `events.read_events` reads them.
         """
         recorded = None if watch is None else str(watch)

@@ -56,7 +56,7 @@ def test_loading_and_exporting_use_pinned_memory_and_streams_of_their_own(runs):
     assert num_bytes <= total_bytes(shards) < num_bytes + 2 * 64 * len(weights)  # each slice is aligned to 64 bytes
     assert {(event.is_pinned, event.stream > 0) for event in uploads} == {(True, True)}
     others = [event for event in asked_in(run.events, "loading") if event.kind in TO_DEVICE and event not in uploads]
-    assert total_bytes(others) < 100  # buffers
+    assert total_bytes(others) < 100  # only buffers
     downloads = [event for event in asked_in(run.events, "export") if event.thread.startswith("ThreadPool")]
     downloads = [event for event in downloads if event.kind in TO_HOST]
     assert total_bytes(downloads) == num_bytes

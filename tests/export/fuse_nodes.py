@@ -149,7 +149,7 @@ class Server:
         return self._rename(path, body, 16)
 
     def _open(self, path: str, body: bytes) -> bytes:
-        return struct.pack("<QII", os.open(path, os.O_RDWR), 0, 0)  # writable files too are read by the kernel
+        return struct.pack("<QII", os.open(path, os.O_RDWR), 0, 0)  # the kernel also reads files opened for writing
 
     def _opendir(self, path: str, body: bytes) -> bytes:
         return bytes(16)

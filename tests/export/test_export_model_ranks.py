@@ -29,7 +29,7 @@ def whole_state(trainer):
 
 
 def _export(model, data, output, build_keywords, exports):
-    """Train and save the gathered state; export once per entry of `exports` (directory name: keyword arguments)."""
+    """Train; save the gathered state; export once per entry of `exports` (directory name: keyword arguments)."""
     from hf_fsdp_recipes import export_model
 
     trainer = build(str(model), str(data), str(output), steps=2, **build_keywords)

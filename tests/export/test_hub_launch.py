@@ -26,7 +26,7 @@ def hub(monkeypatch, tmp_path):
 
 
 def run_online(arguments):
-    """Run the recipe on a forked rank that is online, although huggingface_hub was imported in offline mode before the fork."""
+    """Run the recipe on a forked rank in online mode; huggingface_hub was imported in offline mode before the fork."""
     constants.HF_HUB_OFFLINE = False
     run_recipe(arguments)
 

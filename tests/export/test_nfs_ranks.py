@@ -51,7 +51,7 @@ def _record(output, kinds, ranks_per_node):
 
     dist.init_process_group("gloo")
     distributed.node_id = lambda: f"node {dist.get_rank() // ranks_per_node}"
-    direct_io.MIN_DIRECT_BYTES = 16 * 1024  # also for the ranges of eight ranks
+    direct_io.MIN_DIRECT_BYTES = 16 * 1024  # below the size of eight ranks' ranges
     operations, recorded = record(), {}
     for kind in kinds:
         operations.clear()

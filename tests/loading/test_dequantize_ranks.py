@@ -1,4 +1,4 @@
-"""FP8 and MXFP4 checkpoints, dequantized on the way into the shards of real gloo ranks as transformers dequantizes them."""
+"""FP8 and MXFP4 checkpoints, dequantized into the shards of real gloo ranks, have the values that transformers computes."""
 
 import json
 

@@ -251,7 +251,7 @@ def chat_rows(change: Callable[[Path], None], **changes: Any) -> Maker:
 
 
 def foreign_export(name: str, files: tuple[str, ...] = ("config.json", "notes.txt"), **changes: Any) -> Maker:
-    """Put a directory that another program wrote where an export would go."""
+    """At the path of an export, put a directory that another program wrote."""
 
     def make(inputs: Inputs) -> Changes:
         (inputs.output / name).mkdir()

@@ -100,7 +100,7 @@ def run_recipe_captured(
 
 
 def seconds_waited_for_a_core() -> float:
-    """Return the seconds for which other processes kept this ready process from a core; 0 if the system reports none."""
+    """Return how many seconds this process waited for a core that others used; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):

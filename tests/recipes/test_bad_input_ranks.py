@@ -53,7 +53,7 @@ class Case:
 
 
 def settings(**changes: Any) -> list[Case]:
-    """Return a case for one setting, or for several that do not go together; the message has the first name and value."""
+    """Return a case for one setting, or for several that conflict; the message must have the first one's name and value."""
     name, value = next(iter(changes.items()))
     title = ", ".join(f"{key}: {value}" for key, value in changes.items())
     says = (name,) if isinstance(value, bool) else (name, re.escape(str(value)))

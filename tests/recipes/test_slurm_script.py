@@ -1,4 +1,4 @@
-"""Everything named by launch files and docs that no test runs to the end exists."""
+"""Launch files and docs that no test runs to the end name only files, programs and options that exist."""
 
 import os
 import re

@@ -148,7 +148,7 @@ def test_ranks_wait_for_the_longest_generated_text(tiny_model):
 
 
 def distill(model, teacher, data, output):
-    """Train with DistillationTrainer, whose teacher TRL prepares with `evaluation_mode`; return losses and teacher share."""
+    """Train a student; TRL prepares the teacher with `evaluation_mode`; return losses and this rank's share of the teacher."""
     from hf_fsdp_recipes.patches import cpu_ranks
 
     cpu_ranks.enable()

@@ -31,7 +31,7 @@ from tests.recipes.launching import LAUNCH, ROOT, environment
 from tests.tools.nodes import PREFLIGHT, common_error, finish, make_nodes, run, start
 
 SLACK_SECONDS = 45  # to start Python and import torch on a busy machine
-JOIN_SECONDS = 20  # more than nodes that are threads of this process need to join
+JOIN_SECONDS = 20  # more than enough for nodes that are threads of this process
 
 
 # Healthy jobs

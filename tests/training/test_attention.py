@@ -153,7 +153,7 @@ def test_linear_attention_is_tested_with_any_attention(kind, message, implementa
 
     with pytest.raises(RecipeError, match=message) as caught:
         attention.check_packing(AutoConfig.for_model(kind), implementation)
-    assert "attention: flash" not in str(caught.value)  # so it must not be suggested
+    assert "attention: flash" not in str(caught.value)  # flash would not help, so it is not suggested
 
 
 def test_state_space_models_are_refused():

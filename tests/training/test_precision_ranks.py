@@ -1,4 +1,4 @@
-"""In bf16 runs, gradients are added and the loss is kept in float32; buffers are not rounded."""
+"""In bf16 runs, gradients are summed in float32, the loss stays in float32, and buffers are not rounded."""
 
 from unittest import mock
 

@@ -1,6 +1,6 @@
 // An emulated accelerator: torch's PrivateUse1, on memory that is mapped twice. Tensors' addresses are in the mapping that the
 // host cannot access; the CPU's kernels use the second mapping. Environment: EMU_DEVICES, EMU_DEVICE_MIB, EMU_LAZY=0 (queued
-// work runs at once), EMU_POISON=0 (fresh and freed memory keeps its values).
+// work runs immediately), EMU_POISON=0 (fresh and freed memory keeps its values).
 #include "device.h"
 #include <ATen/autocast_mode.h>
 #include <ATen/core/CachingHostAllocator.h>

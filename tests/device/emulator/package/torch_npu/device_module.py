@@ -123,7 +123,7 @@ def _memory(name: str) -> Any:
 
 
 def fill() -> None:
-    """Give `torch.npu` its functions; the device must be registered before."""
+    """Give `torch.npu` its functions; requires that the device is registered."""
     devices = {
         "is_available": lambda: _C.device_count() > 0,
         "device_count": _C.device_count,
