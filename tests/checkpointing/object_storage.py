@@ -45,7 +45,7 @@ class SeaweedFS:
         ports = {name: free_port() for name in (*services, *(f"{name}.grpc" for name in services[:4]))}
         config = f"{self._directory.name}/s3.json"
         keys = {"accessKey": "test", "secretKey": "test"}
-        actions = [f"{action}:{BUCKET}" for action in ("Admin", "Read", "Write", "List")]  # cannot create buckets
+        actions = [f"{action}:{BUCKET}" for action in ("Admin", "Read", "Write", "List")]  # no other buckets
         with open(config, "w") as stream:
             json.dump({"identities": [{"name": "test", "credentials": [keys], "actions": actions}]}, stream)
         options = {"dir": self._directory.name, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "s3.config": config, **ports}

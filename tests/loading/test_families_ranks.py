@@ -13,7 +13,7 @@ MAX_PARAMETERS = 700_000_000  # vision towers keep their width
 
 
 def round_trips(auto_class, types, folder):
-    """Return {model type: empty string, or why its round trip failed}."""
+    """Return on rank 0 {model type: empty string, or why its round trip failed}."""
     from accelerate import PartialState
 
     from hf_fsdp_recipes import distributed
