@@ -2,11 +2,11 @@
 
     python -m benchmarks.dpo [--parameters 0.3e9] [--dtype float32] [--loading_only]
 
-Trains a random Llama of the given size, with files in bf16, on two gloo ranks under FSDP2 with SGD. Either TRL gets the name
-of the model and loads both models itself, or `load_model` loads both. Memory is the peak anonymous memory above the level at the
-start: until the first step, and in all. In the first step every reward is 0 if the reference equals the model.
-With `--loading_only`, training ends before its first step, for models whose step does not fit. Prints a table and rewrites its
-section of docs/measured.md.
+Trains a random Llama of the given size, with files in bf16, on two gloo ranks under FSDP2 with SGD. Policy and reference
+model are loaded either by TRL, from the model's name, or by `load_model`. Memory is the peak of anonymous memory above its
+level at the start: once up to the first step, and once over the full run. In the first step every reward is 0 if the reference
+equals the policy. `--loading_only` ends before the first step, for models whose training step does not fit in memory. Prints a
+table and rewrites its section of docs/measured.md.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Stop(Exception):
 
 
 def train(kind: str, checkpoint: str, output: str, dtype: str, loading_only: bool) -> dict[str, float]:
-    """Train one step, or none; return the peaks above the level at the start, in bytes, and the reward. Every rank runs this."""
+    """Train at most one step; return the peaks above the initial level, in bytes, and the reward. Every rank runs this."""
     os.environ.update(ACCELERATE_USE_CPU="true", ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     os.environ.update(FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP", FSDP_RESHARD_AFTER_FORWARD="true")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"

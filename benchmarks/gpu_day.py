@@ -1,12 +1,12 @@
-"""Measures on one accelerator what CPU ranks cannot show. Made for machines that are available for minutes only.
+"""Measures on one accelerator what CPU ranks cannot show, on machines that are available for only a few minutes.
 
     make gpu-day [OUT=runs/gpu-day] [MODELS=runs/gpu-day-models] [MINUTES=9] [AGAIN=copies]
 
 Each measurement has its own process and a line in OUT/results.jsonl, so that a crash loses only one measurement. A call ends
-before MINUTES are over and prints which measurements are left; the next call continues. OUT/report.md has all figures, OUT/logs
-the output of each measurement, and OUT/traces a trace of one step of each training run, for Perfetto. All models have random
-weights; they take 25 GB in the directory MODELS, which can be deleted afterwards. `--scale small` measures tiny models, to test
-this script.
+before MINUTES are over and prints which measurements are left; the next call runs those. OUT/report.md has all figures.
+OUT/logs has the output of each measurement. OUT/traces has a Perfetto trace of one step of each training run. All models have
+random weights; they take 25 GB in the directory MODELS, which can be deleted afterwards. `--scale small` measures tiny models,
+to test this script.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from hf_fsdp_recipes.tools.subprocess_runner import start
 
 RANKS_SCRIPT = ROOT / "benchmarks" / "gpu_day_ranks.py"
 SMALL_SECONDS = 60  # expected time of each measurement with `--scale small`
-MARGIN_SECONDS = 15  # kept free before a call's limit, for the report
+MARGIN_SECONDS = 15  # reserved at the end of a call for the report
 LLAMA_8B = LLAMA3 | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
 LLAMA_1B = LLAMA3 | {
     "hidden_size": 2048,
@@ -50,7 +50,7 @@ SETTINGS = {
     "full_1b": FULL | {"gradient_checkpointing": False, "per_device_train_batch_size": 2},
 }
 CHECKPOINTING = {"gradient_checkpointing": True}
-# Like recipes/qwen3_8b_lora_80gb.yaml, with 4 micro-batches. NeMo Automodel accumulates 16, which would take too long here.
+# Like recipes/qwen3_8b_lora_80gb.yaml, but with 4 micro-batches. NeMo Automodel uses 16, which would take too long here.
 FASTEST = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 4,
@@ -86,7 +86,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Day:
-    """What a measurement needs: where to put results and models, how large the models are, and the time limit."""
+    """What a measurement needs: directories for results and models, the size of the models, and the time limit."""
 
     out: Path
     models: Path
@@ -130,7 +130,7 @@ def compare_4bit(day: Day) -> Figures:
 
 
 def train(day: Day, model: str, variant: str) -> Figures:
-    """Train 20 steps with the recipe; compare time and memory with the planner's, and the report's times with wall-clock time."""
+    """Train 20 steps with the recipe; compare time and memory with the plan, and the report's times with wall-clock time."""
     site = day.site(LLAMA_1B if model == "full_1b" else LLAMA_8B)
     length, steps = (128, 8) if day.is_small else (4096, 20)
     settings = SETTINGS[model] | VARIANTS[model][variant]

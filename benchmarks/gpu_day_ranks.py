@@ -1,4 +1,4 @@
-"""What the rank of `gpu_day.py` measures with other loaders: from_pretrained, and bitsandbytes' own quantization."""
+"""Measures other loaders for `gpu_day.py`: from_pretrained, and bitsandbytes' own quantization."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -18,7 +18,7 @@ from typing import Any, cast
 from benchmarks.running import machine, make_checkpoint, run_ranks, write_section
 
 REPEATS = 3
-QUICK = 3  # loads that take less than a second are repeated this many times as often
+QUICK = 3  # loads that take less than a second get this many times more repeats
 FP32, BF16, NF4 = "fp32 masters", "bf16 parameters", "4-bit, nested scales"
 COLD = "bf16 parameters, from disk"
 STOCK = "transformers + Accelerate, efficient loading on"
@@ -61,7 +61,7 @@ def measure_size(num_parameters: float, directory: Path, repeats: int) -> list[s
     ]
     results: dict[tuple[str, str], list[list[dict]]] = {}
     for precision in (FP32, BF16, COLD, NF4):
-        # The extra first round does not count: after other work, a virtual machine first has to get its memory back.
+        # The extra first round does not count: after other work, a virtual machine first has to get memory from its host.
         for number in range(1 + repeats * (QUICK if precision == BF16 else 1)):
             for way, (kind, precisions) in WAYS.items():  # loaders alternate, so that a slow minute affects all of them
                 if precision not in precisions or (number == 0 and precision != BF16):
@@ -119,16 +119,16 @@ def quantization() -> dict:
 
 
 def load(kind: str, precision: str, checkpoint: str) -> dict:
-    """Load with one loader; return seconds, peak bytes above the start and the shard's bytes. Every rank runs this."""
+    """Load with one loader; return seconds, peak bytes above the initial level, and the shard's bytes. Every rank runs this."""
     os.environ.update(ACCELERATE_USE_CPU="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(kind == "stock")
     os.environ["ACCELERATE_USE_FSDP"] = str(kind in ("stock", "rank0", "direct"))
-    import peft  # noqa: F401 - imports are not what is measured, and this one takes a second with bitsandbytes
+    import peft  # noqa: F401 - imported before the measurement: takes a second with bitsandbytes
     import torch
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
 
-    from hf_fsdp_recipes.loading import load_model, materialize  # noqa: F401 - imports are not what is measured
+    from hf_fsdp_recipes.loading import load_model, materialize  # noqa: F401 - imported before the measurement
     from hf_fsdp_recipes.metrics.memory import HostPeak
     from hf_fsdp_recipes.patches import cpu_ranks
 

@@ -7,8 +7,8 @@ it for two steps on 1 or 2 gloo ranks. Measured: the peak anonymous memory of th
 model was built. Predicted: `hf_fsdp_recipes.tools.planner`, from the config alone.
 
 By default glibc keeps much of the freed memory for reuse. This script sets MALLOC_MMAP_THRESHOLD_=65536, so that large
-blocks return to the kernel at once and the peak is what torch holds. `--as-glibc-comes` keeps glibc's settings, to show
-what they add.
+blocks return to the kernel immediately and the peak is what torch holds. `--as-glibc-comes` keeps glibc's default, to show
+how much memory it adds.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PRELOADED = ["torch", "transformers", "trl", "peft", "datasets", "accelerate", "
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 SMALL = {
-    "vocab_size": 32768,  # TRL's fused loss works on tiles of 32768; in a smaller vocabulary, pages would stay untouched
+    "vocab_size": 32768,  # TRL's fused loss uses tiles of 32768; with a smaller vocabulary, part of a tile stays untouched
     "hidden_size": 512,
     "intermediate_size": 1408,
     "num_hidden_layers": 8,
@@ -160,7 +160,7 @@ def train(case: Case, directory: str) -> int:
     from trl import SFTConfig, SFTTrainer
 
     from hf_fsdp_recipes import load_model
-    from hf_fsdp_recipes.loading import materialize  # noqa: F401 - imports are not what is measured
+    from hf_fsdp_recipes.loading import materialize  # noqa: F401 - imported before the measurement
     from hf_fsdp_recipes.metrics.memory import HostPeak
     from hf_fsdp_recipes.patches import cpu_ranks
 

@@ -1,4 +1,4 @@
-"""Compares the losses of bf16 runs that reduce gradients in float32 and in bfloat16 with those of a float32 run.
+"""Compares losses: a float32 run, and bf16 runs that reduce gradients in float32 or in bfloat16.
 
     python benchmarks/precision.py [--parameters 2e6] [--steps 200]
 

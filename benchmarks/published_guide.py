@@ -1,8 +1,8 @@
-"""Sets up the planner like the runs in the distributed training guide's FSDP chapter, to compare its figures with the guide's.
+"""Plans the runs of the distributed training guide's FSDP chapter, to compare the planner's figures with the guide's.
 
-tests/tools/test_planner.py checks the comparison and docs/planner.md prints it. The guide's runs differ from Trainer's: torch's
-own size-based wrapping, everything in bf16, logits upcast to fp32 (transformers 4.4x), and a plain loop that keeps the
-outputs and gradients of a step until the next forward is done.
+tests/tools/test_planner.py checks the comparison and docs/planner.md prints it. Unlike Trainer's runs, the guide's runs use
+torch's own size-based wrapping, keep everything in bf16, upcast logits to fp32 (transformers 4.4x), and keep the outputs and
+gradients of a step until the next forward is done, in a plain loop.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What the benchmarks share: ranks on this machine, random checkpoints of a given size, the results page."""
+"""Shared by the benchmarks: ranks on this machine, random checkpoints of a given size, the results page."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 def run_ranks(
     function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 1800, start: str = "spawn"
 ) -> list[Any]:
-    """Run a function in one new process per rank (`start`: multiprocessing's method); return the results in rank order."""
+    """Run a function in one new process per rank; return the results in rank order. `start` is multiprocessing's method."""
     context: Any = multiprocessing.get_context(start)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

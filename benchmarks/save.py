@@ -82,7 +82,7 @@ def measure(num_parameters: float, directory: Path) -> dict:
                 started = time.perf_counter()
                 writer.save(Snapshot(repeat, capture(model, optimizer, plugin), {}, {}))
                 blocked = time.perf_counter() - started
-                blocks = compute(STEP_SECONDS) if kind == "beside" else 0  # as the next forward and backward do
+                blocks = compute(STEP_SECONDS) if kind == "beside" else 0  # stands for the next forward and backward
                 at_optimizer = time.perf_counter()
                 writer.wait_until_staged()
                 blocked += time.perf_counter() - at_optimizer

@@ -1,4 +1,4 @@
-"""How the time to load, save, export and gather objects grows with the number of ranks, for the same bytes and cores.
+"""How the time to load, save, export and gather objects grows with the number of ranks, on one model and fixed cores.
 
     python -m benchmarks.scale [--parameters 3e8] [--ranks 2 8 32] [--label now]
 

@@ -8,7 +8,7 @@ and resumed with `auto`; then it runs to its end. After each kill the run must r
 later one, and no rank may hang. In the end losses and export must equal the uninterrupted run's.
 
 Prints the counts and writes them to <DISK>/soak.json. After a violation the exit status is 1, and the case's directory and
-logs are kept. `--case 17` with the same seed repeats one case; the moments are random, so repeat it a few times.
+logs are kept. `--case 17` with the same seed repeats one case; exact timing still varies, so repeat it a few times.
 """
 
 import argparse
@@ -35,7 +35,7 @@ NUM_STEPS = 12
 KINDS = ("all ranks", "one rank", "one rank, torchrun stops the others", "launcher", "launcher, ranks go on")
 TRAPS = ("staging", "writing", "commit", "deleting", "export", "export rename", "after export")
 ONCE = ("export", "export rename", "after export")  # phases that do not recur with every save
-HANG_SECONDS = 120  # survivors must end within this; torch tries twice to reach a rank 0 that died before it listened
+HANG_SECONDS = 120  # time limit for surviving ranks; torch tries twice to reach a rank 0 that died before it listened
 RUN_SECONDS = 240  # a run that is not killed must end within this time; waiting for the lock can take 60 s
 ORPHAN_SECONDS = 3.0  # the longest time that ranks without a launcher run alongside the next run
 POLL_SECONDS = 0.002
@@ -55,7 +55,7 @@ SETTINGS = {
 }
 LORA = {
     "use_peft": True,
-    "lora_r": 4,  # on three ranks, one holds no row of an adapter
+    "lora_r": 4,  # with three ranks, one rank holds no row of an adapter
     "lora_dropout": 0.1,  # a resumed run must restore the random state
     "lora_target_modules": "all-linear",
 }
@@ -74,7 +74,7 @@ CELLS = [Cell(*cell) for cell in itertools.product(("tmpfs", "disk"), ("full", "
 
 
 class Result(NamedTuple):
-    """What a complete run leaves behind: (step, loss) of every step, and the contents of the export's files."""
+    """The result of a complete run: (step, loss) of every step, and the contents of the export's files."""
 
     losses: list[tuple[int, float]]
     export: dict[str, bytes]
@@ -117,7 +117,7 @@ class Tally:
 
 
 class Violation(Exception):
-    """A broken guarantee: (which one, what happened)."""
+    """Has two arguments: the broken guarantee, and what happened."""
 
 
 class Case:
@@ -132,7 +132,7 @@ class Case:
         self.output = self.directory / "run"
         self.save_steps = self.random.choice((1, 2))
         self.num_attempts = 0
-        self.orphans: list[tuple[float, bool, Processes]] = []  # deadline, whether to kill them at the deadline
+        self.orphans: list[tuple[float, bool, Processes]] = []  # deadline, kill then or report a hang
 
     def run(self) -> None:
         """Kill and resume until the run is complete; record a violation if there is one."""
@@ -208,13 +208,13 @@ class Case:
         if kill.kind == "all ranks":
             ranks.send(signal.SIGKILL)
         else:
-            with contextlib.suppress(ProcessLookupError):  # the process has just ended
+            with contextlib.suppress(ProcessLookupError):  # if the process has just ended
                 os.kill(launcher if "launcher" in kill.kind else board.ranks[kill.victim].pid, signal.SIGKILL)
         board.is_released = 1
         waits_for = ranks if "launcher" in kill.kind else leader
         if kill.kind == "launcher, ranks go on":
             self.orphans.append((time.monotonic() + self.random.uniform(0, ORPHAN_SECONDS), True, ranks))
-        elif kill.kind == "launcher" and self.random.random() < 0.5:  # resume while they write their checkpoint
+        elif kill.kind == "launcher" and self.random.random() < 0.5:  # resume while the ranks write their checkpoint
             self.orphans.append((time.monotonic() + HANG_SECONDS, False, ranks))
         elif not waits_for.wait(HANG_SECONDS):
             text = f"{kill.kind} killed during {moment}, the others alive {HANG_SECONDS} s later"
@@ -287,10 +287,10 @@ class Soak:
         )
 
     def find_reference(self, cell: Cell) -> Reference:
-        """Return the uninterrupted run of a cell. It runs once, on tmpfs, for both places."""
+        """Return the uninterrupted run of a cell. One run on tmpfs serves both places."""
         if cell[1:] not in self._references:
             if not self._references:
-                self._run_reference(cell)  # only this first run fills the cache of rows; the next one is timed
+                self._run_reference(cell)  # untimed: only the first run fills the cache of rows
             self._references[cell[1:]] = self._run_reference(cell)
         return self._references[cell[1:]]
 
@@ -362,7 +362,7 @@ def summarize(soak: Soak, seconds: float) -> dict[str, Any]:
         "violations": tally.violations,
         "seconds": round(seconds, 1),
         "seconds_per_kill": round(seconds / max(1, num_kills), 2),
-        # Only reaped processes count.
+        # The operating system counts only reaped processes.
         "cpu_seconds_per_kill": round((used.ru_utime + used.ru_stime) / max(1, num_kills), 2),
         "seed": soak.seed,
         "machine": machine(),

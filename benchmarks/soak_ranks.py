@@ -35,7 +35,7 @@ EVENTS = ("open", "os.mkdir", "os.rename", "os.truncate", *DELETIONS)
 
 
 class RankBoard(ctypes.Structure):
-    """Where one rank is. `save_phase` is 0 when no save is in flight."""
+    """The phase of one rank. `save_phase` is 0 when no save is in flight."""
 
     _fields_ = (
         ("pid", ctypes.c_int),
@@ -98,8 +98,8 @@ def start_launcher(
 ) -> int:
     """Fork a process that forks the ranks and waits for them, and return its process id.
 
-    Its exit status is 0, or the first failed rank's. Like torchrun, it gives every rank its own session, and with
-    `stops_others` it sends SIGTERM to the others when a rank fails.
+    That process exits with 0, or with the first failed rank's status. Like torchrun, it gives every rank its own session.
+    With `stops_others` it sends SIGTERM to the other ranks when one fails.
     """
     from tests.ranks.harness import free_port
 
@@ -154,7 +154,7 @@ def _run_rank(board: Board, rank: int, arguments: Sequence[str], trap: Trap | No
     output_dir = Path(arguments[arguments.index("--output_dir") + 1])
     watch = FileWatch(board, rank, output_dir, trap if trap is not None and trap.rank == rank else None)
     sys.addaudithook(watch.see)
-    # ddp_timeout sets this on accelerators; on CPU ranks TrainingArguments does not pass it on.
+    # On accelerators, ddp_timeout sets the timeout; on CPU ranks TrainingArguments does not pass it on.
     distributed_c10d.default_pg_timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
     try:
         _report_steps(board.ranks[rank])
@@ -233,7 +233,7 @@ class FileWatch:
             return DELETING
         if top.startswith(".checkpoint-"):
             own.save_phase = self._find_save_phase(event, top, below)
-        elif own.save_phase == COMMIT and not path:  # the same after the rename of a checkpoint
+        elif own.save_phase == COMMIT and not path:  # likewise flushed after the rename of a checkpoint
             own.save_phase = 0
             return COMMIT
         return own.save_phase or own.phase
@@ -261,7 +261,7 @@ def _path_of(event: str, arguments: tuple[Any, ...]) -> str | None:
 
 
 class Processes:
-    """Processes, tracked by file descriptor because not all are children of this one."""
+    """Processes, tracked by file descriptor because not all of them are children of this process."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._descriptors: dict[int, int] = {}

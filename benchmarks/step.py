@@ -234,7 +234,7 @@ def report_gpu(measured: list[dict[str, Any]], recipe: str) -> None:
 
 
 def gpu_lines(measured: list[dict[str, Any]], recipe: str) -> list[str]:
-    """Return the section: one row per case, then the peer's published figure."""
+    """Return the section: one row per case, then the published figure of another library."""
     rows = [
         f"| {one['title']} | {one['length']:,} | {one['attention']} | {one['tokens_per_second_per_device']:,.0f} | "
         f"{one['model_flops_per_second_per_device'] / 1e12:,.1f} | {percent(one, 'mfu')} | {percent(one, 'hfu')} | "

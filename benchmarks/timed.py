@@ -3,7 +3,7 @@
     accelerate launch --config_file TEMPLATE benchmarks/timed.py RESULT_DIRECTORY recipes/sft.py --config X.yaml
     accelerate launch --config_file TEMPLATE benchmarks/timed.py RESULT_DIRECTORY trl.scripts.sft --config X.yaml
 
-The second is what `trl sft` starts. FSDP on CPU ranks, which Accelerate lacks, is turned on for both. Each rank writes
+The second command starts what `trl sft` starts. Both get FSDP on CPU ranks, which Accelerate lacks. Each rank writes
 `rank-<n>.json`. The stopwatch is a callback that every Trainer gets.
 """
 

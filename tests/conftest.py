@@ -12,7 +12,7 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ["ACCELERATE_USE_CPU"] = "true"  # the tests are for CPU ranks, also on a machine with a GPU
+os.environ["ACCELERATE_USE_CPU"] = "true"  # tests run on CPU ranks, even on a machine with a GPU
 
 import pytest
 
@@ -72,7 +72,7 @@ def tiny_config(kind: str):
     }
     if kind in ("llama", "llama_tied"):
         return LlamaConfig(**small, tie_word_embeddings=kind == "llama_tied", attention_bias=kind == "llama")
-    if kind == "llama_wide":  # rows of whole 4-bit blocks; bitsandbytes' CPU kernel reads shorter rows wrongly
+    if kind == "llama_wide":  # each row fills 4-bit blocks; bitsandbytes' CPU kernel misreads shorter rows
         return LlamaConfig(**small | {"hidden_size": 64, "intermediate_size": 128})
     if kind == "gpt2":
         return GPT2Config(**common, n_embd=32, n_layer=2, n_head=4, n_positions=128)
@@ -115,7 +115,7 @@ def tiny_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory) -> Path:
-    """Return a jsonl of 72 text rows."""
+    """Return a JSON Lines file of 72 text rows."""
     file = tmp_path_factory.mktemp("data") / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": sentence}) + "\n" for sentence in SENTENCES))
     return file
@@ -123,7 +123,7 @@ def text_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def chat_file(tmp_path_factory) -> Path:
-    """Return a jsonl of 24 conversations."""
+    """Return a JSON Lines file of 24 conversations."""
     file = tmp_path_factory.mktemp("data") / "chat.jsonl"
     rows = [
         {
@@ -140,7 +140,7 @@ def chat_file(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def mount():
-    """Return a function that mounts a small file system, until the test ends."""
+    """Return a function that mounts a small file system and unmounts it after the test."""
     mounted = []
 
     def mount_tmpfs(directory: Path, num_bytes: int) -> None:

@@ -1,6 +1,6 @@
-"""What 512 ranks load, save and export of Llama 3 70B and 405B: every element once. Simulated: one process, models on meta.
+"""512 ranks load, save and export every element of Llama 3 70B and 405B once. Simulated in one process, with models on meta.
 
-With torch's fake process group a process is one rank of 512 and holds that rank's shards. `World.move_to` makes it another rank.
+With torch's fake process group, a process is one rank of 512 and holds that rank's shards. `World.move_to` changes the rank.
 `pytest -s` prints what planning costs on one rank.
 """
 
@@ -30,7 +30,7 @@ from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, StoredTe
 from hf_fsdp_recipes.loading.weight_mapping import WeightMapping
 
 NUM_RANKS, NUM_NODES = 512, 64
-MAX_PLANNING_SECONDS = 10  # of processor time on one rank, much more than is needed
+MAX_PLANNING_SECONDS = 10  # processor time on one rank; much more than needed
 # As in the config.json of Meta-Llama-3-70B and Llama-3.1-405B.
 COMMON = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 SIZES = {
@@ -39,7 +39,7 @@ SIZES = {
 }
 NUM_PARAMETERS = {"70B": 70_553_706_496, "405B": 405_853_388_800}
 COMPLETE = [pytest.mark.slow, pytest.mark.timeout(1800)]
-# (model, layers, replicas); all layers have the same shapes, so that few of them show as much.
+# (model, layers, replicas); all layers have the same shapes, so a few layers are as good a test as all.
 WORLDS = [
     ("70B", 2, 1),
     ("70B", 2, NUM_NODES),
@@ -51,7 +51,7 @@ zeros = torch.zeros(write_export.CHUNK_BYTES // 2, dtype=torch.bfloat16)
 
 
 class World:
-    """A bf16 model on meta that FSDP2 shards across 512 ranks, in one or several replicas, as one of these ranks holds it."""
+    """One rank's view of a bf16 model on meta that FSDP2 shards across 512 ranks, in one or several replicas."""
 
     def __init__(self, size, num_layers, num_replicas, rank=0):
         from torch.distributed.fsdp import fully_shard
@@ -74,7 +74,7 @@ class World:
         return divmod(self.rank, self.num_shards)[-self.num_dimensions :]
 
     def move_to(self, rank):
-        """Make this another rank, with shards of the shapes that torch computes there."""
+        """Become another rank, with shards of the shapes that torch computes for that rank."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         self.rank = rank
@@ -86,7 +86,7 @@ class World:
             parameter._local_tensor = shards[parameter.shape]
 
     def ranks(self):
-        """Be each rank in turn."""
+        """Become each rank in turn."""
         for rank in range(NUM_RANKS):
             self.move_to(rank)
             yield rank
@@ -99,7 +99,7 @@ class World:
         return plan_files(write_export._in_saved_order(export), 5 * 10**9, export.pattern)
 
     def source(self):
-        """Return the files of an export, as a checkpoint to load."""
+        """Return the planned files of an export as a checkpoint to load."""
         stored = {
             name: StoredTensor(
                 name, Path(planned.file), planned.dtype, planned.shape, planned.start, num_bytes(planned)
@@ -129,12 +129,12 @@ def num_bytes(tensor):
 
 @pytest.fixture
 def make_world(monkeypatch):
-    """Return a function that makes a World, whose rank is this process's rank."""
+    """Return a function that makes a World and uses its rank as the rank of this process."""
 
     def make(*arguments):
         world = World(*arguments)
         monkeypatch.setattr(distributed, "rank", lambda: world.rank)
-        # Of all meshes, because torch's caches hold those of earlier tests.
+        # Patch the class, not one mesh, because torch's caches hold meshes of earlier tests.
         monkeypatch.setattr(DeviceMesh, "get_coordinate", lambda self: world.coordinate)
         monkeypatch.setattr(DeviceMesh, "_sym_get_coordinate", lambda self, index: world.coordinate[index], False)
         monkeypatch.setattr(distributed, "patient_group", lambda: None)
@@ -147,7 +147,7 @@ def make_world(monkeypatch):
 
 
 class Coverage:
-    """Ranges (first, count) by key."""
+    """Collects ranges (first, count) by key."""
 
     def __init__(self):
         self.ranges = defaultdict(list)
@@ -209,7 +209,7 @@ def test_every_element_is_loaded_once_per_replica(make_world, size, num_layers, 
 
 @pytest.mark.parametrize(("size", "num_layers", "num_replicas"), WORLDS)
 def test_rank_0_sends_every_element_once(make_world, size, num_layers, num_replicas):
-    """The buckets are the same on all ranks, because they depend on nothing that a rank holds."""
+    """One rank is enough, because the buckets do not depend on a rank's shards."""
     world = make_world(size, num_layers, num_replicas)
     source, elements, num_buckets = world.source(), Coverage(), 0
     targets = [materialize._shard_target(name, parameter, source) for name, parameter in world.parameters.items()]
@@ -223,7 +223,7 @@ def test_rank_0_sends_every_element_once(make_world, size, num_layers, num_repli
 
 @pytest.mark.parametrize(("size", "num_layers", "num_replicas"), WORLDS)
 def test_every_element_is_saved_once(make_world, size, num_layers, num_replicas):
-    """Also with replicas. A loading rank finds each element of its shards once in what they save."""
+    """Holds with replicas too. A loading rank finds each element of its shards once in the saved chunks."""
     from torch.distributed.checkpoint import DefaultLoadPlanner
 
     world = make_world(size, num_layers, num_replicas)
@@ -252,7 +252,7 @@ def test_every_element_is_saved_once(make_world, size, num_layers, num_replicas)
 
 
 def shards_of(world, plan):
-    """Return what this rank exports, as zeros: the plan of another rank with this one's ranges."""
+    """Return this rank's shards for the export, filled with zeros: another rank's plan with this rank's ranges."""
     slices = local_slices(world.model)
     return [
         replace(
@@ -263,7 +263,7 @@ def shards_of(world, plan):
 
 
 class RecordingFile:
-    """A file that notes where it is written."""
+    """A file that records only the offset and length of each write."""
 
     def __init__(self, path):
         self.name, self.writes = path.name, []
@@ -289,12 +289,12 @@ def test_every_byte_is_exported_once_and_every_page_on_one_node(
         writer = FileWriter(plan, Path(), keeps_borders=True)
         for chunk in write_export._all_chunks(shards_of(world, export), {}):
             writer.write(*chunk)
-        for file, start, content in writer.borders:  # rank 0 writes these, and the headers
+        for file, start, content in writer.borders:  # rank 0 writes borders and headers
             file_bytes.add(file, start - len(plan.headers[file]), len(content))
             border_bytes += len(content)
         for name, file in writer._files.items():
             for offset, length in file.writes:
-                # Bytes are written once, so that a page which is written in full is written on this node only.
+                # Each byte is written once, so a page that one rank writes in full is written on one node only.
                 assert offset % BLOCK_BYTES == length % BLOCK_BYTES == 0
                 file_bytes.add(name, offset - len(plan.headers[name]), length)
     file_bytes.check(data_bytes(plan))
@@ -305,7 +305,7 @@ def test_every_byte_is_exported_once_and_every_page_on_one_node(
 
 @pytest.mark.parametrize(("size", "num_layers", "num_replicas"), WORLDS)
 def test_rank_0_receives_every_element_once(make_world, size, num_layers, num_replicas, monkeypatch):
-    """Each rank sends the messages that rank 0 expects from it: export with `gather`."""
+    """In an export with `gather`, each rank sends the messages that rank 0 expects from it."""
     world = make_world(size, num_layers, num_replicas)
     sent, received, elements = [], [], Coverage()
     monkeypatch.setattr(write_export, "is_finite", lambda values: True)
@@ -364,7 +364,7 @@ def test_the_units_of_the_planner_are_the_model(make_world, size, num_replicas):
     ],
 )
 def test_planning_on_one_rank_is_fast(make_world, size, num_replicas, rank):
-    """The rank is torch's own here, which also shows that `move_to` changes nothing."""
+    """The process group is created with this rank, which also shows that `move_to` gives the same shards."""
     world = make_world(size, SIZES[size]["num_hidden_layers"], num_replicas, rank)
     shapes = {name: parameter._local_tensor.shape for name, parameter in world.parameters.items()}
     seconds, lengths = {}, {}

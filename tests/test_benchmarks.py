@@ -1,4 +1,4 @@
-"""Benchmarks, examples and scripts import only names that exist; most of them run too rarely to notice otherwise."""
+"""Benchmarks, examples and scripts import only names that exist; most of them rarely run, so only this test notices."""
 
 import ast
 import importlib

@@ -4,7 +4,7 @@ from tests.ranks.harness import run_ranks
 
 VALUE = ["made on rank 0"] * 3
 OURS = [("LoadError", "no such thing")] * 3
-CASES = [  # how, which rank fails, with what kind of error, what each rank gets
+CASES = [  # function, failing rank, kind of error, result or error on each rank
     ("run_on_main", None, "ours", VALUE),
     ("run_on_main", 1, "ours", VALUE),  # only rank 0 does the work
     ("run_on_main", 0, "ours", OURS),
@@ -15,7 +15,7 @@ CASES = [  # how, which rank fails, with what kind of error, what each rank gets
 
 
 def _outcomes():
-    """Return what this rank got back or saw raised, case by case."""
+    """Return this rank's result or error in each case."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -46,7 +46,7 @@ def test_ranks_agree_on_what_happened():
 
 
 def timeouts_of_groups():
-    """Return the timeouts in seconds of the default group, before and after it is set, and of the patient group."""
+    """Return timeouts in seconds: the default group's, before and after setting it, and the patient group's."""
     from datetime import timedelta
 
     import torch
@@ -68,7 +68,7 @@ def test_timeouts_are_those_of_the_run():
 
 
 def work_beyond_the_timeout():
-    """Do work on one rank that takes longer than collectives wait; return what each way of waiting gave."""
+    """Work on one rank for longer than the timeout of collectives; return the result of each way of waiting."""
     import time
     from datetime import timedelta
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.recipes.launching import ROOT
 
-GENERATED = {"index.md", "pages.md", "recipes/README.md", "api.md"}  # by docs/site_hooks.py
+GENERATED = {"index.md", "pages.md", "recipes/README.md", "api.md"}  # written by docs/site_hooks.py
 
 
 def test_navigation_lists_every_page():

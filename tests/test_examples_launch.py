@@ -22,7 +22,7 @@ def test_own_trainer_resumes_where_it_was_stopped_and_exports_the_same(tiny_mode
     options = ["--model", tiny_model("llama"), "--data", text_file, "--max_steps", 5, "--save_steps", 2]
     environment = template_environment(CPU_TEMPLATE) | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
     run_ranks(run_recipe, 2, [*options, "--output_dir", whole], OWN_TRAINER, environment=environment)
-    shutil.copytree(whole / "checkpoint-2", output / "checkpoint-2")  # all that a run killed after step 2 leaves
+    shutil.copytree(whole / "checkpoint-2", output / "checkpoint-2")  # all that remains of a run killed after step 2
 
     arguments = [*options, "--output_dir", output]
     printed = run_ranks(printed_by, 2, run_recipe, arguments, OWN_TRAINER, environment=environment)[0]
@@ -38,9 +38,9 @@ def test_own_trainer_resumes_where_it_was_stopped_and_exports_the_same(tiny_mode
 
 
 def run_and_resume(script, options, tmp_path, first_step=2):
-    """Run a script, run it again from the first checkpoint alone, and check that the exports are equal; return what was printed.
+    """Run a script, then run it from the first checkpoint alone; check that the exports are equal; return both outputs.
 
-    A copy of the first checkpoint is all that a run leaves that is killed after it.
+    The first checkpoint alone is what remains of a run that is killed right after that checkpoint.
     """
     import torch
     from safetensors.torch import load_file
@@ -108,7 +108,7 @@ def test_own_clm_resumes_where_it_was_stopped_and_exports_the_same(tiny_model, t
 
 
 def test_own_loop_resumes_where_it_was_stopped_and_exports_the_same(tiny_model, text_file, tmp_path):
-    """In the second epoch, and with dropout."""
+    """The run stops in the second epoch and uses dropout."""
     options = ["--model", tiny_model("gpt2"), "--data", text_file, "--max_steps", 14, "--save_steps", 11]
     printed, resumed = run_and_resume("examples/own_loop.py", options, tmp_path, first_step=11)
     assert printed.splitlines()[-3:] == resumed.splitlines()[-3:]

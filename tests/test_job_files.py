@@ -1,4 +1,4 @@
-"""The SkyPilot and Kubernetes examples are what their own parsers and schemas accept, where those are installed."""
+"""SkyPilot's and Kubernetes' parsers and schemas, where installed, accept the SkyPilot and Kubernetes examples."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
 def unknown_keys(given, parsed, path=""):
-    """Return the keys of a document that a schema's objects dropped."""
+    """Return the keys of a document that are missing after parsing, because the schema does not know them."""
     if isinstance(given, dict):
         return [key for name, value in given.items() for key in _unknown_key(name, value, parsed, path)]
     if isinstance(given, list):

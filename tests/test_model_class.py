@@ -1,4 +1,4 @@
-"""Which class a model gets: the one that is asked for, or the one that its config declares."""
+"""Which class a model gets: the requested class, or the class that its config declares."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def config_declaring(name, kind="llama"):
         ("MyLlama", None, "LlamaForCausalLM"),
         ("LlamaForCausalLM", None, "LlamaForCausalLM"),
         ("FSDPLlamaForCausalLM", None, "LlamaForCausalLM"),
-        ("MistralForCausalLM", None, "LlamaForCausalLM"),  # of another model_type
+        ("MistralForCausalLM", None, "LlamaForCausalLM"),  # a class of another model_type
         ("LlamaForSequenceClassification", None, "LlamaForSequenceClassification"),
         ("LlamaForSequenceClassification", "AutoModelForCausalLM", "LlamaForCausalLM"),
         ("LlamaForCausalLM", transformers.AutoModelForTokenClassification, "LlamaForTokenClassification"),

@@ -25,7 +25,7 @@ def test_wheel_carries_the_templates(tmp_path):
 
 
 def test_no_pickle_is_loaded():
-    """DCP's .metadata goes through an unpickler that allows DCP's classes only, and torch.load is told weights_only."""
+    """DCP's .metadata goes through an unpickler that allows only DCP's classes, and torch.load gets weights_only=True."""
     for file in PACKAGE.rglob("*.py"):
         text = file.read_text()
         assert "pickle.load" not in text and "training_args.bin" not in text, file

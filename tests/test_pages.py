@@ -26,7 +26,7 @@ OTHERS = [
 
 
 def commands(page):
-    """Return the commands in a page's blocks, the `$ ` of a shown session taken off."""
+    """Return the commands in a page's code blocks, without the prompt `$ `."""
     blocks = re.findall(r"```(?:bash|text)\n(.*?)```", page.read_text(), flags=re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     found = [line.removeprefix("$ ") for line in lines]
@@ -34,7 +34,7 @@ def commands(page):
 
 
 def check_options(words):
-    """Assert that an `hf-fsdp` command has the subcommand and the options that are shown, and `sft` the recipe's fields."""
+    """Assert that the shown subcommand and options of `hf-fsdp` exist; options of `sft` may be fields of a recipe."""
     from typer.main import get_command
 
     from hf_fsdp_recipes.cli import app
@@ -50,7 +50,7 @@ def check_options(words):
 
 
 def check_launch(trainer, values, words):
-    """Assert that `hf-fsdp sft` or another trainer is given files that exist, and options of the launcher or fields of a recipe."""
+    """Assert that a command of a trainer, such as `hf-fsdp sft`, names existing files and valid options or recipe fields."""
     from hf_fsdp_recipes.tools.launcher import launch
     from hf_fsdp_recipes.training.arguments import parse_arguments
 

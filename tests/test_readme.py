@@ -1,4 +1,4 @@
-"""Every README command is run here, by another test, or by `make quickstart`; and the files a contributor needs exist."""
+"""Every README command runs here, in another test, or in `make quickstart`; the files that a contributor needs exist."""
 
 import ast
 import re

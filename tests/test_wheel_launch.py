@@ -1,4 +1,4 @@
-"""The wheel is the product: built from the sdist and installed, it does from an empty directory what the docs show."""
+"""The wheel, built from the sdist and installed, does what the docs show, even in an empty directory."""
 
 import os
 import re
@@ -16,11 +16,11 @@ from hf_fsdp_recipes.configs.templates import SHIPPED
 from tests.recipes import small
 from tests.recipes.launching import ROOT, environment
 
-# What an sdist is made from; other files of the checkout, such as build/, must not leak in.
+# The sources of an sdist; other files of the checkout, such as build/, must not get into it.
 SOURCES = ("hf_fsdp_recipes", "recipes", "accelerate_configs", "setup.py", "setup.cfg", "MANIFEST.in")
 TEXTS = ("README.md", "LICENSE", "CHANGELOG.md")
 PIP = [sys.executable, "-m", "pip"]
-# One node whose programs stand in for Slurm's.
+# Stand-ins for Slurm's programs on one node.
 SLURM = {
     "srun": 'while [[ $1 = --* ]]; do shift; done; SLURM_NODEID=0 exec "$@"',
     "scontrol": '[ "$2" = hostnames ] && echo localhost || echo "JobId=1 JobState=RUNNING Restarts=0 StdOut=/dev/null "',
@@ -155,7 +155,7 @@ def test_slurm_script_is_written_for_the_site(run, installed, tmp_path):
 
 
 def test_slurm_script_has_the_absolute_path_of_an_image_file(tmp_path, monkeypatch):
-    """Pyxis takes a name without a slash for an image in a registry."""
+    """Pyxis treats a name without a slash as an image in a registry."""
     from hf_fsdp_recipes.tools.launcher.copies import render_slurm_script
 
     monkeypatch.chdir(tmp_path)

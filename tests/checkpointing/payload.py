@@ -1,4 +1,4 @@
-"""Pickles that create a file when they are loaded, for tests of what a checkpoint or an export may do."""
+"""Pickles that create a file when they are loaded, to test that no checkpoint or export runs code."""
 
 import io
 import pickle
@@ -20,7 +20,7 @@ class Payload:
 
 
 def put_into_values(directory: Path, name: str, payload: Any) -> None:
-    """Store a payload as the value `name` of a DCP directory, as `torch.save` would."""
+    """Replace the value `name` of a DCP directory by a payload, stored with `torch.save`."""
     with (directory / ".metadata").open("rb") as stream:
         metadata = pickle.load(stream)
     buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""`save_checkpoint`, for loops without a Trainer: complete or not there at all, under every kind of sharding."""
+"""`save_checkpoint`, for loops without a Trainer: checkpoints are complete or absent, under every kind of sharding."""
 
 import json
 import shutil
@@ -88,7 +88,7 @@ def test_automatic_names_are_refused(tmp_path):
 
 
 def prepare_in_order(model, output_dir, is_model_first):
-    """Train and save a step under FSDP1; return the change of a weight."""
+    """Train a step under FSDP1 and save it; export before and after a resume."""
     from accelerate import Accelerator
 
     from hf_fsdp_recipes import export_model, latest_checkpoint, load_model, save_checkpoint

@@ -1,4 +1,4 @@
-"""What the callback logs, without ranks."""
+"""What the callback logs, tested without ranks."""
 
 from types import SimpleNamespace
 

@@ -36,7 +36,7 @@ def test_metadata_is_what_torch_reads(directory):
 
 
 def test_metadata_that_alters_a_class_is_refused(directory):
-    """A pickle may set attributes of a class that it may refer to."""
+    """A pickle could set attributes of any class that it is allowed to refer to."""
     reference = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n"
     attributes = b"N}(X\x01\x00\x00\x00xK\x01X\x08\x00\x00\x00__init__K\x01u\x86b."  # (None, {"x": 1, "__init__": 1})
     (directory / ".metadata").write_bytes(reference + attributes)
@@ -83,7 +83,7 @@ def test_damaged_metadata_is_one_error_class(directory):
 
 @pytest.mark.parametrize("is_collecting", [True, False])
 def test_garbage_is_not_collected_while_metadata_is_read(directory, is_collecting, monkeypatch):
-    """With a million chunks, collecting took most of the time. Afterwards it is on or off as before, also after an error."""
+    """With a million chunks, garbage collection took most of the time. The setting is restored, even after an error."""
     seen = []
 
     class Unpickler(torch_patches._MetadataUnpickler):
@@ -127,7 +127,7 @@ def _read_with_torch(directory, mark):
 
 @pytest.mark.ranks
 def test_torchs_own_reader_is_safe_once_patched(directory, tmp_path):
-    """In a process of its own: the patch stays for the life of a process."""
+    """Runs in a separate process, because the patch stays for the life of a process."""
     [errors] = run_ranks(_read_with_torch, 1, directory, tmp_path / "ran")
     assert len(errors) == 2 and all("Use another checkpoint" in error for error in errors)
     assert not (tmp_path / "ran").exists()

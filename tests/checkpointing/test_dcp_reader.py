@@ -1,4 +1,4 @@
-"""A checkpoint's tensors are verified while they are read, whatever was changed."""
+"""A checkpoint's tensors are verified while they are read, so any change is an error."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from hf_fsdp_recipes.checkpointing.direct_io import CHECKSUM_BLOCK_BYTES
 from hf_fsdp_recipes.checkpointing.layout import MODEL_DIRECTORY
 from hf_fsdp_recipes.errors import ExportError
 
-NUM_BLOCKS = 5  # of the big tensor; more than are kept in memory
+NUM_BLOCKS = 5  # of the big tensor; more blocks than the reader keeps in memory
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_every_block_is_read_once_and_few_are_kept(checkpoint, state, distcp, mo
 
 
 def test_only_archives_of_tensors_that_are_read_are_opened(checkpoint, state, monkeypatch):
-    """With 512 ranks a checkpoint has so many that opening all of them takes minutes."""
+    """With 512 ranks, a checkpoint has so many archives that opening all of them takes minutes."""
     find, opened = dcp_reader._data_start, []
 
     def data_start(file, name, *arguments):

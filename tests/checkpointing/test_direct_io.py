@@ -21,7 +21,7 @@ from hf_fsdp_recipes.checkpointing.direct_io import (
 
 @pytest.fixture(params=["direct", "cannot be opened", "cannot be written"])
 def file_system(request, monkeypatch):
-    """Let direct writing work as far as the disk does, be refused when opened, or only when written."""
+    """Leave direct writing as the disk supports it, or make it fail on open or on write."""
     if request.param == "cannot be opened":
         monkeypatch.setattr(direct_io, "_open_direct", lambda file: None)
     if request.param == "cannot be written":
@@ -61,7 +61,7 @@ def test_runs_written_in_any_order_make_the_file(tmp_path, cuts, file_system):
     file = tmp_path / "file"
     file.touch()
     os.truncate(file, len(content))
-    writers = [DirectFile(file), DirectFile(file)]  # as two ranks that share blocks at the ends of their runs
+    writers = [DirectFile(file), DirectFile(file)]  # like two ranks that share the blocks at the ends of their runs
     runs = list(enumerate(itertools.pairwise(cuts)))
     for number, (start, end) in reversed(runs):
         writers[number % 2].write(content[start:end], start, direct_io.new_buffer())

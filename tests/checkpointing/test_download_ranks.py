@@ -1,4 +1,4 @@
-"""Nodes with disks of their own download only what their ranks read, and continue the run exactly."""
+"""Nodes with local disks download only what their ranks read, and continue the run exactly."""
 
 import os
 import shutil
@@ -32,9 +32,9 @@ def _train(arguments):
 
 
 def _train_on_nodes(arguments, output, ranks_per_node, slow):
-    """Run the recipe on nodes with disks of their own; return the names and sizes of the files and blocks that this rank downloads.
+    """Run the recipe on nodes with local disks; return names and sizes of the files and blocks that this rank downloads.
 
-    `slow` is a rank, and the seconds that its first download of a block takes longer.
+    `slow` is (rank, seconds): that rank's first download of a block takes this much longer.
     """
     from hf_fsdp_recipes import distributed
     from hf_fsdp_recipes.checkpointing import direct_io, storage
@@ -73,7 +73,7 @@ def _train_on_nodes(arguments, output, ranks_per_node, slow):
 
 @pytest.fixture
 def save(changed_model, text_file, tmp_path, storage):
-    """Return a function that trains 6 steps, puts the checkpoint of step 4 into the bucket, and returns one that resumes it."""
+    """Return a function that trains 6 steps, uploads the checkpoint of step 4, and returns a function that resumes it."""
     model = changed_model(hidden_size=128, intermediate_size=256)
     settings = {"model_name_or_path": model, "dataset_name": text_file, "report": False}
 
@@ -106,7 +106,7 @@ def whole_bytes(output):
 
 
 def check_run(tmp_path, tolerance=0.0):
-    """The resumed run has the weights of the uninterrupted one, and nothing that was downloaded is left."""
+    """Check that the resumed run has the uninterrupted run's weights and has deleted everything it downloaded."""
     expected, resumed = (load_file(tmp_path / run / "export" / "model.safetensors") for run in ("whole", "node-0/run"))
     assert expected.keys() == resumed.keys()
     for name, values in expected.items():
@@ -151,7 +151,7 @@ def test_adapters_continue_from_a_part_of_their_checkpoint(save, tmp_path):
     resume = save(2, use_peft=True, lora_target_modules="all-linear", lora_r=16)
     found = resume(2, 1, timeout_seconds=200)
     assert all(num_bytes(of_rank) < whole_bytes(tmp_path / "whole") for of_rank in found)
-    # From a mounted bucket; the export of the first attempt is the run's own.
+    # Again, from a mounted bucket. The first attempt's export belongs to the same run, so it may be replaced.
     shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "mount" / "checkpoint-4")
     again = resume(2, 1, "--resume_from_checkpoint", tmp_path / "mount" / "auto", timeout_seconds=200)
     assert [sorted(of_rank) for of_rank in again] == [sorted(of_rank) for of_rank in found]

@@ -61,7 +61,7 @@ def test_killed_while_saving(tiny_model, text_file, tmp_path, uninterrupted, vic
 @pytest.mark.slow
 @pytest.mark.parametrize("trial", range(6))
 def test_launcher_killed_while_saving(tiny_model, text_file, tmp_path, trial):
-    """The orphaned ranks end by themselves, after a checkpoint, and the next run goes on from there."""
+    """The orphaned ranks write a checkpoint and end by themselves; the next run continues from that checkpoint."""
     moment = random.Random(f"launcher {trial}")
     settings = {"max_steps": 60, "save_steps": 1, "save_total_limit": 3}
     config = recipe(tmp_path, model_name_or_path=tiny_model("llama"), dataset_name=text_file, **settings)

@@ -106,7 +106,7 @@ def test_incomplete_checkpoint_is_named_and_skipped(tmp_path, caplog, tear, name
     tear(torn)
     assert latest_checkpoint(tmp_path) == kept
     assert named in caplog.text
-    assert torn.is_dir()  # named, never deleted unasked
+    assert torn.is_dir()  # reported, but not deleted
 
 
 def test_incomplete_checkpoints_are_set_aside_not_deleted(tmp_path):
@@ -195,7 +195,7 @@ def test_part_of_a_checkpoint_that_was_downloaded_is_resumed_from_and_never_coun
     assert layout.list_checkpoints(tmp_path) == [] and latest_checkpoint(tmp_path) is None
     with pytest.raises(CheckpointError, match="is not a complete checkpoint directory"):
         check_named(part)
-    layout.remove_interrupted(tmp_path)  # when training starts
+    layout.remove_interrupted(tmp_path)  # as at the start of training
     assert part.is_dir()
     layout.start(tmp_path, 6)
     assert not part.exists()
@@ -254,20 +254,20 @@ def test_lock_of_a_dead_node_is_taken_over_and_a_living_run_keeps_its_own(tmp_pa
     monkeypatch.setattr(lock, "STALE_SECONDS", 2)
     file = tmp_path / lock.LOCK_FILE
     with other_process(_hold_briefly, tmp_path), pytest.raises(CheckpointError, match="in use by another run"):
-        lock_directory(tmp_path, wait_seconds=4)  # it is updated, so it is not taken over
+        lock_directory(tmp_path, wait_seconds=4)  # its owner updates it, so it is not taken over
     own = lock_directory(tmp_path)
     lock.check_lock(tmp_path)
     dead = file.read_text().replace("host=", "host=node-7-").replace("token=", "token=0")
-    file.rename(tmp_path / "own")  # as in a takeover, the name gets another file
+    file.rename(tmp_path / "own")  # as in a takeover, another file gets the lock's name
     file.write_text(dead)
     with pytest.raises(RecipeError, match=r"was taken over by process \d+ on node-7-.*, because .* This run ends"):
         lock.check_lock(tmp_path)
     time.sleep(2)
     file.unlink()
-    with pytest.raises(RecipeError):  # still
+    with pytest.raises(RecipeError):  # the lock stays lost when its file is gone
         lock.check_lock(tmp_path)
     own.release()
-    file.write_text(dead)  # of a node that has died
+    file.write_text(dead)  # the lock of a node that has died
     started = time.monotonic()
     lock_directory(tmp_path, wait_seconds=10).release()
     assert 2 <= time.monotonic() - started < 8

@@ -1,4 +1,4 @@
-"""The launched recipe with a mirror: its threads do not keep the ranks from exiting, and a wrong bucket is one sentence."""
+"""The launched recipe with a mirror: ranks exit in spite of the mirror's threads; a wrong bucket gives one short error."""
 
 import pytest
 

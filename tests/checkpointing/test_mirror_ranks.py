@@ -21,7 +21,7 @@ FAILED = ("SystemExit", "1")
 
 
 def _run(arguments, hooks=None, log=None):
-    """Run the recipe; `hooks` are functions to call when a rank begins a step, by step, or puts a file, by directory."""
+    """Run the recipe; `hooks` has functions to call at the start of a step (key: step) or after an upload (key: directory)."""
     from hf_fsdp_recipes.callback import ShardedCheckpointCallback
     from hf_fsdp_recipes.checkpointing import mirror, storage
 
@@ -84,7 +84,7 @@ def test_killed_while_uploading_resumes_from_the_mirror_on_an_empty_disk(tiny_mo
     command = ["--config", config, "--checkpoint_mirror", f"s3://{BUCKET}/run", "--resume_from_checkpoint", "auto"]
     processes, _results = start_ranks(_run_until_uploading, 2, command, environment=environment)
     try:
-        wait_for(lambda: len(storage.keys("run/checkpoint-4/")) >= 3)  # a file of each rank, and the mark
+        wait_for(lambda: len(storage.keys("run/checkpoint-4/")) >= 3)  # a file of each rank, and the mark "unfinished"
     finally:
         for process in processes:
             process.kill()
@@ -140,7 +140,7 @@ def test_signaled_run_uploads_before_it_exits_and_resumes_from_a_path(tiny_model
 
 
 def _exchange(url, output, is_shared):
-    """Upload rank 0's checkpoint and download it; return how often this rank called each method of the file system."""
+    """Upload rank 0's checkpoint and download it; return this rank's numbers of uploaded and downloaded files."""
     import torch.distributed as dist
 
     from hf_fsdp_recipes import distributed

@@ -1,6 +1,6 @@
-"""Random damage to a checkpoint or an export is detected, or harmless; it is never loaded as something else.
+"""Random damage to a checkpoint or an export is detected or harmless; damaged files never load with other values.
 
-A fast profile runs with every `make test`; the 1,000 examples each are slow.
+`make test` runs a fast profile; the slow tests run 1,000 examples each.
 """
 
 import os
@@ -22,9 +22,9 @@ from hf_fsdp_recipes.export.load_export import load_export
 from tests.checkpointing.payload import Payload
 from tests.ranks.harness import run_ranks
 
-pytestmark = pytest.mark.ranks  # the fixture trains on two
+pytestmark = pytest.mark.ranks  # the fixture trains on two ranks
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
-FEW = pytest.param(10, id="fast")  # of what takes long
+FEW = pytest.param(10, id="fast")  # examples of the slower checks
 PROFILES = [pytest.param(25, id="fast"), pytest.param(1000, id="slow", marks=SLOW)]
 MARK = "ran"  # created by a payload that runs
 NEW_NAMES = [
@@ -95,7 +95,7 @@ mutations = st.builds(Mutation, st.sampled_from(KINDS), fractions, fractions, fr
 
 
 def check_many(num_examples, check):
-    """Check a property on random mutations, the same ones every time."""
+    """Check a property on random mutations, which are the same in every run."""
     run = settings(
         max_examples=num_examples, deadline=None, database=None, derandomize=True,
         suppress_health_check=list(HealthCheck),
@@ -164,7 +164,7 @@ def test_mutated_checkpoint_is_detected_or_the_same(request, tmp_path, num_examp
         done = mutation.apply(checkpoint)
         is_complete = layout.validate(checkpoint, verify=True) is None
         assert (latest_checkpoint(checkpoint.parent) is not None) == is_complete, done
-        # Without its manifest a checkpoint is not picked by `auto`, but it may be named; then it must be unchanged.
+        # `auto` skips a checkpoint without a manifest, but the user may name it; then its content must be unchanged.
         assert is_accepted(checkpoint) == (is_complete or not (checkpoint / layout.MANIFEST).is_file()), done
         if is_accepted(checkpoint):
             assert is_same(loaded_from(checkpoint), original), done
@@ -233,7 +233,7 @@ def test_mutated_export_is_refused_or_loaded_as_it_was(run, tmp_path, num_exampl
 
 @pytest.fixture(scope="module")
 def adapter_and_base(tiny_model, tmp_path_factory):
-    """Return a directory with `adapter` and its base model `base`, both exports, as the adapter records them."""
+    """Return a directory with two exports: `adapter`, and `base`, which the adapter records as its base model."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -249,7 +249,7 @@ def adapter_and_base(tiny_model, tmp_path_factory):
 
 
 def merged_from(adapter, output):
-    """Merge an adapter into its base model from their files; return the bytes of the weights and the config."""
+    """Merge an exported adapter into its base model; return the bytes of weights, config and tokenizer."""
     shutil.rmtree(output, ignore_errors=True)
     export_checkpoint(adapter, output, merge_adapter=True)
     return {name: (output / name).read_bytes() for name in ("model.safetensors", "config.json", "tokenizer.json")}
@@ -260,7 +260,7 @@ def loaded_with_adapter(adapter, output):
 
 
 def loaded_on_base(adapter, output):
-    """Load an adapter's base model as PEFT finds it, through `load_model` of the adapter."""
+    """Pass the adapter's directory to `load_model`, which loads the adapter's base model."""
     return tensors_of(load_model(adapter))
 
 

@@ -80,7 +80,7 @@ def test_directory_of_a_living_run_is_refused(refused, tmp_path):
 
 
 def _train_with_mirror(model, data, output, mirror, steps):
-    """Train from the newest checkpoint, here or in the mirror; return its path, the losses and the dtypes of the export."""
+    """Train from the newest checkpoint, local or mirrored; return its path, the losses and the export's dtypes."""
     from hf_fsdp_recipes import ShardedCheckpointCallback, fetch_checkpoint, latest_checkpoint
 
     callback = ShardedCheckpointCallback(
@@ -112,7 +112,7 @@ def test_mirror_resumes_on_an_empty_disk_and_the_export_has_the_dtype_that_was_a
 
 
 def _train_on_any_ranks(model, data, output, steps):
-    """Train as docs/trainers.md shows for another number of ranks; return the accumulation and the losses."""
+    """Train as docs/trainers.md shows for another number of ranks; return the accumulation steps and the losses."""
     from datasets import load_dataset
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
@@ -160,7 +160,7 @@ def test_export_dtype_that_is_no_dtype_is_refused():
 
 
 def _train_plain(model, output, quantization):
-    """Train an adapter with transformers' own Trainer, from the newest checkpoint; return the losses."""
+    """Train an adapter with transformers' Trainer, from the newest checkpoint; return the losses."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainingArguments

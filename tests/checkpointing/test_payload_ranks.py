@@ -21,7 +21,7 @@ HARMLESS = {
     "tokenizer_config.json",
     "chat_template.jinja",
     "training_args.bin",
-}  # not read to resume
+}  # a resume does not read these files
 
 
 def names_in(directory):
@@ -29,7 +29,7 @@ def names_in(directory):
 
 
 def attacked(source, target, name, mark):
-    """Copy a directory, put a payload into one file, and remove the manifest, as an attacker would rewrite it."""
+    """Copy a directory and put a payload into one file; remove the manifest, which an attacker could rewrite."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target)
     (target / "manifest.json").unlink(missing_ok=True)
@@ -50,7 +50,7 @@ def attacked(source, target, name, mark):
 
 
 def _resume_each(model, data, source, scratch, names, keywords=None):
-    """Resume a copy of the checkpoint with each file attacked; return {file: (error class, text)}."""
+    """Resume one copy of the checkpoint per attacked file; return {file: (error class, text)}."""
     import os
 
     from hf_fsdp_recipes import ShardedCheckpointCallback
@@ -159,7 +159,7 @@ CODE = "open({mark!r}, 'w')\nfrom transformers import LlamaConfig, LlamaForCausa
 
 
 def with_own_code(directory, mark):
-    """Let the configs of a model, a tokenizer and a generation refer to a module in the directory."""
+    """Make the model, tokenizer and generation configs refer to code in the directory."""
     for name in ("own.py", "custom_generate/generate.py"):
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(CODE.format(mark=str(mark)))
@@ -180,7 +180,7 @@ def test_own_code_of_a_model_neither_runs_nor_waits_for_an_answer(run, tiny_mode
     for directory in (export, checkpoint):
         with_own_code(directory, tmp_path / "ran")
     for marker in (export / "export_manifest.json", checkpoint / "manifest.json"):
-        marker.unlink()  # they would refuse the changed config first
+        marker.unlink()  # otherwise the changed config would be refused first
     for work in (
         lambda: load_export(export),
         lambda: generate(export, tmp_path / "prompt.txt"),

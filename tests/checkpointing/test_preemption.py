@@ -1,4 +1,4 @@
-"""Signals that stop a run, without ranks."""
+"""Signals that stop a run, tested without ranks."""
 
 import signal
 import threading

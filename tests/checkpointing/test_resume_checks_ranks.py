@@ -122,7 +122,7 @@ def test_checkpoint_keeps_its_learning_rate_and_the_run_says_so(name, checkpoint
         in printed
     )
     assert "resume: the checkpoint's optimizer and scheduler keep the old learning_rate, weight_decay. " in printed
-    assert "'learning_rate': '0.0025'" in printed  # step 4 of 4, linear, from 0.01
+    assert "'learning_rate': '0.0025'" in printed  # linear decay from 0.01, at step 4 of 4
 
 
 @pytest.mark.parametrize("case", ["FSDP", pytest.param("one process", marks=pytest.mark.slow)])

@@ -68,7 +68,7 @@ def test_export_alone_is_not_replaced_by_a_new_run(tmp_path):
 
 
 def make_stock(directory, step, run=None):
-    """Write a checkpoint without a manifest: a stock Trainer's, or one of `run` that was interrupted at its end."""
+    """Write a checkpoint without a manifest: a stock Trainer's, or one of `run` whose save was interrupted."""
     checkpoint = layout.directory_for(directory, step)
     checkpoint.mkdir()
     callbacks = {STATE_KEY: {"run": run}} if run else {}
@@ -81,7 +81,7 @@ def test_checkpoint_of_a_stock_trainer_belongs_to_another_run(tmp_path):
     for state in (TrainerState(), state_at(10, "mine")):
         with pytest.raises(CheckpointError, match=r"checkpoint-100 of another run.*resume_from_checkpoint=/.*-100"):
             claim_directory(tmp_path, state, "refuse")
-    claim_directory(tmp_path, state_at(100, None), "refuse")  # resumed from it
+    claim_directory(tmp_path, state_at(100, None), "refuse")  # a run that resumes from it
     claim_directory(tmp_path, TrainerState(), "archive")
     assert names(tmp_path / "previous-1") == {"checkpoint-100"}
 
@@ -92,7 +92,7 @@ def test_interrupted_checkpoints_of_the_same_run_do_not_stop_it(tmp_path):
     (tmp_path / "checkpoint-30").mkdir()  # without a state file, so of an unknown run
     claim_directory(tmp_path, state_at(10, "mine"), "refuse", is_starting=False)
     assert names(tmp_path) == {"checkpoint-10", "checkpoint-20", "checkpoint-30"}
-    claim_directory(tmp_path, state_at(10, "mine"), "refuse")  # Trainer would write into what is left of them
+    claim_directory(tmp_path, state_at(10, "mine"), "refuse")  # otherwise Trainer would write into the leftovers
     assert names(tmp_path) == {"checkpoint-10", "checkpoint-20.set-aside-0", "checkpoint-30.set-aside-0"}
 
 
@@ -133,7 +133,7 @@ def test_resumed_run_refuses_or_archives_the_checkpoints_of_another(tmp_path):
 
 
 def test_newer_checkpoints_remain_until_training_starts(tmp_path):
-    """The run may still be refused, and then `auto` has to find them."""
+    """The run may still be refused, and then `auto` must find the newer checkpoints."""
     for step in (10, 20):
         make(tmp_path, step, "mine")
     claim_directory(tmp_path, state_at(10, "mine"), "refuse", is_starting=False)

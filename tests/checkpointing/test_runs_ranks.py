@@ -28,7 +28,7 @@ def _train(*arguments, **keywords):
 
 
 def _two_runs(model, data, output):
-    """Train, start a second run in the same directory twice; return the error and losses."""
+    """Train, then start a second run in the same directory: once refused, once archiving; return the error."""
     from hf_fsdp_recipes.errors import CheckpointError
 
     _train(model, data, output, metrics=True)
@@ -84,7 +84,7 @@ def test_finished_run_resumes_to_nothing_but_a_missing_export(tiny_model, text_f
 
 
 def _stop_early(model, data, output, keep_counter):
-    """Stop early at step 4, resume with the same patience, then with a larger one; return steps and the first manifest."""
+    """Stop early at step 4, resume with the same patience, then with more; return each last step and the saved patience."""
     from transformers import EarlyStoppingCallback
 
     from hf_fsdp_recipes import distributed
@@ -112,7 +112,7 @@ def test_run_that_stopped_early_is_finished(tiny_model, text_file, tmp_path, kee
     results = run_ranks(
         _stop_early, 2, tiny_model("llama"), text_file, tmp_path, keep_counter, environment=fsdp_environment(FSDP2)
     )
-    # Restored, the callback has the patience of the checkpoint again.
+    # A restored callback gets the patience of the checkpoint back.
     assert results == [(4, 1, 4, 4 if keep_counter else 8)] * 2
 
 
@@ -227,7 +227,7 @@ def test_failed_last_save_still_exports_then_fails(tiny_model, text_file, tmp_pa
     )
     assert errors[0] == errors[1] and message in errors[0]
     assert (tmp_path / "export" / "model.safetensors").is_file()
-    assert not list(tmp_path.glob(".checkpoint-*"))  # deleted at once
+    assert not list(tmp_path.glob(".checkpoint-*"))  # deleted immediately
 
 
 def _fill_disk_for_metrics(model, data, output, log):

@@ -41,7 +41,7 @@ def _digest(trainer):
         sums.update(values.detach().contiguous().numpy().tobytes())
     optimizer = trainer.optimizer.optimizer
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        # Under FSDP1 a rank may hold nothing of a parameter; whether it has a state for that says nothing.
+        # Under FSDP1 a rank may hold no part of a parameter; whether the optimizer has a state for it is irrelevant.
         state = optimizer.state.get(parameter, {}) if parameter.numel() else {}
         for key in sorted(state):
             value = state[key]
@@ -70,7 +70,7 @@ def drop_after(output, step):
         ("llama", FSDP2, {"lora": LORA | {"lora_dropout": 0.2}}),
         ("llama", FSDP1, {}),
         pytest.param("llama", FSDP1, {"lora": LORA}, marks=pytest.mark.slow),
-        # rank 2 holds no row of an adapter of rank 4
+        # With three ranks, rank 2 holds no row of a LoRA adapter with r=4.
         pytest.param("llama", FSDP1, {"lora": LORA, "world_size": 3}, marks=pytest.mark.slow),
         pytest.param("llama", FSDP2, {"optim": "paged_adamw_32bit"}, marks=pytest.mark.slow),
         ("llama", FSDP2, {"optim": "adamw_8bit"}),
@@ -126,7 +126,7 @@ def test_no_wrapper_names_in_any_key(tiny_model, text_file, tmp_path, fsdp, lora
     if lora:
         assert len(metadata) == 28
         assert all("lora_" in key for key in metadata)
-        assert all(min(entry.size) >= 4 for entry in metadata.values())  # whole shapes, not one rank's slice
+        assert all(min(entry.size) >= 4 for entry in metadata.values())  # full shapes, not one rank's slice
 
 
 def _rows(model, data, output, resume, keywords):
@@ -177,7 +177,7 @@ def test_resume_on_another_number_of_ranks_sees_every_row_once(
     resumed, resumed_losses = rows_by_step(model, text_file, tmp_path, after, resume=True, parallel=parallel)
     assert whole[3:] == resumed  # the same rows in every global batch
     seen = functools.reduce(operator.iadd, whole[:3] + resumed, [])
-    assert len(set(seen)) == len(seen) == 24  # none twice
+    assert len(set(seen)) == len(seen) == 24  # no row twice
     assert resumed_losses == pytest.approx(losses, rel=1e-4)
 
 
@@ -243,7 +243,7 @@ def _signalled(model, data, output, number, at_step, only_rank):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == at_step and args.process_index == only_rank:
                 os.kill(os.getpid(), number)
-                os.kill(os.getpid(), number)  # a second one changes nothing
+                os.kill(os.getpid(), number)  # a second signal changes nothing
 
     trainer = build(
         str(model), str(data), str(output), save_strategy="steps", save_steps=100, steps=8,
@@ -272,7 +272,7 @@ def test_best_model_is_kept_and_loaded(tiny_model, text_file, tmp_path):
     best, kept, best_metric, metric_now = results[0]
     assert best in kept
     assert len(kept) <= 2
-    assert metric_now == pytest.approx(best_metric, rel=1e-5)  # what was loaded at the end is the best one
+    assert metric_now == pytest.approx(best_metric, rel=1e-5)  # the model loaded at the end is the best one
 
 
 def _train_best(model, data, output):
@@ -338,13 +338,13 @@ def _train_on_small_disk(model, data, output):
     )  # fmt: skip
     try:
         trainer.train()
-    except CheckpointError as error:  # the last save of the run failed as well, and that is not passed over
+    except CheckpointError as error:  # the run's last save failed too, which is an error
         return losses_of(trainer), str(error)
     return losses_of(trainer), ""
 
 
 def _stock_trainer(model_dir, data, output):
-    """A person's own Trainer script with the two lines of the README."""
+    """A user's own Trainer script with the two lines of the README."""
     from datasets import load_dataset
     from transformers import AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
@@ -398,7 +398,7 @@ def test_directory_that_cannot_be_written_is_one_error_before_the_first_step(tin
 
 
 def _save_twice(output):
-    """Save two models of other dtypes, then one whose first save fails, from one process; return the stored dtypes."""
+    """Save two models of different dtypes three times each; each second save fails; return the stored dtypes."""
     import torch
     from accelerate import PartialState
     from torch.distributed.device_mesh import init_device_mesh

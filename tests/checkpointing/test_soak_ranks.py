@@ -1,4 +1,4 @@
-"""A few kills of `make soak`: nothing is lost, and its counts are written."""
+"""A few kills of `make soak` lose nothing, and the counts are written."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The copy that is written during training does not change with the state, and reuses its memory."""
+"""The staged copy does not change with the training state, and later copies reuse its memory."""
 
 import torch
 

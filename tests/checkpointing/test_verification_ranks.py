@@ -18,7 +18,7 @@ def run(tmp_path):
 
 
 def _verify(run, is_blind):
-    """Return the checkpoint that is found, and the files that this rank read; rank 1 may not see the files."""
+    """Return the checkpoint that is found and the files that this rank reads; the files may be hidden from rank 1."""
     import torch.distributed as dist
 
     from hf_fsdp_recipes import latest_checkpoint

@@ -33,7 +33,7 @@ def _refused(*arguments, **keywords):
 
 
 def _lives(model, data, output):
-    """Train, resume, start a second run, resume damaged files, each in its own copy; return what happened."""
+    """Train, start a second run, then resume incomplete and damaged copies of the run; return what happened."""
     from hf_fsdp_recipes import distributed, latest_checkpoint
     from hf_fsdp_recipes.checkpointing import layout
 

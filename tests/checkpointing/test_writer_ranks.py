@@ -7,7 +7,7 @@ from tests.ranks.training import build
 
 
 def train_with_failing_copies(model, data, output, error_name, fails_again):
-    """Train four steps with a save at the second; the copy of the state fails, and possibly the wait for copies too."""
+    """Train three steps and save at the second; copying the state fails, and with `fails_again` waiting for copies too."""
     import torch
 
     from hf_fsdp_recipes import ShardedCheckpointCallback

@@ -12,7 +12,7 @@ from hf_fsdp_recipes.configs.shipped_files import read_recipe
 from hf_fsdp_recipes.tools.rehearsal import stand_ins
 from tests.recipes import small
 
-# Published on the models' pages; Hub pages count the safetensors.
+# Published on the models' pages; Hub pages count the elements of the safetensors files.
 NUM_PARAMETERS = {
     "HuggingFaceTB/SmolLM2-135M": 134_515_008,
     "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,

@@ -1,4 +1,4 @@
-"""Templates: shipped files equal the rendered ones, every combination is valid, and the check finds all faults at once."""
+"""Templates: shipped files equal the rendered ones, every combination is valid, and one check reports all faults."""
 
 import subprocess
 import sys

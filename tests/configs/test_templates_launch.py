@@ -16,7 +16,7 @@ SIMILAR = (
     "fsdp2_hybrid_shard_zero2",
     "fsdp2_shard_grad_op",
     "fsdp1_full_shard_gaudi",
-)  # to templates that always train or are launched
+)  # similar to templates that always train or are launched
 
 
 def losses(output_dir):
@@ -50,14 +50,14 @@ def rendered(template, directory):
 
 
 def parametrized(is_slow):
-    """Return all templates as parameters, those that `is_slow` selects marked as slow."""
+    """Return all templates as parameters; mark those that `is_slow` selects as slow."""
     marked = [(one, [pytest.mark.slow] if is_slow(one) else []) for one in templates.all_templates()]
     return pytest.mark.parametrize("template", [pytest.param(one, id=one.name, marks=marks) for one, marks in marked])
 
 
 @parametrized(is_slow=lambda template: template not in templates.shipped_templates() or template.name in SIMILAR)
 def test_template_matches_the_losses_of_one_rank(template, tiny_model, text_file, tmp_path, one_rank_losses):
-    """Runs in forked ranks with the variables that Accelerate's launcher derives from the file."""
+    """Train on forked ranks with the variables that Accelerate's launcher derives from the file."""
     config, num_ranks, num_nodes = cpu_variant(rendered(template, tmp_path), tmp_path / "template.yaml")
     variables = template_environment(config) | {"LOCAL_WORLD_SIZE": str(num_ranks // num_nodes)}
     output = tmp_path / "out"

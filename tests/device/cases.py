@@ -1,4 +1,4 @@
-"""The runs that the tests compare. Each is a strategy and a recipe, with a tiny model."""
+"""The runs that the tests compare: each has a strategy, a recipe and a tiny model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -35,9 +35,9 @@ class Case:
 
     Attributes:
         template: name of a shipped template.
-        settings: of the recipe.
-        num_ranks: 4 for hybrid sharding.
-        model: kind and dtype, as `tiny_model` takes them; or the kind of a quantized model, as "qwen3 in fp8".
+        settings: the recipe's fields.
+        num_ranks: 2, or 4 for hybrid sharding.
+        model: kind and dtype, as for `tiny_model`; for a quantized model the kind is, for example, "qwen3 in fp8".
         precision: the template's `mixed_precision`.
     """
 
@@ -79,11 +79,11 @@ class Run:
     """A finished run.
 
     Attributes:
-        output: its output_dir.
-        losses: by step.
-        settings: of its recipe, and
-        template: its Accelerate config, to run it again.
-        events: what its ranks asked of the device.
+        output: the run's output_dir.
+        losses: one per step.
+        settings: the recipe's fields, to run it again.
+        template: the Accelerate config, to run it again.
+        events: the requests of the run's ranks to the device.
     """
 
     output: Path
@@ -95,7 +95,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Runs:
-    """Trains each case once on the device and once on CPU ranks, when a test first asks for it."""
+    """Trains each case at most once on the device and once on CPU ranks, when a test first needs the run."""
 
     ranks: Ranks
     tiny_model: Callable[..., Path]

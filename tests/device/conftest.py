@@ -25,7 +25,7 @@ def package() -> Path:
 
 @pytest.fixture(scope="package")
 def ranks(package: Path) -> Iterator[Ranks]:
-    """Return what starts ranks on the device."""
+    """Return the object that starts ranks on the device."""
     with fork_server_with_device(package):
         yield Ranks(package)
 

@@ -27,17 +27,17 @@ TIMEOUT_SECONDS = 200.0
 
 
 def device_environment(package: Path) -> dict[str, str]:
-    """Return the environment that a new process needs to have the device."""
+    """Return the environment variables with which a new process has the device."""
     path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {"EMU_DEVICES": str(NUM_DEVICES), "EMU_DEVICE_MIB": str(DEVICE_MIB)}
-    # bitsandbytes compiles its kernels for a device that it does not know, which takes minutes.
+    # For an unknown device, bitsandbytes compiles its kernels, which takes minutes.
     return settings | {"PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"}
 
 
 @contextlib.contextmanager
 def fork_server_with_device(package: Path) -> Iterator[None]:
-    """Restart the tests' fork server with the device, and afterwards without it."""
-    import torch  # noqa: F401 (before its package can be found: pytest's own process has no device)
+    """Restart the tests' fork server with the device, and afterwards without the device."""
+    import torch  # noqa: F401 (before the emulator is on the path: pytest's own process has no device)
 
     server = multiprocessing.forkserver._forkserver
     with pytest.MonkeyPatch.context() as patch:
@@ -52,7 +52,7 @@ def fork_server_with_device(package: Path) -> Iterator[None]:
 
 
 def call(package: str, watch: str | None, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function on a rank, which needs the package on its path, and record what it asks of the device."""
+    """Run a function on a rank and record its requests to the device; the package must be on the rank's path."""
     sys.path.append(package)
     if watch is not None:
         from torch_npu import watch as recorder
@@ -83,8 +83,8 @@ class Ranks:
         """Run `function(*arguments)` on ranks; return the results in rank order. See `run_ranks`.
 
         Args:
-            environment: DEVICE or CPU, and what `accelerate launch` sets.
-            watch: directory for what the ranks ask of the device; `events.read_events` reads it.
+            environment: DEVICE or CPU, plus the variables that `accelerate launch` sets.
+            watch: directory for records of the ranks' requests to the device; `events.read_events` reads them.
         """
         recorded = None if watch is None else str(watch)
         options = {"timeout_seconds": TIMEOUT_SECONDS} | options
@@ -138,7 +138,7 @@ def write_recipe(settings: Mapping[str, Any]) -> list[str]:
 
 
 def run_and_signal(arguments: Sequence[str], settings: Mapping[str, Any], number: signal.Signals, at_step: int) -> None:
-    """Run the recipe; before training in `at_step`, wait for the checkpoints so far and signal this process."""
+    """Run the recipe; before step `at_step`, wait for the earlier checkpoints and signal this process."""
     from transformers import Trainer
 
     compute = Trainer.training_step
@@ -162,7 +162,7 @@ def read_losses(output: Path) -> list[float]:
 
 
 def variant(name: str, directory: Path, precision: str = "no", **fsdp: Any) -> Path:
-    """Write a shipped template with another precision and other `fsdp_config` keys; hybrid templates get a mesh of 2 x 2."""
+    """Write a shipped template with changed precision and `fsdp_config` keys; hybrid templates get a mesh of 2 x 2."""
     config = yaml.safe_load((TEMPLATES / f"{name}.yaml").read_text())
     config["mixed_precision"] = precision
     config["fsdp_config"] |= fsdp

@@ -1,4 +1,4 @@
-"""What a run asks of the device while it loads, trains, saves and exports: who copies, on which stream, and who waits."""
+"""Requests to the device during load, training, save and export: which code copies, on which stream, and which waits."""
 
 import contextlib
 from collections import Counter
@@ -52,11 +52,11 @@ def test_loading_and_exporting_use_pinned_memory_and_streams_of_their_own(runs):
     uploads = [event for event in asked_in(run.events, "loading") if event.kind == "h2d_async"]
     shards = {
         event.rank: event for event in reversed(uploads)
-    }.values()  # each rank's first upload; then samples to verify
+    }.values()  # each rank's first upload; later uploads are samples to verify
     assert num_bytes <= total_bytes(shards) < num_bytes + 2 * 64 * len(weights)  # each slice is aligned to 64 bytes
     assert {(event.is_pinned, event.stream > 0) for event in uploads} == {(True, True)}
     others = [event for event in asked_in(run.events, "loading") if event.kind in TO_DEVICE and event not in uploads]
-    assert total_bytes(others) < 100  # buffers
+    assert total_bytes(others) < 100  # only buffers
     downloads = [event for event in asked_in(run.events, "export") if event.thread.startswith("ThreadPool")]
     downloads = [event for event in downloads if event.kind in TO_HOST]
     assert total_bytes(downloads) == num_bytes
@@ -71,7 +71,7 @@ def test_loading_and_exporting_use_pinned_memory_and_streams_of_their_own(runs):
     ],
 )
 def test_a_micro_batch_of_packed_rows_waits_only_for_upstream(runs, name, num_micro_batches, waits):
-    """For transformers' mask and, with documents, for the number of tokens that TRL uploads."""
+    """The waits are for transformers' mask and, with documents, for the number of tokens that TRL uploads."""
     events = [event for event in in_training(runs.get(name).events) if event.kind in WAITS]
     found = Counter((event.rank, f"{event.kind} {event.caller.split(':')[1]}") for event in events)
     assert found == {(rank, wait): num_micro_batches for rank in range(NUM_RANKS) for wait in waits}
@@ -81,9 +81,9 @@ def stage(without: str | None, read_first: bool, changes: bool) -> float:
     """Copy a tensor while training has work queued; return the copied value, which should be 5.
 
     Args:
-        without: name of a method of CopyStream that does nothing.
+        without: name of a CopyStream method to replace with one that does nothing.
         read_first: whether the copy is complete before the optimizer changes the tensor.
-        changes: whether the optimizer changes it.
+        changes: whether the optimizer changes the tensor.
     """
     import torch
 

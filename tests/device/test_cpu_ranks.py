@@ -12,7 +12,7 @@ from tests.recipes.launching import ROOT, environment, run_recipe
 
 
 def run_and_measure(arguments):
-    """Run the recipe; return the most bytes that the device held."""
+    """Run the recipe; return the device's type and its peak memory in bytes."""
     run_recipe(arguments)
     return torch.accelerator.current_accelerator().type, torch.accelerator.max_memory_allocated()
 
@@ -30,7 +30,7 @@ def test_cpu_ranks_do_not_use_the_device(ranks, tiny_model, text_file, tmp_path,
     ):
         measured = ranks.run(run_and_measure, num_ranks, arguments, environment=variables)
         assert measured == [("npu", 0)] * num_ranks
-    # Trainer reports an error for each rank if the device's entry is missing.
+    # If the device's entry is missing, Trainer logs an error on each rank.
     states = torch.load(tmp_path / "run" / "checkpoint-2" / "rng_state_1.pth", weights_only=False)
     assert states["npu"] == []
     assert (tmp_path / "run" / "export_merged" / "model.safetensors").exists()

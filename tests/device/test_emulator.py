@@ -26,7 +26,7 @@ def memory_rules():
 
 
 def queue_rules():
-    """A copy to pinned memory is late, and sees what the default stream has changed since."""
+    """A queued copy to pinned memory runs late, and sees later changes of the default stream."""
     side, values = torch.npu.Stream(), torch.arange(1000.0, device="npu")
     host = torch.empty(1000, pin_memory=True)
     assert host.is_pinned()
@@ -34,7 +34,7 @@ def queue_rules():
     with torch.npu.stream(side):
         host.copy_(values, non_blocking=True)
     assert host.isnan().all()
-    values.mul_(2)  # without a wait for the copy
+    values.mul_(2)  # does not wait for the copy
     copied = torch.npu.Event()
     copied.record(side)
     copied.synchronize()
@@ -44,7 +44,7 @@ def queue_rules():
     thread = threading.Thread(target=lambda: devices.append(torch.npu.current_device()))
     thread.start()
     thread.join()
-    assert devices == [0]  # a thread starts on device 0, whatever its parent uses
+    assert devices == [0]  # a thread starts on device 0, whatever device its parent thread uses
 
 
 def read_device_memory_on_the_host():

@@ -7,7 +7,7 @@ from tests.device.ranks import DEVICE
 
 
 def command_line(*arguments):
-    """Run the hf-fsdp command; return what it prints, and the most bytes that the device held."""
+    """Run the hf-fsdp command; return its output and the device's peak memory in bytes."""
     import torch
     from typer.testing import CliRunner
 

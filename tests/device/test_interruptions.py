@@ -1,4 +1,4 @@
-"""Runs on the device that are killed, preempted, or resumed on a different number of devices, compared with one that is not."""
+"""Runs on the device that are killed, preempted, or resumed on another number of devices, compared with undisturbed runs."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from tests.device.test_training import weights
 
 
 def interrupted(runs, name, output, number):
-    """Run a case until it is signaled in step 6, after checkpoint-4; return its settings to resume it."""
+    """Run a case until a signal in step 6, after checkpoint-4; return the settings that resume it."""
     settings = runs.settings(name, output) | {"resume_from_checkpoint": "auto"}
     template = variant(CASES[name].template, output.parent, CASES[name].precision)
     statuses = runs.ranks.interrupt(settings, template, number, at_step=6)
@@ -37,7 +37,7 @@ def test_killed_run_resumes_to_the_same_export(runs, tmp_path, name):
 
 def test_sigterm_ends_the_run_with_a_checkpoint_and_it_resumes(runs, tmp_path):
     settings, template, statuses = interrupted(runs, "full", tmp_path / "run", signal.SIGTERM)
-    assert statuses == [0, 0]  # exceptions in a rank are reported by the harness, not as a status
+    assert statuses == [0, 0]  # the harness reports exceptions in a rank; they do not change the exit status
     assert (tmp_path / "run" / "checkpoint-6" / "manifest.json").exists()
     assert not (tmp_path / "run" / "export").exists()
     losses = runs.ranks.train(settings, template)

@@ -1,4 +1,4 @@
-"""Scripts of one's own on the device: a loop without a Trainer, and adapters that are computed from the base weights."""
+"""Users' own scripts on the device: a loop without a Trainer, and adapters that are computed from the base weights."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ def test_own_loop_on_the_device_resumes_to_the_same_export(ranks, tiny_model, te
 
 
 def _train_pissa(model, data, output):
-    """Train with an adapter that PEFT computes from the base weights; return the device's kind, the losses, and the merge."""
+    """Train an adapter that PEFT computes from the base weights, and export it merged; return device type and losses."""
     from hf_fsdp_recipes import export_model
 
     lora = LORA | {"init_lora_weights": "pissa"}

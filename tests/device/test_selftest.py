@@ -1,4 +1,4 @@
-"""The programs that measure an accelerator run on the emulated one; their figures mean nothing, their checks do."""
+"""The programs that measure accelerators run on the emulated one; their checks count, but their figures mean nothing."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Recipes on the device: losses and exports are those of CPU ranks."""
+"""Recipes on the device have the losses and exports of CPU ranks."""
 
 import pytest
 from safetensors.torch import load_file
@@ -8,8 +8,8 @@ from tests.device.cases import CASES
 # The device's kernels are the CPU's, but collectives may add in another order. AdamW divides by the gradient's own size, so if
 # a gradient is almost zero, its rounding error moves a weight by a fraction of the learning rate, 1e-2.
 LOSS, WEIGHT = 1e-5, 1e-4
-# In bfloat16 a device has other rules for autocast and other 4-bit kernels, and AdamW's first steps are all as large as
-# the learning rate, so the exports cannot be compared.
+# In bfloat16 the device has its own autocast rules and 4-bit kernels, and each of AdamW's first steps moves a weight by the
+# learning rate, so the exports cannot be compared.
 LOSS_IN_BF16 = 2**-8
 
 

@@ -1,4 +1,4 @@
-"""Weights that three ranks share reach the device, whatever their dtypes."""
+"""Weights that are sharded over three ranks reach the devices, whatever their dtypes."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.ranks.training import build
 
 
 def load_shards(model, data, output, loader):
-    """Return each parameter's values as a list, gathered."""
+    """Train with learning rate 0; return each full parameter as a list."""
     from hf_fsdp_recipes.loading import distribute
 
     distribute.BUCKET_BYTES = 4096

@@ -1,7 +1,7 @@
-"""A directory that several FUSE mounts show, each with a page cache, as NFS clients show a server's.
+"""One directory behind several FUSE mounts, each with a page cache of its own, like a server's directory on NFS clients.
 
-With FUSE's write-back cache the kernel reads a page before it writes a part of it, writes it back in full, and drops cached pages
-when a file is opened. One process serves all mounts. Source: Linux `include/uapi/linux/fuse.h`, protocol 7.31.
+With FUSE's write-back cache, the kernel reads a page before it changes a part of the page, writes back full pages, and drops
+cached pages when a file is opened. One process serves all mounts. Source: Linux `include/uapi/linux/fuse.h`, protocol 7.31.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ def call(name: str, *arguments: object) -> None:
 
 
 def is_refused() -> bool:
-    """Return whether this process cannot mount."""
+    """Return whether this process may not mount file systems."""
     return os.geteuid() != 0 or not os.access("/dev/fuse", os.R_OK | os.W_OK)
 
 
 @contextlib.contextmanager
 def fuse_nodes(directory: Path, num_nodes: int) -> Iterator[tuple[Path, list[Path]]]:
-    """Yield a directory, and mounts that show it."""
+    """Yield a directory and its mounts."""
     server = directory / "server"
     server.mkdir()
     mounts = [directory / f"node-{number}" for number in range(num_nodes)]
@@ -64,14 +64,14 @@ def fuse_nodes(directory: Path, num_nodes: int) -> Iterator[tuple[Path, list[Pat
 
 
 def see_as(mount: Path, common: Path) -> None:
-    """Show a mount at another path, to this process only."""
+    """Bind a mount to another path, for this process only."""
     call("unshare", CLONE_NEWNS)
     call("mount", "none", "/", None, MS_REC | MS_PRIVATE, None)
     call("mount", mount, common, None, MS_BIND, None)
 
 
 class Server:
-    """Answers the kernel's requests. A file keeps its number until it is deleted, and the number is not used again."""
+    """Answers the kernel's requests. A file keeps its number until it is deleted; numbers are not reused."""
 
     def __init__(self, directory: Path) -> None:
         self._paths = {1: str(directory)}
@@ -82,7 +82,7 @@ class Server:
         """Return the reply to a request.
 
         Raises:
-            OSError: the error to reply.
+            OSError: the error to send as the reply.
         """
         if opcode in EMPTY_REPLY:
             return b""
@@ -149,7 +149,7 @@ class Server:
         return self._rename(path, body, 16)
 
     def _open(self, path: str, body: bytes) -> bytes:
-        return struct.pack("<QII", os.open(path, os.O_RDWR), 0, 0)  # the kernel also reads for a writer
+        return struct.pack("<QII", os.open(path, os.O_RDWR), 0, 0)  # the kernel also reads files opened for writing
 
     def _opendir(self, path: str, body: bytes) -> bytes:
         return bytes(16)

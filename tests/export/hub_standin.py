@@ -9,14 +9,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Hub:
-    """What the stand-in holds: files by repository, and how it was asked.
+    """The stand-in's contents: files by repository, and a record of the requests.
 
     Attributes:
         files: repository id -> path -> bytes.
-        private: repository id -> whether it was created private.
+        private: repository id -> whether the repository was created private.
         commits: (repository id, message) in order.
         uploads: number of large files that were really sent.
-        refuse_commits: answer commits with 500 for as long as it is positive, counting down.
+        refuse_commits: number of further commits to answer with status 500.
     """
 
     def __init__(self):

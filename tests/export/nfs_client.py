@@ -1,8 +1,8 @@
 """Records what ranks do to the files of an export, and replays it on simulated NFS clients.
 
 A simulated client follows Linux: a write to a page that is up to date in its cache is widened to the full page (`fs/nfs/write.c`,
-`nfs_update_folio`), pages are written back at any time and in any order, and writes of other clients are only noticed when a file
-is opened. It is more pessimistic than Linux, which may notice them earlier.
+`nfs_update_folio`), pages are written back at any time and in any order, and other clients' writes are noticed only when a file
+is opened. The simulation is pessimistic: Linux may notice other clients' writes earlier.
 """
 
 import io
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PAGE_BYTES = 4096
-READ_AHEAD_PAGES = 256  # 1 MiB; Linux reads ahead 128 KiB to 15 MiB, by version and setting
+READ_AHEAD_PAGES = 256  # 1 MiB; Linux reads ahead 128 KiB to 15 MiB, depending on version and settings
 
 
 class Operation(NamedTuple):
-    """What a rank does to a file: open, truncate, write (through the cache), direct, read or close. Or a barrier of all ranks."""
+    """A rank's operation on a file (open, truncate, write through the cache, direct write, read, close), or a barrier."""
 
     kind: str
     file: str = ""
@@ -42,11 +42,11 @@ def record(patch: Callable[[Any, str, Any], None] = setattr, is_dry: bool = Fals
     """Record this process's operations on safetensors files, and its barriers.
 
     Args:
-        patch: replaces an attribute; monkeypatch.setattr in a process that goes on.
+        patch: replaces an attribute; use monkeypatch.setattr in a process that continues after the test.
         is_dry: touch no file, and keep no content.
 
     Returns:
-        The operations, while they happen.
+        A list that grows with each operation.
     """
     import safetensors
 
@@ -134,7 +134,7 @@ def check_pages(operations: Sequence[Sequence[Operation]], nodes: Sequence[int])
     """Check that each page is written on one node, and that nothing is read before all ranks have closed.
 
     Args:
-        operations: of each rank, in rank order.
+        operations: one list per rank, in rank order.
         nodes: the node of each rank.
     """
     writers: dict[tuple[str, int], int] = {}
@@ -154,7 +154,7 @@ def check_pages(operations: Sequence[Sequence[Operation]], nodes: Sequence[int])
 
 
 class Server:
-    """The files, and a number for each that changes with every write."""
+    """The files, each with a version number that changes with every write."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytearray] = defaultdict(bytearray)
@@ -182,7 +182,7 @@ class Client:
         self.pages: dict[tuple[str, int], Page] = {}
 
     def run(self, operation: Operation) -> None:
-        """Do what a rank of this node did."""
+        """Repeat the operations of a rank of this node."""
         getattr(self, f"_{operation.kind}")(operation)
 
     def _open(self, operation: Operation) -> None:
@@ -214,7 +214,7 @@ class Client:
             before = page.dirty or (low, high)
             page.dirty = min(low, before[0]), max(high, before[1])
             if page.is_up_to_date:
-                page.dirty = 0, len(page.content)  # widened
+                page.dirty = 0, len(page.content)  # widened to the full page
             page.is_up_to_date = page.dirty == (0, len(page.content))
 
     def _direct(self, operation: Operation) -> None:
@@ -240,7 +240,7 @@ class Client:
             self.write_back(key)
 
     def write_back(self, key: tuple[str, int]) -> None:
-        """Write what is dirty in a page to the server."""
+        """Write the dirty part of a page to the server."""
         page = self.pages.get(key)
         if page is None or page.dirty is None:
             return
@@ -253,7 +253,7 @@ class Client:
 
 
 def replay(operations: Sequence[Sequence[Operation]], nodes: Sequence[int], seed: int) -> dict[str, bytes]:
-    """Replay what ranks did, in a random order between the barriers, with a client for each node.
+    """Replay the ranks' operations, in a random order between the barriers, with a client for each node.
 
     Returns:
         The files on the server.
@@ -262,7 +262,7 @@ def replay(operations: Sequence[Sequence[Operation]], nodes: Sequence[int], seed
     clients = {node: Client(server, chance) for node in sorted(set(nodes))}
     split = list(zip(*map(phases, operations), strict=True))
     while all(operation.kind in ("open", "read") for own in split[-1] for operation in own):
-        split.pop()  # at the end, reading changes no file
+        split.pop()  # the reads after the last write change no file
     for phase in split:
         queues = [(clients[node], list(reversed(own))) for node, own in zip(nodes, phase, strict=True) if own]
         while queues:

@@ -1,4 +1,4 @@
-"""What an exported adapter records of its base model's config, and where that config is read from. One process."""
+"""What an exported adapter records of its base model's config, and where that config is read from, in one process."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def test_classifiers_labels_and_padding_survive_a_merge(classifier, adapter, tmp
     )
     loaded = load_export(adapter)
     assert head_of(merged) == head_of(loaded.get_base_model()) == HEAD
-    ids = torch.tensor([[5, 6, 7, 7], [8, 9, 10, 11]])  # the padding is needed for several rows
+    ids = torch.tensor([[5, 6, 7, 7], [8, 9, 10, 11]])  # batches of several rows need the padding token
     with torch.no_grad():
         expected = classifier(ids).logits
         for model in (merged, loaded):
@@ -65,7 +65,7 @@ def test_adapter_of_another_program_keeps_the_base_models_fields(adapter, tmp_pa
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Return the arguments of each AutoConfig.from_pretrained."""
+    """Return a list that gets the arguments of each call of AutoConfig.from_pretrained."""
     from transformers import AutoConfig
 
     found, read = [], AutoConfig.from_pretrained

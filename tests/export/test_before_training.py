@@ -1,4 +1,4 @@
-"""What would make the export at the end of a run fail is known before training."""
+"""Faults that would make the final export fail are reported before training."""
 
 import re
 import shutil

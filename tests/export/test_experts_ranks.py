@@ -38,7 +38,7 @@ def _train(model, data, output, lora, loader="rank0", checkpoint=None):
     ("kind", "lora", "num_adapted"),
     [
         ("gpt_oss", EXPERTS, 3),  # experts are stored as (expert, in, out)
-        ("qwen3_moe", {}, 7),  # (expert, out, in); PEFT takes all-linear to include experts and routers
+        ("qwen3_moe", {}, 7),  # (expert, out, in); PEFT's all-linear includes experts and routers
     ],
 )
 def test_adapter_of_experts_is_trained_resumed_exported_and_merged_as_pefts_own(

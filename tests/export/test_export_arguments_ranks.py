@@ -90,7 +90,7 @@ def test_rank_that_fails_while_gathering_fails_all(tiny_model, tmp_path, failing
 def _train_with_callback(model, data, output):
     from hf_fsdp_recipes import ShardedCheckpointCallback
 
-    if os.environ["WORLD_SIZE"] == "1":  # as a script that was started without a launcher
+    if os.environ["WORLD_SIZE"] == "1":  # like a script that was started without a launcher
         del os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
     callback = ShardedCheckpointCallback(export_dir=output / "export")
     trainer = build(str(model), str(data), str(output), loader="stock", steps=2, callbacks=[callback])
@@ -163,4 +163,4 @@ def test_logits_are_compared_in_the_precision_of_the_run_not_of_the_launcher(
     differences = run_ranks(
         _train_and_compare, 2, tiny_model("llama"), text_file, tmp_path, precision, environment=fsdp_environment(FSDP2)
     )
-    assert all(difference > 1e-4 for difference in differences)  # a float32 run's are 1e-6
+    assert all(difference > 1e-4 for difference in differences)  # in a float32 run, the differences are 1e-6

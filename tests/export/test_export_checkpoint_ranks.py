@@ -136,7 +136,7 @@ def test_adapters_that_changed_the_base_are_not_merged_into_its_files(start):
 
 @pytest.mark.parametrize("start", ["pissa", "olora"])
 def test_exports_of_a_model_whose_base_was_changed_are_right(start, tiny_model, tmp_path):
-    """The adapter's config makes PEFT change the base model again; the merged model holds what was trained."""
+    """The exported adapter's config makes PEFT change the base model again; the merged export has the trained weights."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -168,7 +168,7 @@ def test_changed_base_model_of_a_merge_is_one_error_on_every_process(tiny_model,
     from hf_fsdp_recipes.export.export_directory import write_marker
 
     base = shutil.copytree(tiny_model("llama"), tmp_path / "base")
-    write_marker(base, [])  # as of an export
+    write_marker(base, [])  # makes the copy an export
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**LORA))
     model.save_pretrained(tmp_path / "adapter")
     merge = (_export_offline, 2, tmp_path / "adapter", tmp_path / "merged", {"merge_adapter": True})

@@ -219,7 +219,7 @@ def move_range(export):
 def add_index(export):
     (export / "model.safetensors.index.json").write_text(
         "{}"
-    )  # of an earlier export; transformers would read its files
+    )  # an earlier export's index; transformers would read the files that it names
 
 
 def flip(export):

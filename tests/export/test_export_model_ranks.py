@@ -14,7 +14,7 @@ HYBRID = {"dp_replicate_size": 2, "dp_shard_size": 2}
 
 
 def whole_state(trainer):
-    """Gather the trained model by torch's own means, without this package."""
+    """Gather the trained model with torch's own functions, without this package."""
     from torch.distributed.fsdp import FullStateDictConfig, StateDictType
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -29,7 +29,7 @@ def whole_state(trainer):
 
 
 def _export(model, data, output, build_keywords, exports):
-    """Train, save the gathered state, and export into each directory that `exports` names, with its keywords."""
+    """Train; save the gathered state; export once per entry of `exports` (directory name: keyword arguments)."""
     from hf_fsdp_recipes import export_model
 
     trainer = build(str(model), str(data), str(output), steps=2, **build_keywords)
@@ -42,7 +42,7 @@ def _export(model, data, output, build_keywords, exports):
 
 
 def export(model, data, output, *, world_size=2, environment=None, build_keywords=None, exports=None):
-    """Return the directory of the exports, by default one named `export`, and the gathered state."""
+    """Return the directory that holds the exports (by default one, named `export`), and the gathered state."""
     arguments = (model, data, output, build_keywords or {}, exports or {"export": {}})
     run_ranks(_export, world_size, *arguments, environment=environment or fsdp_environment(FSDP2))
     return output, torch.load(output / "state.pt", weights_only=True)
@@ -257,7 +257,7 @@ def test_kill_during_export_leaves_the_checkpoint_and_no_export(tiny_model, text
             environment=fsdp_environment(FSDP2),
             timeout_seconds=60,
         )
-    assert (tmp_path / ".export.export").is_dir()  # it did die in the middle
+    assert (tmp_path / ".export.export").is_dir()  # the rank died in the middle of the export
     assert not (tmp_path / "export").exists()
     [checkpoint] = layout.list_checkpoints(tmp_path, verify=True)
     assert checkpoint.is_complete
@@ -265,4 +265,4 @@ def test_kill_during_export_leaves_the_checkpoint_and_no_export(tiny_model, text
     assert (
         load_file(exported / "model.safetensors").keys() == load_file(tiny_model("llama") / "model.safetensors").keys()
     )
-    assert not (tmp_path / ".export.export").exists()  # the next export takes its place
+    assert not (tmp_path / ".export.export").exists()  # the next export removes the incomplete one

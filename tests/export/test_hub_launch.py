@@ -26,7 +26,7 @@ def hub(monkeypatch, tmp_path):
 
 
 def run_online(arguments):
-    """Run the recipe on a forked rank; huggingface_hub, imported before the fork, was told to stay offline."""
+    """Run the recipe on a forked rank in online mode; huggingface_hub was imported in offline mode before the fork."""
     constants.HF_HUB_OFFLINE = False
     run_recipe(arguments)
 

@@ -21,7 +21,7 @@ def write(start, content):
 
 @pytest.mark.parametrize("reads_while_writing", [True, False])
 def test_simulated_clients_share_a_page_only_until_one_has_read_it(reads_while_writing):
-    """With NFS, two nodes may write to parts of a page, unless it is up to date in one's cache."""
+    """On NFS, two nodes may write to parts of one page, unless one node's cache holds that page up to date."""
     opened, barrier = Operation("open", "x"), Operation("barrier")
     first = [opened, Operation("truncate", "x", num_bytes=PAGE), barrier, opened]
     first += [Operation("read", "x", 0, 100)] if reads_while_writing else []
@@ -69,7 +69,7 @@ def model_on_meta(kind):
 
 
 def shards_of(parameters, rank, num_ranks):
-    """Return what FSDP2 gives to a rank, as zeros."""
+    """Return the shards that FSDP2 gives to a rank, filled with zeros."""
     shards = []
     for name, shape, parts in parameters:
         first, count = row_range(shape, num_ranks, rank)
@@ -90,7 +90,7 @@ def shards_of(parameters, rank, num_ranks):
     ],
 )
 def test_each_page_is_written_on_one_node(kind, num_nodes, ranks_per_node, max_shard_size, tmp_path, monkeypatch):
-    """No processes: every rank's writer runs in turn, and rank 0's writes what the others would send."""
+    """Runs in one process: each rank's writer in turn; rank 0's writer also writes what the others would send."""
     model, num_ranks = model_on_meta(kind), num_nodes * ranks_per_node
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     parameters = [(name, shapes[name], parts) for name, parts in split_parameters(model, shapes).items()]

@@ -51,7 +51,7 @@ def _record(output, kinds, ranks_per_node):
 
     dist.init_process_group("gloo")
     distributed.node_id = lambda: f"node {dist.get_rank() // ranks_per_node}"
-    direct_io.MIN_DIRECT_BYTES = 16 * 1024  # also for the ranges of eight ranks
+    direct_io.MIN_DIRECT_BYTES = 16 * 1024  # below the size of eight ranks' ranges
     operations, recorded = record(), {}
     for kind in kinds:
         operations.clear()
@@ -98,7 +98,7 @@ def test_exports_of_two_nodes_are_right_on_nfs(tmp_path, world_size, ranks_per_n
 
 
 def test_exports_of_earlier_versions_were_wrong_on_nfs(tmp_path):
-    """On one node, ranks write as they did on any number of nodes."""
+    """Ranks on one node write today as earlier versions wrote on any number of nodes."""
     recorded = record_ranks(tmp_path / "node", 2, 2)
     for kind, operations in recorded.items():
         with pytest.raises(AssertionError, match="is written on two nodes"):

@@ -1,4 +1,4 @@
-"""Exports keep to what vLLM's loader (read in vLLM 0.32) relies on; vLLM and llama.cpp run them where they are installed."""
+"""Exports have what vLLM's loader (source of vLLM 0.32) relies on; vLLM and llama.cpp, if installed, run the exports."""
 
 import importlib.util
 import json
@@ -26,14 +26,14 @@ def lora(model):
     config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = get_peft_model(model, config)
     for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:  # zeros so far, which would change nothing
+        if "lora_B" in name:  # initially zeros, which would change nothing
             torch.nn.init.normal_(parameter, std=0.2)
     return adapted
 
 
 @pytest.fixture(scope="module")
 def exports(tiny_model, tmp_path_factory):
-    """Return the directories of a single file, of several files, of an adapter, and of that adapter merged."""
+    """Return four export directories: a single file, several files, an adapter, and that adapter merged."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source, root = tiny_model("llama_tied", "bfloat16"), tmp_path_factory.mktemp("exports")
@@ -56,7 +56,7 @@ FULL = ("one_file", "files", "merged")
 
 @pytest.mark.parametrize("kind", FULL)
 def test_every_weight_is_in_one_file_that_the_index_names_and_there_is_no_other_file(exports, kind):
-    # model_executor/model_loader/weight_utils.py: all *.safetensors are read, or those of the index, which must exist
+    # vLLM's model_executor/model_loader/weight_utils.py reads all *.safetensors, or the index's files, which must exist
     directory, index = exports[kind], exports[kind] / "model.safetensors.index.json"
     files = {file.name: set(load_file(file)) for file in directory.glob("*.safetensors")}
     held = [name for names in files.values() for name in names]
@@ -88,13 +88,13 @@ def test_config_states_class_dtype_and_tied_weights_and_the_tokenizer_is_there(e
     assert config["tie_word_embeddings"] is True
     assert "quantization_config" not in config
     dtypes = {t.dtype for file in exports[kind].glob("*.safetensors") for t in load_file(file).values()}
-    assert dtypes == {getattr(torch, config["dtype"])}  # what vLLM's --dtype auto takes
+    assert dtypes == {getattr(torch, config["dtype"])}  # the dtype that vLLM's --dtype auto uses
     assert AutoTokenizer.from_pretrained(exports[kind]).chat_template
     assert GenerationConfig.from_pretrained(exports[kind]).eos_token_id == config["eos_token_id"]
 
 
 def test_adapter_has_the_names_rank_and_features_that_vllm_accepts(exports):
-    # lora/peft_helper.py: what is refused; lora/utils.py: parse_fine_tuned_lora_name; lora/lora_model.py: the file's name
+    # vLLM: lora/peft_helper.py refuses settings; lora/utils.py parses tensor names; lora/lora_model.py has the file's name
     config = json.loads((exports["adapter"] / "adapter_config.json").read_text())
     assert config["r"] in VLLM_RANKS and config["lora_alpha"] == 16 and config["base_model_name_or_path"]
     assert config["target_modules"] and not config["modules_to_save"] and config["bias"] == "none"
@@ -174,7 +174,7 @@ def test_llama_cpps_converter_keeps_the_weights_and_the_greedy_tokens(tmp_path):
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    # llama.cpp knows byte-level tokenizers by the tokens of a text, so only published ones; this one is of Llama 2's kind.
+    # llama.cpp identifies byte-level tokenizers by their tokens for a text and knows only published ones, so use Llama 2's kind.
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyz"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True))

@@ -1,4 +1,4 @@
-"""What an export is made from stays as it is. One process."""
+"""An export never changes its sources. Runs in one process."""
 
 import errno
 import fcntl
@@ -17,7 +17,7 @@ from tests.ranks.training import LORA
 
 @pytest.fixture
 def base(tiny_model, tmp_path):
-    """Return an earlier export that an export may replace, as it has a valid marker."""
+    """Return an earlier export with a valid marker, which a new export may replace."""
     directory = shutil.copytree(tiny_model("llama"), tmp_path / "base")
     export_directory.write_marker(directory, [])
     return directory

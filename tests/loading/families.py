@@ -1,4 +1,4 @@
-"""The architectures of transformers, each as the config of a tiny model, and what docs/models.md says of them."""
+"""Configs of tiny models for the architectures of transformers, and the lists of architectures in docs/models.md."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Tiny checkpoints in FP8 and MXFP4, as models are published in them, and what transformers makes of them."""
+"""Tiny checkpoints in FP8 and MXFP4, in the layouts of published models, and the weights that transformers reads from them."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ SMALL = {
 }
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [16, 16]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-# Of each kind of model: its config, its quantization config, and the dtype of its scales.
+# For each kind of model: config, quantization config, and dtype of the scales.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], torch.dtype]] = {
     "qwen3": (
         {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": False},
@@ -58,7 +58,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], torch.dtype]] = {
 
 
 def make(directory: Path, kind: str, **fields: Any) -> Path:
-    """Write a checkpoint with random weights, quantized ones in the layers' projections; `fields` change its config."""
+    """Write a checkpoint with random weights and quantized projections in the layers; `fields` change its config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tests.conftest import make_tokenizer

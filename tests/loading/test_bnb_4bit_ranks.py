@@ -21,7 +21,7 @@ def test_quantizing_in_parts_gives_the_bytes_of_quantizing_at_once(monkeypatch, 
     from hf_fsdp_recipes.loading import bnb_4bit
 
     monkeypatch.setattr(bnb_4bit, "CPU_CHUNK_ELEMENTS", 1024)
-    weight = torch.randn(96, 52, dtype=torch.bfloat16)  # neither whole parts nor whole blocks
+    weight = torch.randn(96, 52, dtype=torch.bfloat16)  # a multiple of neither the chunk size nor the block size
     recipe = bnb_4bit.Quant4bitSpec((96, 52), torch.bfloat16, False, quant_type, nested, torch.bfloat16)
     packed, state = recipe.quantize(weight.clone().view(-1))
     expected, expected_state = quantize_4bit(
@@ -56,7 +56,7 @@ def test_fsdp2_losses_equal_stock_qlora(tiny_model, text_file, tmp_path, kind, w
 
 
 def test_fsdp1_losses_equal_stock_qlora(tiny_model, text_file, tmp_path):
-    # FSDP1 flattens a unit, so all of it has one dtype: TRL makes adapters of 4-bit models bfloat16.
+    # FSDP1 flattens a unit, so the unit has one dtype: TRL makes adapters of 4-bit models bfloat16.
     storage = {"bnb_4bit_quant_storage": "bfloat16", "bnb_4bit_compute_dtype": "bfloat16"}
     environment = fsdp_environment(FSDP1, precision="bf16")
     keywords = {"dtype": "bfloat16", "bf16": True, "quantization": NF4 | storage}
@@ -97,7 +97,7 @@ def test_integer_storage_is_changed_to_one_that_is_sharded(tiny_model, text_file
         _packed_parameters, 2, tiny_model("llama", "bfloat16"), text_file, tmp_path, keywords, environment=environment
     )
     for local, _ in found:
-        # 32 x 32 weights: 512 packed bytes, 256 bfloat16 items, half of them here
+        # 32 x 32 weights are 512 packed bytes, or 256 bfloat16 items; each of the two ranks has half of them
         assert local["model.layers.0.self_attn.q_proj.weight"] == ("torch.bfloat16", 128)
 
 
@@ -159,7 +159,7 @@ def _num_parameters(model_dir, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parameters_are_counted_as_if_they_were_not_packed(tiny_model, dtype):
-    """`verify_export: auto` compares this count with its limit."""
+    """`verify_export: auto` compares the number of parameters with its limit."""
     environment = fsdp_environment(FSDP2)
     [(num_plain, num_packed, num_elements)] = run_ranks(
         _num_parameters, 1, tiny_model("llama"), dtype, environment=environment
@@ -177,7 +177,7 @@ def _error_of_4bit_load(model_dir):
 
 def test_fused_experts_are_refused_on_all_ranks_unless_they_are_skipped_by_name(tiny_model):
     messages = run_ranks(_error_of_4bit_load, 2, tiny_model("gpt_oss"), environment=fsdp_environment(FSDP2))
-    num_bytes = 2 * 3 * (32 * 96 + 48 * 32) * 2  # layers, experts, both weights, bfloat16
+    num_bytes = 2 * 3 * (32 * 96 + 48 * 32) * 2  # layers x experts x (sizes of both weights) x bytes of bfloat16
     assert messages[0] == messages[1]
     assert (
         f"such as model.layers.0.mlp.experts.gate_up_proj, would stay in torch.bfloat16, {format_bytes(num_bytes)} of"

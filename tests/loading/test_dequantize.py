@@ -1,4 +1,4 @@
-"""Any range of a quantized weight is dequantized as transformers dequantizes all of it; what cannot be is refused by name."""
+"""Any dequantized range of a weight equals transformers' result; weights that cannot be dequantized are refused by name."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from tests.loading import quantized
 
 
 def read_whole_and_in_ranges(directory, tensors, quantization, dtype):
-    """Return a weight that was read in ranges of several lengths, none of them whole rows, each by the same number of bytes."""
+    """Yield a weight three times: read in one range, in ranges of 7 elements, and in ranges of 41 elements."""
     from transformers import LlamaConfig
 
     save_file(tensors, directory / "model.safetensors")
@@ -49,7 +49,7 @@ def test_any_range_of_fp8_is_what_transformers_dequantizes(tmp_path, shape, scal
 
 @pytest.mark.parametrize("shape", [(52, 24), (40, 16), (3, 40, 24)])
 def test_blocks_at_the_edges_may_be_smaller(tmp_path, shape):
-    """transformers 5.23 refuses such weights, or divides them into equal blocks; filled up with zeros it has them right."""
+    """transformers 5.23 refuses such weights or divides them into equal blocks; padded with zeros, it reads them correctly."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     torch.manual_seed(0)
@@ -157,7 +157,7 @@ def test_without_fsdp_the_model_is_dequantized_too(tmp_path, monkeypatch, kind):
     directory = quantized.make(tmp_path / "model", kind)
     model = load_model(directory)
     assert not hasattr(model.config, "quantization_config")
-    model.save_pretrained(tmp_path / "saved")  # transformers' own model would be quantized again
+    model.save_pretrained(tmp_path / "saved")  # a model that transformers had loaded would be quantized again
     monkeypatch.undo()
     expected, saved = quantized.stock_state(directory), AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     for state in (model.state_dict(), saved.state_dict()):

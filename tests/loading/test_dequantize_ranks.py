@@ -1,4 +1,4 @@
-"""FP8 and MXFP4 checkpoints, dequantized on the way into the shards of real gloo ranks as transformers dequantizes them."""
+"""FP8 and MXFP4 checkpoints, dequantized into the shards of real gloo ranks, have the values that transformers computes."""
 
 import json
 
@@ -59,7 +59,7 @@ def test_shards_and_export_are_what_transformers_dequantizes(tmp_path, kind):
 def test_fsdp1_and_another_dtype_are_dequantized_alike(tmp_path, kind):
     model = quantized.make(tmp_path / "model", kind)
     load_and_export(model, tmp_path, FSDP1, export={"dtype": "float32", "verify": "full"})
-    # transformers leaves a weight that is not quantized in bfloat16
+    # transformers leaves unquantized weights in bfloat16
     expected = {name: tensor.float() for name, tensor in quantized.stock_state(model, "float32").items()}
     assert_loads_as(tmp_path / "export", expected)
 

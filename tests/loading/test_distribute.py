@@ -73,12 +73,12 @@ def test_a_changed_element_is_found(monkeypatch, verifies_all):
 
 class Done:
     def wait(self):
-        """Return at once, as a request that is complete."""
+        """Return immediately, like a completed request."""
 
 
 @pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 8), (64, 8)])
 def test_rank_0_sends_the_model_once_whatever_the_number_of_ranks(monkeypatch, num_nodes, ranks_per_node):
-    """Rank 0's own loop, with stubs in place of the other ranks."""
+    """Runs rank 0's loop with stubs in place of the other ranks."""
     monkeypatch.setattr(distribute, "BUCKET_BYTES", 1024)
     memory = torch.empty(distribute.NUM_SLOTS * 1024, dtype=torch.uint8)
     first_ranks = range(0, num_nodes * ranks_per_node, ranks_per_node)

@@ -1,4 +1,4 @@
-"""The tensor names of every architecture, from its config alone: what transformers saves, load_model reads, and an export has."""
+"""For every architecture, from its config alone: load_model reads and an export writes the tensor names that transformers saves."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def find_fault(config):
     saved = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, dict(own)).items()}
     parts = split_parameters(model, {name: tuple(tensor.shape) for name, tensor in own.items()})
     exported = {part.tensor: part.shape for ranges in parts.values() for part in ranges}
-    # Parameters that cannot be split keep transformers' own name.
+    # Parameters that cannot be split keep their name in the transformers model.
     if different := {name for name in exported.keys() - saved.keys() if name not in own}:
         return f"names that transformers does not save: {sorted(different)[:3]}"
     for shapes in (saved, exported):

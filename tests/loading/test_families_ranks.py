@@ -1,4 +1,4 @@
-"""Every architecture of transformers that can be made small: loaded into shards on two ranks, exported, and read again."""
+"""Every architecture of transformers that can be made small is loaded into shards on two ranks, exported, and read again."""
 
 import functools
 import shutil
@@ -13,12 +13,12 @@ MAX_PARAMETERS = 700_000_000  # vision towers keep their width
 
 
 def round_trips(auto_class, types, folder):
-    """Return {type: "" or why not} on rank 0."""
+    """Return on rank 0 {model type: empty string, or why its round trip failed}."""
     from accelerate import PartialState
 
     from hf_fsdp_recipes import distributed
 
-    PartialState(cpu=True)  # otherwise both ranks would make the first model
+    PartialState(cpu=True)  # before the first model, or else both ranks would make it
     results = {}
     for model_type in types:
         source = folder / model_type

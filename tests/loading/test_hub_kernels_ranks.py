@@ -1,4 +1,4 @@
-"""Kernels from the Hub in models from `load_model`. The kernels are a local repository, because there is no network.
+"""Kernels from the Hub in models from `load_model`. A local repository stands in for the Hub, so no network is needed.
 
 Most of these tests need the version of the kernels package that transformers supports, and are skipped without it.
 """

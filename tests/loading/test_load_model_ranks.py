@@ -1,4 +1,4 @@
-"""The loader and stock loading give the same losses to the last digit, on real gloo ranks."""
+"""`load_model` and stock loading give the same losses to the last digit, on real gloo ranks."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_hybrid_losses_equal_stock_loading(tiny_model, text_file, tmp_path):
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_other_numbers_of_ranks_equal_stock_loading(tiny_model, text_file, tmp_path, world_size):
-    # 307 rows of vocabulary and 5 experts divide over neither 2 nor 3 ranks; biases have fewer rows than some worlds.
+    # Neither 2 nor 3 divides the vocabulary's 307 rows or the 5 experts; some biases have fewer rows than there are ranks.
     stock, ours = both(tiny_model("qwen3_moe"), text_file, tmp_path, fsdp_environment(FSDP2), world_size=world_size)
     assert ours == stock
 
@@ -93,7 +93,7 @@ def test_offload_equals_stock_loading(tiny_model, text_file, tmp_path):
 
 
 def _shards(model_dir, data, output, keywords):
-    """Return every parameter whole, gathered from the shards, after loading and before any step."""
+    """Return every full parameter, gathered from the shards, after loading and before any step."""
     import torch
 
     trainer = build(str(model_dir), str(data), str(output), steps=1, **keywords)
@@ -123,7 +123,7 @@ def test_every_value_arrives_on_four_ranks_that_read_directly(tiny_model, text_f
 
 
 def _shards_through_small_buckets(model_dir, data, output, keywords, nodes, blind_rank):
-    """As `_shards`, in many buckets; `nodes` has each rank's node, and `blind_rank` cannot share memory."""
+    """Like `_shards`, but with many small buckets; `nodes` has each rank's node, and `blind_rank` cannot share memory."""
     from hf_fsdp_recipes import distributed
     from hf_fsdp_recipes.loading import distribute, shared_memory
 
@@ -171,7 +171,7 @@ def test_fsdp1_units_are_verified_on_other_nodes(tiny_model, text_file, tmp_path
 
 
 def _auto_choice(model_dir, data, output, blind_rank):
-    """Return whether `source="auto"` let every rank read; `blind_rank` sees none of the files."""
+    """Return whether `source="auto"` makes every rank read; `blind_rank` cannot see the files."""
     from hf_fsdp_recipes import distributed, load_model
     from hf_fsdp_recipes.errors import LoadError
     from hf_fsdp_recipes.loading import load_model as module
@@ -282,7 +282,7 @@ SOURCES = [{"source": "rank0"}, {"source": "direct"}]
 
 @pytest.fixture
 def export(tiny_model, tmp_path):
-    """Return an export of several files; each is one range in its marker."""
+    """Return an export of several files; its marker has one checksum range per file."""
     from hf_fsdp_recipes.export.export_directory import write_marker
 
     directory = shutil.copytree(tiny_model("llama", "float32", "40KB"), tmp_path / "one" / "export")
@@ -318,7 +318,7 @@ def test_ranks_share_the_verification_of_an_export_and_raise_the_same_error(expo
 
 
 def test_each_copy_of_an_export_is_verified_if_it_is_read(export, tmp_path):
-    copy = shutil.copytree(export, tmp_path / "two" / "export")  # as on another node's disk
+    copy = shutil.copytree(export, tmp_path / "two" / "export")  # stands for another node's disk
     _flip_last_byte(copy / "config.json")
     (tmp_path / "none").mkdir()
     places = [export.parent, copy.parent, tmp_path / "none"]
@@ -470,7 +470,7 @@ def test_tensor_that_the_checkpoint_lacks_is_initialized_equally_on_all_ranks_if
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_dora_losses_equal_stock_loading(tiny_model, text_file, tmp_path, world_size):
-    # B is random here, so that the norms are those of the sum.
+    # LoRA's B is random here, so that DoRA's norms depend on the adapter too.
     dora = LORA | {"use_dora": True, "init_lora_weights": False}
     model, environment = tiny_model("llama"), fsdp_environment(FSDP2)
     stock, ours = both(model, text_file, tmp_path, environment, world_size, lora=dora)
@@ -520,7 +520,7 @@ def test_adapter_computed_from_base_weights_is_pefts_own(tiny_model, text_file, 
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in merged.items())
     base = AutoModelForCausalLM.from_pretrained(tiny_model("llama"))
     expected = PeftModel.from_pretrained(base, tmp_path / "ours" / "adapter").merge_and_unload().state_dict()
-    for name, tensor in expected.items():  # PEFT computes the changed base weights again
+    for name, tensor in expected.items():  # to load the adapter, PEFT changes the base weights again
         torch.testing.assert_close(merged[name], tensor, rtol=0, atol=1e-5)
 
 

@@ -103,7 +103,7 @@ def model_of(tmp_path_factory):
 
 
 def rows_for(model):
-    """Return training rows with the labels that the model's loss takes."""
+    """Return training rows with labels for the model's loss."""
     generator = torch.Generator().manual_seed(1)
     rows = []
     for number in range(8):
@@ -115,7 +115,7 @@ def rows_for(model):
 
 
 def _train(directory, output, loader="rank0", resume=None, lora=None, exports=None, auto_class=None, fields=None):
-    """Train 3 steps, saving each; save the gathered state as state.pt; export; return the losses."""
+    """Train 3 steps with a save after each, write the gathered state to state.pt, export, and return the losses."""
     from hf_fsdp_recipes.patches import cpu_ranks
 
     cpu_ranks.enable()
@@ -126,7 +126,7 @@ def _train(directory, output, loader="rank0", resume=None, lora=None, exports=No
     from hf_fsdp_recipes.export.verify_logits import check_logits
     from tests.export.test_export_model_ranks import whole_state
 
-    set_seed(3 if loader == "stock" else 3 + 10 * int(os.environ["RANK"]))  # rank 0's new head arrives everywhere
+    set_seed(3 if loader == "stock" else 3 + 10 * int(os.environ["RANK"]))  # all ranks must get rank 0's new head
     if loader == "stock":
         declared = auto_class or json.loads((directory / "config.json").read_text())["architectures"][0]
         model = getattr(transformers, declared).from_pretrained(directory, **(fields or {}))
@@ -187,7 +187,7 @@ def test_class_loads_trains_resumes_and_exports_as_declared(model_of, tmp_path, 
     from hf_fsdp_recipes import export_checkpoint
 
     source = model_of(kind)
-    # Accelerate refuses the classes that Gemma 3's vision tower lists but does not have; load_model leaves them out.
+    # Gemma 3's vision tower lists layer classes that it does not have: Accelerate refuses them, load_model omits them.
     wrapped = FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "SiglipEncoderLayer,Gemma3DecoderLayer"}
     stock = train(source, tmp_path / "stock", loader="stock", fsdp=wrapped if kind == "gemma3" else FSDP2)
     losses = train(source, tmp_path / "ours", exports={"export": {}})

@@ -1,4 +1,4 @@
-"""New weights come from the model's own initialization, are the same for any number of ranks, and never fill rank 0."""
+"""New weights come from the model's own initialization, are equal for any number of ranks, and never fill rank 0's memory."""
 
 import hashlib
 
@@ -41,7 +41,7 @@ def test_spread_is_what_the_model_declares(tiny_model):
     )
     layers = len([m for m, leaf in reads if m.endswith("attn.c_proj") and leaf == "weight"])
     assert plain.std().item() == pytest.approx(0.02, rel=0.1)
-    assert scaled.std().item() == pytest.approx(0.02 / (2 * layers) ** 0.5, rel=0.1)  # the parent module does this
+    assert scaled.std().item() == pytest.approx(0.02 / (2 * layers) ** 0.5, rel=0.1)  # initialized by the parent module
 
 
 def _full_parameters(config, output):

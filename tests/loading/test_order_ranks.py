@@ -1,4 +1,4 @@
-"""TrainingArguments may be made before the model is loaded, as in most scripts, also without the callback."""
+"""TrainingArguments may be created before the model is loaded, as in most scripts, even without the callback."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Ranks of one node share memory, which leaves nothing behind."""
+"""Ranks of one node share memory, and no open file is left afterwards."""
 
 import os
 from pathlib import Path

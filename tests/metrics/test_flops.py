@@ -90,7 +90,7 @@ def test_adapter_of_experts_counts_for_the_experts_of_a_token():
     targets = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
     model = get_peft_model(build("qwen3_moe"), LoraConfig(r=4, **targets))
     sizes = (32 + 2 * 24) + (24 + 32)  # in and out of both products
-    assert count_flops(model).trainable_parameters == 2 * 2 * 4 * sizes  # layers, experts of a token, rank
+    assert count_flops(model).trainable_parameters == 2 * 2 * 4 * sizes  # layers, experts per token, LoRA rank
 
 
 def test_attention_flops_use_sequence_and_window_lengths():

@@ -53,7 +53,7 @@ def test_batch_without_mask_or_positions_counts_in_full():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock, and a function that lets time pass."""
+    """A running clock, and a function that advances its time."""
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
@@ -79,7 +79,7 @@ def test_time_counts_for_the_phase_that_a_mark_ends(clock):
     assert running.pop() == dict.fromkeys(PHASES, 0.0) | {"data": 2.0, "forward_backward": 9.0, "optimizer": 2.0}
     passes(3)
     running.mark("other")
-    assert sum(running.pop().values()) == 3.0  # only what came after
+    assert sum(running.pop().values()) == 3.0  # only the time since the last pop
 
 
 def test_save_during_the_data_phase_is_counted_apart_even_if_it_fails(clock):
@@ -128,7 +128,7 @@ class Device:
                 device.waited += 1
 
             def elapsed_time(self, other):
-                return (other.at - self.at) * 1e3  # milliseconds, as torch has it
+                return (other.at - self.at) * 1e3  # milliseconds, as in torch
 
         self.Event = Event
 
@@ -165,7 +165,7 @@ def test_valley_and_peak_are_reset_together():
     device.peak = 90
     assert memory.pop() == (20, 10, 90, 95)
     assert device.resets == 1
-    assert memory.pop()[1] == 20  # without a step the valley is what is allocated now
+    assert memory.pop()[1] == 20  # without a step, the valley is the memory allocated now
 
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
@@ -243,4 +243,4 @@ def test_resumed_file_keeps_earlier_steps_and_drops_only_the_incomplete_line(tmp
     assert [entry.get("step", entry.get("run")) for entry in entries] == ["a", 1, 2, "a", 3]
     assert list(path.parent.iterdir()) == [path]
     metrics_file.begin(path, 0, [])
-    assert metrics_file.read_metrics(path) == []  # a run that starts over is another run
+    assert metrics_file.read_metrics(path) == []  # a run from step 0 starts a new file

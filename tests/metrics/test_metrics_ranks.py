@@ -9,7 +9,7 @@ from tests.ranks.training import LORA, build
 
 
 class Reporter(TrainerCallback):
-    """In the position of the callbacks of `report_to`: before those that a Trainer is given."""
+    """Stands for the callbacks of `report_to`, which Trainer calls before the callbacks that it is given."""
 
     def __init__(self):
         self.logs = []
@@ -58,7 +58,7 @@ def test_token_counts_exclude_padding(kind, tiny_model, text_file, tmp_path):
     for i, entry in enumerate(steps):
         rows = [lengths for _, batched in results for lengths in batched[i * batches : (i + 1) * batches]]
         assert entry["tokens"] == sum(length for lengths in rows for length in lengths)
-    if kind == "padding":  # with a mask, upstream's counts are right too
+    if kind == "padding":  # with an attention mask, the upstream counts are right too
         assert sum(entry["tokens"] for entry in steps) == steps[-1]["num_input_tokens_seen"] == steps[-1]["num_tokens"]
 
 
@@ -90,7 +90,7 @@ def test_metrics_of_every_step_are_written(fsdp, lora, tiny_model, text_file, tm
         assert entry["step_seconds"] == pytest.approx(training, abs=1e-4)
     assert steps[2]["seconds"]["evaluation"] > 0 and steps[1]["seconds"]["evaluation"] == 0
     assert {path.name for path in tmp_path.iterdir()} >= {"report.md", "loss.png", "throughput.png", "memory.png"}
-    for logs, _ in results:  # what wandb and similar reporters get, on every rank
+    for logs, _ in results:  # the logs that wandb and similar reporters get, on every rank
         logged = [line for line in logs if "loss" in line]
         assert [line["tokens_per_second"] for line in logged] == [entry["tokens_per_second"] for entry in steps]
         final = logs[-1]["average_tokens_per_second"]

@@ -73,7 +73,7 @@ def test_tables_show_what_was_measured(reported):
     assert found["batch size"] == "16 = 4 per rank x 2 ranks x 2 accumulated"
     assert found["evaluation loss, last"] == "0.5000"
     assert found["step time, median"] == "2.00 s"
-    assert found["throughput, mean, padding excluded"] == "100 tokens/s (50 per rank)"  # not the 1 of the warm-up
+    assert found["throughput, mean, padding excluded"] == "100 tokens/s (50 per rank)"  # excludes the warm-up's 1
     assert found["MFU"] == "40.0% of dense peak FLOP/s"
     assert found["host memory, peak over logged steps, largest rank"] == "0.20 GB"
     assert found["device memory allocated, peak, largest rank"] == "74.00 GB"
@@ -96,7 +96,7 @@ def test_plot_is_a_png_with_lines_in_it(name, reported):
     pixels = matplotlib.image.imread(reported / name)
     assert pixels.shape[0] > 400 and pixels.shape[1] > 800
     rgb = (pixels[..., :3] * 255).round()
-    for color in ((0x1F, 0x5A, 0x8C), (255, 255, 255)):  # a line, not axes alone
+    for color in ((0x1F, 0x5A, 0x8C), (255, 255, 255)):  # the plot has a line, not only axes
         assert (rgb == color).all(axis=-1).any()
 
 
@@ -129,7 +129,7 @@ def test_throughput_plot_shows_the_warm_up_apart_and_the_phases_of_a_step():
     assert {value for _, value in series(speed)["as logged"]} == {100.0}
     assert labels(split) == ("Time per step", "optimizer step", "seconds per step")
     bars = {container.get_label(): container for container in split.containers}
-    assert list(bars) == ["data", "forward + backward", "optimizer"]  # not the phases that took no time
+    assert list(bars) == ["data", "forward + backward", "optimizer"]  # phases that took no time are left out
     assert [bar.get_height() for bar in bars["forward + backward"]] == [1.25] * 40
     top = bars["optimizer"][0]
     assert top.get_y() + top.get_height() == 2.0

@@ -28,7 +28,7 @@ def train(model, data, output, tracker):
     if tracker == "wandb":
         import wandb
 
-        wandb.finish()  # at exit otherwise, which forked ranks skip
+        wandb.finish()  # wandb does this at exit, which forked ranks skip
 
 
 def read_tensorboard(folder):

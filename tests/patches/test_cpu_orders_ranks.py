@@ -1,4 +1,4 @@
-"""On CPU ranks, every order of building a run trains on all ranks, or fails with one sentence before training."""
+"""On CPU ranks, a run trains on all ranks or fails with one sentence before training, in whatever order it is built."""
 
 import os
 
@@ -12,7 +12,7 @@ LATE = ["arguments trainer callback", "accelerator model trainer"]
 
 
 def _train_in_order(order, model_dir, data_file, output_dir):
-    """Build a run as a user's script might, with everything from the launcher's environment, and return its losses."""
+    """Build a run in the given order, configured by the launcher's environment alone; return its losses."""
     os.environ.pop("ACCELERATE_USE_CPU", None)  # accelerate launch does not set it for FSDP configs
     from accelerate import Accelerator
     from datasets import Dataset

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 # Two ranks' groups in one process. The main thread holds the GIL from the end of the collective to the end of the
-# interpreter, so gloo's workers, which need it to let go of the tensors, are still waiting for it at shutdown.
+# interpreter. Gloo's workers need the GIL to release the tensors, so they are still waiting for it at shutdown.
 SCRIPT = """
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
@@ -55,5 +55,5 @@ def test_rank_keeps_its_exit_status_when_gloo_workers_wait_for_the_gil(ending, e
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="CPython no longer ends such threads by unwinding them")
 def test_torch_still_aborts_without_the_workaround():
-    """When this fails, torch has fixed the race: remove wait_for_gloo_at_exit."""
+    """If this test fails, torch has fixed the race: remove wait_for_gloo_at_exit."""
     assert any(exit_status("", "") == -signal.SIGABRT for _ in range(3))

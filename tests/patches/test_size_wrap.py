@@ -1,4 +1,4 @@
-"""The patch of size-based wrapping leaves other models alone."""
+"""The patch of size-based wrapping does not change models that are wrapped by class."""
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin

@@ -1,4 +1,4 @@
-"""Upstream code that this package relies on: these tests fail when it moves."""
+"""Upstream code that this package relies on: these tests fail when that code changes."""
 
 import inspect
 import subprocess
@@ -64,7 +64,7 @@ def test_trainer_asks_for_saves_through_the_flag_that_the_callback_clears():
 
 @pytest.fixture
 def fresh_registry(monkeypatch):
-    """The registry, as if nothing had been applied."""
+    """The registry, as if no patch had been applied."""
     from hf_fsdp_recipes.patches import registry
 
     monkeypatch.setattr(registry, "_applied", set())
@@ -77,7 +77,7 @@ def test_every_patch_finds_its_target():
     patches = registry.all_patches()
     assert len({patch.target for patch in patches}) == len(patches)
     for patch in patches:
-        patch.find()  # raises PatchError if upstream has moved
+        patch.find()  # raises PatchError if the upstream code has changed
 
 
 @pytest.mark.parametrize("feature", ["cpu ranks", "size wrap", "loading", "checkpointing"])
@@ -139,7 +139,7 @@ def test_fsdp1_refreshes_its_parameter_views_in_the_same_function():
 
 
 def _find_patched():
-    """Return the patched functions in a fork of a process that has imported all of the package, in tests/ranks/preload.py."""
+    """Return the patched functions; runs in a fork of a process that imports the full package (tests/ranks/preload.py)."""
     from hf_fsdp_recipes.patches import registry
 
     wrapper = registry._wrap(print, print).__code__

@@ -20,14 +20,14 @@ Maker = Callable[["Inputs"], Changes]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a test gives the functions of this module.
+    """The arguments that a test passes to the functions of this module.
 
     Attributes:
         folder: an empty folder for broken copies.
-        output: the run's output_dir, with a few files of a user.
-        model: makes a valid tiny model of a kind.
-        checkpoint: trains a run once, of a kind, and returns its last checkpoint.
-        mount: mounts a file system of a few bytes in a directory.
+        output: the run's output_dir, which has a few files of a user.
+        model: makes a valid tiny model of the given kind.
+        checkpoint: returns the last checkpoint of a run of the given kind, which is trained once.
+        mount: mounts a file system of the given size in bytes in a directory.
     """
 
     folder: Path
@@ -53,12 +53,12 @@ def model(change: Callable[[Path], None], kind: str = "llama", **options: Any) -
 
 
 def sharded_model(change: Callable[[Path], None]) -> Maker:
-    """As `model`, with an index and several files of weights."""
+    """Like `model`, but with an index and several weight files."""
     return model(change, max_shard_size="60KB")
 
 
 def new_model(**changes: Any) -> Maker:
-    """Train a new model from the config of a tiny one."""
+    """Train a new model with the config of a tiny model."""
 
     def make(inputs: Inputs) -> Changes:
         directory = inputs.model("llama")
@@ -88,7 +88,7 @@ def write(name: str, content: str | bytes) -> Callable[[Path], None]:
 
 
 def remove(*names: str) -> Callable[[Path], None]:
-    """Remove files by pattern."""
+    """Remove the files that match the patterns."""
 
     def change(directory: Path) -> None:
         for name in names:
@@ -119,7 +119,7 @@ def protect(name: str = ".") -> Callable[[Path], None]:
 
 
 def header(change_header: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    """Change the header of model.safetensors, and leave the bytes of its tensors as they are."""
+    """Change the header of model.safetensors, but not the bytes of its tensors."""
 
     def change(directory: Path) -> None:
         file = directory / "model.safetensors"
@@ -239,7 +239,7 @@ def unreadable_rows(inputs: Inputs) -> Changes:
 
 
 def chat_rows(change: Callable[[Path], None], **changes: Any) -> Maker:
-    """Chat rows for a model whose directory is changed."""
+    """Write chat rows, and change the directory of the model."""
 
     def make(inputs: Inputs) -> Changes:
         return rows([{"messages": [USER, ASSISTANT]}] * 8)(inputs) | model(change)(inputs) | changes
@@ -251,7 +251,7 @@ def chat_rows(change: Callable[[Path], None], **changes: Any) -> Maker:
 
 
 def foreign_export(name: str, files: tuple[str, ...] = ("config.json", "notes.txt"), **changes: Any) -> Maker:
-    """Put a directory that this package did not write where an export would go."""
+    """At the path of an export, put a directory that another program wrote."""
 
     def make(inputs: Inputs) -> Changes:
         (inputs.output / name).mkdir()
@@ -314,7 +314,7 @@ def full_disk(num_bytes: int, fill: bool = False, **changes: Any) -> Maker:
 
 
 def used_output(inputs: Inputs) -> Changes:
-    """Let a new run, which does not resume, use the directory of an earlier one."""
+    """Let a new run, which does not resume, use the directory of an earlier run."""
     shutil.copytree(inputs.checkpoint("full").parent, inputs.output, dirs_exist_ok=True)
     return {"report": True}
 
@@ -338,7 +338,7 @@ def resume(
 
 
 def resume_with_model(kind: str = "llama", **config_changes: Any) -> Maker:
-    """Resume a checkpoint into a model of another architecture or size, with weights that fit its config."""
+    """Resume a checkpoint into a valid model of another architecture or size."""
 
     def make(inputs: Inputs) -> Changes:
         import torch
@@ -371,7 +371,7 @@ def flip_byte(pattern: str) -> Callable[[Path], None]:
 
 
 def half_written(directory: Path) -> None:
-    """Leave the files that a run leaves when it is killed during a stock save."""
+    """Keep only the files that remain when a run is killed during a stock save."""
     (directory / "manifest.json").unlink()
     for file in directory.glob("*/.metadata"):
         file.unlink()
@@ -384,7 +384,7 @@ def empty(directory: Path) -> None:
 
 
 def foreign(directory: Path) -> None:
-    """Replace a checkpoint with an export of another tool."""
+    """Replace a checkpoint with an export from another tool."""
     empty(directory)
     (directory / "config.json").write_text("{}")
     (directory / "model.safetensors").write_bytes(bytes(8))

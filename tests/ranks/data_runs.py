@@ -39,7 +39,7 @@ def train(argv: Sequence[str], *, record: str | None = None) -> dict[str, Any]:
 
 
 def train_with_slow_tokenizing(argv: Sequence[str], notes: str, seconds: float) -> dict[str, Any]:
-    """Run a recipe whose rows take `seconds` each to tokenize; the file `rank-<n>` in `notes` gets a dot per row."""
+    """Run a recipe in which tokenizing takes `seconds` per row; the file `rank-<n>` in `notes` gets a dot per row."""
     from hf_fsdp_recipes.training.data.row_tokenizer import RowTokenizer
 
     upstream = RowTokenizer.__call__

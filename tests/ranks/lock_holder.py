@@ -10,7 +10,7 @@ from tests.ranks.harness import start_ranks
 
 @contextlib.contextmanager
 def locked_by_another(output: Path, scratch: Path) -> Iterator[None]:
-    """Hold the lock of `output` in another process meanwhile; `scratch` is an existing directory for its messages."""
+    """Hold the lock of `output` in another process inside `with`; `scratch` is an existing directory for its messages."""
     is_held, is_released = scratch / "held", scratch / "released"
     processes, _ = start_ranks(_hold, 1, output, is_held, is_released)
     while not is_held.exists():
@@ -32,7 +32,7 @@ def _hold(output: Path, is_held: Path, is_released: Path) -> None:
 
 
 def wait_briefly() -> None:
-    """Let this process wait for a lock for only two seconds."""
+    """Limit this process's wait for a lock to two seconds."""
     from filelock import SoftFileLease
 
     acquire = SoftFileLease.acquire

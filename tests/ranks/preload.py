@@ -1,4 +1,4 @@
-"""Imported once by the fork server, so that the ranks of the tests need not import these modules themselves."""
+"""Imports for the fork server, so that the tests' ranks need not import these modules themselves."""
 
 import gc
 import importlib

@@ -1,11 +1,11 @@
 """Runs a recipe with bad input on ranks, and checks that every rank refuses it, with one clear message.
 
-An error that the ranks share is printed by rank 0. Others are printed by each rank, unless its launcher ends it first; there is
+Rank 0 prints an error that the ranks share. Each rank prints any other error, unless its launcher ends the rank first. There is
 no launcher here, so every rank prints, and the messages must be the same.
 
-A refusal changes nothing: the folder that holds `output_dir` has the same files afterwards. Three things are allowed, because
-they hold no data: an `output_dir` that did not exist may be an empty directory, an existing one may contain a lock file, and
-access times may change.
+A refusal changes nothing: the folder that holds `output_dir` has the same files afterwards. Three changes are allowed, because
+they hold no data: a missing `output_dir` may become an empty directory, an existing one may get a lock file, and access times
+may change.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ VERBS = (
     "Install Keep Leave List Load Lower Make Move Name Pass Prepare Put Quote Raise Reduce Remove Rename Repair Replace "
     "Resume Retrain Run Save Select Set Split Start Store Tokenize Train Turn Unset Use Write"
 )
-# What to do: a verb at the start of a sentence or clause, or a list of what is possible.
+# A message says what to do with a verb at the start of a sentence or clause, or with a list of the possible values.
 CURE = re.compile(
     rf"(?:^|[.?;:,'\")\]] +|\bor |\band |\bwith )(?:{'|'.join(VERBS.split())})\b|\bone of\b|\bIt has\b", re.IGNORECASE
 )
@@ -45,12 +45,12 @@ CURE = re.compile(
 
 @dataclass(frozen=True)
 class Refusal:
-    """What one rank did.
+    """How one rank ended.
 
     Attributes:
         status: its exit status; 0 means that the run succeeded.
-        seconds: from the start of the script to its end, without the time that the ranks waited for a busy machine's cores.
-        output: what it wrote to stdout and stderr.
+        seconds: from the start to the end of the script, without the time that ranks waited for a core of a busy machine.
+        output: its stdout and stderr.
     """
 
     status: Any
@@ -68,13 +68,13 @@ def run_recipe_captured(
     """Run recipes/sft.py as one rank, after `prepare`, with its output in `folder`/rank<n>.txt.
 
     Returns:
-        its exit status; the seconds that passed, that it used a core, and that it waited for one.
+        The exit status; the seconds that passed, that the rank used a core, and that it waited for a core.
     """
     from huggingface_hub import constants
 
     from hf_fsdp_recipes import distributed
 
-    distributed.EXIT_WAIT_SECONDS = 1.0  # no launcher ends the other ranks here
+    distributed.EXIT_WAIT_SECONDS = 1.0  # there is no launcher to wait for
     constants.HF_HUB_OFFLINE = is_true(os.environ.get("HF_HUB_OFFLINE"))  # read before this process was forked
     os.chdir(folder)
     descriptor = os.open(folder / f"rank{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -100,7 +100,7 @@ def run_recipe_captured(
 
 
 def seconds_waited_for_a_core() -> float:
-    """Return how long this process was ready to run but other processes had the cores; 0 if the system does not report it."""
+    """Return how many seconds this process waited for a core that others used; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):
@@ -122,7 +122,7 @@ def respect_permissions() -> None:
 def run(
     argv: Sequence[str], folder: Path, environment: dict[str, str], prepare: Callable[[], None] | None = None
 ) -> list[Refusal]:
-    """Run the recipe on the ranks and return what each did. A hang fails the test with what the ranks had printed."""
+    """Run the recipe on the ranks and return one refusal per rank. A hang fails the test with the ranks' output so far."""
     try:
         results = run_ranks(
             run_recipe_captured, NUM_RANKS, argv, folder, prepare, environment=environment, timeout_seconds=HANG_SECONDS
@@ -144,7 +144,7 @@ def find_faults(refusals: Sequence[Refusal], says: Sequence[str], paths: Sequenc
 
     Args:
         refusals: one per rank.
-        says: patterns that the message must match, any case: the offending value, and what to do if no usual word says it.
+        says: patterns for the message, in any case: the offending value, and what to do if that needs an unusual word.
         paths: directories of the test, which do not count towards the length of the message.
     """
     if all(one.status == 0 for one in refusals):

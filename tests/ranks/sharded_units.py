@@ -1,4 +1,4 @@
-"""What Accelerate shards on real ranks, for the planner's tests: the units of a tiny model."""
+"""The units of a tiny model that Accelerate shards on real ranks, for the planner's tests."""
 
 from typing import Any
 

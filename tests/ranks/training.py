@@ -76,7 +76,7 @@ def build(
 
 
 def quantized(quantization: dict[str, Any] | None) -> dict[str, Any]:
-    """Return from_pretrained's argument for 4-bit loading, or nothing."""
+    """Return from_pretrained's argument for 4-bit loading, or no argument."""
     if quantization is None:
         return {}
     import torch

@@ -11,7 +11,7 @@ from tests.recipes.launching import ROOT, merge
 
 @pytest.fixture(scope="session")
 def ranks_environment(tmp_path_factory):
-    """Return a function that gives the variables of a rank under the CPU template with changes."""
+    """Return a function that returns a rank's environment variables for a changed CPU template."""
     template = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2_cpu.yaml").read_text())
     cache = tmp_path_factory.mktemp("datasets")
 

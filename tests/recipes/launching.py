@@ -28,7 +28,7 @@ def run(
     num_nodes: int = 1,
     timeout_seconds: float = 150,
 ) -> subprocess.CompletedProcess:
-    """Launch a script on one node, or on several nodes' worth of launchers on this machine."""
+    """Launch a script on this machine, with one launcher per node."""
     from tests.ranks.harness import free_port
 
     port = str(free_port())
@@ -58,7 +58,7 @@ def run(
 
 
 def start(config: Path, **popen: object) -> subprocess.Popen:
-    """Start the recipe on two CPU ranks and return at once; silent unless `popen` says otherwise."""
+    """Start the recipe on two CPU ranks without waiting for its end; it prints nothing unless `popen` says otherwise."""
     from tests.ranks.harness import free_port
 
     template = ROOT / "accelerate_configs" / "fsdp2_cpu.yaml"
@@ -104,7 +104,7 @@ def kill_tree(process: subprocess.Popen) -> None:
 
 
 def cpu_variant(template: Path, target: Path, precision: str = "no") -> tuple[Path, int, int]:
-    """Derive a CPU variant of a shipped template: device, precision and counts, nothing else.
+    """Derive a CPU variant of a shipped template: only device, precision and counts differ.
 
     Returns the file, its number of ranks and its number of nodes.
     """
@@ -114,13 +114,13 @@ def cpu_variant(template: Path, target: Path, precision: str = "no") -> tuple[Pa
     nodes = 2 if is_hybrid_fsdp1 else 1
     ranks = 4 if is_hybrid_fsdp1 or is_hybrid_fsdp2 else 2
     config |= {"use_cpu": True, "mixed_precision": precision, "num_machines": nodes, "num_processes": ranks}
-    config.pop("dynamo_config", None)  # a compiler that is not here
+    config.pop("dynamo_config", None)  # these tests have no compiler
     if is_hybrid_fsdp2:
         config["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": 2,
             "parallelism_config_dp_shard_size": 2,
         }
     if "fsdp_min_num_params" in config["fsdp_config"]:
-        config["fsdp_config"]["fsdp_min_num_params"] = 5000  # the tiny model is smaller than one unit of the default
+        config["fsdp_config"]["fsdp_min_num_params"] = 5000  # the tiny model is smaller than the default
     target.write_text(yaml.safe_dump(config))
     return target, ranks, nodes

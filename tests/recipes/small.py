@@ -1,4 +1,4 @@
-"""Small substitutes for a recipe's model and data: the same architecture, and rows with the same columns.
+"""Small substitutes for a recipe's model and data, with the same architecture and the same columns.
 
     python -m tests.recipes.small meta-llama/Llama-2-7b-hf tatsu-lab/alpaca runs/small
 
@@ -25,13 +25,13 @@ COLUMNS = {
 
 
 def all_recipes() -> list[Path]:
-    """Return every recipe that is shipped; what else lies in the folder has no output_dir."""
+    """Return every shipped recipe; other files in the folder have no output_dir."""
     found = sorted((ROOT / "recipes").glob("*.yaml"))
     return [file for file in found if "\noutput_dir:" in file.read_text()]
 
 
 def recipes() -> list[Path]:
-    """Return the recipes for SFT; test_trainers_ranks.py has tests of the others."""
+    """Return the recipes for SFT; test_trainers_ranks.py tests the other recipes."""
     return [file for file in all_recipes() if file.read_text().startswith("# hf-fsdp sft ")]
 
 
@@ -49,7 +49,7 @@ def full_size_config(model_id: str):
 
 
 def write_model(model_id: str, directory: Path, vocab_size: int = 320) -> Path:
-    """Write a small model of the same architecture, random weights, with a tokenizer of 300 tokens."""
+    """Write a small model of the same architecture, with random weights and a tokenizer of 300 tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -64,7 +64,7 @@ def write_model(model_id: str, directory: Path, vocab_size: int = 320) -> Path:
 
 
 def write_rows(dataset: str, directory: Path) -> Path:
-    """Write 72 training and 24 test rows with the columns of a dataset; files of the repository are taken as they are."""
+    """Write 72 training and 24 test rows with the columns of a dataset; a file of this repository is returned unchanged."""
     if (ROOT / dataset).is_file():
         return ROOT / dataset
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Every bad input ends a recipe at once, on every rank, with one message that names the value and says what to do.
+"""Every bad input ends a recipe early, on every rank, with one message that names the value and says what to do.
 
 Each case changes one thing in a recipe that trains. It runs on two forked ranks with the environment of a template; see
 tests/ranks/refusals.py for what counts as a refusal. `make test` runs one case of each kind, `make test-all` runs all of them.
@@ -34,9 +34,9 @@ class Case:
     Attributes:
         name: what is bad.
         says: patterns that the message must match: the setting or file, and the value.
-        change: settings of the recipe that are changed (None removes one), or a function that breaks a file and returns them.
-        recipe: changes the text of the recipe's file.
-        flags: added to the command line.
+        change: changed settings of the recipe (None removes one), or a function that breaks a file and returns such settings.
+        recipe: a function that changes the text of the recipe's file.
+        flags: options to add to the command line.
         environment: variables of the ranks.
         template: changes to accelerate_configs/fsdp2_cpu.yaml; sections are merged, None removes a key.
         is_quick: whether `make test` runs it.
@@ -53,7 +53,7 @@ class Case:
 
 
 def settings(**changes: Any) -> list[Case]:
-    """Return a case for one setting, or for several that are bad together; the message names the first, with its value."""
+    """Return a case for one setting, or for several that conflict; the message must have the first one's name and value."""
     name, value = next(iter(changes.items()))
     title = ", ".join(f"{key}: {value}" for key, value in changes.items())
     says = (name,) if isinstance(value, bool) else (name, re.escape(str(value)))
@@ -623,7 +623,7 @@ def test_bad_input_is_refused_by_every_rank_alike(case, argv_of, inputs, ranks_e
 
 
 def yaml_value(file: Path, key: str, default: Any) -> Any:
-    """Return a setting of a recipe that may be broken on purpose."""
+    """Return a setting of a recipe, or the default if the recipe is broken on purpose."""
     try:
         return dict(yaml.safe_load(file.read_text()))[key]
     except (ValueError, TypeError, KeyError, yaml.YAMLError):

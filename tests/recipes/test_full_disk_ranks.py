@@ -1,4 +1,4 @@
-"""A disk that really is full: the run goes on, leaves no incomplete checkpoint, tries the export, and ends with one sentence."""
+"""On a full disk a run continues, leaves no incomplete checkpoint, tries the export, and ends with a one-sentence error."""
 
 import functools
 import os
@@ -13,7 +13,7 @@ from tests.recipes.launching import write_recipe
 from tests.recipes.test_bad_input_ranks import LORA, SETTINGS
 
 DISK_BYTES = 8 << 20
-EXPORT_FITS = 400 << 10  # a checkpoint does not
+EXPORT_FITS = 400 << 10  # room for an export, but not for a checkpoint
 
 
 def _fill(directory, free_bytes):
@@ -82,7 +82,7 @@ def test_recipe_on_a_full_disk(tiny_model, text_file, disk, ranks_environment, t
 
 
 def _train_without_fsdp(model, data, output, free_bytes, keywords):
-    """Train with a full disk from step 3 on; return the error, the losses and the number of ranks' failures."""
+    """Train on a disk that is full from step 3 on; return the error's class and text, and the losses."""
     from transformers import TrainerCallback
 
     from hf_fsdp_recipes import ShardedCheckpointCallback

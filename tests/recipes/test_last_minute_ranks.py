@@ -1,4 +1,4 @@
-"""The end of a recipe: the last save fails, the run is already finished, another run starts beside it."""
+"""The end of a recipe, if the last save fails, the run is already finished, or another run uses the same directory."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ def recipe(tiny_model, text_file, tmp_path):
 
 
 def _changes(before, after):
-    """Return the names of files that differ, without those of the lock."""
+    """Return the names of files that differ, except for the lock file."""
     names = {os.path.basename(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     return names - {LOCK_FILE}
 

@@ -73,7 +73,7 @@ PLANNED_ALWAYS = (
 
 
 def parametrized(always):
-    """Return all recipes as parameters, those that are not in `always` marked as slow."""
+    """Return all recipes as parameters; mark those that are not in `always` as slow."""
     marked = [(file, () if file.stem in always else pytest.mark.slow) for file in small.recipes()]
     return pytest.mark.parametrize("recipe", [pytest.param(file, id=file.stem, marks=marks) for file, marks in marked])
 

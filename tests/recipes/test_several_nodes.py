@@ -1,4 +1,4 @@
-"""Several nodes, as two launchers on this machine, have the losses of one node with the same rows per step."""
+"""Two nodes (two launchers on this machine) have the same losses as one node with the same rows per step."""
 
 import pytest
 import yaml

@@ -61,7 +61,7 @@ def test_lora_run_leaves_exactly_its_files_and_resumes_after_a_kill(tiny_model, 
     ).read_bytes()
     for output in (tmp_path / "run", tmp_path / "whole"):
         [log] = output.glob("fsdp_training_*_2.txt")
-        # A forked rank ends without the exit handlers that delete the lock.
+        # A forked rank skips the exit handlers that delete the lock file, so ignore that file.
         assert {path.name for path in output.iterdir()} - {".writer.lease"} == {
             log.name, "checkpoint-2", "checkpoint-4", "export", "export_merged", "metrics.jsonl", "report.md", "loss.png",
             "throughput.png", "memory.png", "model.txt",
@@ -77,7 +77,7 @@ def test_lora_run_leaves_exactly_its_files_and_resumes_after_a_kill(tiny_model, 
 
 
 def kill_after_first_checkpoint(output, started):
-    """SIGKILL all ranks as soon as a checkpoint is complete, wherever they are then."""
+    """SIGKILL all ranks as soon as a checkpoint is complete, whatever they are doing then."""
     processes, _results = started
     deadline = time.monotonic() + 120
     try:
@@ -147,7 +147,7 @@ def test_qlora_run_exports_what_peft_merges_into_the_unquantized_base(
     by_peft = PeftModel.from_pretrained(plain, tmp_path / "run" / "export").merge_and_unload().state_dict()
     assert merged.keys() == by_peft.keys()
     for name, tensor in by_peft.items():
-        torch.testing.assert_close(merged[name], tensor, rtol=2**-7, atol=2**-10)  # roundings to bfloat16
+        torch.testing.assert_close(merged[name], tensor, rtol=2**-7, atol=2**-10)  # bfloat16 rounding errors
     changed = sum(not torch.equal(before[name], merged[name]) for name in before)
     assert changed == (15 if head else 14)  # 7 linear layers of 2 blocks, and the head
 

@@ -1,4 +1,4 @@
-"""No step of a run fails because one rank downloads, reads or writes for longer than collectives wait."""
+"""A run survives one rank that downloads, reads or writes for longer than the timeout of collectives."""
 
 import json
 import time
@@ -11,9 +11,9 @@ TIMEOUT_SECONDS = 5
 
 
 def run_slowly(argv, seconds):
-    """Run a recipe to its export; the first call of each slow piece of work takes `seconds` longer on one rank.
+    """Run a recipe to its export; one rank's first call of each slowed function takes `seconds` longer.
 
-    Returns the names of what was slow on this rank.
+    Returns the names of the functions that were slow on this rank.
     """
     from hf_fsdp_recipes.patches import cpu_ranks
 
@@ -39,11 +39,11 @@ def run_slowly(argv, seconds):
 
         setattr(owner, name, slow)
 
-    slow_down(layout, "checksum", 1)  # verifies the checkpoint
-    slow_down(load_model, "resolve_directory", 0)  # downloads
+    slow_down(layout, "checksum", 1)  # the verification of the checkpoint
+    slow_down(load_model, "resolve_directory", 0)  # the download of the model
     slow_down(RowTokenizer, "__call__", 0)
     slow_down(dcp_writer.DirectWriter, "write_data", 1)
-    slow_down(FileWriter, "close", 1)  # of the export
+    slow_down(FileWriter, "close", 1)  # a write of the export
     arguments = parse_arguments(argv)
     checkpoint = find_resume(arguments)
     trainer = build_trainer(arguments)
@@ -55,7 +55,7 @@ def run_slowly(argv, seconds):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_slow_work_on_one_rank_outlasts_the_timeout_of_collectives(tiny_model, text_file, tmp_path):
-    rows = tmp_path / "rows.jsonl"  # that no earlier test has tokenized
+    rows = tmp_path / "rows.jsonl"  # rows that no earlier test has tokenized
     rows.write_text(text_file.read_text() + json.dumps({"text": f"rows in {tmp_path}"}) + "\n")
     settings = {
         "model_name_or_path": tiny_model("llama"), "dataset_name": rows, "output_dir": tmp_path / "run",

@@ -1,4 +1,4 @@
-"""Launch files and docs that no test runs to the end: everything that they name exists."""
+"""Launch files and docs that no test runs to the end name only files, programs and options that exist."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def check_launch(command, num_nodes, monkeypatch, tmp_path):
 
 
 def expand(script, **variables):
-    """Let bash say what `accelerate` would be called with; nothing else in the script is run."""
+    """Return the `accelerate` command line as bash expands it; run nothing else in the script."""
     code = 'exec() { "$@"; }; cd() { :; }; accelerate() { printf "%q " accelerate "$@"; }\n' + script
     done = subprocess.run(
         ["bash", "-euc", code], env={"PATH": "/usr/bin:/bin", **variables}, capture_output=True, text=True, check=True
@@ -138,7 +138,7 @@ FAKE_SLURM = {
 
 
 def submit(directory, **variables):
-    """Run launch.slurm with programs that stand in for Slurm's; return its output and what each launcher was given."""
+    """Run launch.slurm with stand-ins for Slurm's programs; return its output and each launcher's arguments."""
     (directory / "bin").mkdir()
     for name, script in FAKE_SLURM.items():
         (directory / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
@@ -187,7 +187,7 @@ def test_python_environment_that_is_not_there_is_named(tmp_path):
 
 
 def test_each_node_expands_its_own_rank(tmp_path):
-    """In double quotes, SLURM_NODEID would be the batch host's, and every node rank 0."""
+    """In double quotes, SLURM_NODEID would expand on the batch host, and every node would get node rank 0."""
     _, launchers = submit(tmp_path, PREFLIGHT="1")
     assert launchers == ["preflight --node-rank 0", "preflight --node-rank 1", "0 4 1", "1 4 1"]
 
@@ -242,7 +242,7 @@ def test_run_that_fails_otherwise_does_not_mention_traces(tmp_path):
 
 
 def test_torch_has_the_variables_of_the_script():
-    """Renamed variables would leave the traces in the home directory."""
+    """If torch renames these variables, traces go to the home directory."""
     import torch
 
     library = (Path(torch.__file__).parent / "lib" / "libtorch_cpu.so").read_bytes()

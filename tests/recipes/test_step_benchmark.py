@@ -21,7 +21,7 @@ def test_one_device_is_measured_with_random_weights(tmp_path):
     assert found["tokens_per_second_per_device"] > 0 and found["model_flops_per_second_per_device"] > 0
     assert found["attention"] == "sdpa" and found["device"] == "cpu" and found["no_mfu"]
     with safe_open(tmp_path / "model" / "model.safetensors", "pt") as weights:
-        assert "lm_head.weight" not in set(weights.keys())  # tied
+        assert "lm_head.weight" not in set(weights.keys())  # tied to the embedding
     lines = "\n".join(step.gpu_lines([found], ""))
     assert "| tiny | 64 | sdpa |" in lines and "12,473 tokens/s" in lines
 

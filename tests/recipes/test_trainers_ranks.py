@@ -35,13 +35,13 @@ def write_rows(file: Path, rows: list[dict]) -> Path:
 
 @pytest.fixture(scope="module")
 def pair_file(tmp_path_factory):
-    """Return a jsonl of 24 preferences."""
+    """Return a JSON Lines file of 24 preferences."""
     return write_rows(tmp_path_factory.mktemp("rows") / "pairs.jsonl", PAIRS)
 
 
 @pytest.fixture(scope="module")
 def answer_file(tmp_path_factory):
-    """Return a jsonl of 48 answers, good and bad."""
+    """Return a JSON Lines file of 48 answers, good and bad."""
     return write_rows(tmp_path_factory.mktemp("rows") / "answers.jsonl", ANSWERS)
 
 
@@ -58,7 +58,7 @@ OWN = {
 
 
 def build_own(model, data, output, reference="load_model", lora=False, loader="rank0", **settings):
-    """Build a DPOTrainer of an own script; `reference` is load_model or none."""
+    """Build a DPOTrainer as in a user's own script; `reference` is load_model or none."""
     from hf_fsdp_recipes.patches import cpu_ranks
 
     cpu_ranks.enable()
@@ -83,7 +83,7 @@ def build_own(model, data, output, reference="load_model", lora=False, loader="r
 
 
 def train_own(model, *arguments, **keywords):
-    """Train, and return the losses, and how many elements of the reference this rank holds and the reference has."""
+    """Train; return the losses, and the reference model's number of elements on this rank and in total."""
     from torch.distributed.tensor import DTensor
 
     trainer = build_own(model, *arguments, **keywords)
@@ -129,7 +129,7 @@ def test_precomputation_with_lora_needs_a_reference(tiny_model, pair_file, tmp_p
 
 
 def generate(model):
-    """Prepare a model for evaluation, and generate more tokens on rank 1 than on rank 0; return their number."""
+    """Prepare a model for evaluation; generate more tokens on rank 1 than on rank 0; return their number and some logits."""
     from accelerate import Accelerator
 
     from hf_fsdp_recipes import distributed, load_model
@@ -148,7 +148,7 @@ def test_ranks_wait_for_the_longest_generated_text(tiny_model):
 
 
 def distill(model, teacher, data, output):
-    """Train DistillationTrainer, whose teacher TRL prepares with `evaluation_mode`; return its losses and the teacher's share."""
+    """Train a student; TRL prepares the teacher with `evaluation_mode`; return losses and this rank's share of the teacher."""
     from hf_fsdp_recipes.patches import cpu_ranks
 
     cpu_ranks.enable()
@@ -247,7 +247,7 @@ def test_dpo_resumes_and_exports(tiny_model, pair_file, tmp_path):
 
 @pytest.mark.parametrize("name", ["dpo", "kto"])
 def test_first_rewards_are_zero_in_mixed_precision(name, tiny_model, pair_file, tmp_path):
-    """The reference, loaded in bf16 and sharded apart, rounds as the model with fp32 master weights does."""
+    """The reference model is loaded in bf16 and sharded separately, but rounds like the model with fp32 master weights."""
     settings = {"bf16": True, "max_steps": 1, "export": False, "save_strategy": "no"}
     train_recipe(name, tmp_path / "run", tiny_model("llama"), pair_file, precision="bf16", **settings)
     [step] = [entry for entry in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in entry]
@@ -255,7 +255,7 @@ def test_first_rewards_are_zero_in_mixed_precision(name, tiny_model, pair_file, 
 
 
 def test_dpo_takes_the_merged_model_of_a_lora_run_but_not_its_adapter(tiny_model, pair_file, text_file, tmp_path):
-    """The merged model of SFT is the reference too, so the first rewards are zero."""
+    """SFT's merged model is both the policy's base and the reference, so the first rewards are zero."""
     settings = LORA | {"merge_adapter": True, "save_strategy": "no"}
     train_recipe("sft", tmp_path / "sft", tiny_model("llama"), text_file, max_length=64, **settings)
     adapter, merged = tmp_path / "sft" / "export", tmp_path / "sft" / "export_merged"
@@ -339,7 +339,7 @@ def test_grpo_generates_resumes_and_exports(tiny_model, pair_file, tmp_path):
 
 
 def hand_to_vllm(model, data, output, lora):
-    """Train, and return how far the weights that TRL would send to vLLM are from those of an export; None if absent there."""
+    """Train; return each weight's difference between what TRL would send to vLLM and an export, or None if not exported."""
     from trl.distributed import DistributedBackend
     from trl.generation.vllm_generation import VLLMGeneration
 

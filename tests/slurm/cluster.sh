@@ -4,7 +4,7 @@
 #   cluster.sh start        start munge, slurmctld and two nodes; print the path of slurm.conf
 #   cluster.sh run CMD...   run a client (sbatch, scontrol, ...) in the controller's network
 #   cluster.sh crash NODE   kill everything on a node at once, like a power failure
-#   cluster.sh boot NODE    start it again
+#   cluster.sh boot NODE    start a crashed node again
 #   cluster.sh stop         kill every process that start and boot started
 #
 # Each node has its own network (10.77.0.x), process IDs, mounts and host name, so that a wrong master address, a port in
@@ -17,7 +17,7 @@ FREEZER=/sys/fs/cgroup/freezer
 PACKAGES="munge slurmctld slurmd slurm-client"
 export SLURM_CONF=$STATE/slurm.conf PATH=$PATH:/usr/sbin:/sbin
 
-# ---- processes: a pid file holds pid and start time, so that we never kill another process that reuses the pid
+# ---- processes: a pid file holds pid and start time, so that no other process that reuses the pid is ever killed
 
 start_time() { awk '{ sub(/^.*\) /, ""); if ($1 != "Z") print $20 }' "/proc/$1/stat" 2>/dev/null || true; }
 pid_of()     { cut -d' ' -f1 "$STATE/$1.pid"; }
@@ -55,7 +55,7 @@ install_packages() {
 }
 
 write_config() {
-  # With cgroup a signal reaches only the first process of a task, as on production clusters, not all of them.
+  # With cgroup, a signal reaches only the first process of a task, as on production clusters.
   local tracking=linuxproc
   [ ! -w $FREEZER ] || tracking=cgroup
   mkdir -p "$STATE"/{munge,ctld,spool.node1,spool.node2}
@@ -65,7 +65,7 @@ write_config() {
   for gpu in gpu0 gpu1; do [ -c "$STATE/$gpu" ] || mknod "$STATE/$gpu" c 1 3; done  # /dev/null plays the GPU
   echo "NodeName=node[1-2] Name=gpu File=$STATE/gpu[0-1]" > "$STATE/gres.conf"
   printf '%s\n' CgroupPlugin=cgroup/v1 CgroupMountpoint=${FREEZER%/*} CgroupAutomount=no > "$STATE/cgroup.conf"
-  # FirstJobId: two clusters at once share their nodes' cgroups, so their job IDs must differ.
+  # FirstJobId: clusters that run at the same time share their nodes' cgroups, so their job IDs must differ.
   cat > "$STATE/slurm.conf" <<END
 ClusterName=test
 SlurmctldHost=localhost(10.77.0.254)
@@ -131,7 +131,7 @@ first_process() { pgrep -P "$(pid_of "$1")" > "$STATE/first.$1"; }
 
 boot() {
   local node=$1 number=${1#node}
-  # --kill-child: when the process in the pid file dies, so does the node's first process, and with it all others.
+  # --kill-child: if the process in the pid file dies, the node's first process dies, and with it all other processes.
   # shellcheck disable=SC2016
   launch "$node" unshare --net --uts --mount --pid --fork --kill-child --mount-proc -- bash -c '
     hostname "$1"; mount --bind "$2/hosts" /etc/hosts
@@ -145,7 +145,7 @@ boot() {
 }
 
 crash() {
-  client ip link set "veth${1#node}" down  # first, or its dying processes could still notify the others
+  client ip link set "veth${1#node}" down  # first, or the node's dying processes could still notify other nodes
   end "$1" KILL
 }
 

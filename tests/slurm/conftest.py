@@ -16,7 +16,7 @@ import yaml
 from tests.recipes.launching import ROOT, environment
 
 SCRIPT = ROOT / "tests" / "slurm" / "cluster.sh"
-SKIP_STATUS = 77  # of cluster.sh on a machine that cannot run it
+SKIP_STATUS = 77  # exit status of cluster.sh on a machine that cannot run a cluster
 FINISHED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
 NUM_STEPS = 24
 RECIPE = {
@@ -69,7 +69,7 @@ class Cluster:
 
 
 class Job:
-    """A job that runs recipes/launch.slurm (or the given script), and its output so far."""
+    """A job that runs recipes/launch.slurm (or the given script), with access to its output so far."""
 
     def __init__(self, cluster, directory, arguments, options=(), script="recipes/launch.slurm", **variables):
         self.cluster, self.directory, self.run_directory = cluster, directory, directory / "run"
@@ -139,7 +139,7 @@ def recipe(tiny_model, text_file, tmp_path_factory):
 
 @pytest.fixture
 def submit(cluster, recipe, tmp_path):
-    """Return a function that submits the recipe. Afterwards all jobs are canceled and both nodes idle."""
+    """Return a function that submits the recipe. After the test all jobs are canceled and both nodes are idle."""
 
     def start(name="job", *arguments, **named) -> Job:
         directory = tmp_path / name

@@ -1,4 +1,4 @@
-"""recipes/launch.slurm on a real two-node Slurm: a run up to its export, and everything that can interrupt it."""
+"""recipes/launch.slurm on a real two-node Slurm: a run up to its export, and everything that can interrupt a run."""
 
 import re
 import time
@@ -13,7 +13,7 @@ PACED = {"SCRIPT": "tests/slurm/paced_sft.py", "PACE_SECONDS": "0.5"}
 
 
 def assert_resumed(job, undisturbed, seconds=120):
-    """Check that a job completed in two runs with the same losses and export as an undisturbed one."""
+    """Check that a job completed in two runs with the same losses and export as an undisturbed job."""
     job.wait_until_state("COMPLETED", seconds)
     assert job.field("Restarts") == "1"
     resumed_from = int(re.search(r"resume: from \S+checkpoint-(\d+)", job.text()).group(1))
@@ -76,7 +76,7 @@ def test_job_is_requeued_and_resumes_after_a_node_crashes(submit, undisturbed, c
         assert time.monotonic() - started < 60
     finally:
         assert cluster.script("boot", "node2").returncode == 0
-    assert assert_resumed(job, undisturbed) in (saved, saved + 4)  # or the one being written at the crash
+    assert assert_resumed(job, undisturbed) in (saved, saved + 4)  # or from the checkpoint in flight at the crash
     assert "restart 1 after: node failure" in job.launcher_log()
 
 
@@ -124,4 +124,4 @@ def test_two_jobs_share_a_node_without_sharing_a_port(submit, recipe, cluster, t
         assert (job.run_directory / "export" / "model.safetensors").is_file()
     assert len(ports) == 2
     assert first.checkpoints()
-    assert not second.checkpoints()  # save_model False
+    assert not second.checkpoints()  # because of save_model=False

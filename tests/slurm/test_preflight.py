@@ -1,4 +1,4 @@
-"""hf-fsdp preflight between two Slurm nodes: every fault is reported in one line and in time."""
+"""hf-fsdp preflight between two Slurm nodes reports every fault in one line and in time."""
 
 import re
 import time
@@ -39,7 +39,7 @@ def test_missing_node_is_named(cluster):
 
 
 def test_two_nodes_with_one_rank_are_named(cluster):
-    """In double quotes "$SLURM_NODEID" expands in the batch script, to the same rank for every node."""
+    """In double quotes, "$SLURM_NODEID" expands in the batch script, so every node gets the same rank."""
     message = run_failing(cluster, 21002, rank="0")
     assert re.search(r"node1.*node2|node2.*node1", message)
     assert re.search("2 processes claim to be node 0|not an address of this host", message)

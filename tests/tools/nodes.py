@@ -1,4 +1,4 @@
-"""Starts `hf-fsdp preflight` as the nodes of a job would, one process per node, and leaves none running."""
+"""Starts `hf-fsdp preflight` as the nodes of a job do, with one process per node, and leaves no process running."""
 
 import os
 import subprocess
@@ -64,7 +64,7 @@ def finish(processes: Sequence[subprocess.Popen], started: float, timeout_second
 
 
 def run(*nodes: Node, timeout_seconds: float = 200) -> list[NodeResult]:
-    """Start all nodes at once and wait for all of them."""
+    """Start all nodes at the same time and wait for all of them."""
     started = time.monotonic()
     return finish([start(node) for node in nodes], started, timeout_seconds)
 

@@ -1,4 +1,4 @@
-"""Pairs of nodes, measured by gloo ranks that stand for nodes, one of them with a slow network."""
+"""Bandwidth between pairs of nodes; gloo ranks stand for the nodes, and one has a slow network."""
 
 import time
 
@@ -17,7 +17,7 @@ def _measure(num_nodes):
     gather = dist.all_gather_into_tensor
 
     dist.init_process_group("gloo")
-    seconds = 0.4 if dist.get_rank() == SLOW else 0.1  # so long that other processes on this machine hardly count
+    seconds = 0.4 if dist.get_rank() == SLOW else 0.1  # long, so that other processes on this machine hardly matter
 
     def delayed_gather(*arguments, **options):
         time.sleep(seconds)
@@ -35,7 +35,7 @@ def test_node_with_a_slow_network_is_found():
     assert all(len(rates["partners"]) >= 2 and rates["links"].keys() == {"between"} for rates in found)
     for node, rates in enumerate(found):
         for partner, rate in rates["partners"].items():
-            assert found[int(partner)]["partners"][str(node)] == rate  # of the slower of the two
+            assert found[int(partner)]["partners"][str(node)] == rate  # both have the rate of the slower node
     for rates in found:
         rates["flops_per_second"] = 1.0
     (warning,) = find_slow([[rates] for rates in found], [f"node {node}" for node in range(num_nodes)])

@@ -1,4 +1,4 @@
-"""What preflight makes of GPUs and links, from recorded output of their tools (tests/tools/recorded) and a made-up /sys."""
+"""Preflight's checks of GPUs and links, with recorded output of their tools (tests/tools/recorded) and a made-up /sys."""
 
 import re
 import time
@@ -21,7 +21,7 @@ def read(name):
 
 
 def add_tool(directory, name, *outputs):
-    """Write an executable that prints each output for its arguments: (arguments, output)."""
+    """Write an executable that prints the output for its arguments; pairs are (arguments, output)."""
     directory.mkdir(exist_ok=True)
     cases = []
     for number, (arguments, output) in enumerate(outputs):
@@ -49,7 +49,7 @@ def add_sys(root, ports, modules=("nvidia", "nvidia_peermem")):
 
 @pytest.fixture
 def node(tmp_path, monkeypatch):
-    """Make this machine a node with the tools in `bin`, and its /sys and /proc in `sys` and `proc`."""
+    """Make this machine a node whose tools are in `bin`, its /sys in `sys`, and its /proc in `proc`."""
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
@@ -152,7 +152,7 @@ def test_job_without_gpus_is_told_to_request_some(node):
 
 
 def test_bridged_pair_is_healthy(node):
-    """Two of three cards share a bridge."""
+    """Two of three cards share a bridge; the third has only inactive links."""
     gpu, _, links = read("nvlink_h100.txt").partition("GPU 1")[0].partition("\n")
     unbridged = re.sub(r"26.562 GB/s", "<inactive>", links)
     cards = [gpu.replace("GPU 0", f"GPU {index}").replace("80GB HBM3", "Laptop GPU") for index in range(3)]

@@ -123,7 +123,7 @@ def test_70b_does_not_fit_8_gpus_without_offload_even_at_batch_1(planners):
 
 @pytest.mark.slow
 def test_70b_needs_a_paged_optimizer_on_one_node_but_not_on_two(planners):
-    """The blog on fine-tuning Llama 2 70B: fp32 masters, bf16 compute, 2048 tokens, gradient checkpointing."""
+    """Settings of the blog on fine-tuning Llama 2 70B: fp32 master weights, bf16 compute, 2048 tokens, checkpointing."""
     planner = planners("70B", LLAMA2_70B)
     job = TrainingJob(Strategy(version=1), cluster=Cluster(8, 8), length=2048, loss="model", attention="flash")
     job = job.replace(reduce_dtype=torch.bfloat16)  # as Accelerate does
@@ -195,7 +195,7 @@ def test_units_match_what_accelerate_shards(fsdp, strategy, kind, lora_rank):
         assert len(sizes) > 2 * tiny_config(kind).num_hidden_layers
     shard = sum(unit.shard_bytes for unit in found_units) / 4
     most = max(elements for _, elements in found)
-    assert most <= shard <= most * 1.02  # shards are planned with padding rows, which the largest real one may lack
+    assert most <= shard <= most * 1.02  # planned shards have padding rows, which the largest real shard may lack
 
 
 def test_checkpointed_layers_keep_only_their_input():
@@ -213,7 +213,7 @@ def test_checkpointed_layers_keep_only_their_input():
 
 
 def test_trace_on_meta_matches_real_allocations():
-    """The same step, traced on meta and with real tensors on the CPU."""
+    """Compares one step, traced on meta, with the same step on real CPU tensors."""
     job = TrainingJob(
         Strategy(on_cpu=True), cluster=ONE_RANK, batch=2, length=48, mixed_precision=None, attention="eager"
     )
@@ -315,7 +315,7 @@ def test_flops_count_only_active_experts():
     few, all_of_them = tiny_config("mixtral"), tiny_config("mixtral")
     all_of_them.num_experts_per_tok = 4
     flops = [step_flops(MemoryPlanner(config).plan(job)) for config in (few, all_of_them)]
-    assert flops[1] - flops[0] == 6 * 2 * 2 * 3 * 32 * 52  # passes x layers x extra experts x weights of one
+    assert flops[1] - flops[0] == 6 * 2 * 2 * 3 * 32 * 52  # FLOPs per weight x layers x extra experts x weights of each
 
 
 def test_dense_model_takes_six_flops_per_weight_and_token(planners):
@@ -353,12 +353,12 @@ def test_save_pins_memory_that_torch_rounds_up(planners):
         next(need.ours_bytes for need in estimate_host_memory(plan) if need.stage == stage)
         for stage in ("save", "train")
     )
-    shard = 4 * plan.num_parameters / 8 / gib  # 3.1 GiB of weights and 6.3 of AdamW's moments
+    shard = 4 * plan.num_parameters / 8 / gib  # 3.1 GiB of weights; AdamW's moments take 6.3 GiB
     assert (int(shard), int(2 * shard)) == (3, 6)
     assert save - train == 8 * (3 + 0.25 + 6 + 0.5) * gib
     offloaded = planners("7B", LLAMA2_7B).plan(job.replace(is_offloaded=True))
     needs = {need.stage: need.ours_bytes for need in estimate_host_memory(offloaded)}
-    assert needs["save"] - needs["train"] == pytest.approx(8 * 3 * shard * gib, rel=0.001)  # ordinary memory
+    assert needs["save"] - needs["train"] == pytest.approx(8 * 3 * shard * gib, rel=0.001)  # memory that is not pinned
 
 
 def test_loading_4bit_weights_unpacks_one_weight_per_rank(planners):
@@ -497,7 +497,7 @@ def test_adapters_of_experts_are_planned_and_take_disk_space(tmp_path):
     recipe |= {"lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "max_length": 32}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     result = run(app, ["plan", "--config", str(tmp_path / "recipe.yaml"), "--template", "fsdp2_cpu", "--json"])
-    num_adapter_parameters = 2 * 4 * 3 * ((32 + 96) + (48 + 32))  # layers, rank, experts, in + out of both weights
+    num_adapter_parameters = 2 * 4 * 3 * ((32 + 96) + (48 + 32))  # layers, LoRA rank, experts, in + out of both weights
     assert json.loads(result.output)["num_trained"] == num_adapter_parameters
     assert disk_estimate.estimate(recipe).export_bytes == 4 * num_adapter_parameters
     refused = run(app, ["plan", "--config", str(tmp_path / "recipe.yaml"), "--template", "fsdp1_full_shard"])
@@ -563,7 +563,7 @@ def test_replace_reaches_the_cluster_and_the_strategy():
     job = TrainingJob(Strategy()).replace(num_gpus=32, sharding="shard_grad_op", batch=3)
     assert (job.cluster.num_gpus, job.strategy.sharding, job.batch) == (32, "shard_grad_op", 3)
     fields = [set(owner.__dataclass_fields__) for owner in (TrainingJob, Cluster, Strategy)]
-    assert sum(map(len, fields)) == len(set.union(*fields))  # a shared name would be replaced in the wrong one
+    assert sum(map(len, fields)) == len(set.union(*fields))  # a shared name could be replaced in the wrong class
 
 
 def test_sizes_and_bandwidths_are_parsed_and_formatted():

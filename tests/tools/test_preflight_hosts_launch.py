@@ -40,7 +40,7 @@ class Hosts:
             ip("netns", "delete", namespace, check=False)
 
     def place(self, nodes, mounts=("", ""), names=(None, None)):
-        """Have node n of a job start on host n."""
+        """Let node n of a job start on host n."""
         for node, (host, namespace), mount, file in zip(nodes, self.namespaces.items(), mounts, names, strict=True):
             enter = ["ip", "netns", "exec", namespace, "unshare", "--uts", "--mount", "sh", "-ec", ENTER, host]
             node.prefix = [*enter, str(file or self.names), mount]
@@ -102,7 +102,7 @@ def test_every_host_with_node_rank_0_is_named(hosts):
 
 @pytest.fixture
 def blocked_replies(hosts):
-    """Let nothing come back from the first host to the second, as a firewall would."""
+    """Block replies from the first host to the second, as a firewall would."""
     route = ("-n", hosts.namespaces["nodea"], "route")
     ip(*route, "add", "blackhole", f"{ADDRESSES['nodeb']}/32")
     yield

@@ -31,7 +31,7 @@ from tests.recipes.launching import LAUNCH, ROOT, environment
 from tests.tools.nodes import PREFLIGHT, common_error, finish, make_nodes, run, start
 
 SLACK_SECONDS = 45  # to start Python and import torch on a busy machine
-JOIN_SECONDS = 20  # more than nodes need to join that are threads of this process
+JOIN_SECONDS = 20  # more than enough for nodes that are threads of this process
 
 
 # Healthy jobs
@@ -51,7 +51,7 @@ def test_healthy_nodes_pass_with_one_table_and_leave_the_port_free(tmp_path, tin
     first, second = run(*make_nodes(range(2), master_port=port, **options))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (first.status, second.status) == (0, 0), first.error
-    # About 12 s of CPU time where it was measured; a slow machine that compiles the modules first took 42 s.
+    # This took about 12 s of CPU time; a slow machine that had to compile the modules first took 42 s.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 120
     lines = {line.split()[0]: line for line in first.output.splitlines()}
     assert all(f"node {node_rank} (" in lines["nodes"] for node_rank in range(2))
@@ -79,7 +79,7 @@ def test_four_nodes_pass_and_a_wrong_clock_is_a_warning(tmp_path):
 
 
 def launch(command, *, num_launchers=1, arguments=()):
-    """Start launchers side by side; `command(node_rank)` is each one's command line up to the program."""
+    """Start launchers in parallel; `command(node_rank)` is a launcher's command line up to the program."""
     started = time.monotonic()
     processes = [
         subprocess.Popen(
@@ -162,7 +162,7 @@ def join(info, timeout_seconds=JOIN_SECONDS):
 
 
 def join_together(*infos, timeout_seconds=JOIN_SECONDS):
-    """Join as several nodes in threads of this process."""
+    """Join as several nodes, one per thread of this process."""
     with ThreadPoolExecutor(len(infos)) as executor:
         return list(executor.map(join, infos, [timeout_seconds] * len(infos)))
 
@@ -256,7 +256,7 @@ def test_node_that_dies_or_hangs_is_named_when_time_is_up(tmp_path, is_killed):
 
 
 def wait_for_reader(fifo):
-    """Return a descriptor for writing once a process has opened the fifo; the process hangs until it is closed."""
+    """Return a descriptor for writing once a process has opened the fifo; that process hangs until it is closed."""
     deadline = time.monotonic() + SLACK_SECONDS
     while True:
         try:

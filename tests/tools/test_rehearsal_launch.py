@@ -1,4 +1,4 @@
-"""Rehearsals find errors that a real job would only hit in its first or last minute."""
+"""Rehearsals find errors that a real job would hit only in its first or last minute."""
 
 import contextlib
 
@@ -19,7 +19,7 @@ DEFAULT = (
     "smollm2_135m_lora",
     "qwen3_8b_qlora",
     "llama2_70b_chat_full",
-)  # make rehearse; the others: make rehearse-all
+)  # for make rehearse; make rehearse-all runs the others too
 BIG = small.ROOT / "recipes" / "llama2_70b_chat_full.yaml"
 
 
@@ -40,7 +40,7 @@ def local_files(recipe, tmp_path):
 
 @pytest.fixture(autouse=True)
 def _large_disk(monkeypatch):
-    """A test machine cannot hold the checkpoints of a 70B model."""
+    """Pretend that the disk is large enough for the checkpoints of a 70B model."""
     import shutil
 
     real = shutil.disk_usage

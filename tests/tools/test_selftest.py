@@ -84,7 +84,7 @@ def test_gpu_day_goes_on_where_it_ended(tmp_path, capsys, monkeypatch):
         gpu_day, "run_in_process", lambda options, name, deadline: run.append(name) or Result(name, "ok")
     )
     arguments = ["--out", str(tmp_path), "--models", str(tmp_path / "m"), "--scale", "small", "--only", "copies"]
-    for minutes in ("1", "4"):  # of which a measurement in small takes one
+    for minutes in ("1", "4"):  # a measurement with --scale small is expected to take one
         monkeypatch.setattr(sys, "argv", ["gpu_day.py", *arguments, "load_16gb", "4bit", "--minutes", minutes])
         gpu_day.main()
         assert ("left: 4bit;" in capsys.readouterr().out) == (minutes == "1")

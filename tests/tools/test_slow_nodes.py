@@ -1,4 +1,4 @@
-"""A slow node is found by pairs: the partners of a node, and who is named."""
+"""A slow node is found by measuring pairs: which nodes are paired, and which node is named."""
 
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ def test_all_gather_is_measured_at_one_to_two_gigabytes():
 
 
 def test_no_transfer_is_much_longer_than_the_one_before():
-    """Otherwise a slow network spends minutes on one size."""
+    """A slow network would otherwise need minutes for one size."""
     for _, sizes, _, _ in (bandwidth.CPU_WORKLOAD, ACCELERATOR_WORKLOAD):
         assert all(second <= 4 * first for first, second in pairwise(sizes))
 

@@ -1,4 +1,4 @@
-"""The sweep: every case has a result, even if it runs out of memory; one table, plots, and Slurm jobs."""
+"""The sweep: every case has a result, even if it runs out of memory; the sweep writes one table, plots, and Slurm jobs."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def write_metrics(directory, num_ranks, *, step_seconds=2.0, steps=5, end=True, 
 
 @pytest.fixture
 def swept(recipe, tmp_path):
-    """Return the directory of a sweep of two templates over 1, 2 and 4 ranks; one rank is too few for both."""
+    """Return the directory of a sweep of two templates over 1, 2 and 4 ranks; both run out of memory on one rank."""
     directory = tmp_path / "swept"
     wanted, _ = make_cases(recipe, directory, ranks=[1, 2, 4])
     for case in wanted:
@@ -90,7 +90,7 @@ def test_table_has_every_case_and_notes_what_was_extrapolated(swept):
             "200.0",
             "100.0",
             "50.0%",
-        ],  # 63 steps of 16 rows, not the warm-up's 99 s
+        ],  # 63 steps of 16 rows, without the warm-up's 99 s
         [FULL, "4", "2.00 GB", "0:01:04", "2 s", "400.0", "100.0", "50.0%"],
         [GRAD, "1", "OOM", "–", "–", "–", "–", "–"],
         [GRAD, "2", "4.00 GB", "0:01:34", "1.5 s", "200.0", "100.0", "50.0%"],
@@ -140,7 +140,7 @@ def test_scaling_plots_show_a_line_per_template_and_where_memory_ran_out(swept):
     for axes in (memory, epoch, step):
         marks = [(mark.get_text(), mark.get_position()[0]) for mark in axes.texts]
         assert marks == [("OOM", 1), ("OOM", 1)]
-        assert len({mark.get_position()[1] for mark in axes.texts}) == 2  # one over the other, not on top of it
+        assert len({mark.get_position()[1] for mark in axes.texts}) == 2  # one above the other, without overlap
         assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "2", "4"]
 
 
@@ -174,7 +174,7 @@ def test_plot_is_a_png_that_shows_its_lines(name, width, swept):
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.", None, "OOM"),
         ("  exitcode  : -9 (pid: 7)", run_status.RunExit(1, kernel_killed=True), "OOM"),
         ("  exitcode  : -9 (pid: 7)", run_status.RunExit(1), "failed: a rank was killed (SIGKILL)"),
-        ("", run_status.RunExit(1, kernel_killed=True), "failed: exit status 1"),  # an unrelated process
+        ("", run_status.RunExit(1, kernel_killed=True), "failed: exit status 1"),  # the kernel killed an unrelated process
         ("", run_status.RunExit(-9, timed_out=True), "failed: exceeded its time limit"),
         ("[rank0]: ValueError: no\nx.ChildFailedError: recipes/sft.py", run_status.RunExit(1), "failed: ValueError: no"),
         ("DataError: rows\nhas no column", None, "failed: DataError: rows"),

@@ -7,14 +7,14 @@ import pytest
 from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
 from tests.ranks.training import build, losses_of
 
-# What torch 2.13 reduces gradients with: FSDP2, FSDP1, and copies of the model.
+# The collectives that reduce gradients in torch 2.13: for FSDP2, FSDP1, and copies of the model.
 REDUCTIONS = ("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce")
 NUM_STEPS = 4
 BOTH = pytest.mark.parametrize("fsdp", [FSDP2, pytest.param(FSDP1, marks=pytest.mark.slow)], ids=["fsdp2", "fsdp1"])
 
 
 class CountedBackward:
-    """The backward pass, with a count of its calls and of the reductions in them: others are of losses and counts."""
+    """Counts backward passes and the reductions inside them; reductions elsewhere are of losses and token counts."""
 
     def __init__(self, upstream):
         import torch.distributed as dist
@@ -67,9 +67,9 @@ def test_accumulation_reduces_gradients_once_per_optimizer_step_with_the_losses_
     accumulated, passes, reductions_of_two = train(fsdp, 2, 2, 1)
     assert (passes, reductions_of_two) == (2 * NUM_STEPS, reductions)
     *_, every_time = train(fsdp, 2, 2, 1, sync_each_batch=True)
-    assert every_time == 2 * reductions  # so the count would have told
+    assert every_time == 2 * reductions  # so extra reductions are counted
     one_rank, passes, _ = train(fsdp, 1, 4, 1)
     assert passes == 4 * NUM_STEPS
-    assert len(one_rank) == NUM_STEPS and one_rank[-1] < one_rank[0] - 0.1  # it learns: equal losses are equal updates
+    assert len(one_rank) == NUM_STEPS and one_rank[-1] < one_rank[0] - 0.1  # loss falls: equal losses are equal updates
     assert accumulated == pytest.approx(one_rank, abs=1e-5)
     assert large_batch == pytest.approx(one_rank, abs=1e-5)

@@ -9,7 +9,7 @@ from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.training import attention
 from tests.conftest import tiny_config
 
-# Without the package, transformers 5.18 lets the documents affect each other; later versions refuse.
+# Without the package, transformers 5.18 lets documents affect each other; later versions raise an error.
 NEEDS_PACKAGE = (
     "Install `causal_conv1d` to train on packed sequences. Use packing: false|packing leaks between documents"
 )
@@ -34,12 +34,12 @@ def test_auto_uses_flash_if_it_is_installed(monkeypatch):
         (8, {2, 3}, False, "flash_attention_2"),
         (8, {"kernels"}, True, "flash_attention_2"),
         (8, {"kernels"}, False, None),
-        (7, {"kernels"}, True, None),  # older than the kernels on the Hub
+        (7, {"kernels"}, True, None),  # the device is too old for the Hub's kernels
         (9, set(), True, None),
     ],
 )
 def test_newest_flash_for_the_device_is_found(monkeypatch, generation, installed, downloads, expected):
-    """`installed` holds the versions of flash-attn, and whether the kernels package can download version 2."""
+    """`installed` holds versions of flash-attn; "kernels" means that the kernels package can download version 2."""
     module = SimpleNamespace(get_device_capability=lambda: (generation, 0))
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr("torch.get_device_module", lambda device: module)
@@ -92,8 +92,8 @@ def test_packed_documents_use_flex_instead_of_a_dense_mask(
             True,
             ["other/kernel"],
             "flex_attention",
-        ),  # which may be for inference only
-        ("flash_attention_2", torch.float32, True, None, "flex_attention"),  # FlashAttention has 16 bits only
+        ),  # another kernel may be for inference only
+        ("flash_attention_2", torch.float32, True, None, "flex_attention"),  # FlashAttention computes in 16 bits only
         (None, torch.bfloat16, True, None, "flex_attention"),
     ],
 )
@@ -142,7 +142,7 @@ def test_a_model_that_leaks_is_refused():
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("jamba", "packing leaks between documents in jamba models"),  # its state passes from document to document
+        ("jamba", "packing leaks between documents in jamba models"),  # jamba's state passes from document to document
         ("minimax", "packing leaks between documents in minimax models"),
         ("qwen3_next", NEEDS_PACKAGE),
         ("bamba", NEEDS_PACKAGE),
@@ -153,7 +153,7 @@ def test_linear_attention_is_tested_with_any_attention(kind, message, implementa
 
     with pytest.raises(RecipeError, match=message) as caught:
         attention.check_packing(AutoConfig.for_model(kind), implementation)
-    assert "attention: flash" not in str(caught.value)  # flash would not help
+    assert "attention: flash" not in str(caught.value)  # flash would not help, so it is not suggested
 
 
 def test_state_space_models_are_refused():
@@ -176,7 +176,7 @@ def test_vision_models_that_ignore_text_positions_need_flash(name):
         RecipeError, match=rf"in {config.model_type} models with sdpa.* Use attention: flash, packing: false"
     ):
         attention.check_packing(config, "sdpa")
-    attention.check_packing(config, "flash_attention_2")  # gets the documents' lengths from the trainer
+    attention.check_packing(config, "flash_attention_2")  # the trainer passes the documents' lengths
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe", "mixtral"])
@@ -188,7 +188,7 @@ def test_flash_attention_gets_the_documents(kind):
 def test_missing_mask_is_detected(monkeypatch, implementation):
     from trl.trainer import sft_trainer
 
-    def collate(self, rows):  # without the documents' lengths, the second attends to the first
+    def collate(self, rows):  # without lengths, the second document attends to the first
         tokens = torch.tensor([row["input_ids"] for row in rows])
         return {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(tokens.shape[1])[None]}
 

@@ -24,7 +24,7 @@ RENDERED = "<|system|> s <|endoftext|> <|prompter|> q <|endoftext|> <|assistant|
 
 @pytest.fixture
 def recipe(tiny_model, tmp_path, monkeypatch):
-    """Return a function that parses the recipe's format over rows of conversations."""
+    """Return a function that parses the recipe, with rows of the given conversations."""
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

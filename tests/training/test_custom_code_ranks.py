@@ -31,7 +31,7 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def own_model(tiny_model, tmp_path):
-    """Return a model directory whose config, model and tokenizer are classes of its own files."""
+    """Return a model directory with code for its own config, model and tokenizer classes."""
     import shutil
 
     directory = shutil.copytree(tiny_model("llama"), tmp_path / "own")

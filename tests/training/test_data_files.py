@@ -1,4 +1,4 @@
-"""Data files that cannot be read are one DataError with file, line and reason; hidden files are not read."""
+"""Unreadable data files give one DataError with file, line and reason; hidden files are skipped."""
 
 import json
 import os
@@ -78,7 +78,7 @@ FAULTS = {
 def test_file_that_cannot_be_read_is_named_with_line_and_reason(case, streaming, read):
     files, message = FAULTS[case]
     if streaming and case in ("empty object", "empty objects"):
-        assert read(files, streaming) == []  # refused by StreamSource
+        assert read(files, streaming) == []  # StreamSource refuses them later
         return
     with pytest.raises(DataError, match=message) as error:
         read(files, streaming)

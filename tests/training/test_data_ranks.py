@@ -49,7 +49,7 @@ def test_losses_from_prepared_data_equal_those_from_raw_data(argv, text_file, tm
 def test_ranks_wait_for_tokenizing_longer_than_the_collective_timeout(argv, tmp_path):
     notes = tmp_path / "notes"
     notes.mkdir()
-    rows = [{"text": f"{sentence} in {tmp_path}"} for sentence in SENTENCES]  # that no earlier test has tokenized
+    rows = [{"text": f"{sentence} in {tmp_path}"} for sentence in SENTENCES]  # not tokenized by an earlier test
     arguments = argv(write_rows(tmp_path / "rows.jsonl", rows), ddp_timeout=6, max_steps=2)
     results = run_ranks(
         train_with_slow_tokenizing,
@@ -60,7 +60,7 @@ def test_ranks_wait_for_tokenizing_longer_than_the_collective_timeout(argv, tmp_
         environment=ranks_environment(tmp_path),
     )
     assert len(results[0]["losses"]) == 2
-    # The other rank read what rank 0 had cached.
+    # Only rank 0 tokenized; the other rank read rank 0's cache.
     assert [path.name for path in notes.iterdir()] == ["rank-0"]
     assert (notes / "rank-0").stat().st_size == len(SENTENCES)
 

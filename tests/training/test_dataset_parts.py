@@ -26,7 +26,7 @@ def arguments(name, **changes):
 
 
 def load(arguments):
-    """Return the rows as a run would have them before tokenizing."""
+    """Return training and evaluation rows as they are before tokenizing."""
     [part] = dataset_parts.load_parts(arguments)
     one = arguments.training
     return row_formats.to_sft_format(

@@ -1,4 +1,4 @@
-"""Metrics that stay on the device until they are logged equal SFTTrainer's, digit for digit."""
+"""Metrics that stay on the device until they are logged equal SFTTrainer's metrics, digit for digit."""
 
 import pytest
 

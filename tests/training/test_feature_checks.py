@@ -49,7 +49,7 @@ def test_bitsandbytes_optimizers_are_refused_under_fsdp1_only(optimizer, fsdp):
     fsdp(2)
     training = parse_arguments([*NEEDED, "--optim", optimizer]).training
     optimizer_class, settings = sharded_optimizer(training)
-    assert "bitsandbytes" in str(optimizer_class)  # where Trainer looks, to keep embeddings in 32 bits
+    assert "bitsandbytes" in str(optimizer_class)  # Trainer looks for this name, to keep embeddings in 32 bits
     assert settings["is_paged"] == optimizer.startswith("paged_")
 
 

@@ -58,7 +58,7 @@ def test_fused_adamw_and_recomputation_keep_the_losses(fsdp, tiny_model, text_fi
     assert fused == pytest.approx(plain, rel=BOUNDS["optimizer"])
     again = losses(model, text_file, tmp_path, "recomputed", fsdp, optim="adamw_torch", gradient_checkpointing=True)
     assert again == pytest.approx(plain, rel=BOUNDS["recomputed"])
-    assert plain[-1] < plain[0] - 0.3  # the steps did something
+    assert plain[-1] < plain[0] - 0.3  # the steps changed the model
 
 
 def test_padding_free_and_packed_rows_keep_the_losses(tiny_model, eight_rows, tmp_path):
@@ -154,12 +154,12 @@ def difference_to_unsharded(name, num_rows):
     ],
 )
 def test_sharded_step_equals_the_unsharded_one(name):
-    # 65 rows over 3 ranks are uneven; of the last layer's 2 rows one rank has none. Rows of the first are blocks of 256.
+    # 3 ranks get uneven parts of 65 rows; of the last layer's 2 rows, one rank has none. A row of layer 1 is a block of 256.
     assert run_ranks(difference_to_unsharded, 3, name, 65) == [0.0, 0.0, 0.0]
 
 
 def step_with_pages(num_rows):
-    """Step and reload a paged optimizer with imitated pages; return which states are still paged, and the prefetches."""
+    """Step and reload a paged optimizer with imitated pages; return which states are paged, and the number of prefetches."""
     import torch
     import torch.distributed as dist
     from accelerate import PartialState
@@ -188,7 +188,7 @@ def step_with_pages(num_rows):
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
         states = [optimizer.state[p][name] for p in model.parameters() for name in ("state1", "state2")]
-        with torch.no_grad():  # as in a step; otherwise `to_local` makes a view
+        with torch.no_grad():  # as in an optimizer step; otherwise `to_local` returns a view
             return [state.is_paged and state.to_local().is_paged for state in states]
 
     before = step()
@@ -206,7 +206,7 @@ def test_paged_states_stay_paged_in_shards_and_after_a_resume(num_rows):
 
 
 def train_on_all_logits(model, data, output):
-    """Train with a loss of all logits at once, which TRL's fused head avoids."""
+    """Train with a loss over all logits at once, which TRL's fused head never holds together."""
     import torch
 
     def cross_entropy(outputs, labels, num_items_in_batch=None):
@@ -232,7 +232,7 @@ def test_fused_head_keeps_the_losses_of_all_logits(tiny_model, text_file, tmp_pa
 
 
 def train_with_offloaded_activations(model, data, output, settings):
-    """Train with TRL's activation offloading on CPUs instead of an accelerator; return losses and tensors offloaded."""
+    """Train with TRL's activation offloading on CPU ranks; return the losses and the number of offloaded tensors."""
     import torch
     from trl.models.activation_offloading import OffloadActivations
 
@@ -291,7 +291,7 @@ def train_with_interpreted_kernels(model, data, output, settings):
 
     interpreter._implicit_cvt = convert_floats_too
     interpreter.GridExecutor.__call__ = run_and_record
-    rms_norm.rsqrt = lambda value: tl.rsqrt(value)  # its own calls CUDA
+    rms_norm.rsqrt = lambda value: tl.rsqrt(value)  # Liger's own function calls CUDA
     return train_keywords(model, data, output, settings), used
 
 

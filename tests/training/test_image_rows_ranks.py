@@ -51,7 +51,7 @@ def image_model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def image_file(tmp_path_factory):
-    """A jsonl of 24 conversations, each about one image."""
+    """A JSON Lines file of 24 conversations, each about one image."""
     from PIL import Image
 
     directory = tmp_path_factory.mktemp("images")

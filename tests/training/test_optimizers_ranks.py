@@ -10,7 +10,7 @@ from tests.checkpointing.test_save_ranks import _digest, drop_after
 from tests.ranks.harness import FSDP1, FSDP2, fsdp_environment, run_ranks
 from tests.ranks.training import build, losses_of
 
-MUON = "muon"  # of torch: Trainer has no name for it
+MUON = "muon"  # torch's optimizer; Trainer has no name for it
 TEMPLATES = {1: FSDP1, 2: FSDP2}
 CASES = [(MUON, 2), *((optimizer, version) for version in SHARDABLE for optimizer in SHARDABLE[version])]
 REFUSED = [
@@ -35,7 +35,7 @@ def _train(model, data, output, optimizer, resume=False):
     )  # fmt: skip
     if optimizer == MUON:
         for parameter in trainer.model.parameters():
-            parameter.requires_grad_(parameter.ndim == 2)  # Muon takes matrices only
+            parameter.requires_grad_(parameter.ndim == 2)  # Muon updates matrices only
         trainer.optimizer_cls_and_kwargs = (torch.optim.Muon, {"lr": 1e-2})
     trainer.train(resume_from_checkpoint=str(latest_checkpoint(output)) if resume else None)
     return losses_of(trainer), _digest(trainer)
@@ -51,7 +51,7 @@ def test_two_ranks_have_the_losses_of_one_and_resume_exactly(optimizer, version,
         return run_ranks(_train, world_size, *arguments, environment=environment)
 
     ((alone, _),), two = train("one", 1), train("two", 2)
-    # Muon computes its updates in bfloat16, and a product of shards adds up in another order.
+    # Muon computes its updates in bfloat16, and products of shards are summed in another order.
     assert two[0][0] == pytest.approx(alone, rel=2e-4 if optimizer == MUON else 1e-6)
     assert alone[-1] < alone[0]
     drop_after(tmp_path / "two", 2)

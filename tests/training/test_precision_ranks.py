@@ -1,4 +1,4 @@
-"""In bf16 runs, gradients are added and the loss is kept in float32; buffers are not rounded."""
+"""In bf16 runs, gradients are summed in float32, the loss stays in float32, and buffers are not rounded."""
 
 from unittest import mock
 
@@ -9,7 +9,7 @@ from tests.ranks.training import build
 
 
 def observe_dtypes(model, data, output, reduce_dtype):
-    """Train two steps; return the dtypes of the loss, of reduced gradients, of buffers, and of inputs in the forward."""
+    """Train two steps; return the dtypes of loss, reduced gradients, buffers, and inputs of the forward pass."""
     import torch.distributed as dist
 
     from hf_fsdp_recipes.training.dtypes import set_reduction_dtype

@@ -20,7 +20,7 @@ MARKED_TEMPLATE = (
     "{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}{% else %}{{ message['content'] }}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# Lists the tools, and takes an argument of the template.
+# A template that lists the tools and uses the template argument `mood`.
 TOOL_TEMPLATE = (
     "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}{% if mood %}<|system|>{{ mood }}<|end|>{% endif %}"
     + MARKED_TEMPLATE
@@ -65,7 +65,7 @@ def prepared(arguments):
 
 
 def learned(rows, tokenizer):
-    """Return what the labels teach, as text, a line a run of learned tokens."""
+    """Return the texts of the tokens that have labels, one text per run of such tokens."""
     found = []
     for row in rows:
         runs, was_learned = [], False
@@ -233,7 +233,7 @@ def test_malformed_conversations_are_dropped(recipe):
     ]  # fmt: skip
     [counts] = prepared(recipe(rows)).counts.values()
     assert counts.describe(48) == "kept 3 of 8 rows; dropped 5 empty"
-    for answers_only in (False, True):  # malformed rows first
+    for answers_only in (False, True):  # also with the malformed rows first
         [counts] = prepared(
             recipe(rows[::-1], assistant_only_loss=answers_only, template=MARKED_TEMPLATE)
         ).counts.values()

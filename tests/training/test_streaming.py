@@ -1,4 +1,4 @@
-"""A stream resumes at any row, on the same number of ranks or another, and reads only a little again."""
+"""A stream resumes at any row, on the same or another number of ranks, and reads only a few rows again."""
 
 import json
 
@@ -84,7 +84,7 @@ def test_stream_resumes_at_the_row_where_it_stopped(case, stop, recipe, folder):
     found, state = [], None
     for count in (stop, 3, 37 - stop):  # stopped and resumed twice
         stream, tokenizer = open_rank(arguments, 1, 2)
-        stream.first_block()  # a run reads it before it finds a checkpoint
+        stream.first_block()  # a run reads the first block before it looks for a checkpoint
         if state is not None:
             stream.load_state_dict(state)
         found += texts(stream, tokenizer, count)
@@ -129,7 +129,7 @@ def test_streams_are_mixed_by_fraction_and_resumed(recipe, tmp_path):
     parts = [{"path": str(tmp_path / "a.jsonl"), "fraction": 3}, {"path": str(tmp_path / "b.jsonl"), "fraction": 1}]
     arguments = recipe(datasets=parts, shuffle_buffer_size=40)
     expected = texts(*open_rank(arguments), 200)
-    assert 30 < sum(text.startswith("b") for text in expected) < 70  # more than b has: it restarts
+    assert 30 < sum(text.startswith("b") for text in expected) < 70  # more than b's 20 rows: b restarts
     stream, tokenizer = open_rank(arguments)
     texts(stream, tokenizer, 105)
     later, _ = open_rank(arguments)
@@ -240,7 +240,7 @@ def test_another_number_of_ranks_skips_the_rows_read(recipe, folder, tmp_path, c
     assert restore_position(stream, tmp_path / "checkpoint")
     said = capsys.readouterr().out
     assert "was split over 2 ranks and is now split over 1" in said
-    # The last block of each rank repeats although it was used up: positions are known at the start of a block.
+    # Each rank's last block repeats although all its rows were used: only the start of a block is a known position.
     assert sorted(texts(stream, tokenizer, 60)) == sorted(numbered(80)[20:])
 
 

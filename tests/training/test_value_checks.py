@@ -1,4 +1,4 @@
-"""Values that would train something else than asked, or fail after minutes, are refused before anything is loaded."""
+"""Values that would silently change the training, or fail after minutes, are refused before anything is loaded."""
 
 import errno
 import multiprocessing
@@ -72,7 +72,7 @@ def test_key_that_is_set_twice_or_has_no_valid_value_is_refused_with_its_line(tm
     [
         (["--lora_r", "64", "--lora_target_modules", "all-linear"], "lora_r is 64 but use_peft is not set.*or drop lora_r"),
         (["--lora_alpha", "8"], "lora_alpha is 8 but use_peft"),
-        (["--lora_r", "16"], "lora_r is 16 but use_peft is not set"),  # the default
+        (["--lora_r", "16"], "lora_r is 16 but use_peft is not set"),  # 16 is the default
         (["--lora-r=16"], "lora_r is 16 but use_peft is not set"),
         (["--use_dora"], "use_dora is True but use_peft"),
         (["--use_rslora"], "use_rslora is True but use_peft"),

@@ -19,7 +19,7 @@ def pins(name):
 
 
 def bounds():
-    """Return the lower and upper bound of each package."""
+    """Return each package's lower and upper bound."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"]

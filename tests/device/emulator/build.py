@@ -1,6 +1,6 @@
 """Builds the emulated accelerator once per machine, which takes about a minute on one core.
 
-`PYTHONPATH=$(python -m tests.device.emulator.build) EMU_DEVICES=2 python ...` starts a process that has the device.
+`PYTHONPATH=$(python -m tests.device.emulator.build) EMU_DEVICES=2 python ...` starts a process with two emulated devices.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ class BuildError(RuntimeError):
 
 
 def build(cache: Path = CACHE) -> Path:
-    """Return the directory to put on PYTHONPATH; build it if these sources and this torch have not been built yet.
+    """Return the directory to put on PYTHONPATH; build the emulator if there is no build of these sources with this torch.
 
-    Safe to call from several processes at once: one builds, the others wait.
+    Processes may call this at the same time: one builds, the others wait.
 
     Raises:
         BuildError: there is no compiler, there are no headers, or the compiler fails.

@@ -1,4 +1,4 @@
-// Collectives of the emulated device: gloo's, on device memory, under NCCL's rules (contiguous tensors, on the rank's own device).
+// Collectives of the emulated device: gloo's, on device memory. As with NCCL, tensors must be contiguous and on the rank's device.
 #include "device.h"
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>

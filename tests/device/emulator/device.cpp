@@ -1,6 +1,6 @@
-// An emulated accelerator: torch's PrivateUse1 over memory that is mapped twice. Tensors' addresses are in the mapping that the
-// host may not touch; kernels are the CPU's, on the second mapping. Environment: EMU_DEVICES, EMU_DEVICE_MIB, EMU_LAZY=0 (queued
-// work runs at once), EMU_POISON=0 (fresh and freed memory keeps its values).
+// An emulated accelerator: torch's PrivateUse1, on memory that is mapped twice. Tensors' addresses are in the mapping that the
+// host cannot access; the CPU's kernels use the second mapping. Environment: EMU_DEVICES, EMU_DEVICE_MIB, EMU_LAZY=0 (queued
+// work runs immediately), EMU_POISON=0 (fresh and freed memory keeps its values).
 #include "device.h"
 #include <ATen/autocast_mode.h>
 #include <ATen/core/CachingHostAllocator.h>
@@ -35,7 +35,7 @@ static int64_t env(const char* name, int64_t fallback) {
 }
 static const int NUM_DEVICES = env("EMU_DEVICES", 2);
 static const size_t DEVICE_BYTES = size_t(env("EMU_DEVICE_MIB", 8192)) << 20;
-static const bool LAZY = env("EMU_LAZY", 1);      // side streams run as late as they may
+static const bool LAZY = env("EMU_LAZY", 1);      // side streams run as late as possible
 static const bool POISON = env("EMU_POISON", 1);  // fresh and freed device memory is NaN
 static std::recursive_mutex G;
 static pid_t owner = 0;
@@ -218,8 +218,8 @@ struct Allocator final : c10::DeviceAllocator {
     blocks.erase(at);
     count(b.device, -int64_t(b.bytes));
     char* p = (char*)ctx;
-    // The memory is freed after the work that is queued on the block's own stream, which runs now, so that other streams are
-    // late; and after other streams' work only if record_stream named them.
+    // The memory is freed after the work that is queued on the block's own stream. That work runs now, so work on other
+    // streams comes too late, unless record_stream named these streams.
     drain(b.device, b.stream);
     auto left = std::make_shared<int>(1);
     auto one_done = [left, p, b] { if (--*left == 0) release(p, b); };

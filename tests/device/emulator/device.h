@@ -1,4 +1,4 @@
-// What the collectives need of the device.
+// The functions of the device that the collectives use.
 #pragma once
 #include <ATen/ATen.h>
 #include <cstdint>

@@ -1,4 +1,4 @@
-"""Reads what ranks asked of the emulated device; `Ranks.run(..., watch=FOLDER)` in tests/device/ranks.py records it.
+"""Reads the requests of ranks to the emulated device, which `Ranks.run(..., watch=FOLDER)` in tests/device/ranks.py records.
 
     python -m tests.device.emulator.events FOLDER [KIND ...]
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-# Kinds of copies from the device to the host, and of waits of the host for the device.
+# Kinds of events: copies from the device, copies to the device, and waits of the host for the device.
 TO_HOST = ("d2h_async", "d2h_sync", "d2h_nonblocking_pageable")
 TO_DEVICE = ("h2d_async", "h2d_sync", "h2d_nonblocking_pageable")
 WAITS = ("item", "event_synchronize", "stream_synchronize", "device_synchronize", "d2h_sync", "h2d_sync")
@@ -20,20 +20,20 @@ WAITS = ("item", "event_synchronize", "stream_synchronize", "device_synchronize"
 
 @dataclass(frozen=True)
 class Event:
-    """One request to the device that copies, or makes the host wait.
+    """One request to the device that copies data or makes the host wait.
 
     Attributes:
         kind: one of TO_HOST, TO_DEVICE or WAITS, `peer_copy`, `h2d_index`, or `op:` and an operator whose output size depends on
             data.
-        num_bytes: of a copy; 0 otherwise.
-        is_pinned: whether the host's side of a copy is pinned.
+        num_bytes: size of the copy; 0 for other events.
+        is_pinned: whether the host memory of a copy is pinned.
         stream: 0 is the default stream; -1 means all of them.
         device: index; -1 if the request names none.
         thread: name of the Python thread.
-        caller: the innermost frame, `module:function:line`, as in the two below.
+        caller: the innermost frame, as `module:function:line`. `project` and `upstream` have the same format.
         project: frames of this project, innermost first.
-        upstream: frames of other libraries than torch, innermost first.
-        phase: the text of the last `torch_npu.watch.mark`.
+        upstream: frames of libraries other than torch, innermost first.
+        phase: the phase that the last `torch_npu.watch.mark` named.
         rank: global rank.
     """
 
@@ -51,7 +51,7 @@ class Event:
 
     @property
     def asked_by(self) -> str:
-        """The project's two innermost frames, or the innermost of another library."""
+        """The project's two innermost frames, or else the innermost frame of another library."""
         if self.project:
             return " < ".join(self.project[:2])
         return f"upstream: {self.upstream[0]}" if self.upstream else self.caller

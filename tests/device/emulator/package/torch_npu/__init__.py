@@ -2,9 +2,9 @@
 
 torch imports this package by itself (entry point `torch.backends`) if it is on PYTHONPATH.
 
-The host may not read or write device memory: that is a segmentation fault. Kernels are the CPU's, over a second mapping of the
-same memory. Queued work (non-blocking copies between pinned memory and the device, waits for events) runs as late as it may, and
-fresh and freed memory is NaN, so a missing wait shows at every run.
+If the host reads or writes device memory, that is a segmentation fault. The CPU's kernels work on a second mapping of the same
+memory. Queued work (non-blocking copies between pinned memory and the device, waits for events) runs as late as possible, and
+fresh and freed memory is NaN, so a missing wait shows in every run.
 """
 
 import os
@@ -77,7 +77,7 @@ def _offload_as_with_nccl(dist: Any) -> None:
 
 
 def npu_fusion_attention(*_: Any, **__: Any) -> None:
-    """Exists because transformers imports it if there is a torch_npu."""
+    """Do nothing; transformers imports this function if torch_npu is installed."""
     raise NotImplementedError
 
 

@@ -9,7 +9,7 @@ import torch
 from torch_npu import _C
 
 Device = torch.device | int | str | None
-DEVICE_TYPE = 20  # of PrivateUse1 in c10::DeviceType
+DEVICE_TYPE = 20  # value of PrivateUse1 in c10::DeviceType
 DEFAULT_MIB = 8192
 
 npu = types.ModuleType("torch.npu")
@@ -24,7 +24,7 @@ def index_of(device: Device = None) -> int:
 
 
 class Stream(torch.Stream):
-    """A stream of the device, created as `torch.cuda.Stream` is."""
+    """A stream of the device, with the constructor of `torch.cuda.Stream`."""
 
     def __new__(cls, device: Device = None, priority: int = 0, **kwargs: Any) -> "Stream":
         if kwargs:
@@ -36,7 +36,7 @@ class Stream(torch.Stream):
 
 
 class Event:
-    """Creates a `torch.Event`, whose `elapsed_time` accepts no subclass."""
+    """Returns a plain `torch.Event` when called, because `torch.Event.elapsed_time` accepts no subclass."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
         return torch.Event("npu", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
@@ -123,7 +123,7 @@ def _memory(name: str) -> Any:
 
 
 def fill() -> None:
-    """Give `torch.npu` its functions; torch must know the device by now."""
+    """Give `torch.npu` its functions; requires that the device is registered."""
     devices = {
         "is_available": lambda: _C.device_count() > 0,
         "device_count": _C.device_count,

@@ -1,4 +1,4 @@
-"""Writes what a process asks of the device, and which code asks for it, to one file per process (JSON lines).
+"""Writes the requests of a process to the device, and which code makes them, to one JSON Lines file per process.
 
 `tests.device.emulator.events` reads the files.
 """
@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from torch_npu import _C
 
 PROJECT = ("hf_fsdp_recipes.", "__main__")
-DEPTH = 40  # number of frames kept, of the project and of other libraries
+DEPTH = 40  # the most frames kept per event, for the project and for other libraries
 
 _file: TextIO | None = None
 _lock = threading.Lock()
@@ -29,7 +29,7 @@ def start(folder: str | Path) -> None:
 
 
 def mark(phase: str) -> None:
-    """Name the phase of everything that follows, in every thread, until the next mark."""
+    """Name the phase of all events from now on, in every thread, until the next call."""
     _write({"phase": phase})
 
 
