@@ -25,6 +25,7 @@ from hf_fsdp_recipes.loading.shard_layout import ShardTarget
 from hf_fsdp_recipes.loading.shared_memory import share_memory
 
 BUCKET_BYTES = 16 * 1024 * 1024  # a multiple of ALIGNMENT
+MAX_PARTS = 8  # parts of a tensor from which a bucket is filled
 NUM_SLOTS = 4  # buckets that fit into the memory shared on each node
 ALIGNMENT = 64  # bytes to which each tensor in a bucket is aligned; a multiple of every dtype's size
 UPLOAD_BYTES = 4 * 1024 * 1024  # size of a pinned buffer, of which each rank has two; a multiple of ALIGNMENT
@@ -82,7 +83,8 @@ class WeightStream:
 
         `advance` is called on rank 0 with the number of bytes of each bucket. A read error is kept until `check` raises it.
         """
-        self._send([(target, 0, target.num_elements) for target in targets], _copy, index or self._index, advance)
+        spans = [span for target in targets for span in _interleave(target)]
+        self._send(spans, _copy, index or self._index, advance)
 
     def verify(self, targets: Sequence[ShardTarget], index: SafetensorsIndex | None = None) -> None:
         """Read a sample of the targets again and compare it with the shards; `check` raises an error that names what differs."""
@@ -127,11 +129,30 @@ class WeightStream:
         elif distributed.rank() == self._node.ranks[0]:
             self._pass_on(buckets, use, upload, self._receive)
         else:
-            for number, bucket in buckets:
-                self._signal(dist.irecv, self._node.ranks[0]).wait()
-                _take(bucket, self._slot(number), use, upload)
-                self._signal(dist.isend, self._node.ranks[0]).wait()
+            self._take_all(buckets, use, upload)
         upload.finish()
+
+    def _take_all(self, buckets: Iterable[tuple[int, _Bucket]], use: Use, upload: Upload) -> None:
+        """Take this rank's elements of every bucket that the node's first rank passes on."""
+        first_of_node = self._node.ranks[0]
+        # Receives are posted ahead, because gloo's thread spins while a message waits for its receive.
+        posted: deque[tuple[int, _Bucket, dist.Work]] = deque()
+        replies: deque[dist.Work] = deque()
+
+        def take(number: int, bucket: _Bucket, arrival: dist.Work) -> None:
+            arrival.wait()
+            _take(bucket, self._slot(number), use, upload)
+            replies.append(self._signal(dist.isend, first_of_node))
+            if len(replies) == NUM_SLOTS:
+                replies.popleft().wait()
+
+        for number, bucket in buckets:
+            if len(posted) == NUM_SLOTS:
+                take(*posted.popleft())
+            posted.append((number, bucket, self._signal(dist.irecv, first_of_node)))
+        for item in posted:
+            take(*item)
+        _wait(replies)
 
     def _read_and_pass_on(
         self,
@@ -248,6 +269,18 @@ def _spans(target: ShardTarget, is_full: bool) -> Iterator[Span]:
         yield target, number * segment + shift, SAMPLE_ELEMENTS
 
 
+def _interleave(target: ShardTarget) -> Iterator[Span]:
+    """Yield the elements of a target in an order in which each bucket has some for many ranks, so that they copy in parallel."""
+    num_parts = min(distributed.world_size(), MAX_PARTS)
+    part = -(-target.num_elements // num_parts)
+    step = max(BUCKET_BYTES // num_parts, ALIGNMENT) // ALIGNMENT * ALIGNMENT // target.stored_dtype.itemsize
+    # The first `step` elements of every part, then the next ones, and so on.
+    for offset in range(0, part, step):
+        for start in range(offset, target.num_elements, part):
+            end = min(start + step, start - offset + part, target.num_elements)
+            yield target, start, end - start
+
+
 def _buckets(spans: Iterable[Span]) -> Iterator[_Bucket]:
     """Split spans into buckets of at most BUCKET_BYTES; the same on every rank."""
     bucket: list[_Piece] = []
@@ -338,6 +371,6 @@ def _end(bucket: _Bucket) -> int:
     return bucket[-1].offset + bucket[-1].num_bytes
 
 
-def _wait(requests: Sequence[dist.Work]) -> None:
+def _wait(requests: Iterable[dist.Work]) -> None:
     for request in requests:
         request.wait()

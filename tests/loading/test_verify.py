@@ -24,6 +24,11 @@ def test_tensors_without_non_finite_values_pass():
     assert find_non_finite([]) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_finite_values_whose_sum_overflows_pass(dtype):
+    assert find_non_finite([("large", torch.full((64,), torch.finfo(dtype).max, dtype=dtype))]) == []
+
+
 def test_weights_are_checked_with_one_synchronization(tmp_path, monkeypatch):
     synchronizations = []
     for name in ("__bool__", "item", "tolist"):
