@@ -136,6 +136,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         with distributed.sync_errors():
             if self._plugin is not None:
                 check_arguments(args, self._plugin)
+            # Under FSDP, recipes set `ignore_data_skip` for streamed datasets, whose position depends on the batch size.
             if state.global_step > 0 and not (self._is_completing and args.ignore_data_skip):
                 resume.check_data_position(args, state)
             if distributed.is_main():
