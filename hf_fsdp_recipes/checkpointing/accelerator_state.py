@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 def save_checkpoint(
     accelerator: "Accelerator", output_dir: str | os.PathLike[str], step: int, *, keep: int | None = None
 ) -> Path:
-    """Save what `accelerator.save_state` saves, so that a run never resumes from an interrupted save.
+    """Save an Accelerator's state to a checkpoint directory that appears only once all its files are complete.
 
-    The files and a manifest of their checksums are written to a hidden directory and flushed; then the directory is renamed
-    to `checkpoint-<step>`. Training waits meanwhile. Resume with `accelerator.load_state(latest_checkpoint(output_dir))`.
+    The files of `accelerator.save_state` and a manifest of their checksums are written to a hidden directory and flushed;
+    then the directory is renamed to `checkpoint-<step>`. Training waits meanwhile. Resume with
+    `accelerator.load_state(latest_checkpoint(output_dir))`.
 
     Collective: every rank must call this, with the same arguments.
 
@@ -63,10 +64,10 @@ def _write(accelerator: "Accelerator", incomplete: Path, final: Path) -> dict[st
     from torch.distributed.checkpoint import CheckpointException
 
     group = distributed.patient_group()
-    with distributed.sync_errors(group):  # the end of save_state (random states) is not collective
+    with distributed.sync_errors(group):  # save_state writes random states last; a single rank may fail there
         try:
             accelerator.save_state(str(incomplete))
-        except CheckpointException as error:  # a BaseException; the same on every rank
+        except CheckpointException as error:  # derives from BaseException; every rank raises it
             cause = summarize(next(iter(error.failures.values()))[0], "line")
             raise CheckpointError(f"{final} could not be written: {cause}. Earlier checkpoints are intact.") from error
     names = distributed.run_on_main(lambda: layout.files_in(incomplete), group)

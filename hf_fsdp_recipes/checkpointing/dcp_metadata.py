@@ -1,4 +1,4 @@
-"""The tensors in a DCP directory, and how they differ from those of a model and its optimizer."""
+"""Reads which tensors are in a directory of torch DCP (Distributed Checkpoint), and compares them with a model's."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TensorFacts(NamedTuple):
-    """Global shape and dtype of a tensor; `dtype` is None if it is not known yet."""
+    """Global shape and dtype of a tensor; `dtype` is None if it is unknown."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -42,7 +42,7 @@ def read_dcp_metadata(directory: Path) -> "Metadata":
 
 
 def stored_tensors(metadata: "Metadata", prefix: str) -> dict[str, TensorFacts]:
-    """Return the tensors whose names begin with `prefix.`, without that prefix."""
+    """Return {name: shape and dtype} of the tensors whose names begin with `prefix.`; the keys omit this prefix."""
     return {
         name.removeprefix(f"{prefix}."): TensorFacts(tuple(entry.size), entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
@@ -51,7 +51,7 @@ def stored_tensors(metadata: "Metadata", prefix: str) -> dict[str, TensorFacts]:
 
 
 def describe_tensors(state: Mapping[str, Any]) -> dict[str, TensorFacts]:
-    """Return the global shapes and dtypes of a state dict's tensors, sharded or not."""
+    """Return {name: global shape and dtype} of a state dict's tensors, sharded or not."""
     return {name: TensorFacts(tuple(v.size()), v.dtype) for name, v in state.items() if hasattr(v, "dtype")}
 
 

@@ -1,7 +1,7 @@
 """Reads ranges of elements from torch DCP's `.distcp` files, whichever program wrote them.
 
 A `.distcp` file is a sequence of uncompressed torch.save archives, each with one rank's chunk of one tensor. `.metadata`
-records where each archive begins; the archive's zip directory records where the tensor's bytes begin. Entries that are not
+records where each archive begins; the archive's zip directory records where the tensor's bytes begin. Objects that are not
 tensors are not read.
 
 Source: torch 2.13 `distributed/checkpoint/filesystem.py`, `metadata.py`; the torch.save archive format.
@@ -37,7 +37,7 @@ PlainPickles = dict[bytes, bool]  # for each pickle found in an archive, whether
 
 
 class StoredFile:
-    """A `.distcp` file whose blocks are verified when they are first read.
+    """A `.distcp` file whose 8 MiB blocks are verified when they are first read.
 
     Args:
         path: the file.
@@ -127,7 +127,7 @@ class DcpTensor:
             if low < high:
                 target = view[(low - start) * size : (high - start) * size]
                 chunk.file.read(chunk.start() + (low - chunk.first) * size, target)
-                # The archive's first and last blocks say where the values are, so verify these too.
+                # Headers in the archive's first and last blocks say where the values begin, so verify these two blocks too.
                 if low == chunk.first:
                     chunk.file.verify(chunk.offset)
                 if high == chunk.first + chunk.count:
@@ -169,12 +169,12 @@ def find_directory(checkpoint: Path) -> Path:
 
 
 def read_index(directory: Path) -> dict[str, DcpTensor]:
-    """Return the tensors of a DCP directory and where they are stored.
+    """Return, for each tensor name in a DCP directory, the tensor's shape, dtype and chunks.
 
-    Not a collective. Files without block checksums are verified in full first.
+    Not a collective. Files that have no block checksums in the manifest are verified in full first.
 
     Raises:
-        ExportError: the index cannot be read, a file is missing, truncated or differs from the checkpoint's manifest, or
+        ExportError: `.metadata` cannot be read, a file is missing, truncated or differs from the checkpoint's manifest, or
             a tensor is not sharded by rows.
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -219,7 +219,7 @@ def _open_files(directory: Path) -> Callable[[str], StoredFile]:
 def _verify_manifest(directory: Path) -> Checksums | None:
     """Check the sizes of the files that an export reads, and verify files without block checksums.
 
-    Return the block checksums of each file, for verifying a block when it is read, or None if there is no manifest.
+    Return {file: block checksums}, with which blocks are verified when they are read, or None if there is no manifest.
     """
     root = directory.parent if directory.name == MODEL_DIRECTORY else directory
     if not (root / layout.MANIFEST).is_file():

@@ -1,4 +1,4 @@
-"""A torch DCP file writer, which bypasses the page cache and computes checksums while it writes, and a save planner.
+"""Provides torch DCP with a writer that bypasses the page cache and computes checksums, and a planner that reuses plans.
 
 Source: torch 2.13 `distributed/checkpoint/filesystem.py`: FileSystemWriter writes through its attribute `fs`;
 `default_planner.py`: `enable_plan_caching` stores plans under the name of the planner's class.
@@ -21,7 +21,7 @@ class DirectWriter(FileSystemWriter):
     """A DCP writer whose `.distcp` files are durable once closed; the caller must sync `.metadata`.
 
     Attributes:
-        manifest_entries: size and checksums of each `.distcp` file that this rank has written, by name.
+        manifest_entries: for the name of each `.distcp` file that this rank has written, the file's size and checksums.
 
     Args:
         directory: where the files are written.
@@ -29,14 +29,14 @@ class DirectWriter(FileSystemWriter):
     """
 
     def __init__(self, directory: Path, notify: Callable[[int], Any] = lambda num_bytes: None) -> None:
-        # Copying ahead would synchronize the stream that training uses.
+        # By default, torch copies tensors ahead of their write, which synchronizes the stream that training uses.
         super().__init__(directory, sync_files=False, per_thread_copy_ahead=0)
         self.manifest_entries: dict[str, dict[str, Any]] = {}
         self.fs = _DirectFileSystem(notify, self.manifest_entries)
 
 
 class CachedPlanner(DefaultSavePlanner):
-    """Reuses the plan of the part's previous save, so that rank 0 plans for all ranks only once.
+    """A save planner that reuses the plan of the previous save, so that rank 0 plans for all ranks only once.
 
     Args:
         part: "model" or "optimizer"; each has its own plan.
@@ -50,7 +50,8 @@ class CachedPlanner(DefaultSavePlanner):
 def forget_plans() -> None:
     """Discard the cached plans. Call it on every rank after a failed save, and before another model is saved.
 
-    torch compares names and shapes, but not dtypes, with the cached plan. A failed save may also leave a plan behind.
+    torch compares only names and shapes with a cached plan, so it would reuse the plan for a model with other dtypes. A
+    failed save may also leave a plan in the cache.
     """
     for name, cached in vars(SavePlanner).items():
         if name.startswith("_cached_") and isinstance(cached, dict):

@@ -1,8 +1,8 @@
-"""Writes files with O_DIRECT, or through the page cache if the file system does not support it.
+"""Writes files with O_DIRECT, or through the page cache if the file system does not support O_DIRECT.
 
 For gigabytes that are not read again soon, the page cache costs more than the disk: the kernel allocates and zeroes pages one
 by one, the pages take memory from training, and ranks that write to the same file contend for a lock. Full blocks are written
-directly from one aligned buffer; the unaligned ends go through the cache.
+directly from one aligned buffer; the bytes before and after them go through the cache.
 
 Source: open(2), "O_DIRECT", on alignment and on mixing direct and cached writes.
 """
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = max(4096, mmap.PAGESIZE)  # offset, length and memory address of a direct write must be multiples of this
 BUFFER_BYTES = 2 * 1024 * 1024
-CHECKSUM_BLOCK_BYTES = 8 * 1024 * 1024  # multiple of BUFFER_BYTES; part of the manifest's format
+CHECKSUM_BLOCK_BYTES = 8 * 1024 * 1024  # a manifest has one checksum per block of this size; multiple of BUFFER_BYTES
 MIN_DIRECT_BYTES = 256 * 1024  # smaller writes are faster through the cache
 
 
 class DirectFile:
-    """Write byte ranges of an existing file, in any order, from one thread. `close` makes the writes durable."""
+    """Writes byte ranges to an existing file, in any order, from one thread. `close` makes the writes durable."""
 
     def __init__(self, file: Path) -> None:
         self._descriptor = os.open(file, os.O_WRONLY)
@@ -51,7 +51,7 @@ class DirectFile:
         self._write_later(tail, first_block + len(blocks))
 
     def _write_later(self, view: memoryview, offset: int) -> None:
-        """Batch small cached writes, because each one waits for blocks that other ranks are writing."""
+        """Collect small writes: each goes through the cache and waits for blocks that other ranks write to the same file."""
         if view:
             self._small.append((bytes(view), offset))
             self._small_bytes += len(view)
@@ -91,10 +91,10 @@ class DirectFile:
 
 
 class ChecksummedStream(io.RawIOBase):
-    """Write a new file sequentially and compute XXH3 checksums of the file and of each block on the fly.
+    """Writes a new file sequentially, and computes XXH3 checksums of the file and of each 8 MiB block while writing.
 
     Args:
-        file: its path.
+        file: path of the new file.
         notify: called with the number of bytes of each write.
     """
 
@@ -130,7 +130,7 @@ class ChecksummedStream(io.RawIOBase):
         return done
 
     def _flush(self) -> None:
-        """Add the buffer to the checksums while it is in the CPU's cache, and write it."""
+        """Add the buffer to the checksums while it is still in the CPU's cache, then write it."""
         with memoryview(self._buffer)[: self._num_buffered] as content:
             self._hash.update(content)
             self._block_hash.update(content)

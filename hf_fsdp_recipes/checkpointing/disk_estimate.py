@@ -1,6 +1,6 @@
 """Estimates how many bytes a recipe's checkpoints and exports take on disk, from the recipe and the model's shapes.
 
-Source: trl 1.16 `ModelConfig` (dtype float32), transformers 5.23 `TrainingArguments` (save_steps 500).
+Source: defaults of trl 1.16 `ModelConfig` (dtype float32) and transformers 5.23 `TrainingArguments` (save_steps 500).
 """
 
 import math
@@ -77,7 +77,7 @@ def _count_adapter_parameters(model: "PreTrainedModel", recipe: dict[str, Any]) 
 
 
 def _count_checkpoints(recipe: dict[str, Any]) -> tuple[int, bool]:
-    """Return the maximum number of checkpoints on disk, and whether it is only a lower bound."""
+    """Return the maximum number of checkpoints on disk and False; or, if it is unknown, a lower bound and True."""
     limit, num_saves = recipe.get("save_total_limit"), _count_saves(recipe)
     if limit:
         num_kept = int(limit) + 1  # the oldest is deleted once the new one is complete
@@ -86,7 +86,7 @@ def _count_checkpoints(recipe: dict[str, Any]) -> tuple[int, bool]:
 
 
 def _count_saves(recipe: dict[str, Any]) -> int | None:
-    """Return how often the run saves; None if that depends on the data."""
+    """Return how many checkpoints the run saves, or None if their number depends on the data."""
     strategy, save_steps = recipe.get("save_strategy", "steps"), float(recipe.get("save_steps", 500))
     max_steps = int(recipe.get("max_steps", -1))
     if strategy == "no":

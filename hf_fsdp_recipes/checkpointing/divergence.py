@@ -22,9 +22,9 @@ def check_weights(tensors: Iterable[tuple[str, torch.Tensor]], step: int, output
     """Check this rank's weights for NaN and infinity, with one synchronization per device. Not a collective.
 
     Args:
-        tensors: names and local values.
+        tensors: names and values of this rank's weights (shards or full tensors).
         step: number of steps trained, for the message.
-        output_dir: the run's output directory; the message names its newest complete checkpoint.
+        output_dir: the run's output directory; the message names the newest complete checkpoint in it.
 
     Raises:
         DivergenceError: a weight is NaN or infinite; the message names the first such tensor.

@@ -1,8 +1,9 @@
-"""Downloads a checkpoint from a mirror, to resume from it.
+"""Downloads a checkpoint to resume from. The source is a mirror: the copy of a run's checkpoints that mirror.py uploads.
 
 If all ranks see the same output directory, they divide the files and complete the checkpoint there. Otherwise each node gets
 only what its ranks read: all small files, and the blocks of `.distcp` files that hold its ranks' chunks. DCP's reader requests
-these blocks just before it reads them. They go to sparse files, in a directory that is never named like a checkpoint.
+these blocks just before it reads them. The blocks are written to sparse files in `.checkpoint-<step>.download`, so no tool
+mistakes them for a complete checkpoint.
 """
 
 import contextlib
@@ -27,23 +28,23 @@ from hf_fsdp_recipes.patches import registry
 from hf_fsdp_recipes.patches.torch import Chunks, register_read_hook
 
 NUM_REQUESTS = 8  # concurrent requests of each rank; each request is for one block
-_partial: dict[Path, "_Download"] = {}  # partial downloads, by directory
+_partial: dict[Path, "_Download"] = {}  # for each directory, its partial download
 
 
 def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path | None = None) -> Path | None:
     """Download a checkpoint from a mirror into a run's output directory, and return its path there.
 
     If all ranks see the same directory, each downloads a part of the checkpoint. Otherwise each node downloads the small files
-    now, and the other data of its ranks when Trainer or Accelerate loads the returned directory. Trainer's first step deletes
-    this directory. Ranks wait for each other without a timeout.
+    now, and the tensor data that its ranks need when Trainer or Accelerate loads the returned directory; this partial
+    download is deleted after Trainer's first step. Ranks wait for each other without a timeout.
 
     Collective: every rank must call this, after the process group has started.
 
     Args:
-        url: URL of a checkpoint, or of a mirror (with or without /auto) for its newest complete checkpoint.
+        url: URL of a checkpoint, or of a mirror (with or without /auto), which selects its newest complete checkpoint.
         output_dir: the run's output directory.
-        newest: the newest complete checkpoint in `output_dir`, if any. With a mirror's URL, only a later checkpoint of the
-            same run is downloaded.
+        newest: the newest complete checkpoint in `output_dir`, if any. If `url` is a mirror's, a checkpoint is
+            downloaded only if it is later than `newest` and of the same run.
 
     Returns:
         The downloaded checkpoint in `output_dir`, or `newest` if there is nothing to download.
@@ -93,7 +94,7 @@ def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path 
 
 
 def delete_partial() -> None:
-    """Delete partial checkpoints that were downloaded for a resume. Collective: every rank calls this after reading."""
+    """Delete partial checkpoints that were downloaded for a resume. Collective: every rank calls this after reading them."""
     if _partial:
         distributed.barrier()
         for directory in _partial:
@@ -103,7 +104,7 @@ def delete_partial() -> None:
 
 @dataclass
 class _Download:
-    """Downloads all or part of a mirror's checkpoint. The `sharers`, the ranks that see `directory`, share the work."""
+    """Downloads all or part of a mirror's checkpoint. The ranks that see `directory`, the `sharers`, divide the work."""
 
     storage: Storage
     files: dict[str, Any]  # the manifest's entries
@@ -153,7 +154,10 @@ class _Download:
 
 
 def _fetch_chunks(directory: Path, chunks: Chunks) -> None:
-    """Download the blocks that the ranks are about to read, each once per directory. DCP's reader calls this. Collective."""
+    """Download the blocks that the ranks are about to read; ranks that share a directory download each block only once.
+
+    DCP's reader calls this before it reads. Collective.
+    """
     download = _partial.get(directory.parent.resolve())
     if download is None:
         return
@@ -193,9 +197,13 @@ def _choose(url: str, newest: Path | None) -> tuple[str, dict[str, Any]] | None:
 
 
 def _find_sharers(output_dir: Path) -> list[int]:
-    """Return the ranks that share this rank's directory: all that see rank 0's, or else those of this node. Collective."""
+    """Return the ranks that share this rank's directory. Collective.
+
+    If this rank sees rank 0's directory, these are all ranks that see it; otherwise they are the ranks of this node.
+    """
     group = distributed.patient_group()
-    # The name is random, because NFS clients cache for seconds that a name does not exist.
+    # The name is random because NFS clients cache failed lookups: a fixed name that was missing before could still appear
+    # missing for some seconds.
     probe = output_dir / f".probe-{distributed.broadcast_object(uuid.uuid4().hex, group)}"
     with distributed.sync_errors(group):
         output_dir.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""FSDP1-specific parts of checkpointing."""
+"""Copies the sharded state of an FSDP1 model and its optimizer."""
 
 import functools
 from dataclasses import replace
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def capture(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, plugin: "FullyShardedDataParallelPlugin"
 ) -> dict[str, dict[str, Any]]:
-    """Return a copy of the sharded state of model and optimizer under FSDP1. Collective: every rank must call this.
+    """Return a copy of the sharded state of an FSDP1 model and its optimizer. Collective: every rank must call this.
 
     The copy is on the accelerator if every rank has room for it there, and in host memory otherwise.
     """

@@ -1,7 +1,7 @@
-"""Checkpoint directories: names, manifests, validation, and which to resume from or delete.
+"""Names, completes, validates and deletes checkpoint directories.
 
-A checkpoint is complete if its directory has its final name and its files match its manifest. The manifest is written last,
-then the directory is renamed. This module uses neither torch nor collectives.
+A checkpoint is complete if its directory is named `checkpoint-<step>` and its files match its manifest, which lists their sizes
+and checksums. The manifest is written last, then the directory is renamed. This module uses neither torch nor collectives.
 """
 
 import errno
@@ -36,7 +36,7 @@ _INCOMPLETE = re.compile(r"\.checkpoint-(\d+)\.(incomplete|download)")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A `checkpoint-<step>` directory; `fault` is why it cannot be resumed from, or None, and `run` the id of its run."""
+    """A `checkpoint-<step>` directory; `fault` says why it cannot be resumed from, or is None; `run` is its run's id."""
 
     path: Path
     step: int
@@ -70,7 +70,7 @@ def incomplete_directory_for(output_dir: str | os.PathLike[str], step: int) -> P
 
 
 def download_directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
-    """Return the path to which a step's checkpoint is downloaded. A download of only a part keeps this name."""
+    """Return the path to which a step's checkpoint is downloaded. A partial download keeps this name."""
     return Path(output_dir) / f".checkpoint-{step}.download"
 
 
@@ -87,7 +87,7 @@ def checksum(file: Path) -> str:
 
 
 def manifest_entries(directory: Path, files: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the size and checksum of files, by path relative to `directory`."""
+    """Return, for each file's path relative to `directory`, the file's size and checksum."""
     return {
         name: {"bytes": (directory / name).stat().st_size, "xxh3": checksum(directory / name)} for name in sorted(files)
     }
@@ -246,12 +246,12 @@ def list_checkpoints(output_dir: str | os.PathLike[str], verify: bool = False) -
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest, or an empty one if it cannot be read."""
+    """Return a checkpoint's manifest, or an empty dict if it cannot be read."""
     return read_json(directory / MANIFEST)
 
 
 def _read_run_facts(directory: Path) -> dict[str, Any]:
-    """Return the run's id from Trainer's state, for a checkpoint without a manifest."""
+    """Return what this package has stored in Trainer's state, such as the run's id, or an empty dict."""
     callbacks = read_json(directory / STATE_FILE).get("stateful_callbacks")
     facts = callbacks.get(STATE_KEY) if isinstance(callbacks, dict) else None
     return facts if isinstance(facts, dict) else {}
@@ -269,8 +269,8 @@ def read_json(file: Path) -> dict[str, Any]:
 def quarantine_incomplete(output_dir: str | os.PathLike[str]) -> list[Path]:
     """Rename checkpoints that cannot be resumed from, so that no tool mistakes them for complete ones. Rank 0 only.
 
-    A stock Trainer's checkpoints, which have no manifest, keep their names; so do interrupted saves, which the next save
-    deletes.
+    Two kinds keep their names: a stock Trainer's checkpoints, which have no manifest, and interrupted saves, which the next
+    save deletes.
 
     Returns:
         The new paths.

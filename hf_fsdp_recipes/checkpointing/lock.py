@@ -1,7 +1,7 @@
 """Keeps two runs from writing to the same output directory.
 
-The lock is a file. Its holder updates the modification time every few seconds. Another run takes the lock over if the holder
-has exited, or has not updated the file for STALE_SECONDS, for example because the node has died.
+The lock is a file. The run that holds it updates the file's modification time every few seconds. Another run takes the lock
+over if the holder has exited, or has not updated the file for STALE_SECONDS, for example because the node has died.
 """
 
 import errno
@@ -13,7 +13,7 @@ from filelock import SoftFileLease, Timeout
 from hf_fsdp_recipes.errors import CheckpointError, RecipeError
 
 LOCK_FILE = ".writer.lease"
-STALE_SECONDS = 30.0  # shorter than the time that a run waits for the lock
+STALE_SECONDS = 30.0  # shorter than `wait_seconds`, so that a waiting run can take over a dead holder's lock
 
 _locks: dict[Path, SoftFileLease] = {}  # this process's locks
 

@@ -1,6 +1,6 @@
-"""Uploads checkpoints and exports to object storage while training continues; download.py reads them.
+"""Uploads checkpoints and exports to object storage while training continues; download.py downloads checkpoints.
 
-A mirror is a URL that fsspec opens, such as s3://bucket/run, or a path. Each rank uploads a part of the files. Rank 0 uploads
+A mirror is a path or a URL that fsspec opens, such as s3://bucket/run. Each rank uploads a part of the files. Rank 0 uploads
 the manifest once all ranks are done, so a checkpoint with a manifest is complete. Set credentials and endpoints as fsspec's
 documentation describes.
 """
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class Mirror:
     """Uploads the directories passed to `add`, one at a time, from a thread on each rank.
 
-    Create a Mirror on every rank, and call its methods in the same order. If uploads are slower than saves, only the newest
-    checkpoint is uploaded. Without a URL, the methods do nothing.
+    Create a Mirror on every rank, and call its methods in the same order on every rank. If uploads are slower than saves,
+    only the newest of the waiting checkpoints is uploaded. Without a URL, the methods do nothing.
     """
 
     def __init__(self, url: str | None) -> None:
@@ -41,10 +41,11 @@ class Mirror:
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
-        self._added: list[tuple[Path, str]] = []  # directories with the names of their manifests
+        self._added: list[tuple[Path, str]] = []  # (directory, name of its manifest)
         # Positions in `_added`, counted from 1: the last directory that is finished or skipped, and the current upload.
         self._num_done = self._current = 0
-        self._failures: dict[str, str | None] = {}  # why the last uploads failed, by manifest name
+        # For each manifest name, why its last upload failed, or None if it succeeded.
+        self._failures: dict[str, str | None] = {}
         self._has_skipped = False
 
     def check(self, output_dir: str | os.PathLike[str], is_fsdp: bool = True) -> None:
@@ -70,7 +71,10 @@ class Mirror:
                 ) from error
 
     def claim(self, run: str | None, step: int, *, is_starting: bool = True) -> None:
-        """Refuse another run's mirror. At training start, set aside checkpoints of steps that the run repeats. Rank 0 only."""
+        """Raise a CheckpointError if the mirror holds another run's checkpoints or export. Rank 0 only.
+
+        If training starts now, also mark checkpoints of later steps as incomplete, because the run will repeat these steps.
+        """
         if self._url is None:
             return
         self._run, storage = run, self._storage
@@ -89,7 +93,7 @@ class Mirror:
                 logger.warning("%s/%s is set aside, because the run repeats its step", self._url, checkpoint.path)
 
     def start(self, output_dir: str, step: int, keep: int | None, best: Callable[[], str | None]) -> None:
-        """Start the thread, and upload the checkpoint that the run resumes from if it is not in the mirror. Collective.
+        """Start the upload thread, and upload the checkpoint that the run resumes from if it is not in the mirror. Collective.
 
         `keep` is the number of complete checkpoints to keep, or None for all. The checkpoint at path `best()` is always kept.
         """
@@ -203,7 +207,7 @@ class Mirror:
             self._storage.attempt("rm_file", f"{self._storage.root}/{directory.name}/{UNFINISHED}")
             own = [one for one in self._storage.list_checkpoints() if one.run == self._run]
             newest = max((one.step for one in own if one.is_complete), default=0)
-            # Also keep the best checkpoint that is uploaded, because a newer best one may not be uploaded yet.
+            # The best checkpoint may not be uploaded yet, so also keep the one that was best when `directory` was saved.
             saved_best = layout.read_json(directory / layout.STATE_FILE).get("best_model_checkpoint")
             best = [Path(path).name for path in (self._best(), saved_best) if path]
             old = layout.find_old(own, self._keep, best) if self._keep else []

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed
 
-EXIT_PREEMPTED = 85  # a signal ended the run after a checkpoint; run the same command again to continue
+EXIT_PREEMPTED = 85  # exit status after a signal and a checkpoint; run the same command again to continue
 PR_SET_PDEATHSIG = 1  # prctl(2), linux/prctl.h
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -28,7 +28,7 @@ class SignalWatch:
 
     def __init__(self) -> None:
         self._received = 0
-        # Result of the last exchange: a signal's number, and whether a rank has failed.
+        # Result of the last exchange: a signal's number (0: no signal), and whether a rank has failed.
         self._flags = torch.zeros(2, dtype=torch.int32)
         self._pending: dist.Work | None = None
         self._is_agreed = False
@@ -48,7 +48,7 @@ class SignalWatch:
         _warn_of_short_shutdown()
 
     def stop(self) -> None:
-        """Restore the handlers that were installed before."""
+        """Restore the handlers that were installed before `start`."""
         for number, previous in self._previous.items():
             signal.signal(number, previous)
         self._previous = {}
@@ -87,7 +87,7 @@ class SignalWatch:
         return self._is_agreed, bool(any_failed)
 
     def exit_if_signaled(self, completed: Path | None) -> None:
-        """Exit every rank with EXIT_PREEMPTED if they agreed to stop. Collective."""
+        """Exit with status EXIT_PREEMPTED if the ranks have agreed to stop. Collective."""
         if self._is_agreed:
             distributed.print_main(f"stopped by a signal; resume from {completed} with --resume_from_checkpoint auto")
             distributed.barrier()
@@ -98,7 +98,7 @@ class SignalWatch:
 
 
 def _end_with_launcher() -> None:
-    """Have the kernel send SIGTERM to this rank when its launcher dies, because torchrun starts ranks in their own sessions."""
+    """Have the kernel send SIGTERM to this rank if torchrun dies. A rank is in a separate session, so it would keep running."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = os.getppid()

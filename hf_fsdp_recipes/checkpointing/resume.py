@@ -1,7 +1,7 @@
-"""What a checkpoint records about its run, and whether another run may continue from it.
+"""Records facts about a run in its checkpoints, and checks whether another run may resume from them.
 
-A resumed run's position in the data is a number of global batches in a seeded order. It is valid on any number of ranks if
-the global batch size stays the same, which `keep_global_batch` ensures.
+A resumed run's position in the data is a number of global batches in a seeded order. This position is valid on any number of
+ranks if the global batch size stays the same, which `keep_global_batch` ensures.
 """
 
 import functools
@@ -118,7 +118,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def read_train_params(checkpoint: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's `train_params.yaml`, or None without one; raise a CheckpointError if it cannot be read."""
+    """Return a checkpoint's `train_params.yaml`, or None if it has none; raise a CheckpointError if it cannot be read."""
     try:
         params = yaml.safe_load((checkpoint / PARAMS_FILE).read_text())
     except FileNotFoundError:
@@ -137,10 +137,10 @@ def _read_batch_facts(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def keep_global_batch(args: "TrainingArguments", checkpoint: str | os.PathLike[str] | None) -> None:
-    """Keep a resumed run's global batch size on another number of ranks; sets `args.gradient_accumulation_steps` in place.
+    """Keep a resumed run's global batch size on a different number of ranks: set `args.gradient_accumulation_steps`.
 
-    Call it on every rank after `load_model` and before building the Trainer; not a collective. Prints a changed gradient
-    accumulation, and a note if random states are not restored because the number of ranks changed.
+    Call it on every rank after `load_model` and before building the Trainer; not a collective. Prints a change of
+    gradient accumulation, and a note if random states are not restored because the number of ranks changed.
 
     Args:
         args: the arguments for the Trainer. Only `gradient_accumulation_steps` is changed.
@@ -229,13 +229,14 @@ def _check_checkpoint(trainer: "Trainer", checkpoint: Path, is_sharded: bool) ->
         check_small_files(checkpoint)
         record_rows(trainer)
     model: Any = trainer.model
-    if not trainer.is_fsdp_enabled:  # Trainer compares the model's tensors when it reads them
+    if not trainer.is_fsdp_enabled:  # then Trainer itself compares the model's tensors when it loads them
         optimizer = trainer.create_optimizer()
         distributed.run_on_main(lambda: _compare_optimizer(checkpoint, optimizer))
         distributed.run_on_main(lambda: _compare_runs(checkpoint, trainer))
         return
     peft_model = find_peft_model(model)
-    # PEFT renames some tensors when it saves them; the adapter's name is not in every checkpoint.
+    # PEFT renames some tensors when it saves them, so extra or missing names are ignored below. The adapter's name is removed,
+    # because only some checkpoints contain it.
     rename = functools.partial(without_adapter_name, adapter_name=active_adapter(peft_model)) if peft_model else str
     state = model.named_parameters() if peft_model else model.state_dict().items()
     tensors = {rename(n): TensorFacts(tuple(t.shape), None) for n, t in state if not peft_model or is_adapter(n)}
@@ -271,7 +272,7 @@ def _compare_runs(checkpoint: Path, trainer: "Trainer") -> None:
 
 
 def record_rows(trainer: "Trainer") -> None:
-    """Make checkpoints record a trainer's number of rows and their checksum, unless a recipe does. Not a collective."""
+    """Make checkpoints record the number and checksum of the training rows, unless a recipe already does. Not a collective."""
     args: Any = trainer.args
     if not hasattr(args, "recipe_facts"):
         args.recipe_facts = describe_rows(trainer.train_dataset)
@@ -302,9 +303,9 @@ def _check_state(trainer: "Trainer", checkpoint: Path) -> None:
 
 
 def _compare_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse another optimizer's state: both `optimizer` and the state have settings that the other lacks.
+    """Raise a CheckpointError if the stored state and `optimizer` each have settings that the other lacks.
 
-    A new version of the same optimizer may add settings or remove settings.
+    Extra settings on one side only are accepted: a new version of an optimizer may add or remove settings.
     """
     if not (checkpoint / "optimizer.pt").is_file():
         return
@@ -329,7 +330,7 @@ def _read_tensors(checkpoint: Path) -> dict[str, TensorFacts]:
 
 
 def _last_parts(names: Iterable[str], prefix: str) -> set[str]:
-    """Return the last parts of an optimizer's tensor names, such as exp_avg: its kinds of per-parameter state."""
+    """Return the kinds of per-parameter state, such as exp_avg, from the last parts of an optimizer's tensor names."""
     return {name.rpartition(".")[2] for name in names if name.startswith(prefix)}
 
 

@@ -9,7 +9,7 @@ from hf_fsdp_recipes.checkpointing.run_identity import read_run
 if TYPE_CHECKING:
     from transformers import EarlyStoppingCallback, TrainerState, TrainingArguments
 
-PATIENCE = "early_stopping_patience"  # key in the manifest of the last checkpoint before early stopping
+PATIENCE = "early_stopping_patience"  # manifest key; its value is null unless early stopping ended the run
 
 
 def find_end(args: "TrainingArguments", state: "TrainerState", callbacks: Iterable[object]) -> str | None:

@@ -1,6 +1,6 @@
 """Keeps runs that use the same output directory apart.
 
-A run gets a random id when it first starts. Its state and the manifests of its checkpoints carry the id, so a resumed run has
+A run gets a random id when it first starts. Trainer's state and the manifests of checkpoints store the id, so a resumed run has
 the id of the checkpoint that it continues from.
 """
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 PreviousRun = Literal["refuse", "archive"]
 
 EXPORT, MERGED_EXPORT = EXPORTS = ("export", "export_merged")
-_EXPORT = re.compile(rf"({'|'.join(EXPORTS)})(-\d+)?")  # numbered if the directory existed
+_EXPORT = re.compile(rf"({'|'.join(EXPORTS)})(-\d+)?")  # with a number if `export` existed and could not be replaced
 SIDE_FILES = (METRICS_FILE, REPORT_FILE, LOSS_PLOT, THROUGHPUT_PLOT, MEMORY_PLOT, MODEL_FILE)
 
 
 def read_run(state: "TrainerState") -> str | None:
-    """Return the id of a state's run; None if the run started without this package."""
+    """Return the id of the run that a Trainer's state belongs to, or None if the run started without this package."""
     return state.stateful_callbacks.get(STATE_KEY, {}).get("run")
 
 
@@ -42,15 +42,15 @@ def claim_directory(
 ) -> None:
     """Make room for a run in its output directory, and give a new run its id.
 
-    If another run has written there, the new run is refused, or the earlier files are moved to `previous-<n>` when training
-    starts. Then checkpoints of steps that the run will repeat are renamed. Call this on rank 0 only, with the directory
-    locked, before anything is written.
+    If another run has written there, `previous_run` decides: the new run is refused, or the earlier files are moved to
+    `previous-<n>` when training starts. Then checkpoints of steps that the run will repeat are renamed. Call this
+    on rank 0 only, with the directory locked, before anything is written.
 
     Args:
         output_dir: the run's output directory.
         state: Trainer's state when training starts; a new run is at step 0.
         previous_run: what to do with another run's checkpoints and export.
-        run: the run's id, if this process has already started it once.
+        run: the run's id, if this process has already started the run before.
         is_starting: whether training starts now. If not, nothing is moved, because the run may still be refused for another
             reason.
 
@@ -61,8 +61,8 @@ def claim_directory(
     if state.global_step == 0:
         state.stateful_callbacks[STATE_KEY] = {"run": run or secrets.token_hex(8)}
     own = read_run(state)
-    # A stock Trainer's checkpoint has no manifest. If its state file is missing too, the save was interrupted, and the
-    # checkpoint may be this run's.
+    # A stock Trainer's checkpoint has no manifest. If its state file is missing too, the save was interrupted. Ignore
+    # such a checkpoint, because it may be this run's.
     written = [
         one for one in layout.list_checkpoints(directory) if one.is_complete or (one.path / STATE_FILE).is_file()
     ]

@@ -1,4 +1,4 @@
-"""Describes what a run depends on in addition to its arguments: its rows, and the base model of an adapter."""
+"""Describes what a run depends on in addition to its arguments: the training rows, and the base model of an adapter."""
 
 import functools
 import json
@@ -13,9 +13,9 @@ _MEDIA = re.compile(r"\b(Image|Audio|Video|Pdf)\(")
 
 
 def describe_rows(rows: Any) -> dict[str, Any]:
-    """Return the number of a dataset's rows and a checksum of some of them, or an empty dict if it has no length.
+    """Return a dataset's number of rows and a checksum of some rows, or an empty dict if the dataset has no length.
 
-    Only a `datasets.Dataset` gets a checksum. Other datasets may return different values each time.
+    Only a `datasets.Dataset` gets a checksum, because other datasets may return different values each time.
     """
     from datasets import Dataset
 
@@ -36,7 +36,7 @@ def describe_rows(rows: Any) -> dict[str, Any]:
 def checksum_weights(name_or_path: str, revision: str | None = None) -> int | None:
     """Return a checksum of samples of a model's safetensors files, or None if this machine has no such files.
 
-    A copy of the files in another directory has the same checksum. Other weights of the same shapes have another one.
+    A copy of the files in another directory has the same checksum. Other weights of the same shapes have a different checksum.
     """
     from huggingface_hub import snapshot_download
 
@@ -51,6 +51,6 @@ def checksum_weights(name_or_path: str, revision: str | None = None) -> int | No
                 for start in (0, num_bytes // 2, max(0, num_bytes - _SAMPLE_BYTES)):
                     stream.seek(start)
                     checksum = zlib.crc32(stream.read(_SAMPLE_BYTES), checksum)
-    except (OSError, ValueError):  # also the errors of huggingface_hub
+    except (OSError, ValueError):  # huggingface_hub's errors are subclasses of these
         return None
     return checksum or None

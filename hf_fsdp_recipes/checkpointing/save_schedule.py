@@ -1,4 +1,4 @@
-"""Decides at which steps a run saves, from the flag that Trainer sets to request a save."""
+"""Decides at which steps a run saves, based on the flag that Trainer sets to request a save."""
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
@@ -12,8 +12,8 @@ class SaveSchedule:
         self.last_saved_step = last_saved_step
         self._due_step: int | None = None
         if self.strategy == SaveStrategy.BEST:
-            # With "best", Trainer saves inside evaluation, where a callback cannot intercept the save. With "steps" it still
-            # tracks the best step, but sets a flag that a callback can clear.
+            # With "best", Trainer saves inside evaluation, where a callback cannot intercept the save. With "steps", Trainer
+            # still tracks the best step, but requests saves with a flag that a callback can clear.
             args.save_strategy = SaveStrategy.STEPS
 
     def request(self, state: TrainerState) -> None:

@@ -27,9 +27,9 @@ def collect(
     rank_files: Mapping[str, str],
     assets: Mapping[str, bytes],
 ) -> dict[str, bytes]:
-    """Return the current content of this rank's small files, by file name.
+    """Return this rank's small files as {file name: current content}.
 
-    `event` holds a callback's keyword arguments. Rank 0 also writes `assets`, the config and tokenizer files.
+    `event` holds the keyword arguments of a callback method. Rank 0 also returns `assets`, the config and tokenizer files.
     """
     name = f"rng_state_{distributed.rank()}.pth" if distributed.world_size() > 1 else "rng_state.pth"
     files = {name: _dump(random or random_state())} | {name: text.encode() for name, text in rank_files.items()}
@@ -57,7 +57,7 @@ def format_params(args: "TrainingArguments", model: torch.nn.Module) -> bytes:
 
 
 def _dump(value: Any) -> bytes:
-    """Return what `torch.save` writes."""
+    """Return the bytes that `torch.save` writes for a value."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 1024**3
 ALIGNMENT_BYTES = 512
 
-KeyPath = tuple[Any, ...]  # the keys that lead to a tensor
+KeyPath = tuple[Any, ...]  # the keys that lead to a tensor in a nested state dict
 
 
 class CopyStream:
@@ -105,7 +105,7 @@ class HostStaging:
         return self._copy_tensor(value, path, memory) if isinstance(value, torch.Tensor) else value
 
     def _copy_sharded_tensor(self, tensor: "ShardedTensor", path: KeyPath, memory: "dict[bool, _HostMemory]") -> Any:
-        """Copy a tensor of FSDP1. Source: torch 2.13 `ShardedTensor.cpu`."""
+        """Copy an FSDP1 tensor. Source: torch 2.13 `ShardedTensor.cpu`."""
         from torch.distributed._shard.sharded_tensor import Shard
         from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
 

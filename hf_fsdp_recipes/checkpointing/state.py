@@ -1,4 +1,4 @@
-"""Collects the sharded state of model and optimizer, in the layout that Trainer resumes from."""
+"""Collects the sharded state of a model and its optimizer, in the layout that Trainer resumes from."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -35,9 +35,9 @@ def check_arguments(args: "TrainingArguments", plugin: "FullyShardedDataParallel
 def capture(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, plugin: "FullyShardedDataParallelPlugin"
 ) -> dict[str, dict[str, Any]]:
-    """Return {"model": ..., "optimizer": ...} as sharded tensors that share the memory of parameters and optimizer.
+    """Return {"model": ..., "optimizer": ...} as sharded tensors that share memory with the parameters and the optimizer.
 
-    Collective: every rank must call this. For a LoRA model, only the adapters are returned. FSDP1's state is a copy.
+    Collective: every rank must call this. For a LoRA model, only the adapters are returned. Under FSDP1, the state is a copy.
     """
     from accelerate.utils import fsdp_utils
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -53,7 +53,7 @@ def capture(
 
 
 def local_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and tensors of a state on this rank: full tensors and local shards."""
+    """Yield the name and the local values of each tensor in a state: this rank's shard, or all of an unsharded tensor."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from local_tensors(inner, f"{name}.{key}" if name else str(key))
@@ -78,7 +78,7 @@ def random_state() -> dict[str, Any]:
     }
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None and PartialState().device.type == "cpu":
-        # Trainer expects an entry on each rank, but reading the generators would create a context on every device.
+        # Trainer expects an entry for the accelerator, but reading its random state would create a context on every device.
         states[accelerator.type] = []
     elif accelerator is not None:
         module = torch.get_device_module(accelerator)

@@ -32,7 +32,7 @@ class Storage:
         for delay_seconds in [*(RETRY_SECONDS if retry else ()), None]:
             try:
                 return getattr(self.fs, method)(*arguments, **keywords)
-            except Exception as error:  # each file system raises its own types
+            except Exception as error:  # each file system raises its own exception types
                 if isinstance(error, FileNotFoundError) and method in ("cat_file", "ls"):
                     return None
                 if delay_seconds is None:
@@ -40,7 +40,7 @@ class Storage:
                 time.sleep(delay_seconds)
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Return a file's content, or an empty dict if it does not exist or was not fully written."""
+        """Return a JSON file's content, or an empty dict if it does not exist or was not fully written."""
         try:
             content = json.loads(self.attempt("cat_file", f"{self.root}/{name}") or "{}")
         except ValueError:
@@ -48,19 +48,19 @@ class Storage:
         return content if isinstance(content, dict) else {}
 
     def rename_manifest(self, checkpoint: layout.Checkpoint, name: str) -> None:
-        """Make a checkpoint incomplete without deleting its files."""
+        """Make a checkpoint incomplete without deleting its files: rename its manifest to `name`."""
         directory = f"{self.root}/{checkpoint.path}"
         self.attempt("mv", f"{directory}/{layout.MANIFEST}", f"{directory}/{name}")
 
     def remove(self, checkpoint: layout.Checkpoint) -> None:
-        """Delete a checkpoint. Make it incomplete first, so that no run resumes from it after an interruption."""
+        """Delete a checkpoint. It is made incomplete first, so that no run resumes from it if the deletion is interrupted."""
         if checkpoint.is_complete:
             self.rename_manifest(checkpoint, UNFINISHED)
         self.fs.invalidate_cache()
         self.attempt("rm", f"{self.root}/{checkpoint.path}", True)
 
     def list_checkpoints(self) -> list[layout.Checkpoint]:
-        """Return all checkpoints, sorted by step; their paths are relative to the directory."""
+        """Return all checkpoints, sorted by step; their paths are relative to this directory."""
         self.fs.invalidate_cache()
         found = []
         for path in self.attempt("ls", self.root, False) or ():

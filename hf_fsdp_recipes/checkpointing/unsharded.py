@@ -1,4 +1,7 @@
-"""Adds manifests to the checkpoints that Trainer writes itself, in one process or under DDP, so that `auto` finds them."""
+"""Adds manifests to checkpoints that Trainer writes itself, in one process or under DDP.
+
+`resume_from_checkpoint=auto` finds only checkpoints with a manifest.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def is_supported(args: "TrainingArguments", state: "TrainerState") -> bool:
-    """Return whether Trainer writes its checkpoints in one process or under DDP, to one directory, without pushing them."""
+    """Return whether Trainer runs in one process or under DDP, and writes checkpoints to one directory without pushing them."""
     from accelerate.state import AcceleratorState
 
     is_elsewhere = state.is_hyper_param_search or args.save_on_each_node or args.push_to_hub
@@ -24,7 +27,10 @@ def is_supported(args: "TrainingArguments", state: "TrainerState") -> bool:
 def complete_checkpoint(
     args: "TrainingArguments", state: "TrainerState", model: torch.nn.Module, facts: Mapping[str, Any]
 ) -> Path | None:
-    """Complete the checkpoint that Trainer has just written; return its path. Rank 0 only; reads all files for checksums."""
+    """Add `train_params.yaml` and a manifest to the checkpoint that Trainer has just written.
+
+    Returns its path, or None if Trainer has written none. Rank 0 only. Reads all files to compute their checksums.
+    """
     directory = layout.directory_for(args.output_dir, state.global_step)
     if not directory.is_dir():
         return None

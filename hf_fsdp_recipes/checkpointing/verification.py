@@ -19,8 +19,8 @@ verified: set[Path] = set()  # the checkpoints that this process has verified, w
 def latest_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
     """Return the newest complete checkpoint of a run, or None.
 
-    Skips incomplete and altered checkpoints with a warning. Checks the sizes of all files and the checksums of the
-    checkpoint it returns; changes nothing on disk.
+    Skips incomplete and altered checkpoints with a warning. Checks the file sizes of every checkpoint, and also
+    the checksums of the one it returns; changes nothing on disk.
 
     Collective if there is a process group: every rank must call this, and each verifies its part of the files. Ranks wait for
     each other without a timeout.
@@ -96,7 +96,7 @@ def _verify(directory: Path) -> str | None:
 
 
 def check_small_files(checkpoint: Path) -> None:
-    """Read the small files that Trainer will read on this rank. Not a collective.
+    """Check that the small files that Trainer will load on this rank can be read. Not a collective.
 
     Raises:
         CheckpointError: a file cannot be read, or contains objects other than plain data.

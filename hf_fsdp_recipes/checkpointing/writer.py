@@ -1,9 +1,9 @@
 """Writes SHARDED_STATE_DICT checkpoints with torch DCP, in the background or synchronously.
 
 `Writer.save` starts two threads: one copies this rank's state to host memory, the other writes the copy to files with fsync
-and checksums. Rank 0 renames the directory when every rank is done. The threads have their own process group, and on an
-accelerator their own stream. The copy overlaps the next forward and backward; only the next optimizer step waits for it. One
-save is in flight at a time; if it fails, the next call of `save` or `wait` raises the error.
+and checksums. Rank 0 renames the directory when every rank is done. The threads use a separate process group and, on
+an accelerator, a separate stream. The copy overlaps the next forward and backward; only the next optimizer step waits for it.
+One save is in flight at a time; if it fails, the next call of `save` or `wait` raises the error.
 """
 
 import contextlib
@@ -33,7 +33,8 @@ from hf_fsdp_recipes.metrics import progress
 logger = logging.getLogger(__name__)
 
 State = Mapping[str, Any]
-StagedState = tuple[State, torch.Event | None]  # a state, which is in host memory once the event is reached
+# A state, and an event that is reached when its copy to host memory is done. None: no copy is pending; write it immediately.
+StagedState = tuple[State, torch.Event | None]
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Snapshot:
 
     step: int
     state: Mapping[str, State]  # {"model": ..., "optimizer": ...}, sharded tensors
-    small_files: Mapping[str, bytes]  # the content of this rank's other files, by name
+    small_files: Mapping[str, bytes]  # {name: content} of this rank's other files
     facts: Mapping[str, Any]  # additional manifest entries, used on rank 0
 
 
@@ -52,7 +53,7 @@ class Writer:
     Args:
         output_dir: the run's output directory.
         asynchronous: whether training continues while a snapshot is written.
-        on_complete: called with each complete checkpoint on every rank, from the thread that wrote it.
+        on_complete: called on every rank with the path of each complete checkpoint, from the thread that wrote it.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Writer:
         asynchronous: bool = True,
         on_complete: Callable[[Path], None] | None = None,
     ) -> None:
-        forget_plans()  # an earlier run in this process may have left plans
+        forget_plans()  # an earlier run in this process may have left save plans in torch's cache
         self._on_complete = on_complete
         self.output_dir = Path(output_dir)
         self._asynchronous = asynchronous
@@ -69,7 +70,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._staging: dict[str, HostStaging] = {}
-        self._is_staged = threading.Event()  # set once the state is copied, or its copies to the host are queued
+        self._is_staged = threading.Event()  # set once the copies are done or queued, or the write has ended
         self._copies: CopyStream | None = None
         self._completed: Path | None = None
 
@@ -80,7 +81,7 @@ class Writer:
 
     @property
     def has_started(self) -> bool:
-        """Whether a save was started for which `wait` has not been called yet."""
+        """Whether a save was started and `wait` has not been called since."""
         return self._thread is not None
 
     @property
@@ -119,7 +120,7 @@ class Writer:
     def wait_until_staged(self) -> None:
         """Wait until the state may change again. Not a collective.
 
-        On an accelerator, this thread waits until the copies are queued, and the device waits for the copies.
+        On an accelerator, this thread waits only until the copies are queued; training's later work waits for them.
         """
         if self._thread is not None and self._copies is not None:
             self._is_staged.wait()
@@ -153,7 +154,7 @@ class Writer:
     def _stage_all(
         self, state: dict[str, State], staged: Mapping[str, "Future[StagedState]"], copies: CopyStream
     ) -> None:
-        """Copy one part after the other, so that the first is written while the second is copied."""
+        """Copy the model, then the optimizer, so that the model is written while the optimizer is copied."""
         try:
             try:
                 with copies.current():
@@ -173,7 +174,7 @@ class Writer:
                 for part, future in staged.items():
                     if not future.done():
                         future.set_result((state[part], None))
-        except BaseException as error:  # the writing thread waits for these futures
+        except BaseException as error:  # pass it to the writing thread, which waits for these futures
             for future in staged.values():
                 if not future.done():
                     future.set_exception(error)
@@ -250,7 +251,7 @@ class Writer:
         try:
             if self._on_complete is not None:
                 self._on_complete(final)
-        except Exception as error:  # must not turn a complete checkpoint into a failed one
+        except Exception as error:  # the checkpoint is complete, so the save has not failed
             logger.warning("%s is complete, but uploading it or deleting old checkpoints failed: %s", final, error)
 
     def _write_state(self, state: State, part: str, directory: Path) -> dict[str, Any]:
@@ -283,7 +284,7 @@ class Writer:
 
 @contextlib.contextmanager
 def _sync_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Do what `distributed.sync_errors` does, with a CheckpointError that names the cause. Collective."""
+    """Like `distributed.sync_errors`, but first convert other errors to a CheckpointError with the cause. Collective."""
     with distributed.sync_errors(group):
         try:
             yield
