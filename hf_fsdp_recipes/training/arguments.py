@@ -206,7 +206,7 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
 
 
 def _set_paths(arguments: Arguments, recipe: dict[str, Any]) -> None:
-    """Replace the paths that TRL has read from the recipe with those of the files that `read_recipe` has found."""
+    """Replace a recipe's paths, which TRL takes as they are written, with the paths where `read_recipe` found the files."""
     for part in arguments:
         vars(part).update({name: recipe[name] for name in PATH_FIELDS if name in recipe and hasattr(part, name)})
     for dataset, values in zip(arguments.mixture.datasets, recipe.get("datasets") or (), strict=False):
@@ -244,7 +244,7 @@ def _suggest_name(message: str, parser: "TrlParser") -> str:
 def check_arguments(arguments: Arguments, given: Collection[str]) -> None:
     """Raise an error for arguments that would fail later or be silently ignored. Not a collective.
 
-    `given` has the names of the arguments that the recipe or the command line sets.
+    `given` contains the names of the arguments that the recipe or the command line sets.
     """
     check_numbers(vars(arguments.training) | vars(arguments.model) | vars(arguments.recipe))
     if not arguments.training.output_dir:

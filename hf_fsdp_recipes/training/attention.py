@@ -31,7 +31,7 @@ IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
 AMPERE, HOPPER = 8, 9  # major compute capabilities
 FLEX_DEVICES = ("cuda", "xpu")  # devices for which torch compiles flex attention
 EMULATED_FLASH = "varlen_probe"  # without "flash", because transformers treats names with "flash" differently
-LEAK_TOLERANCE = 1e-4  # relative to the largest logit, in float32
+LEAK_TOLERANCE = 1e-4  # relative to the largest logit; measured in float32
 
 
 def select_implementation(requested: str, is_on_cpu: bool) -> str | None:
@@ -53,7 +53,7 @@ def find_flash(downloads: bool) -> str | None:
     """Return the newest FlashAttention that is installed, or None.
 
     With `downloads`, version 2 may also come from the Hub, through the `kernels` package. FlashAttention 3 is used
-    only if it is installed, because the build that transformers downloads is for inference and may lack the backward pass.
+    only if it is installed, because the build that transformers downloads is made for inference and may lack the backward pass.
     """
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
@@ -80,7 +80,7 @@ def avoid_dense_mask(model: "PreTrainedModel") -> None:
     SDPA keeps documents apart with a dense mask, which its fast kernels do not accept. FlashAttention is downloaded only if the
     kernels package is installed; if the download fails, flex attention is used.
 
-    Collective, for ranks on accelerators: every rank must call this.
+    Requires ranks on accelerators. Collective: every rank must call this.
     """
     if _use_flash_from_hub(model):
         return

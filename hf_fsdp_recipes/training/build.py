@@ -209,7 +209,7 @@ def _export_options(arguments: Arguments) -> dict[str, Any]:
 
 
 def _recipe_facts(arguments: Arguments, rows: "TrainingRows") -> dict[str, Any]:
-    """Return the recipe's settings and a description of its rows, which checkpoints record besides Trainer's arguments."""
+    """Return the recipe's settings and a description of its rows; checkpoints record both along with Trainer's arguments."""
     from hf_fsdp_recipes.training.data.image_rows import without_images
 
     facts: dict[str, Any] = {}

@@ -28,7 +28,7 @@ class _Pending:
         return self
 
     def __gt__(self, other: float) -> bool:
-        return True  # SFTTrainer checks this before it divides by the number; see __truediv__
+        return True  # SFTTrainer divides only by positive numbers; __truediv__ handles 0 instead
 
     def __truediv__(self, other: Any) -> "_Pending":
         divisor = torch.as_tensor(_value(other))
@@ -51,7 +51,7 @@ class DeviceMetricsTrainer(SFTTrainer):
     """An SFTTrainer that copies its metrics to the host once per log, not in every forward pass. The values are the same."""
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what SFTTrainer returns."""
+        """Compute the loss as SFTTrainer does, but keep its metrics on the device."""
         gather = self.accelerator.gather_for_metrics
         self.accelerator.gather_for_metrics = lambda value: _Pending(gather(value))
         try:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def set_frozen_dtype(model_arguments: "ModelConfig") -> None:
-    """Load a 4-bit model's unquantized parameters in the mixed-precision dtype, because frozen ones need no fp32 master weights.
+    """Load a 4-bit model's unquantized parameters in the mixed-precision dtype: they are frozen and need no fp32 master weights.
 
-    Changes `dtype` if it has TRL's default. The quantization config takes its compute dtype from `dtype`, too.
+    Changes `dtype` only if it has TRL's default. TRL also uses `dtype` as the compute dtype of quantization.
     """
     precision = mixed_precision_dtype()
     if model_arguments.load_in_4bit and precision is not None and model_arguments.dtype in (None, "auto", "float32"):
@@ -73,7 +73,7 @@ def set_reduction_dtype(plugin: Any, reduce_dtype: str = "float32") -> None:
 
 
 def describe_dtypes(model: torch.nn.Module) -> str:
-    """Return the number of trainable and frozen elements by dtype; for 4-bit weights, by storage dtype."""
+    """Describe how many trainable and frozen elements have each dtype; 4-bit weights are counted by their storage dtype."""
     counts: Counter[tuple[str, str]] = Counter()
     for parameter in model.parameters():
         is_4bit = type(parameter).__name__ == "Params4bit"

@@ -1,4 +1,4 @@
-"""Checks that speed and memory features work with this launch, and changes the settings that they depend on.
+"""Checks that the recipe's speed and memory features work in this launch, and changes settings that they depend on.
 
 Without these checks, unsupported features fail in the first step or silently do nothing. All features except
 `compile_blocks` belong to Trainer or TRL.
@@ -116,7 +116,7 @@ def _conflicts(training: "SFTConfig", recipe: "RecipeArguments") -> Iterator[str
 def use_cores_for_offload(training: "SFTConfig") -> None:
     """Let each rank use its share of the cores if the optimizer steps on the CPU. Not a collective.
 
-    `accelerate launch` sets OMP_NUM_THREADS to 1 for several ranks, and an offloaded AdamW would run on one core.
+    `accelerate launch` sets OMP_NUM_THREADS to 1 when it starts several ranks, so an offloaded AdamW would run on one core.
     """
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if training.use_cpu or not parse_flag_from_env("FSDP_OFFLOAD_PARAMS") or os.environ.get("OMP_NUM_THREADS") != "1":

@@ -22,7 +22,7 @@ VOCABULARY_MULTIPLE = 64  # a padded vocabulary is faster on tensor cores
 
 
 def build_model(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedModel":
-    """Build the model for the trainer. Under FSDP its weights are read later, when Accelerate shards it.
+    """Build the model for the trainer. Under FSDP, the weights are read later, when Accelerate shards the model.
 
     Collective: every rank must call this, with the same arguments.
     """
@@ -32,7 +32,7 @@ def build_model(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "
     arguments.model.lora_task_type = kind.task_type
     is_packed = getattr(training, "packing", False)
     is_wrapped = is_packed and training.packing_strategy == "wrapped"
-    # Documents that share a sequence must not attend to each other.
+    # Whether documents share a sequence and must not attend to each other.
     is_divided = (is_packed and not is_wrapped) or (kind.name == "sft" and training.padding_free)
     with distributed.sync_errors():
         implementation = _attention_implementation(arguments)
@@ -64,7 +64,7 @@ def build_reference(
 ) -> "PreTrainedModel":
     """Build the reference model for a model from `build_model`. Collective: every rank must call this.
 
-    The reference is not trained, so it is loaded in the mixed-precision dtype; FSDP would round it to that dtype in each forward.
+    The reference is not trained, so it is loaded in the mixed-precision dtype, to which FSDP would round it in each forward pass.
     """
     precision = mixed_precision_dtype()
     reference = _load(arguments, model.config._attn_implementation, **({"dtype": precision} if precision else {}))

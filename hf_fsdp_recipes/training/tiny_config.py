@@ -1,4 +1,4 @@
-"""Shrinks a config to a tiny model of the same architecture: same classes, weight tying and masking."""
+"""Shrinks a model's config but keeps the architecture: the tiny model has the same classes, weight tying and masking."""
 
 import contextlib
 import copy
@@ -13,7 +13,7 @@ MAX_HEADS = 4
 MAX_EXPERTS = 4
 # Fields with one entry per layer; NUM_LAYERS entries are kept, of different kinds if possible.
 PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers", "attention_layers")
-# Number and size of the heads of Mamba layers, and the factor by which these layers widen the hidden size.
+# Fields of Mamba layers: the number and size of the heads, and the factor by which these layers widen the hidden size.
 STATE_SPACE_HEADS = (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand"))
 # Fields of a vision or audio tower: its number of layers, lists of layers, and the text model's hidden size.
 TOWER_LAYERS = ("num_hidden_layers", "depth", "encoder_layers", "num_global_layers")
@@ -24,7 +24,7 @@ TEXT_HIDDEN_SIZES = ("out_hidden_size", "projection_dim", "hidden_size", "text_h
 def tiny_config(config: "PretrainedConfig", vocab_size: int | None = None) -> "PretrainedConfig":
     """Return a config of the same class for a tiny model; `vocab_size=None` keeps the number of embedding rows.
 
-    Vision and audio towers get NUM_LAYERS layers, but keep their width, because each model names its fields differently.
+    Vision and audio towers get NUM_LAYERS layers, but keep their width, because each model has other fields for the width.
     """
     tiny = copy.deepcopy(config)
     text = tiny.get_text_config()

@@ -104,7 +104,7 @@ def describe_template_error(error: Exception) -> str:
 
 
 def _clone_chat_template(tokenizer: "PreTrainedTokenizerBase", source_path: str) -> None:
-    """Copy chat template and added tokens from another tokenizer, like `trl.clone_chat_template` but without a model."""
+    """Copy another tokenizer's chat template and added tokens, as `trl.clone_chat_template` does, but without a model to resize."""
     from transformers import AddedToken, AutoTokenizer
 
     source = AutoTokenizer.from_pretrained(source_path, trust_remote_code=False)
@@ -119,7 +119,7 @@ def _clone_chat_template(tokenizer: "PreTrainedTokenizerBase", source_path: str)
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return a SHA-256 of what affects tokenization: vocabulary, template, special tokens, and the token ids of a probe text."""
+    """Return a SHA-256 hash of what affects tokenization: vocabulary, template, special tokens, and the token ids of PROBE."""
     facts = [
         sorted(tokenizer.get_vocab().items()),
         tokenizer.chat_template,

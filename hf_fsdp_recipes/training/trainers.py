@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hf_fsdp_recipes.training.arguments import Arguments
 
 SEQUENCE = "AutoModelForSequenceClassification"
-# Arguments of our own data preparation, of new models and of the planner.
+# Arguments for this package's data preparation, for new models and for dry runs.
 SFT_ONLY = [
     "add_special_tokens",
     "append_concat_token",
@@ -72,7 +72,7 @@ def find_kind(training: "TrainingArguments") -> TrainerKind:
 
 
 def script_class(kind: TrainerKind) -> type:
-    """Return TRL's class of script arguments; GRPO's has the reward functions."""
+    """Return TRL's class of script arguments; GRPO has its own class, with fields for reward functions."""
     from trl import ScriptArguments
     from trl.scripts.grpo import GRPOScriptArguments
 
@@ -82,7 +82,7 @@ def script_class(kind: TrainerKind) -> type:
 def check_trainer(arguments: "Arguments", given: Collection[str]) -> None:
     """Raise a RecipeError for arguments that this trainer does not support. Not a collective.
 
-    `given` has the names of the arguments that the recipe or the command line sets.
+    `given` contains the names of the arguments that the recipe or the command line sets.
     """
     kind, training = find_kind(arguments.training), arguments.training
     if kind.name == "sft":
@@ -120,8 +120,8 @@ def check_trainer(arguments: "Arguments", given: Collection[str]) -> None:
 def needs_reference(arguments: "Arguments") -> bool:
     """Return whether the trainer needs a separate reference model.
 
-    With an adapter, TRL uses the base model as the reference. The exception is precompute_ref_log_probs: TRL computes the
-    log probabilities before the base model is sharded.
+    With an adapter, TRL uses the base model as the reference, so no other is needed. The exception is
+    precompute_ref_log_probs, for which TRL needs the reference before the base model is sharded.
     """
     is_adapter = arguments.model.use_peft
     return find_kind(arguments.training).has_reference and (

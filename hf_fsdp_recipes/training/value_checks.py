@@ -64,7 +64,7 @@ def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
 
 
 def name_settings(message: str, values: Mapping[str, Any]) -> str:
-    """Return `name: value: ` for the first text setting whose value an upstream message quotes without its name, or ''."""
+    """Return `name: value: ` for the first string setting whose value, but not name, is in an upstream message, or ''."""
     texts = {name: value for name, value in values.items() if isinstance(value, str) and len(value) > 3}
     quoted = [name for name, value in texts.items() if value.lower() in message.lower() and name not in message]
     return "".join(f"{name}: {values[name]}: " for name in quoted[:1])
@@ -128,9 +128,9 @@ def check_scheduler(training: "SFTConfig") -> None:
 
 
 def check_adapter(model: "ModelConfig", given: Collection[str]) -> None:
-    """Raise a RecipeError for adapter settings or quantized weights without `use_peft`.
+    """Raise a RecipeError if a recipe has adapter settings or quantized weights but not `use_peft`.
 
-    `given` has the names of the settings that the user sets, even to their defaults.
+    `given` contains the names of all settings that the user sets, including those set to their default.
     """
     if model.use_peft:
         return

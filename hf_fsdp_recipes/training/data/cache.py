@@ -1,7 +1,7 @@
-"""Writes and reads a directory of prepared rows, which `hf-fsdp prepare-data` creates and a recipe names as dataset_name.
+"""Writes and reads directories of prepared rows: `hf-fsdp prepare-data` writes one, and a recipe uses it as dataset_name.
 
-The directory contains the output of `datasets.save_to_disk`, and `prepared.json` with the settings that the rows depend on. The
-directory has a temporary name until it is complete.
+Such a directory contains the output of `datasets.save_to_disk`, and `prepared.json` with the settings that the rows depend on.
+It has a temporary name until it is complete.
 """
 
 import json
@@ -20,7 +20,7 @@ from hf_fsdp_recipes.training.data.preparation import TrainingRows, prepare
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows, tokenizer_hash
 
 MANIFEST = "prepared.json"
-# Recipes for GPUs set precisions that this machine may not support; rows do not depend on them.
+# The machine that prepares the rows may not support the precision of a recipe for GPUs. Rows do not depend on it.
 CPU_OVERRIDES = ("--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--tf32", "false")
 # Together with the tokenizer, these determine a row's tokens and labels.
 TRAINING_SETTINGS = (
@@ -88,7 +88,7 @@ def _settings(arguments: Arguments) -> dict[str, Any]:
 
 
 def read_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
-    """Memory-map prepared rows and check that their settings match this run's. Every rank calls this; not a collective."""
+    """Memory-map rows and check that they were prepared with this run's settings. Every rank calls this; not a collective."""
     directory, training = Path(arguments.script.dataset_name), arguments.training
     expected_hash = tokenizer_hash(tokenizer_for_rows(tokenizer, training))
     try:

@@ -23,11 +23,11 @@ def reader_for(file: Path) -> str | None:
 
 
 def find_files(path: Path) -> dict[str, list[Path]]:
-    """Return a path's data files by split; in a folder, files named test*, eval* or valid* are the test split.
+    """Return a path's data files as {split: files}; in a folder, test*, eval* and valid* are in split test, all others in train.
 
-    Below the path, skips files and folders whose names start with a dot or two underscores, and, with a warning, files without
-    rows. Raises a DataError if no file is left, if file types are mixed, or if the only file is a single JSON object with the rows
-    in one of its fields.
+    Skips files and folders below the path whose names start with a dot or two underscores. Skips files without rows, with a
+    warning. Raises a DataError if no file is left, if file types are mixed, or if the only file is a single JSON object with the
+    rows in one of its fields.
     """
     visible = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_visible(file, path))
     files = [file for file in visible if reader_for(file)]
@@ -138,7 +138,7 @@ def _read_columns(file: Path) -> Iterable[tuple[str, str]]:
 
 
 def _read_json(file: Path) -> Iterator[tuple[int, object]]:
-    """Yield the line numbers and rows of a json or jsonl file; all rows of a single JSON document have line 1."""
+    """Yield (line number, row) for each row of a json or jsonl file; in a single JSON document, the line number is always 1."""
     with file.open(encoding="utf-8-sig", errors="replace") as text:
         start = next((line for line in text if line.strip()), "").strip()
         text.seek(0)

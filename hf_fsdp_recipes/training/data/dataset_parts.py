@@ -39,7 +39,7 @@ def load_parts(arguments: Arguments) -> list[DatasetPart]:
 
 
 def _load_part(part: Any, streaming: bool, arguments: Arguments) -> DatasetPart:
-    """Read one entry of `datasets`: a local path in the same way as `dataset_name`, anything else with TRL."""
+    """Read one entry of the recipe's `datasets`: local paths are read in the same way as `dataset_name`, all others by TRL."""
     from trl import DatasetMixtureConfig, get_dataset
 
     if part.data_files is None and part.data_dir is None and _is_local(part.path):
@@ -88,7 +88,7 @@ def _print_unused_columns(columns: list[str], name: str, text_column: str) -> No
 
 
 def read_splits(name: str, config: str | None = None, streaming: bool = False) -> dict[str, Any]:
-    """Read a Hub dataset, a local file (json, jsonl, txt or parquet) or a folder of such files; return its splits by name."""
+    """Read a Hub dataset, a local file (json, jsonl, txt or parquet) or a folder of such files; return {split: rows}."""
     path = Path(name)
     with explain_errors(name):
         if path.exists():
@@ -108,7 +108,8 @@ def _is_local(name: str) -> bool:
 def _decoding(reader: str) -> dict[str, str]:
     """Return reader options that mark invalid UTF-8, so that rows with it can be dropped and counted.
 
-    Source: datasets 5.2, packaged_modules/json: `encoding_errors` applies only if the encoding is not spelled "utf-8".
+    Source: datasets 5.2, packaged_modules/json: `encoding_errors` has no effect if the encoding is spelled "utf-8",
+    so it is spelled "utf8" here.
     """
     if reader == "parquet":
         return {}

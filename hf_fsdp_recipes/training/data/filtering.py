@@ -80,7 +80,7 @@ class RowCounts:
         return text
 
     def as_dict(self) -> dict[str, int]:
-        """Return the counts by name, ready for JSON."""
+        """Return the counts as {name: count}, ready for JSON."""
         counts = {status.name.lower(): self.by_status[status] for status in (RowStatus.TRUNCATED, *DROPPED)}
         return {"rows": self.num_rows, "kept": self.num_kept} | counts
 
@@ -134,7 +134,7 @@ def find_token_fault(row: Mapping[str, Any], vocabulary_size: int) -> str | None
         if not isinstance(values, list):
             return f"{name} is {values!r:.60}, not a list of integers"
         for value in values:
-            # Floats such as 1.0 are allowed, because one fraction in a column turns all its values into floats.
+            # Floats such as 1.0 are allowed: a fraction turns all values of its column into floats, but only the fraction is wrong.
             if type(value) not in (int, float) or value % 1:
                 return f"{name} has {value!r:.60}, which is not an integer"
         if len(values) != len(row["input_ids"]):

@@ -1,4 +1,4 @@
-"""Rows with images, which TRL tokenizes and collates with the model's processor while training."""
+"""Opens rows with images, which TRL tokenizes and collates during training, with the model's processor."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ COLUMNS = ("image", "images")
 
 
 def has_images(rows: Any) -> bool:
-    """Return whether rows have images: a value in an image column, or, in a stream, just the column."""
+    """Return whether rows have images: at least one value in an image column or, for a stream, an image column."""
     names = [name for name in COLUMNS if name in (rows.column_names or [])]
     return any(not isinstance(rows, Dataset) or pc.sum(_count_images(rows, name)).as_py() for name in names)
 
@@ -46,7 +46,7 @@ def _with_images(rows: Dataset, name: str) -> Dataset:
         raise DataError(f"the evaluation rows of {name} have no images. Evaluate on rows like the training rows.")
     feature, num_images = rows.features[column], _count_images(rows, column)
     if pc.min(num_images).as_py() < 1:
-        # A rank without images would not gather the vision tower, and the other ranks would wait for that rank.
+        # A rank whose batch has no images would skip the all-gathers of the vision tower, and the other ranks would wait in them.
         row = num_images.index(0).as_py()
         raise DataError(
             f"{name}, row {row + 1}: {column} is empty. Every row needs an image; train on rows without one separately."

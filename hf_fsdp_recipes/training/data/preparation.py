@@ -25,12 +25,12 @@ FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("in
 
 @dataclass
 class TrainingRows:
-    """The datasets for SFTTrainer."""
+    """The datasets for the trainer."""
 
     train: Any  # Dataset or RowStream
     evaluation: Any = None  # Dataset, datasets.IterableDataset or None
-    counts: dict[str, RowCounts] = field(default_factory=dict)  # by dataset name and split
-    has_images: bool = False  # rows with images are tokenized by SFTTrainer, with the processor
+    counts: dict[str, RowCounts] = field(default_factory=dict)  # keys: "<dataset name> (<split>)"
+    has_images: bool = False  # if true, SFTTrainer tokenizes the rows, with the processor
 
 
 class Preparation:

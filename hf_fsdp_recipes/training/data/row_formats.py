@@ -1,4 +1,4 @@
-"""Recognizes the row format of a dataset by its columns."""
+"""Recognizes the row format of a dataset by its columns, and converts the rows to a format of SFTTrainer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -77,7 +77,7 @@ def _alpaca_to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _conversation_to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename sharegpt's keys and roles. TRL's `maybe_convert_to_chatml` would keep roles that chat templates do not know."""
+    """Rename sharegpt's keys and roles. TRL's `maybe_convert_to_chatml` would keep roles that are unknown to chat templates."""
     messages = row["conversations"]
     return {"messages": _with_system(row, [_to_message(message) for message in messages]) if messages else messages}
 
@@ -98,7 +98,7 @@ def _with_system(row: Mapping[str, Any], messages: list[Any]) -> list[Any]:
 def alpaca_prompt(row: Mapping[str, Any]) -> str:
     """Return the alpaca prompt of a row with `instruction`, and optional `input`, `history` and `system`.
 
-    Earlier turns come before the instruction, and a system message replaces the first sentences.
+    Earlier turns come before the instruction, and a system message replaces the prompt's opening sentences.
     """
     sections = [row.get("system") or (ALPACA_WITH_INPUT if row.get("input") else ALPACA_WITHOUT_INPUT)]
     for question, answer in _earlier_turns(row):

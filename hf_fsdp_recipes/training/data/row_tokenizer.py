@@ -1,7 +1,8 @@
 """Turns a row into the same tokens and labels as TRL's SFTTrainer, or returns why the row is dropped.
 
-SFTTrainer's method needs a trainer with a model, and its barriers can time out. RowTokenizer works row by row, so it also
-runs on rank 0 alone, without GPUs, and on blocks of a stream. tests/training/test_preparation.py compares their results.
+`SFTTrainer._prepare_dataset` is not used, because it needs a trainer with a model, and the barriers inside it can time out.
+RowTokenizer needs no trainer and works row by row, so it also runs on rank 0 alone, without GPUs, and on blocks of a stream.
+tests/training/test_preparation.py compares the results of both.
 
 Source: trl 1.16 `SFTTrainer._prepare_dataset`: `add_eos`, `tokenize_fn`, `build_labels`, `truncate`.
 """
@@ -19,7 +20,7 @@ from hf_fsdp_recipes.training.data.filtering import NO_LABEL, TOKEN_COLUMNS, Row
 from hf_fsdp_recipes.training.tokenizer import describe_template_error
 
 logger = logging.get_logger(__name__)
-# Longer texts are shortened before tokenization, which takes about 180 bytes of memory per character.
+# Longer texts are shortened first, because tokenization takes about 180 bytes of memory per character.
 MAX_CHARACTERS = 1_000_000
 MAX_CHARACTERS_PER_TOKEN = 64
 CACHE_VERSION = 2  # part of the key of datasets' cache; increment it when tokenization changes
@@ -31,7 +32,7 @@ class RowTokenizer:
 
     tokenizer: PreTrainedTokenizerBase
     text_column: str
-    chat_template: str | None  # None: the tokenizer's own
+    chat_template: str | None  # None uses the tokenizer's own
     completion_only: bool
     assistant_only: bool
     add_special_tokens: bool  # applies to plain text only
@@ -117,7 +118,7 @@ class RowTokenizer:
         return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
 
     def _with_end_token(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Append the end token to the row's text or, without a text, to its completion, unless it already ends with that token."""
+        """Append the end token to the row's text, or to the completion of a row without a text, unless it is already there."""
         end = self.tokenizer.eos_token
         for column in (self.text_column, "completion"):
             if isinstance(row.get(column), str) and not row[column].endswith(end):
@@ -148,7 +149,7 @@ def is_conversational(row: Mapping[str, Any]) -> bool:
 
 
 def has_trainable_label(row: Mapping[str, Any]) -> bool:
-    """Return whether a row has a label after its first token, which is never predicted."""
+    """Return whether any token but the first has a label; the first token is never predicted."""
     return any(label != NO_LABEL for label in row["labels"][1:])
 
 

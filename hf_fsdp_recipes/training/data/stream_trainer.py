@@ -1,7 +1,7 @@
-"""SFTTrainer on a stream: each rank reads its own rows, and a resumed run continues at the row where it stopped.
+"""Runs SFTTrainer on a stream: each rank reads its own rows, and a resumed run continues at the row where it stopped.
 
-With Accelerate, every rank would read and prepare all rows, and Trainer would resume by reading everything again. Here the
-stream is split before it is read, and checkpoints contain its position.
+With Accelerate's data loader, every rank would read and prepare all rows, and Trainer would resume by reading the earlier rows
+again. Here the stream is split before it is read, and checkpoints contain each rank's position.
 """
 
 import json
@@ -28,7 +28,7 @@ class StreamTrainer(DeviceMetricsTrainer):
     def __init__(self, *, train_dataset: RowStream, **kwargs: Any) -> None:
         block = train_dataset.first_block()
         assert block is not None  # an endless stream always has a block
-        # SFTTrainer checks the first row and the type of its dataset, which must be one of `datasets`' classes.
+        # SFTTrainer accepts only classes of `datasets` and checks the first row, so it gets that row; the stream is set below.
         super().__init__(train_dataset=Dataset.from_list(block.rows[:1]).to_iterable_dataset(), **kwargs)
         self.train_dataset = train_dataset
 
@@ -99,8 +99,8 @@ def _position_file(rank: int) -> str:
 def restore_position(stream: RowStream, checkpoint: Path) -> bool:
     """Move the stream to the checkpoint's position; return False if the checkpoint has none. Not a collective.
 
-    If the number of ranks has changed, each rank skips its share of the rows read so far. If the datasets have changed, the
-    stream starts at its first row.
+    If the number of ranks has changed, each rank skips an equal share of the rows read so far. If the datasets have
+    changed, the stream starts at its first row.
     """
     if not (checkpoint / _position_file(0)).is_file():
         distributed.print_main(

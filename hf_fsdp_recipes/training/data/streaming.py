@@ -48,7 +48,7 @@ class StreamSource:
         self._start_pass(0, None)
 
     def _start_pass(self, num_passes: int, state: dict[str, Any] | None) -> None:
-        """Start a pass over the rows, at the first row or at the position in a `datasets` state."""
+        """Start a pass over the rows, at the first row or at the position in `state`, a state dict of `datasets`."""
         self.num_passes = num_passes
         self._rows.set_epoch(num_passes)  # changes the order of the files
         self._rows.load_state_dict(state)
@@ -92,7 +92,7 @@ class StreamSource:
 
 @dataclass
 class Block:
-    """Prepared rows, their position in the stream, and the counts of all rows read for them."""
+    """Prepared rows, the stream position where they start, and the counts of all rows read for them, including dropped ones."""
 
     rows: list[dict[str, Any]]
     start: dict[str, Any]
@@ -100,7 +100,7 @@ class Block:
 
 
 class RowStream(IterableDataset):
-    """A stream of training rows from one source, or from several endless ones mixed by their fractions.
+    """A stream of training rows from one source, or from several endless sources mixed by their fractions.
 
     While one block is used, a thread reads the next. `shuffle_rows` rows are shuffled together; 0 keeps their order.
     """
@@ -172,7 +172,7 @@ class RowStream(IterableDataset):
         return min(source.num_passes for source in self.sources)
 
     def _draw(self, rng: np.random.Generator) -> list[tuple[StreamSource, int]]:
-        """Return the number of rows that each source contributes to a block."""
+        """Return each source with the number of rows that it contributes to a block."""
         if len(self.sources) == 1:
             return [(self.sources[0], self._block_rows)]
         fractions = np.array([source.fraction for source in self.sources], dtype=float)
@@ -226,7 +226,7 @@ def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Tr
         for part in parts
         if part.evaluation is not None
     ]
-    if distributed.is_main():  # one rank checks the evaluation rows, because all ranks read the same rows
+    if distributed.is_main():  # one rank's check is enough, because all ranks open the same evaluation rows
         for each in options:
             _evaluation_stream(**each).first_block()
     # These are streams of `datasets`, which Accelerate splits over the ranks.
@@ -235,7 +235,7 @@ def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Tr
 
 
 def _evaluation_stream(part: DatasetPart, preparation: Preparation, packing: bool) -> RowStream:
-    """Return a stream that passes once over the evaluation rows of all ranks."""
+    """Return a stream that passes once over all evaluation rows; Accelerate splits it over the ranks."""
     return RowStream(
         [StreamSource(part.name, part.evaluation, None, 0, 1, is_endless=False)], preparation, packing, 0, 0
     )
