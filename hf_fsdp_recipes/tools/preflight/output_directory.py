@@ -16,7 +16,7 @@ from hf_fsdp_recipes.tools.preflight.node_info import Row, shorten
 
 MAX_PROBE_BYTES = 64 << 20
 MAX_PROBE_SECONDS = 1.0
-VISIBILITY_SECONDS = 5.0  # enough on NFS: listing a directory refreshes its cache, which otherwise lasts 30 s (acdirmin)
+VISIBILITY_SECONDS = 5.0  # enough on NFS: listing a directory refreshes its cache, otherwise kept for 30 s (acdirmin)
 _CHUNK_BYTES = 16 << 20
 
 
