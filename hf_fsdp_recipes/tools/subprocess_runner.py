@@ -21,9 +21,9 @@ from hf_fsdp_recipes.errors import RecipeError
 
 SFT_SCRIPT = shipped_directory("recipes") / "sft.py"
 CPU_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # torchrun sets this only for several ranks; runs with one rank must be comparable
-    # Return freed memory to the system immediately. By default, glibc raises this threshold to 32 MB and keeps freed
-    # FSDP units, so peak memory hardly falls as ranks are added. Source: mallopt(3).
+    "OMP_NUM_THREADS": "1",  # torchrun sets this only for several ranks; set it for one rank too, to make runs comparable
+    # Return freed memory to the system immediately. By default, glibc raises this threshold to as much as 32 MB and keeps
+    # freed blocks below it, such as those of FSDP units, so peak memory hardly falls as ranks are added. Source: mallopt(3).
     "MALLOC_MMAP_THRESHOLD_": "1048576",
 }
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -85,8 +85,9 @@ def start(command: Sequence[str], environment: Mapping[str, str], log_file: Path
     """Start a command with its output in a file; kill all its processes when the block ends.
 
     torchrun starts each rank in a new session, so killing the launcher's process group would miss the ranks. This
-    process therefore becomes a subreaper (prctl(2)) and adopts ranks whose launcher has died. SIGTERM raises
-    SystemExit in the block, which also ends the ranks. Call this from the main thread, which handles signals.
+    process therefore becomes a subreaper (prctl(2)) and adopts ranks whose launcher has died. In the block, SIGTERM
+    raises SystemExit, so that the ranks are killed too. Call this from the main thread: only there can Python set a
+    signal handler.
     """
     unrelated = {child.pid for child in psutil.Process().children()}
     process = None
@@ -107,7 +108,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], log_file: Path
                 for member in _with_descendants(children):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         member.kill()
-                psutil.wait_procs(children, timeout=10)  # only children: orphans are adopted once their parent is gone
+                psutil.wait_procs(children, timeout=10)  # other descendants become children once their parent is gone
             if process is not None:
                 process.wait()
 
@@ -131,7 +132,7 @@ def is_cpu_machine() -> bool:
 def find_error(log: str) -> str:
     """Return the line of a log that explains why a run failed, or an empty string.
 
-    This package's one-line errors come first, then tracebacks of ranks, then tracebacks of the launcher.
+    Prefers this package's one-line errors, then tracebacks of ranks, then tracebacks of the launcher.
     """
 
     def order(match: re.Match[str]) -> int:
@@ -143,7 +144,7 @@ def find_error(log: str) -> str:
 
 
 def _launch_environment(on_cpu: bool) -> dict[str, str]:
-    """Return this environment without the variables of an outer launch; `on_cpu` adds those that CPU ranks need."""
+    """Return this process's environment without the variables of an outer launch; if `on_cpu`, add what CPU ranks need."""
     prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(prefixes)}
     return CPU_ENVIRONMENT | kept | {"ACCELERATE_USE_CPU": "true"} if on_cpu else kept

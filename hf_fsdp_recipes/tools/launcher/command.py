@@ -1,4 +1,4 @@
-"""`hf-fsdp sft`, `recipes`, `slurm` and `quickstart`. Does not import torch until a script starts."""
+"""The commands `hf-fsdp sft`, `recipes`, `slurm` and others. torch is not imported until a script starts."""
 
 import os
 import sys

@@ -9,9 +9,9 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from hf_fsdp_recipes.configs.validate import read_config
 from hf_fsdp_recipes.errors import RecipeError
 
-# Options of both the launcher and the scripts. They are passed to the scripts, as in `trl sft`.
+# Both the launcher and the scripts have these options. They are passed to the scripts, as in `trl sft`.
 SHARED_OPTIONS = {"debug", "gradient_accumulation_steps"}
-# Give a preempted run time to write its checkpoint, and pass it the signal that Slurm sends before it ends a job.
+# Give a preempted run time to write its checkpoint, and forward the signal that Slurm sends before it ends a job.
 PREEMPTION = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
@@ -35,7 +35,7 @@ def launch_script(script: Path, template: Path, arguments: Sequence[str]) -> Non
 
 
 def split_arguments(arguments: Sequence[str], launcher_options: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the launcher's options and the script's options, each option with the values that follow."""
+    """Return the arguments for the launcher and those for the script. Values go with the option that they follow."""
     for_launcher: list[str] = []
     for_script: list[str] = []
     target = for_script

@@ -72,7 +72,7 @@ def plan(
 def run(
     model: str | None, template: str, recipe: Path | None, options: dict[str, Any], is_suggesting: bool, as_json: bool
 ) -> tuple[str, bool | None]:
-    """Plan the job, or with `--suggest` the fastest that fits; return the text and whether it fits (None: unknown)."""
+    """Plan the job, or with `--suggest` the fastest job that fits; return the text and whether the job fits (None: unknown)."""
     with _silence_upstream():
         # Imported here, because torch and transformers would slow down every other command.
         from hf_fsdp_recipes.configs.model_configs import describe_source, find_config
@@ -109,7 +109,7 @@ def run(
 
 @contextlib.contextmanager
 def _silence_upstream() -> Iterator[None]:
-    """Keep upstream's deprecation notes and import messages out of the output."""
+    """Keep other packages' deprecation notes and import messages out of the output."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")

@@ -1,6 +1,6 @@
 """Bytes that one optimizer step moves between ranks, and how long communication and compute take.
 
-In an all-gather over n ranks, each rank receives (n - 1) / n of the data. A node receives the data that its ranks lack
+In an all-gather over n ranks, each rank receives (n - 1) / n of the data. Data that no rank of a node has enters the node
 only once, over its interconnect. Latency and contention are not modeled, and compute is assumed to reach a fixed share of
 the peak. Use the seconds to compare strategies, not to predict step times.
 """
@@ -61,7 +61,7 @@ def _num_gathers(unit: FsdpUnit, job: TrainingJob) -> int:
 
 
 def step_flops(plan: MemoryPlan) -> int | None:
-    """Return the FLOPs of one rank's step, recomputation included; None if they cannot be counted."""
+    """Return the FLOPs of one rank's step, including recomputation; None if they cannot be counted."""
     job, flops = plan.job, plan.flops
     if flops is None:
         return None

@@ -1,6 +1,6 @@
-"""`recipes/sft.py --dry_run`: validates a recipe and its template for the full-size model and plans the run, without weights.
+"""Validates a recipe and its template for the full-size model and plans the run, without loading weights.
 
-A rehearsal runs the same checks.
+`recipes/sft.py --dry_run` runs this. A rehearsal (`hf-fsdp rehearse`) runs the same checks.
 """
 
 import os
@@ -41,7 +41,7 @@ def run(arguments: "Arguments") -> None:
 
 
 def describe(arguments: "Arguments", num_ranks: int) -> list[str]:
-    """Return the lines to print. Rank 0 only."""
+    """Return the lines to print. Only rank 0 calls this."""
     template = template_from_environment()
     config = read_model_config(arguments)
     if template["distributed_type"] == "FSDP":

@@ -1,4 +1,4 @@
-"""Memory during a traced step: the bytes that FSDP gathers, frees and reduces at each event. One class per FSDP version."""
+"""Replays the events of `step_trace` and adds the bytes that FSDP gathers, frees and reduces. One class per FSDP version."""
 
 from collections.abc import Iterable, Sequence
 
@@ -77,7 +77,7 @@ class Fsdp2Simulator:
                 self._pre_backward(unit)
             elif unit is not None and event.kind == "post_backward":
                 self._post_backward(unit, event.name)
-            # Not in backward: a layer that backward recomputes is already gathered.
+            # Skipped in backward: a layer that backward recomputes is already gathered.
             elif unit is not None and not self._is_backward:
                 (self._pre_forward if event.kind == "pre_forward" else self._post_forward)(unit, event.name)
 
@@ -187,7 +187,7 @@ class Fsdp2Simulator:
 
 
 class Fsdp1Simulator(Fsdp2Simulator):
-    """FSDP1: flattened units.
+    """FSDP1: the parameters of each unit are flattened into one tensor.
 
     An all-gather fills the unit's single buffer. Backward prefetches the unit that preceded the current one in forward.
     As soon as the last gradient of a unit is computed, its gradients are flattened into one tensor and reduced.
@@ -239,7 +239,7 @@ class Fsdp1Simulator(Fsdp2Simulator):
 def simulate_step(
     events: Iterable[TraceEvent], units: Sequence[FsdpUnit], job: TrainingJob, resident_bytes: dict[str, int]
 ) -> dict[str, int]:
-    """Return bytes by category at the peak of a step; `resident_bytes` stay allocated throughout."""
+    """Return the bytes of each category at the peak of a step; `resident_bytes` stay allocated throughout."""
     timeline = MemoryTimeline(resident_bytes)
     simulator = (Fsdp2Simulator if job.strategy.version == 2 else Fsdp1Simulator)(units, job, timeline)
     simulator.run(events)

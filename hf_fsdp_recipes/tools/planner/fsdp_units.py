@@ -65,7 +65,7 @@ def find_units(model: MetaModel, job: TrainingJob) -> list[FsdpUnit]:
 
 
 def build_units(groups: list[ModuleGroup], model: MetaModel, job: TrainingJob) -> list[FsdpUnit]:
-    """Assign every parameter to the first group that contains it."""
+    """Make a unit of each group. Every parameter belongs to the first group that contains it."""
     names = {id(module): name for name, module in model.named_modules()}
     unassigned = dict(zip(map(id, model.parameters()), list_parameters(model, job), strict=True))
     units = []

@@ -24,7 +24,7 @@ OPTION_OF_KEY = {
     "reduce_dtype": "reduce_dtype",
     "gradient_checkpointing": "gradient_checkpointing",
 }
-# The fields of Cluster and TrainingJob that options set.
+# For each option, the field of Cluster or TrainingJob that it sets.
 CLUSTER_FIELDS = {
     "gpus_per_node": "gpus_per_node",
     "gpu_memory": "gpu_bytes",

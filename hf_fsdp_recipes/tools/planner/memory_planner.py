@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PARAMETERS, OPTIMIZER, STEP = "parameters", "optimizer", "optimizer step"
 SCALES, UNPACKED = "4-bit scales", "unpacked weight"
-VALUES_PER_SCALE = 64  # 4-bit values that share a scale of 4 bytes, or of one byte with nested quantization
+VALUES_PER_SCALE = 64  # number of 4-bit values that share a scale of 4 bytes, or of one byte with nested quantization
 SCALES_PER_SCALE = 256  # nested quantization: one-byte scales that share one fp32 scale
 # Assumed, not measured (docs/planner.md): memory of the GPU context and cuBLAS, of each NCCL communicator, and the share of
 # temporary memory that the caching allocator cannot reuse.

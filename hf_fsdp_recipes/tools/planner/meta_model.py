@@ -1,4 +1,4 @@
-"""The job's model on the meta device, with its attention, adapter and gradient checkpointing."""
+"""Builds a job's model on the meta device, with the job's attention, adapter and gradient checkpointing."""
 
 import warnings
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ def _add_adapter(model: "PreTrainedModel", job: TrainingJob) -> "PeftModel":
 def _enable_checkpointing(model: MetaModel, has_adapter: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # Meta tensors need no random state, and on a real device its few bytes do not matter.
+        # Do not save random states: meta tensors need none, and on a real device they take only a few bytes.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     if has_adapter:
         model.enable_input_require_grads()  # as Trainer does; otherwise frozen layers would not be recomputed

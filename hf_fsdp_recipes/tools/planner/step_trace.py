@@ -1,9 +1,9 @@
-"""Activation memory of one training step: the model's own forward and backward on meta, with every allocation counted.
+"""Measures activation memory: runs the model's own forward and backward on the meta device and counts every allocation.
 
 Meta tensors have shapes but no data, so a step of any model runs in seconds. Activations, logits, temporary buffers and
 recomputation come from the modeling code itself, not from formulas. Parameters and their gradients are not counted
-here: `fsdp_simulator` adds them as FSDP gathers and shards them. Attention runs as a stand-in that saves what flash and
-memory-efficient kernels save: query, key, value, output and one fp32 number per row.
+here: `fsdp_simulator` adds them as FSDP gathers and shards them. Attention is replaced by a function that saves what flash
+and memory-efficient kernels save: query, key, value, output and one fp32 number per head and query position.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class TraceEvent:
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Count the bytes that ops have allocated and not yet freed, without the `known` storages (parameters and buffers)."""
+    """Count the bytes that ops have allocated and not yet freed, except in `known` storages (parameters and buffers)."""
 
     def __init__(self, known: Collection[int]) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class AllocationTracker(TorchDispatchMode):
         self._live_bytes[category] -= num_bytes
 
     def record(self, kind: EventKind, name: str = "") -> None:
-        """Add an event and start a new peak."""
+        """Add an event, and measure the next peak from here."""
         self.events.append(TraceEvent(kind, name, dict(self._live_bytes), self._peak_bytes))
         self._peak_bytes = dict(self._live_bytes)
 
@@ -224,8 +224,8 @@ def _attend(query: Any, key: Any, value: Any, *mask_and_more: Any, **more: Any) 
 def _patched_for_meta(on_cpu: bool) -> Iterator[None]:
     """Replace what cannot run on meta: attention kernels, autocast and, for GPUs, the kernels of TRL's fused loss.
 
-    TRL's kernels can be left out, because they work in place on tiles that their caller allocates. Grouped matrix
-    products of experts use transformers' own fallback, whose shapes can be computed on meta.
+    TRL's kernels can be skipped: they allocate nothing, but work in place on tiles that their caller allocates. Grouped
+    matrix products of experts use transformers' own fallback, whose shapes can be computed on meta.
 
     Source: trl 1.16 `kernels/chunked_logprob.py`; transformers 5.23 `integrations/moe.py`.
     """

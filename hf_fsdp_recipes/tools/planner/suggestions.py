@@ -126,7 +126,7 @@ def _changes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
 
 
 def with_sharding(job: TrainingJob, sharding: str) -> TrainingJob:
-    """Return the job with another sharding strategy and its template's name; PlanError if the cluster cannot use it."""
+    """Return the job with another sharding strategy and the matching template's name; PlanError if the cluster cannot use it."""
     return _with_strategy(job, sharding=sharding, version=1 if sharding == "no_shard" else job.strategy.version)
 
 

@@ -36,12 +36,12 @@ class Cluster:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in use."""
+        """Number of nodes that the job uses."""
         return -(-self.num_gpus // self.gpus_per_node)
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks that share a node's memory."""
+        """Number of ranks on each node."""
         return min(self.num_gpus, self.gpus_per_node)
 
 
@@ -101,7 +101,7 @@ class TrainingJob:
 
     @property
     def num_communicators(self) -> int:
-        """NCCL communicators of a rank: one for all ranks and, with hybrid sharding, one within and one across replicas."""
+        """NCCL communicators per rank: one for all ranks and, with hybrid sharding, one within and one across replicas."""
         return 0 if self.cluster.num_gpus == 1 else 3 if self.strategy.is_hybrid else 1
 
     @property

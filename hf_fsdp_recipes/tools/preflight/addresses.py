@@ -32,7 +32,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_written_loopback(address: str) -> bool:
-    """Tell whether an address means loopback on every host. A host's own name may mean loopback, but only on that host."""
+    """Tell whether an address means loopback on every host. A host's own name may mean loopback on that host, but not on others."""
     return address == "localhost" or address.startswith(("127.", "::1"))
 
 
@@ -41,7 +41,7 @@ def _is_loopback_ip(address: str) -> bool:
 
 
 def _own_interfaces() -> dict[str, str]:
-    """Return the interface of each of this host's IP addresses, loopback excluded."""
+    """Map each of this host's IP addresses, except loopback, to its network interface."""
     return {
         entry.address: name
         for name, entries in psutil.net_if_addrs().items()
@@ -73,9 +73,9 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def wait_for_listener(address: str, port: int, deadline: float) -> None:
-    """Wait for a TCP connection to succeed; at `deadline` (`time.monotonic()`), raise the last attempt's OSError.
+    """Wait until a TCP connection succeeds; after `deadline`, a value of `time.monotonic()`, raise the last OSError.
 
-    TCPStore's own client would report every failure as a timeout. Here, a name that does not exist raises immediately.
+    TCPStore's own client would report every failure as a timeout. This raises immediately if the name does not exist.
     """
     while True:
         attempt_seconds = max(0.1, min(_ATTEMPT_SECONDS, deadline - time.monotonic()))
@@ -114,7 +114,7 @@ def explain_port_conflict(address: str, port: int) -> str:
 
 
 def _find_port_owner(port: int) -> str | None:
-    """Name the process that listens on a port of this host; None without the privilege to see that process."""
+    """Name the process that listens on a port of this host; None if this user may not see that process."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             is_listening = connection.status == psutil.CONN_LISTEN and getattr(connection.laddr, "port", None) == port

@@ -1,9 +1,9 @@
-"""A worker process: describes its device, then times all-gather and all-reduce within its node and over all nodes.
+"""Describes one rank's device, then times all-gather and all-reduce within its node and over all nodes.
 
-Started by `workers.Workers`. The rates are bus bandwidths as nccl-tests defines them: the bandwidth of the
-slowest link, comparable across collectives and group sizes.
+`workers.Workers` runs this module in one process per rank. The rates are bus bandwidths as nccl-tests defines them: they
+show the bandwidth of the slowest link and can be compared across collectives and group sizes.
 
-Source: nccl-tests `doc/PERFORMANCE.md`: all-gather moves (n-1)/n of the buffer's bytes, all-reduce 2(n-1)/n.
+Source: nccl-tests `doc/PERFORMANCE.md`: over n ranks, all-gather moves (n-1)/n of the buffer's bytes, all-reduce 2(n-1)/n.
 """
 
 import json
@@ -25,12 +25,12 @@ LONG_ENOUGH_SECONDS = 0.15  # in a transfer that takes this long, latency no lon
 NUM_REPEATS = 3
 
 
-# Dtype, buffer sizes in bytes, rows of the matrices, and the most matrix products to time. On a GPU, that number lets
-# the clocks settle under load.
+# Dtype, buffer sizes in bytes, rows of the square matrix, and the maximum number of matrix products to time. A GPU computes
+# many products, so that its clocks settle under load.
 CPU_WORKLOAD = (torch.float32, (1 << 20, 1 << 22, 1 << 24, 1 << 26), 1024, NUM_REPEATS)
 ACCELERATOR_WORKLOAD = (torch.bfloat16, (1 << 24, 1 << 26, 1 << 28, 1 << 30, 1 << 31), 8192, 200)
 PRODUCTS_SECONDS = 1.0  # target time for all products; a slow device computes fewer
-NUM_PAIR_ROUNDS = 3  # with two rounds and an odd number of nodes, a node could have a single partner
+NUM_PAIR_ROUNDS = 3  # with two rounds, a node that sits one out (odd number of nodes) would have one partner
 
 
 def main(info: ParticipantInfo, prefix: str, local_rank: int, on_cpu: bool) -> None:
@@ -62,7 +62,7 @@ def choose_device(local_rank: int, on_cpu: bool) -> torch.device:
 
 
 def describe(device: torch.device) -> DeviceInfo:
-    """Return kind, count, name and memory of a device; zeros for what is unknown."""
+    """Return a device's kind, name and memory (0 if unknown), and the number of devices on its node."""
     count = 0 if device.type == "cpu" else torch.accelerator.device_count()
     name, free_bytes, total_bytes = "none", 0, 0
     if device.type == "cpu":
@@ -94,7 +94,7 @@ def measure(device: torch.device, info: ParticipantInfo) -> WorkerRates:
 
 
 def measure_pairs(device: torch.device, info: ParticipantInfo) -> dict[str, float]:
-    """Return the all-gather bandwidth with each partner, by node number, while other pairs are busy too. Collective."""
+    """Return the all-gather bandwidth with each partner node (key: its number) while other pairs are busy too. Collective."""
     rates = {}
     for pairs in pair_nodes(info.num_nodes):
         for pair in pairs:
@@ -103,15 +103,16 @@ def measure_pairs(device: torch.device, info: ParticipantInfo) -> dict[str, floa
                 group = dist.new_group(ranks, use_local_synchronization=True)
                 (partner,) = set(pair) - {info.node_rank}
                 rates[str(partner)] = measure_all_gather(group, device)
-                # Destroyed here, because torch 2.13 derives a group's name from the number of groups, and both nodes
-                # must have the same number.
+                # Destroy the group now. Both nodes of a pair must derive the same group name, and torch 2.13 derives it
+                # from the ranks and the number of existing groups, which would otherwise differ after a round in which
+                # a node had no partner.
                 dist.destroy_process_group(group)
         dist.barrier()
     return rates
 
 
 def pair_nodes(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Return round-robin rounds of node pairs. With three or more nodes, each node gets at least two partners."""
+    """Return rounds of node pairs, as in a tournament. With three or more nodes, each node gets at least two partners."""
     seats = list(range(num_nodes + num_nodes % 2))  # an odd number of nodes leaves the last seat empty
     rounds = []
     for _ in range(min(NUM_PAIR_ROUNDS, len(seats) - 1)):

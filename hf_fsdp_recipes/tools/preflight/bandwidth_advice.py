@@ -5,8 +5,8 @@ parameter. Full sharding moves 3 values per parameter over the slowest link: the
 for backward, and its gradient. That link thus needs a bandwidth of 3 x bytes per value / (6 T) x the
 rank's FLOP/s, regardless of model size.
 
-Source: Kaplan et al. 2020 (6 FLOPs per parameter and token); Rajbhandari et al. 2020, ZeRO, section 7 (3 volumes with sharded
-parameters, 2 without).
+Source: Kaplan et al. 2020 (6 FLOPs per parameter and token); Rajbhandari et al. 2020, ZeRO, section 7 (a rank moves 3 values
+per parameter if parameters are sharded, else 2).
 """
 
 import statistics
@@ -86,7 +86,7 @@ def hybrid_gain(
 def advise(
     strategy: str, load: RankLoad, within: float | None, between: float | None, num_nodes: int, ranks_per_node: int
 ) -> str:
-    """Compare measured all-gather bandwidths (bytes per second) with what a strategy needs, in one line."""
+    """Return a line that compares measured all-gather bandwidths (bytes per second) with what a strategy needs."""
     if within is None and between is None:
         return "one rank: nothing to transfer"
     is_between = between is not None and not strategy.startswith("hybrid")
@@ -144,7 +144,7 @@ def describe(
 
 def find_slow(rates_by_node: list[list[WorkerRates]], names: list[str]) -> list[str]:
     """Return a warning for each node that is slow with all of its partners, and for each rank that computes slowly."""
-    # A healthy node is fast with at least one partner, even if another one is slow.
+    # A healthy node is fast with at least one partner, even if another partner is slow.
     best = [max(rates[0]["partners"].values(), default=0.0) for rates in rates_by_node]
     typical = statistics.median(best)
     warnings = [

@@ -1,4 +1,4 @@
-"""The `hf-fsdp preflight` command. Its checks are imported when it runs, not for `--help`."""
+"""The `hf-fsdp preflight` command. The checks are imported only when it runs, so `--help` is fast."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ def preflight(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for all nodes to join.")] = 60.0,
 ) -> None:
     """Check that the nodes of a job can work together. Run it once per node, or under a launcher without node flags."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # set before importing torch: no C++ stack traces
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before importing torch, to suppress C++ stack traces
     from hf_fsdp_recipes.tools.preflight.preflight import Job, check_node, find_node
 
     node = find_node(num_nodes, node_rank, nproc_per_node, master_addr, master_port)

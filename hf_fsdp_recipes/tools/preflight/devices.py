@@ -11,7 +11,7 @@ MEMORY_TOLERANCE = 0.02  # total memory varies a little with drivers and ECC set
 
 
 class DeviceInfo(TypedDict):
-    """A rank's device; `count` is the number of devices on its node, bytes are 0 if unknown."""
+    """A rank's device. `count` is the number of devices on its node; the byte counts are 0 if unknown."""
 
     kind: str
     count: int

@@ -38,7 +38,7 @@ _NVLINK = re.compile(r"Link \d+: (?:([\d.]+ GB/s)|<inactive>)")
 
 
 class Hardware(TypedDict):
-    """What a node reports: unfit GPUs, causes for concern, and the state or rate of each link, by name."""
+    """What a node reports: faults of unfit GPUs, warnings, and for each link's name its state or rate."""
 
     faults: list[str]
     warnings: list[str]
@@ -64,14 +64,14 @@ def check(found: list[Hardware], names: list[str]) -> list[Row]:
     warnings = [f"{name}: {text}" for node, name in zip(found, names, strict=True) for text in node["warnings"]]
     for link in sorted({link for node in found for link in node["links"]}):
         states = [node["links"].get(link, "missing") for node in found]
-        # A node that does not list a GPU's NVLinks has different GPUs, or an nvidia-smi that cannot list them.
+        # Skip nodes that do not list a GPU's NVLinks: they have other GPUs, or an nvidia-smi that cannot list NVLinks.
         listed = [index for index, state in enumerate(states) if state != "missing" or not link.startswith("NVLink")]
         differences = list_differences([states[index] for index in listed], [names[index] for index in listed])
         if differences:
             warnings.append(
                 f"{link} differs: {differences}. Check the cables, switches and drivers, or leave a node out."
             )
-    links: dict[str, list[str]] = {}  # the first node's links by state
+    links: dict[str, list[str]] = {}  # for each state, the links of the first node in that state
     for link, state in found[0]["links"].items():
         links.setdefault(state, []).append(link)
     text = "; ".join(f"{shorten(same)}: {state}" for state, same in links.items())
@@ -80,7 +80,7 @@ def check(found: list[Hardware], names: list[str]) -> list[Row]:
 
 
 def _run(found: Hardware, *command: str) -> str:
-    """Run a command and return its output; empty if it is not installed or the node has a fault. A hang is a fault."""
+    """Run a command and return its output; empty if it is not installed or a fault was found before. A hang is a fault."""
     if shutil.which(command[0]) is None or found["faults"]:
         return ""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")
@@ -93,13 +93,13 @@ def _run(found: Hardware, *command: str) -> str:
 
 
 def _split_variable(name: str) -> list[str] | None:
-    """Return the entries of a variable that lists devices; None if it is not set."""
+    """Return the entries of an environment variable that lists devices; None if it is not set."""
     value = os.environ.get(name)
     return None if value is None else [entry.strip() for entry in value.split(",") if entry.strip()]
 
 
 def _query_nvidia(found: Hardware) -> list[ElementTree.Element]:
-    """Return nvidia-smi's report on each GPU. Any other output is a fault if the driver is loaded."""
+    """Return nvidia-smi's report on each GPU. Output without a report is a fault if the driver is loaded."""
     text = _run(found, "nvidia-smi", "-q", "-x").strip()
     start, end_tag = text.find("<nvidia_smi_log"), "</nvidia_smi_log>"
     if start >= 0:  # other text may surround the report
@@ -124,11 +124,11 @@ def _read_nvidia(found: Hardware) -> None:
         uuid, name = gpu.findtext("uuid", ""), f"GPU {index} ({gpu.get('id')})"
         if visible is not None and not any(str(index) == each or uuid.startswith(each) for each in visible):
             continue
-        # Drivers before 535 say "throttle" for "event".
+        # Drivers before 535 say "throttle" instead of "event".
         values = {each.tag.replace("throttle", "event"): (each.text or "").strip() for each in gpu.iter()}
         volatile = gpu.find("ecc_errors/volatile")
         counts = [] if volatile is None else [each.text for each in volatile.iter() if "uncorrectable" in each.tag]
-        counts += [gpu.findtext("ecc_errors/volatile/double_bit/total")]  # before Ampere
+        counts += [gpu.findtext("ecc_errors/volatile/double_bit/total")]  # the counter of GPUs before Ampere
         if num_errors := sum(int(count) for count in counts if count and count.strip().isdigit()):
             found["faults"].append(f"{name} has {num_errors} uncorrectable ECC errors. {RESET}")
         for tag, problem in NVIDIA_FAULTS.items():
@@ -145,7 +145,7 @@ def _read_nvidia(found: Hardware) -> None:
 
 
 def _read_nvlinks(found: Hardware) -> None:
-    states: dict[str, list[str]] = {}  # the key is the GPU's name
+    states: dict[str, list[str]] = {}  # for each GPU model, one description of links per GPU
     for index, name, lines in _NVLINKS_OF_GPU.findall(_run(found, "nvidia-smi", "nvlink", "-s")):
         counts = Counter(rate or "inactive" for rate in _NVLINK.findall(lines))
         states.setdefault(name, []).append(", ".join(f"{count} x {state}" for state, count in sorted(counts.items())))
@@ -173,7 +173,7 @@ def _read_xids(found: Hardware) -> None:
 
 def _read_amd(found: Hardware) -> None:
     gpus: Any = []
-    with contextlib.suppress(ValueError):  # without --ecc and --throttle, amd-smi takes long
+    with contextlib.suppress(ValueError):  # without --ecc and --throttle, amd-smi is slow
         report = json.loads(_run(found, "amd-smi", "metric", "--ecc", "--throttle", "--json"))
         gpus = report.get("gpu_data", []) if isinstance(report, dict) else report  # the report is a list before ROCm 7
     visible = _find_visible_amd(len(gpus))
@@ -188,9 +188,9 @@ def _read_amd(found: Hardware) -> None:
 
 
 def _find_visible_amd(num_gpus: int) -> list[int]:
-    """Return the indices of the GPUs that ROCm makes visible to this job. GPUs given by UUID count as hidden."""
+    """Return the indices of the GPUs that ROCm makes visible to this job. GPUs listed by UUID count as hidden."""
     visible = list(range(num_gpus))
-    # HIP counts from 0 among the GPUs that ROCR makes visible. Without HIP_VISIBLE_DEVICES, it uses CUDA's variable.
+    # HIP numbers only the GPUs that ROCR makes visible, from 0. Without HIP_VISIBLE_DEVICES, it reads CUDA's variable.
     hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in os.environ else "CUDA_VISIBLE_DEVICES"
     for name in ("ROCR_VISIBLE_DEVICES", hip):
         if (entries := _split_variable(name)) is not None:

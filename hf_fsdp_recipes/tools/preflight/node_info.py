@@ -1,4 +1,4 @@
-"""Facts about nodes: versions, code and files, which must be the same on all nodes, and limits that deserve a warning."""
+"""Facts about nodes: versions, code and files, which must be the same on all nodes, and system limits that may be too low."""
 
 import hashlib
 import os
@@ -30,7 +30,7 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 
 class NodeInfo(TypedDict):
-    """Facts about a participant's node, as it reports them to the leader."""
+    """Facts about one node, which it reports to node 0."""
 
     host: str
     unix_seconds: float
@@ -65,7 +65,7 @@ def collect(files: list[Path], num_ranks: int) -> NodeInfo:
 
 
 def _find_versions() -> dict[str, str]:
-    """Return the versions that must match, under the same names on every node; "none" for what a node lacks."""
+    """Return the versions that must match. All nodes have the same keys; "none" stands for a missing package or driver."""
     nccl = getattr(torch.get_device_module(), "nccl", None)  # also on ROCm, where RCCL uses NCCL's version numbers
     return {
         "python": platform.python_version(),
@@ -113,7 +113,7 @@ def _find_gloo_error() -> str | None:
 
 
 def _hash_code() -> str:
-    """Hash the source of this package, file names included."""
+    """Return a hash of this package's source code and file names."""
     root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
@@ -132,9 +132,9 @@ def _hash_file(file: Path) -> str:
 
 
 def check_same(nodes: list[NodeInfo], names: list[str]) -> None:
-    """Raise a PreflightError that lists every difference in versions, code, NCCL variables or files by node."""
+    """Raise a PreflightError that lists every difference between nodes in versions, code, NCCL variables or files."""
     compared = [
-        # A node that runs other code may report other packages.
+        # A node with another version of this package may report other packages.
         (name, [node["versions"].get(name, "unknown") for node in nodes], "Install the same versions on every node.")
         for name in nodes[0]["versions"]
     ]
@@ -157,7 +157,7 @@ def check_same(nodes: list[NodeInfo], names: list[str]) -> None:
 
 
 def list_differences(values: list[str], names: list[str]) -> str | None:
-    """List each value and its participants, the most common value first; None if all values are equal."""
+    """List each value and the nodes that have it, the most common value first; None if all values are equal."""
     holders: dict[str, list[str]] = {}
     for value, name in zip(values, names, strict=True):
         holders.setdefault(value, []).append(name)
@@ -168,7 +168,7 @@ def list_differences(values: list[str], names: list[str]) -> str | None:
 
 
 def shorten(names: list[str]) -> str:
-    """List up to three names, and the number of the others."""
+    """List up to three names, then how many others there are."""
     return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
@@ -205,7 +205,7 @@ def describe(nodes: list[NodeInfo]) -> list[Row]:
 
 
 def find_warnings(nodes: list[NodeInfo], names: list[str]) -> list[str]:
-    """Return warnings: what may cause trouble during the run but does not fail the preflight."""
+    """Return warnings about what may cause trouble during the run but does not fail the preflight."""
     warnings = []
     clocks = [node["unix_seconds"] for node in nodes]
     skew_seconds = max(clocks) - min(clocks)

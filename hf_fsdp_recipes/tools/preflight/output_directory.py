@@ -1,4 +1,4 @@
-"""Checks that all nodes share a writable output directory, how fast it is, and whether the run's checkpoints fit.
+"""Checks that all nodes share a writable output directory with space for the run's checkpoints, and measures its speed.
 
 Each node writes a probe file and looks for the files of the other nodes. All probe files are removed.
 """
@@ -16,13 +16,13 @@ from hf_fsdp_recipes.tools.preflight.node_info import Row, shorten
 
 MAX_PROBE_BYTES = 64 << 20
 MAX_PROBE_SECONDS = 1.0
-VISIBILITY_SECONDS = 5.0  # listing the directory refreshes NFS's cache, which would otherwise last 30 s (acdirmin)
+VISIBILITY_SECONDS = 5.0  # enough on NFS: listing a directory refreshes its cache, otherwise kept for 30 s (acdirmin)
 _CHUNK_BYTES = 16 << 20
 
 
 def write_probe(file: Path) -> tuple[float, int]:
     """Write and flush a probe file; return bytes per second and free bytes, or raise PreflightError if that fails."""
-    chunk = os.urandom(_CHUNK_BYTES)  # incompressible
+    chunk = os.urandom(_CHUNK_BYTES)  # random, so that file systems cannot compress it
     num_bytes, started = 0, time.monotonic()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def write_probe(file: Path) -> tuple[float, int]:
 
 
 def find_invisible(files: list[Path]) -> list[int]:
-    """Return the indices of the files that this node does not see, after waiting for slow caches."""
+    """Return the indices of the files that this node does not see, after waiting for its cache to be refreshed."""
     deadline = time.monotonic() + VISIBILITY_SECONDS
     while True:
         invisible = [index for index, file in enumerate(files) if not file.exists()]
@@ -52,7 +52,7 @@ def find_invisible(files: list[Path]) -> list[int]:
 
 
 def check_shared(directory: Path, invisible_by_node: list[list[int]], names: list[str]) -> None:
-    """Raise PreflightError if a node does not see the probe file of another."""
+    """Raise PreflightError if a node does not see another node's probe file."""
     pairs = [
         f"{name} does not see the file of {shorten([names[node] for node in invisible])}"
         for name, invisible in zip(names, invisible_by_node, strict=True)
@@ -83,7 +83,7 @@ def check_space(directory: Path, recipe: dict[str, Any]) -> Row:
     """
     try:
         estimate = disk_estimate.estimate(recipe)
-    except Exception as error:  # building the model for the estimate may run any code; the job needs no estimate
+    except Exception as error:  # building the model may raise anything; the job can run without an estimate
         return ("warning", f"what the run will write could not be estimated: {error}")
     files = (file for checkpoint in directory.glob("checkpoint-*") for file in checkpoint.rglob("*"))
     own_bytes = sum(file.stat().st_size for file in files if file.is_file())

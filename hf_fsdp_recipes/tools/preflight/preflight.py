@@ -1,9 +1,11 @@
-"""Finds out within a minute whether the nodes of a job can work together, and names the node that cannot. Run
+"""Finds out within a minute whether the nodes of a job can work together, and names the node that cannot.
+
+Run this once on every node:
 
     hf-fsdp preflight --num-nodes 2 --node-rank $SLURM_NODEID --nproc-per-node 8 --master-addr nodea --master-port 29500
 
-once on every node, or without these flags under a launcher: `torchrun ... --no-python hf-fsdp preflight`. Node 0 prints a
-table; all nodes report the same error.
+Under a launcher, omit these flags: `torchrun ... --no-python hf-fsdp preflight`. Node 0 prints a table; if a check fails, all
+nodes report the same error.
 """
 
 import contextlib
@@ -29,7 +31,7 @@ MARGIN_SECONDS = 3.0  # each node gives up on a hung worker this many seconds be
 
 
 class Job:
-    """The job that a preflight is for."""
+    """The job that a preflight checks."""
 
     def __init__(self, template: Path | None, recipe_file: Path | None, output_dir: Path | None) -> None:
         self.template, self.recipe_file, self.output_dir = template, recipe_file, output_dir
@@ -63,7 +65,7 @@ class Job:
 def check_node(info: ParticipantInfo, job: Job, timeout_seconds: float) -> None:
     """Run all checks and print the table on node 0, warnings last.
 
-    Collective: every node must call this. All nodes raise one PreflightError with all errors of the first failed stage.
+    Collective: every node must call this. All nodes raise the same PreflightError, with all errors of the first failed stage.
     """
     # On SIGTERM, raise SystemExit: unwinding the stack kills the workers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -79,8 +81,8 @@ def check_node(info: ParticipantInfo, job: Job, timeout_seconds: float) -> None:
         with contextlib.closing(Workers(rendezvous, job.is_on_cpu)) as workers:
             rows += _check_output(rendezvous, job)
             rows += _check_devices(rendezvous, workers)
-            # Checked while the workers run, because they keep the driver loaded. Without them or persistence mode, nvidia-smi
-            # would load the driver for each GPU.
+            # Do this while the workers run, because they keep the driver loaded. Without workers and without persistence mode,
+            # nvidia-smi would load the driver for each GPU.
             rows += _check_hardware(rendezvous, job)
             rows += _measure_bandwidth(rendezvous, workers, job)
     if info.node_rank == 0:

@@ -1,4 +1,4 @@
-"""Connects the nodes of a preflight through a c10d store, which gives all of them the same result.
+"""Connects the nodes of a preflight through a c10d store, so that all of them get the same result.
 
 Node 0 leads. It hosts a `TCPStore` on the master port. Under torchrun and `accelerate launch`, the nodes use the store
 of the launcher's agent instead. A key that is missing at the deadline names the node that should have written it.
@@ -34,7 +34,7 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class ParticipantInfo:
-    """One node's process: its options, and where it runs."""
+    """The preflight process of one node: its options, and where it runs."""
 
     node_rank: int  # node 0 leads
     num_nodes: int
@@ -50,14 +50,14 @@ class ParticipantInfo:
 
 
 class Rendezvous:
-    """Nodes that share a store. All must make the same calls in the same order."""
+    """The nodes of a preflight, which share a store. All nodes must make the same calls in the same order."""
 
     def __init__(self, info: ParticipantInfo, timeout_seconds: float) -> None:
         """Join the store, or raise PreflightError if the master address cannot be used or another job has the port."""
         self.info = info
         self.timeout_seconds = timeout_seconds
         self.extend_deadline(timeout_seconds)
-        # `check_membership` adds host and pid.
+        # `check_membership` adds each node's host and pid.
         self.names = [f"node {node_rank}" for node_rank in range(info.num_nodes)]
         self.prefix = f"hf-fsdp-preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         tcp_store, self.is_leader = _open_store(info, self.deadline)
@@ -102,11 +102,11 @@ class Rendezvous:
         self.names = self._agree("joining", evaluate)
 
     def run_stage(self, stage: str, collect: Callable[[], T], evaluate: Callable[[list[T]], R]) -> R:
-        """Collect a value on every node, evaluate the values in node order on node 0, and return the result everywhere.
+        """Collect a value on every node, call `evaluate` on node 0 with the values in node order, and return its result everywhere.
 
         Collective: every node must call this. Values and result must be serializable as JSON. `stage` names the activity in
-        messages, such as "comparing versions". All nodes raise the same PreflightError if a call failed or a node did not
-        report in time.
+        messages, such as "comparing versions". All nodes raise the same PreflightError if `collect` or `evaluate`
+        failed or a node did not report in time.
         """
         report = attempt(collect)
         with self._naming_leader(stage):

@@ -1,6 +1,6 @@
 """Starts one process per local rank to describe its device and measure bandwidth.
 
-Workers are separate processes, so that the preflight can report and kill one that crashes or hangs in a collective.
+Workers are separate processes, so that the preflight can report one that crashes and kill one that hangs in a collective.
 """
 
 import json
@@ -47,13 +47,13 @@ class Workers:
         self._rendezvous.store.set("workers/measure", str(timeout_seconds))
 
     def wait_for_reports(self, key: str, stage: str, deadline: float) -> list[Any]:
-        """Return what each worker reported under `key` before the deadline, or [] if `stage` failed elsewhere."""
+        """Return what each worker reported under `key` before the deadline, or [] if `stage` failed on another node."""
         reports = []
         info, store = self._rendezvous.info, self._rendezvous.store
         for local_rank, (process, log) in enumerate(self._started):
             store_key = f"workers/{key}/{info.node_rank * info.ranks_per_node + local_rank}"
             while True:
-                exit_status = process.poll()  # read first, because a worker may report and exit between the two checks
+                exit_status = process.poll()  # read before the report, because a worker may report and exit in between
                 if store.check([store_key]):
                     break
                 if exit_status is not None:

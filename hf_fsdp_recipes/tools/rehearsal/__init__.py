@@ -1,1 +1,1 @@
-"""A recipe run end to end on CPU ranks with a tiny model."""
+"""Runs a recipe end to end on CPU ranks with a tiny model."""

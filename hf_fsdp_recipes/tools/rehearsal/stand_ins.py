@@ -1,4 +1,4 @@
-"""Replaces what a rehearsal cannot read without the Hub: the tokenizer of a gated model, and rows of a known dataset."""
+"""Replaces what a rehearsal cannot read from the Hub: a gated model's tokenizer, and rows of the datasets in `_ROWS`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trl import ScriptArguments
 
 _TEXT = "This row was made up for a rehearsal, because the dataset cannot be read here. "
-# For each dataset that the recipes name, one row with the columns that its Hub page shows.
+# For each dataset that the shipped recipes name, one row with the columns that the dataset's Hub page shows.
 _ROWS: dict[str, dict[str, Any]] = {
     "tatsu-lab/alpaca": {"instruction": _TEXT, "input": "", "output": _TEXT, "text": _TEXT},
     "smangrul/code-chat-assistant-v1": {"content": f"<|prompter|>{_TEXT}<|assistant|>{_TEXT}<|endoftext|>"},
@@ -26,7 +26,10 @@ _CHAT_TEMPLATE = (
 
 
 def read_rows(script: "ScriptArguments", num_rows: int) -> tuple[dict[str, Any], str]:
-    """Return a dataset's rows by split and a description; made-up rows if a known dataset cannot be reached."""
+    """Return a dataset's rows, by split, and a description of them.
+
+    If the dataset cannot be reached but is listed in `_ROWS`, the rows are made up.
+    """
     name = str(script.dataset_name)
     try:
         splits = read_splits(name, script.dataset_config, streaming=not Path(name).exists())

@@ -1,6 +1,6 @@
 """Runs a recipe end to end on CPU ranks, with a tiny model of the same architecture. Needs no weights and no GPU.
 
-The steps are static checks, three launches of the recipe, and checks of its export.
+The steps are static checks, three launches of the recipe, and checks of the exported model.
 """
 
 import copy
@@ -62,12 +62,12 @@ class Rehearsal:
 
     @cached_property
     def arguments(self) -> Arguments:
-        """The recipe for the full-size model, as one CPU rank parses it. `push_to_hub` is off; see `check_hub`."""
+        """The recipe for the full-size model, as one CPU rank parses it. `push_to_hub` is off; `check_hub` reads its true value."""
         off = ("--push_to_hub", "false", "--use_cpu", "true", "--dry_run", "true")
         return parse_arguments(["--config", str(self.recipe), *self.overrides, *off])
 
     def launch(self, name: str, *arguments: str) -> AbstractContextManager[Run]:
-        """Launch the tiny recipe; the log is `<name>.txt`."""
+        """Launch the recipe with the tiny model; the log is `<name>.txt`."""
         arguments = ("--config", str(self.directory / tiny_recipe.RECIPE_FILE), *arguments)
         config, log = self.directory / tiny_recipe.TEMPLATE_FILE, self.directory / f"{name}.txt"
         return launch(config, SFT_SCRIPT, arguments, log, on_cpu=True)
@@ -114,7 +114,7 @@ def check_template(rehearsal: Rehearsal) -> str:
 
 
 def check_output(rehearsal: Rehearsal) -> str:
-    """Check that the real output directory is writable and large enough."""
+    """Check that the real output directory is writable and has enough space."""
     if faults := list(dry_run.output_faults(rehearsal.arguments)):
         raise RecipeError("; ".join(faults))
     needed = dry_run.estimate_space(rehearsal.arguments)
@@ -153,7 +153,7 @@ def check_data(rehearsal: Rehearsal) -> str:
 
 
 def train_and_kill(rehearsal: Rehearsal) -> str:
-    """Train until the first checkpoint is complete, then kill launcher and ranks, as if the node failed."""
+    """Train until the first checkpoint is complete, then kill the launcher and the ranks, as if the node had failed."""
     with rehearsal.launch("load") as run:
         rehearsal.wait(run, lambda: bool(rehearsal.checkpoints()))
         if not rehearsal.checkpoints():
@@ -177,7 +177,7 @@ def resume_and_stop(rehearsal: Rehearsal) -> str:
 
 
 def resume_and_finish(rehearsal: Rehearsal) -> str:
-    """Resume again and train to the end, export included."""
+    """Resume again, train to the end and export."""
     with rehearsal.launch("finish", *RESUME) as run:
         rehearsal.wait(run)
         if run.exit_status != 0:

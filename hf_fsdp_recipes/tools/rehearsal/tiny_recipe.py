@@ -1,4 +1,4 @@
-"""The files of a rehearsal: a tiny model of the same architecture, a few rows, and the recipe adapted to them."""
+"""Writes the files of a rehearsal: a tiny model of the same architecture, a few rows, and the recipe adapted to both."""
 
 import copy
 import json
@@ -90,7 +90,7 @@ def write_rows(arguments: Arguments, directory: Path) -> str:
 
 
 def write_template(template: Path, directory: Path) -> None:
-    """Write the Accelerate config for CPU ranks."""
+    """Write the Accelerate config, adapted to CPU ranks and the tiny model."""
     config = to_cpu_ranks(validate.read_config(template))
     if "fsdp_min_num_params" in config["fsdp_config"]:
         config["fsdp_config"]["fsdp_min_num_params"] = MIN_UNIT_PARAMETERS
@@ -122,7 +122,7 @@ def to_cpu_ranks(config: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
 def write_recipe(settings: dict[str, Any], arguments: Arguments, directory: Path) -> list[str]:
     """Write the recipe, adapted to the model and rows in the directory; return what the real job does differently.
 
-    `settings` is what `read_settings` returned for the recipe; `arguments` is the recipe after parsing.
+    `settings` is what `read_settings` returned for the recipe; `arguments` is the parsed recipe.
     """
     replaced = {key: value for key, value in REPLACED_SETTINGS.items() if settings.get(key, value) != value}
     training, model = arguments.training, str(directory / "model")

@@ -1,4 +1,4 @@
-"""A self-test's measurements and report. Each measurement has its own ranks, so one crash does not end the others."""
+"""A self-test's measurements and report. Each measurement launches its own ranks, so a crash does not end the others."""
 
 import json
 import os
@@ -36,7 +36,7 @@ MEDIUM = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16,
     "num_key_value_heads": 16, "vocab_size": 32_000, "max_position_embeddings": 4096,
 }  # fmt: skip
-MEDIUM_DEVICE_BYTES = 16_000_000_000  # MEDIUM needs 10 GB to train and keep a second copy of the state
+MEDIUM_DEVICE_BYTES = 16_000_000_000  # enough for MEDIUM: 10 GB for training and a second copy of the state
 NUM_LOG_LINES = 40  # number of lines that the report shows from the end of a failed launch's log
 RECIPE = {
     "max_length": 64, "max_steps": 60, "save_steps": 10, "logging_steps": 1, "per_device_train_batch_size": 2,
@@ -63,7 +63,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Result:
-    """What one measurement found: figures by name and unit (a bool is the result of a check), or why it has none."""
+    """What one measurement found: figures, whose names contain units (a bool is the result of a check), or an error."""
 
     name: str
     status: Literal["ok", "failed", "skipped"]
@@ -115,7 +115,7 @@ def _launch(
     precision: str | None = None,
     is_enough: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Run a script on all ranks. Kill launcher and ranks once `is_enough()` is true; return whether that happened."""
+    """Run a script on all ranks. Kill the launcher and the ranks once `is_enough()` is true; return whether that happened."""
     config = read_config("fsdp2_cpu" if site.device is None else "fsdp2_full_shard")
     config |= {"num_processes": site.num_ranks} | ({"mixed_precision": precision} if precision else {})
     template = log_file.with_suffix(".yaml")
@@ -135,13 +135,13 @@ def measure_copies(site: Site) -> Figures:
 
 
 def measure_load(site: Site) -> Figures:
-    """Load a checkpoint from the page cache, through rank 0 and directly."""
+    """Measure loading a checkpoint from the page cache, with the sources `rank0` and `direct`."""
     checkpoint, tiny = find_model(site, site.config), find_model(site, TINY)
     return run_on_ranks(site, "load", precision="no", checkpoint=checkpoint, tiny=tiny)
 
 
 def measure_save(site: Site) -> Figures:
-    """Save during training, and compare the checkpoint with the state at the time of the save."""
+    """Measure saving during training, and compare the checkpoint with the state at the time of the save."""
     checkpoint = find_model(site, site.config)
     with tempfile.TemporaryDirectory(dir=site.directory) as directory:
         options: Any = {"num_tokens": site.num_tokens, "num_batches": site.num_batches}

@@ -1,1 +1,1 @@
-"""One recipe over several rank counts and templates, with a table and plots."""
+"""Measures one recipe over several rank counts and templates, and writes a table and plots."""

@@ -45,7 +45,7 @@ class Result:
     measured_steps: int | None = None  # steps after the warm-up
     step_seconds: float | None = None  # median of the measured steps
     epoch_steps: int | None = None
-    epoch_seconds: float | None = None  # extrapolated
+    epoch_seconds: float | None = None  # extrapolated from step_seconds
     tokens_per_second: float | None = None
     tokens_per_second_per_device: float | None = None
     mfu: float | None = None

@@ -17,7 +17,7 @@ OOM_LABEL_HEIGHT = 0.07  # distance between OOM labels, as a share of the panel'
 
 
 def draw_scaling(results: Sequence[Result]) -> Figure:
-    """Draw peak memory, epoch time and step time by rank count: one line per template, OOM marked."""
+    """Draw peak memory, epoch time and step time by rank count: one line per template; "OOM" marks cases that ran out of memory."""
     figure = Figure(figsize=(14, 5.0), dpi=110, layout=ConstrainedLayoutEngine(wspace=0.06))
     panels = figure.subplots(1, 3)
     longest = max((result.epoch_seconds or 0.0 for result in results), default=0.0)

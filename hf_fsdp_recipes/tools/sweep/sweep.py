@@ -37,7 +37,7 @@ def run_cases(cases: Sequence[Case], script: Path, time_limit_seconds: float) ->
 
 
 def find_result(case: Case) -> str | None:
-    """Return the status of an earlier run with the same settings if it finished or ran out of memory, or None."""
+    """Return the status of an earlier run with the same settings if that run finished or ran out of memory, else None."""
     record = read_record(case.directory)
     if record.get("settings") != case.settings:
         return None
@@ -48,7 +48,7 @@ def find_result(case: Case) -> str | None:
 
 
 def run_case(case: Case, script: Path, time_limit_seconds: float, show_step: Callable[[int], None]) -> str:
-    """Run a case, record the result in its directory, and return its status; `show_step` gets the steps so far."""
+    """Run a case, record the result in its directory, and return its status; `show_step` receives the number of steps so far."""
     case.start_record()
     config, log = case.directory / TEMPLATE_FILE, case.directory / run_status.LOG_FILE
     with subprocess_runner.launch(config, script, case.arguments, log, on_cpu=case.is_on_cpu) as run:
@@ -113,7 +113,7 @@ def _job_line(case: Case) -> str:
     options += [f"--output={case.directory / run_status.JOB_LOG_FILE}"]
     options += [] if case.is_on_cpu else [f"--gpus-per-node={ranks_per_node}"]
     assignments = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
-    # Prefer the launch.slurm in this directory (`hf-fsdp slurm init` writes one) to the shipped file.
+    # Prefer launch.slurm in the current directory (`hf-fsdp slurm init` writes it) to the shipped file.
     script = str(find_file("recipes", "launch.slurm"))
     return f"{assignments} sbatch {shlex.join([*options, script, *case.arguments])}"
 
