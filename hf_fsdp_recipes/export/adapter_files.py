@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")  # values of init_lora_weights that change base weights
-HEAD_WEIGHT = re.compile(r"\.(score|classifier)\.(?!original_module).*weight$")  # PEFT's names of a classifier's head
+HEAD_WEIGHT = re.compile(r"\.(score|classifier)\.(?!original_module).*weight$")  # a classifier head's weight in PEFT
 
 
 def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[str, str]:
@@ -56,7 +56,7 @@ def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[st
 
 
 def _without_wrappers(model: torch.nn.Module, peft_model: "PeftModel") -> "PeftModel":
-    """Return a PeftModel without FSDP1 wrappers: `peft_model`, or under FSDP1 a copy on the meta device.
+    """Return a PeftModel without FSDP1 wrappers: `peft_model` itself, or under FSDP1 a copy on meta.
 
     PEFT looks up adapters by module name, and FSDP1 adds its wrappers to those names.
     """
@@ -100,7 +100,8 @@ def save_config(model: torch.nn.Module, directory: Path) -> None:
 def recorded_class(config: "PeftConfig", tensors: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """Return the class name of an adapter's base model, and the config fields that the model's head needs.
 
-    None means the class that the base model's config declares. `tensors` are the adapter's, of any type with a `shape`.
+    A class name of None means the class that the base model's config declares. `tensors` maps the names of the adapter's
+    tensors to objects with a `shape`.
     """
     import transformers
 
@@ -134,7 +135,7 @@ class FileTensor:
 
 
 def read_adapter(directory: Path) -> tuple["PeftConfig", dict[str, FileTensor]]:
-    """Return the PEFT config and the tensors of an exported adapter; raise an ExportError if it cannot be read."""
+    """Return the PEFT config and the `FileTensor`s of an exported adapter; raise an ExportError if it cannot be read."""
     from peft import PeftConfig
 
     try:

@@ -1,8 +1,11 @@
-"""On several nodes, lets rank 0 write the borders: the ends of each rank's byte ranges, in pages that other ranks may write to.
+"""On several nodes, lets rank 0 alone write the borders.
+
+A border is the part of a chunk of bytes, at its start or end, that does not fill a page; another rank may write to the rest of
+that page.
 
 When an NFS client changes a part of a page that is up to date in its cache, the client writes back the full page. This
-overwrites what other clients have written to the page in the meantime. So each page of an export is written on one node, and
-no file is read until all ranks have closed the files.
+overwrites what other clients have written to the page in the meantime. So each page of an export is written by one node only,
+and no file is read until all ranks have closed the files.
 
 Source: Linux `fs/nfs/write.c`, `nfs_update_folio`; nfs(5), "Close-to-open cache consistency".
 """
@@ -21,10 +24,10 @@ Border = tuple[str, int, bytes]  # (file, first byte, content)
 
 
 def write_on_main(borders: list[Border], write: Callable[[str, int, bytes], None]) -> Exception | None:
-    """Write the borders of all ranks on rank 0; return rank 0's error, which the caller must raise on every rank.
+    """Send the borders of all ranks to rank 0, which writes them; return the error on rank 0, or None.
 
-    Collective: every rank must call this. Rank 0 calls `write` with each border. Its memory holds the borders of one rank at a
-    time: at most two pages for each chunk that the sending rank writes.
+    Collective: every rank must call this, and the caller must raise rank 0's error on every rank. Rank 0 calls `write` with each
+    border, and receives the borders of one rank at a time: at most two pages for each chunk that the sending rank writes.
     """
     if not distributed.is_main():
         dist.send_object_list([borders], dst=0, group=distributed.host_group())

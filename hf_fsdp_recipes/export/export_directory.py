@@ -1,6 +1,7 @@
-"""The directory of an export: where it may be written, its marker, and the rename that completes it.
+"""Manages the directory of an export: checks where it may be written, writes its marker, and renames it when it is complete.
 
-The marker lists the export's files and is written last. A directory is only replaced if its marker lists everything in it.
+The marker is a file that lists the export's files, and is written last. An existing directory is only replaced if its marker
+lists everything in it.
 """
 
 import contextlib
@@ -120,7 +121,7 @@ def _folders(directory: Path, files: Iterable[str]) -> list[Path]:
 def write_marker(directory: Path, checksums: Iterable[dict[str, Checksums]]) -> None:
     """Write the marker that lists all files, then flush everything to disk. Rank 0 only, when the files are complete.
 
-    `checksums` has the checksums of the weights. Those of the other files are computed here.
+    `checksums` has each rank's checksums of the weights. Those of the other files are computed here.
     """
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     parts = list(checksums)
@@ -137,7 +138,7 @@ def write_marker(directory: Path, checksums: Iterable[dict[str, Checksums]]) -> 
 
 def incomplete_directory_for(final: Path) -> Path:
     """Return the path that an export is written to until it is complete."""
-    return final.with_name(f".{final.name}.export")  # a save of checkpoint-<step> uses another suffix
+    return final.with_name(f".{final.name}.export")  # saving checkpoint-<step> uses another suffix
 
 
 @contextlib.contextmanager
@@ -221,7 +222,7 @@ def _choose_free_name(final: Path) -> Path:
 
 
 def _delete(directory: Path) -> None:
-    """Delete an export that `_check_replaceable` has accepted: the files that its marker lists, the marker, the directory."""
+    """Delete an export that `_check_replaceable` has accepted: the files that its marker lists, the marker and the directory."""
     files = list(read_marker(directory)) if (directory / MARKER).is_file() else []
     for name in files:
         (directory / name).unlink(missing_ok=True)

@@ -26,11 +26,11 @@ class ShardExport:
     """This rank's part of one parameter: `count` elements from element `first` on, in row-major order."""
 
     name: str  # key in the model's state dict
-    shape: tuple[int, ...]  # of the full parameter
+    shape: tuple[int, ...]  # shape of the full parameter
     held_dtype: torch.dtype  # the dtype that `read` returns
     first: int
     count: int
-    parts: list[TensorRange]  # the stored tensors that the parameter becomes
+    parts: list[TensorRange]  # the tensors that the parameter becomes in the files
     dtype: torch.dtype  # the dtype in the file
     read: Callable[[int, int], torch.Tensor]  # (start, count) -> values to write (1-D), from element `first + start` on
 
@@ -40,10 +40,10 @@ class ExportPlan:
     """Everything that an export writes."""
 
     shards: list[ShardExport]  # this rank's parts; the same parameters in the same order on every rank
-    model: "PreTrainedModel | None"  # may be on meta; its conversions give the tensors' names; None for an adapter
-    pattern: str  # file name with `{suffix}`
+    model: "PreTrainedModel | None"  # gives the tensors' names in the files; may be on meta; None for an adapter
+    pattern: str  # file names, with `{suffix}` for -00001-of-00002; the suffix is empty if there is one file
     write_assets: Callable[[Path, FilePlan], None]  # writes configs and tokenizer into a directory; rank 0 calls it
-    base_directory: Path | None = None  # holds the config and, for a merge, the weights; verified before writing
+    base_directory: Path | None = None  # source of the config and, in a merge, of base weights; verified first
 
     @property
     def is_adapter(self) -> bool:
@@ -52,7 +52,7 @@ class ExportPlan:
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Convert the name of a floating-point dtype to the dtype; raise an ExportError for other names. Keeps a dtype or None."""
+    """Convert the name of a floating-point dtype to the dtype; raise an ExportError for other names. Keep a dtype or None."""
     if isinstance(dtype, str):
         found = getattr(torch, dtype, None)
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
@@ -69,11 +69,11 @@ def written_dtype(held: torch.dtype, requested: torch.dtype | None) -> torch.dty
 def split_parameters(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[TensorRange]]:
     """Split parameters into the tensors that `save_pretrained` writes.
 
-    Parameters keep transformers' own names, which `from_pretrained` and `load_model` accept, if they share a stored tensor with
-    other parameters or if the weight conversion mixes their rows. Rank 0 logs the number of such parameters.
+    A parameter is not split if it shares a stored tensor with other parameters or if the weight conversion mixes its rows. It
+    then keeps transformers' own name, which `from_pretrained` and `load_model` accept. Rank 0 logs the number of such parameters.
 
     Raises:
-        ExportError: loading would convert such a parameter again.
+        ExportError: a parameter cannot keep its name, because loading would convert it again.
     """
     parts: dict[str, list[TensorRange]] = {}
     reasons = {}

@@ -1,7 +1,7 @@
 """Converts a sharded checkpoint to a model directory, offline.
 
-The checkpoint's tensors are matched by name with a model on meta, and divided among the processes. A LoRA checkpoint becomes
-an adapter, or a merged model whose base weights are read chunk by chunk from the base model's files.
+The checkpoint's tensors are matched by name with the parameters of a model on meta, and divided among the processes. A LoRA
+checkpoint becomes an adapter, or a merged model whose base weights are read chunk by chunk from the base model's files.
 """
 
 import math
@@ -67,7 +67,8 @@ def export_checkpoint(
             `merge_adapter`, an exported adapter.
         output_dir: as in `export_model`.
         base_model: directory or Hub id of the model that has the config, the tokenizer and, to merge an adapter, the base
-            weights. None uses the model that the checkpoint's train_params.yaml names.
+            weights. None uses what the checkpoint records: its own config, or the model that its train_params.yaml or
+            adapter_config.json names.
         dtype: as in `export_model`.
         max_shard_size: as in `export_model`.
         merge_adapter: for a LoRA checkpoint or adapter, write the base model with the adapter merged in. An adapter
@@ -154,7 +155,7 @@ def _describe_adapter_directory(
 
 
 def _without_prefix(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
-    """Remove wrappers from tensor names, and the prefix `model.` if a nested state dict, not the model, has added it."""
+    """Remove wrappers from tensor names, and the prefix `model.` if it comes from a nested state dict and not from the model."""
     if tensors and all(name.startswith("model.") for name in tensors):
         inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         # The state dict is usually {"model": {...}}. If it is not, the model's own names may all begin with `model.`.
@@ -166,7 +167,7 @@ def _without_prefix(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
 def _build(
     name: str, adapter: "PeftConfig | None", tensors: Mapping[str, Any]
 ) -> tuple["PreTrainedModel", BaseWeights | None]:
-    """Build a model on meta from its directory or Hub id. To merge an adapter with these tensors, also open the base weights."""
+    """Build a model on meta from its directory or Hub id. If there is an `adapter` to merge, also open the weights."""
     from transformers import AutoConfig, GenerationConfig
 
     try:

@@ -52,7 +52,7 @@ def export_model(
     Collective: every rank must call this, with the same arguments. The model is not changed.
 
     Args:
-        model: an FSDP2, FSDP1, DDP or plain model. With a PEFT adapter, only the adapter is written, unless `merge_adapter`.
+        model: an FSDP2, FSDP1, DDP or plain model. With a PEFT adapter, only the adapter is written, unless `merge_adapter` is set.
         output_dir: directory that appears when the export is complete. An earlier export there is replaced if the
             directory holds no other files.
         dtype: floating-point dtype to cast to while writing; None keeps each parameter's dtype.

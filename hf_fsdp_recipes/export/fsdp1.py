@@ -21,7 +21,7 @@ def is_flat(tensor: torch.Tensor) -> bool:
 
 
 def flat_slices(model: torch.nn.Module) -> dict[str, Slice]:
-    """Return this rank's slices of the parameters that FSDP1 has flattened, by name. Under FSDP2, the result is empty."""
+    """Map each parameter that FSDP1 has flattened to this rank's slice of it. Under FSDP2, the result is empty."""
     slices: dict[str, Slice] = {}
     prefixes = {id(module): name for name, module in model.named_modules()}
     for module in FSDP.fsdp_modules(model):

@@ -1,4 +1,4 @@
-"""Generates from an export with plain transformers, to check its weights."""
+"""Generates text from an export with plain transformers, to check the export's weights."""
 
 import time
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 huggingface_hub skips files that are already uploaded, so an interrupted push continues where it stopped. A repository is
 private unless `hub_private_repo` is false. A failed push does not end the run; it logs a warning with the command to retry.
-Writes to `<output_dir>/.hub` only.
+This module writes to `<output_dir>/.hub` only.
 """
 
 import logging
@@ -33,16 +33,17 @@ class HubTarget:
 
     repo_id: str  # `hub_model_id`, or the output directory's name
     # `hub_strategy`: all values push the export when the run ends. All but `end` also push checkpoints, converted to models.
-    # `checkpoint` also pushes the checkpoint itself, as `last-checkpoint`; `all_checkpoints` keeps its name.
+    # `checkpoint` and `all_checkpoints` also push the checkpoint itself, as `last-checkpoint` or under its own name.
     strategy: str = "every_save"
     is_private: bool = True  # unless `hub_private_repo` is false
     token: str | None = None  # `hub_token`; None uses HF_TOKEN or the token of `hf auth login`
 
 
 def read_target(training: "TrainingArguments", needs_access: bool = True) -> HubTarget | None:
-    """Return what `push_to_hub` and its options describe, or None; raise a RecipeError for an invalid repository id.
+    """Return the target that Trainer's arguments describe; raise a RecipeError for an invalid repository id.
 
-    With `needs_access`, also raises a RecipeError if there is no token or HF_HUB_OFFLINE is set.
+    Returns None if `push_to_hub` is off. With `needs_access`, also raises a RecipeError if there is no token or if
+    HF_HUB_OFFLINE is set.
     """
     if not training.push_to_hub:
         return None
@@ -113,7 +114,7 @@ class Pusher:
             for key, value in os.environ.items()
             if key not in RANK_VARIABLES and not key.startswith(RANK_PREFIXES)
         }
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs' memory belongs to training
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # training needs the GPUs' memory
         if self.target.token:
             environment["HF_TOKEN"] = self.target.token
         self._source = source
@@ -156,7 +157,7 @@ def upload(source: Path, repo: str, strategy: str, is_private: bool, folder: Pat
 
 
 def main() -> None:
-    """Push one directory. The last line of stdout is the directory's URL, or the reason why the push failed."""
+    """Push one directory. The last line of stdout reports the URL, or the reason why the push failed."""
     source, folder, repo, strategy, visibility = sys.argv[1:]
     os.nice(10)  # training comes first
     try:

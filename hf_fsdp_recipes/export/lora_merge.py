@@ -58,9 +58,9 @@ def _is_transposed(layer: Any) -> bool:
 
 
 class ShardMerger:
-    """Merges LoRA into this rank's shards of the base weights, or raises an ExportError with the reason why this is impossible.
+    """Merges LoRA into this rank's shards of the base weights. Raises an ExportError if this is impossible.
 
-    Construct it on every rank; `gather` is a collective, `merge` is not.
+    Create a merger on every rank; `gather` is a collective, `merge` is not.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -74,7 +74,7 @@ class ShardMerger:
                 "with export_checkpoint(adapter_dir, ..., merge_adapter=True)."
             )
         _check_mergeable(peft_model.peft_config[self._adapter])
-        self._layers: dict[str, tuple[str, Any]] = {}  # by the name of the weight that the layer adapts
+        self._layers: dict[str, tuple[str, Any]] = {}  # name of the adapted weight -> (name of the layer, layer)
         for full_name, module in model.named_modules():
             if hasattr(module, "lora_A") and self._adapter in getattr(module, "lora_A", {}):
                 name = parameter_names.without_wrappers(full_name + ".")[:-1]
@@ -180,7 +180,7 @@ def dora_factors(
 ) -> torch.Tensor:
     """Return the factors (out,) by which DoRA multiplies the rows of `W + scaling * B @ A`; NaN for rows outside `rows`.
 
-    `read_rows(top, bottom)` returns rows of W (bottom - top, width). A few megabytes are read at a time.
+    `read_rows(top, bottom)` returns rows [top, bottom) of W as (bottom - top, width). A few megabytes are read at a time.
     """
     factors = torch.full_like(magnitude, torch.nan)
     step = max(1, CHUNK_ELEMENTS // width)
@@ -215,7 +215,7 @@ class StoredAdapter:
                 f"the adapter does not fit {model.config.name_or_path}: {summarize(error, 'line')}. Pass the base model that the "
                 f"adapter was trained on."
             ) from error
-        self._layers: dict[str, Any] = {}  # by the name of the weight that the layer adapts
+        self._layers: dict[str, Any] = {}  # name of the adapted weight -> layer
         self._matrices: dict[str, dict[str, DcpTensor | FileTensor]] = {}
         self._saved_modules: dict[str, DcpTensor | FileTensor] = {}
         for name, tensor in tensors.items():
@@ -275,7 +275,7 @@ class StoredAdapter:
     def _read(
         self, name: str, shape: tuple[int, ...], read_base: Callable[[int, int], torch.Tensor]
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
-        """Return A and B of a layer, and DoRA's factors."""
+        """Return A and B of a layer, and DoRA's factors or None."""
         full = {
             key: tensor.read(0, torch.Size(tensor.shape).numel()).reshape(tensor.shape)
             for key, tensor in self._matrices[name].items()

@@ -29,7 +29,7 @@ PROCESSOR_FILES = (
 
 
 def collect(model: torch.nn.Module, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, bytes]:
-    """Return the contents of the small files by name, without the configs if the model has an adapter. Rank 0 only."""
+    """Map the small files' names to their contents; omit the configs if the model has an adapter. Rank 0 only."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         if not has_adapter(model):

@@ -1,4 +1,4 @@
-"""The exports and pushes of one run."""
+"""Exports the model of a run, and pushes its exports and checkpoints."""
 
 import os
 from pathlib import Path

@@ -128,7 +128,7 @@ class FileWriter:
 
     Attributes:
         checksums: the checksums of everything written so far.
-        borders: with `keeps_borders`, the bytes that do not fill a page; rank 0 writes them.
+        borders: with `keeps_borders`, the starts and ends of writes that do not fill a page; rank 0 writes them.
     """
 
     def __init__(self, plan: FilePlan, directory: Path, keeps_borders: bool = False) -> None:

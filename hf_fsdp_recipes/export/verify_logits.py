@@ -31,7 +31,7 @@ def check_logits(model: torch.nn.Module, export: Path, tokenizer: "PreTrainedTok
     export cannot be loaded or its logits differ.
     """
     device = next((buffer.device for buffer in model.buffers()), torch.device("cpu"))
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's tokenizer
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a multimodal processor contains the tokenizer
     inputs = {"input_ids": tokenizer(PROMPT, return_tensors="pt")["input_ids"].to(device)}
     was_training = model.training
     model.eval()

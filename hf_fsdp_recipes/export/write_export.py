@@ -138,7 +138,8 @@ def _choose_method(directory: Path, method: Method) -> tuple[Literal["direct", "
 
     @_failed_write(directory)
     def create() -> str:
-        # The name is random, because NFS clients remember for seconds that a name did not exist.
+        # The name is random because NFS clients cache failed lookups: a fixed name that was missing before could still
+        # appear missing for some seconds.
         name = f".probe-{uuid.uuid4().hex}"
         (directory / name).touch()
         return name
@@ -181,7 +182,7 @@ def _in_saved_order(export: ExportPlan) -> list[tuple[str, tuple[int, ...], torc
 
 
 def _write_weights(shards: list[ShardExport], writer: FileWriter, directory: Path, method: str) -> dict[str, int]:
-    """Write all shards and close the files; return the number of non-finite values by tensor. Collective."""
+    """Write all shards and close the files; return each tensor's number of non-finite values. Collective."""
     non_finite: dict[str, int] = {}
     if method == "gather" and distributed.world_size() > 1:
         _write_gathered(shards, writer, directory, non_finite)
@@ -227,7 +228,7 @@ def _all_chunks(shards: list[ShardExport], non_finite: dict[str, int]) -> Iterat
 
 
 def _chunks(shard: ShardExport, non_finite: dict[str, int], download: Download) -> Iterator[Chunk]:
-    """Yield a shard's values in chunks, ready to be written. A chunk is valid until two more have been read."""
+    """Yield a shard's values in chunks, ready to be written. A chunk may be overwritten by the second one after it."""
     for part, at, count in _pieces(shard, shard.first, shard.count):
         values = download.to_host(shard.read(at - shard.first, count), shard.dtype)
         if not is_finite(values):
@@ -259,7 +260,10 @@ def _write_gathered(shards: list[ShardExport], writer: FileWriter, directory: Pa
 
 
 def _send_chunks(shards: list[ShardExport], non_finite: dict[str, int]) -> Exception | None:
-    """Send this rank's chunks to rank 0, or after an error any bytes, because rank 0 expects all messages; return the error."""
+    """Send this rank's chunks to rank 0; return the error, if any.
+
+    After an error, send arbitrary bytes instead, because rank 0 still waits for all messages.
+    """
     chunks, error = _all_chunks(shards, non_finite), None
     sending: deque[dist.Work | None] = deque()
     buffers = torch.zeros((2, CHUNK_BYTES), dtype=torch.uint8)
@@ -334,7 +338,7 @@ class _Piece:
 
 
 def _messages(shards: list[ShardExport], ranges: list[tuple[int, int]]) -> Iterator[list[_Piece]]:
-    """Pack one rank's chunks into messages of at most CHUNK_BYTES, because with many ranks most chunks are much smaller."""
+    """Pack one rank's chunks into messages of at most CHUNK_BYTES, because most chunks are much smaller if there are many ranks."""
     message: list[_Piece] = []
     for shard, (first, count) in zip(shards, ranges, strict=True):
         for part, at, length in _pieces(shard, first, count):

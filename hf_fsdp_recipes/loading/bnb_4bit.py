@@ -4,7 +4,7 @@ No rank holds more than one unquantized weight (two copies of it during a transp
 (bitsandbytes' quant state), because dequantizing a gathered weight needs them.
 
 Source: bitsandbytes 0.50 `functional.py` (`quantize_4bit`, `QuantState`), `nn/modules.py` (`Linear4bit` takes the quant state
-from the module if FSDP has replaced its parameter); transformers 5.23 `quantizers/`.
+from the module if FSDP has replaced the weight); transformers 5.23 `quantizers/`.
 """
 
 import copy
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers.quantizers.base import HfQuantizer
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-CPU_CHUNK_ELEMENTS = 512 * 1024  # a multiple of the block size 64; a chunk and its temporaries fit in a core's cache
+CPU_CHUNK_ELEMENTS = 512 * 1024  # a multiple of bitsandbytes' blocks of 64; with temporaries, fits in a core's cache
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Quant4bitSpec:
 
     shape: tuple[int, ...]  # the shape in the checkpoint
     dtype: torch.dtype  # the model's dtype, to which the weight is cast before it is quantized
-    is_transposed: bool  # the layer stores the transpose (GPT-2's Conv1D)
+    is_transposed: bool  # the 4-bit layer stores the transpose of the checkpoint's weight (GPT-2's Conv1D)
     quant_type: str  # nf4 or fp4
     has_nested_scales: bool  # the scales are quantized too (`use_bnb_nested_quant`)
     storage: torch.dtype  # dtype of the packed weight, in which FSDP shards and gathers it
 
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, "QuantState"]:
-        """Return the packed weight, (n, 1) in `storage`, and its quant state."""
+        """Return the packed weight, of shape (n, 1) and dtype `storage`, and its quant state."""
         from bitsandbytes.functional import quantize_4bit
 
         weight = values.view(self.shape)
@@ -87,7 +87,7 @@ def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtyp
     """Replace a meta model's linear layers with 4-bit layers whose weights are not packed yet; return the quantizer.
 
     Not a collective. The packed bytes are stored in the mixed-precision dtype, so that FSDP's cast of gathered parameters to
-    that dtype does not change them. Accelerate does not shard integers, bitsandbytes' default storage.
+    that dtype does not change them. bitsandbytes stores them as uint8 by default, but Accelerate does not shard integers.
 
     Raises:
         LoadError: this kind of quantization cannot be sharded, the model has experts that would not be packed, or
@@ -108,7 +108,7 @@ def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtyp
     try:
         quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
         quantizer.validate_environment(device_map=None)
-        with local_torch_dtype(dtype):  # the new layers' biases get the default dtype
+        with local_torch_dtype(dtype):  # the new layers create their biases in torch's default dtype
             quantizer.preprocess_model(model=model, device_map={"": "cpu"}, checkpoint_files=None)
     except (ImportError, RuntimeError) as error:
         raise LoadError(
@@ -141,7 +141,7 @@ def check_experts(model: torch.nn.Module, skipped: Collection[str] = ()) -> None
 
 
 def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torch.dtype) -> dict[str, Quant4bitSpec]:
-    """Give the 4-bit layers' meta weights their packed shape; return each weight's spec by name. Not a collective."""
+    """Give the 4-bit layers' meta weights their packed shape; map each weight's name to its spec. Not a collective."""
     from bitsandbytes.nn import Linear4bit, Params4bit
     from transformers.pytorch_utils import Conv1D
 
@@ -149,7 +149,7 @@ def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torc
     for name, module in model.named_modules():
         if not isinstance(module, Linear4bit):
             continue
-        # In evaluation on a CPU, bitsandbytes would repack the weight permanently, which breaks a gathered weight.
+        # Otherwise, in evaluation on a CPU, bitsandbytes would repack a gathered weight permanently, which breaks it.
         module.support_avx512bf16_for_cpu = False
         old = module.weight
         is_transposed = issubclass(module.source_cls, Conv1D)
@@ -202,8 +202,8 @@ def fill(
     Collective: every rank must call this, with the same work in the same order.
 
     Args:
-        work: for each 4-bit weight, the target of its packed bytes (with the ranges of the unpacked weight), its spec and
-            its layer.
+        work: for each 4-bit weight, the target that its packed bytes are copied to, its spec and its layer. The target's
+            ranges are those of the unpacked weight in the checkpoint.
         index: the checkpoint; needed only on the ranks that read.
         stream: sends rank 0's data to all ranks.
         do_all_ranks_read: whether each rank reads and quantizes an equal part of the weights. If False, only rank 0 does so.
@@ -252,7 +252,7 @@ def _quantize_each(work: Sequence[Packed], index: SafetensorsIndex, device: torc
 
 
 def _bring_to_main(values: Tensors, shapes: Shapes, reader: int) -> Tensors:
-    """Return the reader's tensors on rank 0. Collective: every rank must call this."""
+    """Send the reader's tensors to rank 0, and return them there. Collective: every rank must call this."""
     if reader == 0:
         return values
     group = distributed.patient_group()

@@ -18,7 +18,10 @@ HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", 
 
 
 def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
-    """Return a model's directory. Download a Hub id with `from_pretrained`'s `kwargs`; raise a LoadError if that fails."""
+    """Return a model's local directory. If `name_or_path` is a Hub id, download the model; raise a LoadError if that fails.
+
+    `kwargs` are those of `from_pretrained`.
+    """
     if Path(name_or_path).is_dir():
         return Path(name_or_path) / (kwargs.get("subfolder") or "")
     from huggingface_hub import snapshot_download
@@ -42,8 +45,8 @@ def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
 def read_config(name: str, overrides: str | None = None, is_4bit: bool = False) -> "PreTrainedConfig":
     """Read a config and override fields (`hidden_size=768,num_hidden_layers=12`); raise a LoadError if either fails.
 
-    For a quantized checkpoint, return the config of the dequantized model, or raise a LoadError if `load_model` would refuse
-    the checkpoint or if the weights will be quantized to 4 bits (`is_4bit`).
+    For a quantized checkpoint, return the config of the dequantized model. Raise a LoadError if `load_model` would refuse the
+    checkpoint, or if the weights are to be quantized again, to 4 bits (`is_4bit`).
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig

@@ -29,20 +29,20 @@ class CheckpointSource:
     """The checkpoint of a model whose parameters are still on meta."""
 
     name_or_path: str  # for messages
-    index: SafetensorsIndex | None  # the files; only on ranks that read (rank 0, or every rank with `direct`)
+    index: SafetensorsIndex | None  # reads the files; None on other ranks than 0, unless `is_direct`
     stored: dict[str, StoredTensor]  # the checkpoint's tensors by name, on every rank
     ranges: dict[str, list[TensorRange]]  # for each entry of the model's state dict, the stored ranges that fill it
     is_direct: bool = False  # every rank reads its own shards
-    verify: Verify = "sample"  # how much of every tensor is read again and compared
-    new_rows: Literal["mean", "random"] | None = None  # how to fill rows added to embeddings; None without new rows
+    verify: Verify = "sample"  # how much of every tensor is read again and compared with the shards
+    new_rows: Literal["mean", "random"] | None = None  # how to fill rows added to embeddings; None if not resized
     quantized: dict[str, Quant4bitSpec] = field(default_factory=dict)  # how each 4-bit weight is quantized
 
     def stream(self) -> WeightStream:
-        """Return a stream that fills shards from rank 0."""
+        """Return a stream that fills shards with the weights that rank 0 reads."""
         return WeightStream(self.index, verifies_all=self.verify == "full")
 
     def add_tensor(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], values: InMemory | None) -> TensorRange:
-        """Add a tensor that is not in the files. Ranks that read need `values`, or a function that creates them."""
+        """Add a tensor that is not in the files. On ranks that read, `values` is the tensor, or a function that creates it."""
         self.stored[key] = stored_in_memory(key, dtype, shape)
         if self.index is not None and values is not None:
             self.index.add_in_memory(self.stored[key], values.to(dtype) if isinstance(values, torch.Tensor) else values)
@@ -50,7 +50,7 @@ class CheckpointSource:
 
 
 def check_sources(model: torch.nn.Module, source: CheckpointSource) -> None:
-    """Raise a LoadError if a meta parameter has no source. Any rank may call this."""
+    """Raise a LoadError if `source` has no values for a parameter on meta. Any rank may call this."""
     unfilled = []
     for name, parameter in model.named_parameters():
         is_filled = parameter_names.in_base_model(name) in source.ranges and (

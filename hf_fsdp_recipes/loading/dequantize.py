@@ -1,7 +1,7 @@
 """Dequantizes FP8 and MXFP4 checkpoints while they are read, a few rows at a time.
 
 A quantized weight is described as a stored tensor of the requested dtype, and each range of it is dequantized when it is read.
-So all loading options work as for other checkpoints, and no rank holds a full weight.
+So all loading options work as for unquantized checkpoints, and no rank holds a full weight.
 
 Source: transformers 5.18 to 5.23, `integrations/finegrained_fp8.py` (`Fp8Dequantize`), `integrations/mxfp4.py`
 (`Mxfp4Dequantize`), `quantizers/auto.py` (`get_hf_quantizer`). The values equal transformers' values bit for bit.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 METHODS = ("fp8", "mxfp4")
-GROUP = 32  # MXFP4 values that share a scale; a group takes 16 bytes
+GROUP = 32  # number of MXFP4 values that share a scale; they are stored in 16 bytes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Fp8Weight:
     block: tuple[int, int]
 
     def shape(self) -> tuple[int, ...] | None:
-        """Return the shape of the dequantized weight, or None if a block does not have exactly one scale."""
+        """Return the shape of the dequantized weight, or None if a dtype is wrong or a block does not have exactly one scale."""
         *matrices, rows, columns = self.packed.shape
         expected = (*matrices, -(-rows // self.block[0]), -(-columns // self.block[1]))
         has_all = self.scales.shape == expected or math.prod(expected) == math.prod(self.scales.shape) == 1
@@ -55,13 +55,13 @@ class Fp8Weight:
 
 @dataclass(frozen=True)
 class Mxfp4Weight:
-    """The weights of a layer's experts (experts, columns, rows), stored as (experts, rows, groups, 16) bytes and their scales."""
+    """The weights of a layer's experts (experts, columns, rows): bytes (experts, rows, groups, 16) and one scale per group."""
 
     packed: StoredTensor
     scales: StoredTensor
 
     def shape(self) -> tuple[int, ...] | None:
-        """Return the shape of the dequantized weights, or None if a group does not have exactly one scale."""
+        """Return the shape of the dequantized weights, or None if a dtype is wrong or a group does not have exactly one scale."""
         has_all = len(self.scales.shape) == 3 and self.packed.shape == (*self.scales.shape, GROUP // 2)
         if not has_all or {self.packed.dtype, self.scales.dtype} != {torch.uint8}:
             return None
@@ -77,7 +77,7 @@ class Mxfp4Weight:
             expert, first = divmod(start, expert_elements)
             last = min(first + end - start, expert_elements)
             left, right = first // (GROUP * rows), -(-last // (GROUP * rows))
-            # Reads the full expert, a few megabytes, because each row stores only a few bytes of the needed groups.
+            # Read the full expert, a few megabytes: the needed groups are only a few bytes in each of its many rows.
             packed, scales = (
                 _read(index, tensor, expert * size, size).view(1, *tensor.shape[1:])[:, :, left:right]
                 for tensor, size in ((each, math.prod(each.shape[1:])) for each in (self.packed, self.scales))
@@ -99,7 +99,9 @@ def _is_float8(tensor: StoredTensor) -> bool:
 
 
 def take_quantization(config: "PreTrainedConfig", name_or_path: str, is_quantizing: bool = False) -> Any:
-    """Remove the quantization config from a model's config and return it, or None if there is none. Any rank may call this.
+    """Remove the quantization config from a model's config; return the config that dequantizes the checkpoint, or None.
+
+    Returns None if the checkpoint is not quantized. Any rank may call this.
 
     Raises:
         LoadError: the checkpoint cannot be dequantized while it loads, or `is_quantizing` asks to quantize it again.
@@ -123,9 +125,9 @@ def take_quantization(config: "PreTrainedConfig", name_or_path: str, is_quantizi
 
 
 def find_quantization(config: "PreTrainedConfig") -> tuple[str | None, Any]:
-    """Return a checkpoint's quantization method, and transformers' config that dequantizes it.
+    """Return a checkpoint's quantization method, and the transformers config that dequantizes the checkpoint.
 
-    Both are None if the checkpoint is not quantized. Only the config is None if the method is not supported.
+    Both are None if the checkpoint is not quantized. If the method is not supported, only the config is None.
     """
     from transformers.quantizers.auto import AutoQuantizationConfig
 
@@ -155,7 +157,9 @@ def dequantizing_arguments(config: "PreTrainedConfig", part: "PreTrainedConfig")
 def describe_dequantized(
     stored: Mapping[str, StoredTensor], quantization: Any, dtype: torch.dtype
 ) -> dict[str, StoredTensor]:
-    """Return a checkpoint's tensors, with quantized weights described as tensors of `dtype`. Any rank may call this.
+    """Return the `StoredTensor`s of a checkpoint; each quantized weight and its scales become one entry.
+
+    That entry has the dtype and shape of the dequantized weight. Reads no values. Any rank may call this.
 
     Raises:
         LoadError: a weight is not quantized as `quantization` says, or lacks its scales.

@@ -1,9 +1,9 @@
 """Distributes weights from global rank 0, the only rank that reads them, to the shards of all ranks.
 
-The weights are one stream of buckets, in the checkpoint's dtype, whatever the number of ranks. Rank 0 reads buckets ahead into
-memory that the ranks of its node share. The first rank of each node passes every bucket on to the next node. All ranks
-copy their own elements out of their node's memory and cast them. So rank 0 reads each byte once and sends it to one rank only,
-and shards, replicas and full tensors are filled alike.
+The weights are sent as a sequence of buckets: buffers of up to BUCKET_BYTES that hold parts of tensors in the checkpoint's
+dtype. Rank 0 reads buckets ahead into memory that the ranks of its node share. The first rank of each node passes every bucket
+on to the first rank of the next node. All ranks copy their own elements out of their node's memory and cast them. So rank 0
+reads each byte once and sends it to at most one other node, and shards, replicas and full tensors are filled in the same way.
 """
 
 import zlib
@@ -25,12 +25,12 @@ from hf_fsdp_recipes.loading.shard_layout import ShardTarget
 from hf_fsdp_recipes.loading.shared_memory import share_memory
 
 BUCKET_BYTES = 16 * 1024 * 1024  # a multiple of ALIGNMENT
-MAX_PARTS = 8  # parts of a tensor from which a bucket is filled
+MAX_PARTS = 8  # maximum number of parts of a tensor from which a bucket is filled
 NUM_SLOTS = 4  # buckets that fit into the memory shared on each node
 ALIGNMENT = 64  # bytes to which each tensor in a bucket is aligned; a multiple of every dtype's size
 UPLOAD_BYTES = 4 * 1024 * 1024  # size of a pinned buffer, of which each rank has two; a multiple of ALIGNMENT
-SAMPLE_SPANS = 8  # per tensor
-SAMPLE_ELEMENTS = 64  # per span
+SAMPLE_SPANS = 8  # spans of each tensor that are verified
+SAMPLE_ELEMENTS = 64  # elements of such a span
 
 Span = tuple[ShardTarget, int, int]  # (target, offset into the full tensor, number of elements)
 Use = Callable[
@@ -56,9 +56,9 @@ _Bucket = Sequence[_Piece]
 
 
 class WeightStream:
-    """Sends weights from rank 0 to every rank, and reads a sample again to verify that they arrived.
+    """Sends weights from rank 0 to every rank, and reads a sample again to verify that they arrived unchanged.
 
-    Collective: every rank must create it and call all its methods, with the same targets in the same order.
+    Collective: every rank must create a stream and call the same methods, with the same targets in the same order.
 
     Args:
         index: the checkpoint on global rank 0; ignored elsewhere.
@@ -69,7 +69,7 @@ class WeightStream:
         self._index = index
         self._verifies_all = verifies_all
         self._uploads: dict[torch.device, Upload] = {}
-        # By device, so that one synchronization reads all of a device's flags.
+        # For each device, the names of verified tensors and whether they differ: one synchronization reads all flags.
         self._differs: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
         self._error: Exception | None = None  # the error of the first failed read
 
@@ -79,7 +79,7 @@ class WeightStream:
         index: SafetensorsIndex | None = None,
         advance: Callable[[int], Any] = lambda num_bytes: None,
     ) -> None:
-        """Fill every rank's shards of the targets from `index`, or from the stream's own index if it is None.
+        """Fill every rank's shards of the targets from `index`, or from the stream's own index if `index` is None.
 
         `advance` is called on rank 0 with the number of bytes of each bucket. A read error is kept until `check` raises it.
         """
@@ -87,7 +87,7 @@ class WeightStream:
         self._send(spans, _copy, index or self._index, advance)
 
     def verify(self, targets: Sequence[ShardTarget], index: SafetensorsIndex | None = None) -> None:
-        """Read a sample of the targets again and compare it with the shards; `check` raises an error that names what differs."""
+        """Read a sample of the targets again and compare it with the shards. `check` raises an error if they differ."""
 
         def compare(target: ShardTarget, start: int, values: torch.Tensor) -> None:
             local = target.local[start : start + values.numel()]
@@ -135,7 +135,7 @@ class WeightStream:
     def _take_all(self, buckets: Iterable[tuple[int, _Bucket]], use: Use, upload: Upload) -> None:
         """Take this rank's elements of every bucket that the node's first rank passes on."""
         first_of_node = self._node.ranks[0]
-        # Receives are posted ahead, because gloo's thread spins while a message waits for its receive.
+        # Post receives ahead: gloo's thread busy-waits while a message has arrived whose receive is not posted.
         posted: deque[tuple[int, _Bucket, dist.Work]] = deque()
         replies: deque[dist.Work] = deque()
 
@@ -179,7 +179,7 @@ class WeightStream:
             self._pass_on(buckets, use, upload, read, note)
 
     def _read(self, pieces: Sequence[_Piece], slot: torch.Tensor, index: SafetensorsIndex) -> None:
-        """Read pieces into a slot. After an error, keep it and write zeros, so that the exchange between ranks completes."""
+        """Read pieces into a slot. Keep the first error and write zeros from then on, so that all ranks finish the exchange."""
         for piece in pieces:
             buffer = slot[piece.offset : piece.offset + piece.num_bytes]
             try:
@@ -210,7 +210,7 @@ class WeightStream:
         """
         after = self._node.first_ranks[self._node.first_ranks.index(distributed.rank()) + 1 :][:1]
         fetching: deque[tuple[int, _Bucket, list[Callable[[], Any]]]] = deque()
-        in_use: deque[list[dist.Work]] = deque()  # requests of buckets that other ranks may still need
+        in_use: deque[list[dist.Work]] = deque()  # sends and receives of buckets that other ranks may still need
 
         def pass_on(number: int, bucket: _Bucket, arrivals: list[Callable[[], Any]]) -> None:
             for wait in arrivals:
@@ -239,7 +239,7 @@ class WeightStream:
         return self._node.values[start : start + BUCKET_BYTES]
 
     def _signal(self, operation: Callable[..., dist.Work | None], peer: int) -> dist.Work:
-        """Send or receive the message that a bucket is in its slot, or that a rank has taken its elements."""
+        """Send or receive the message that a bucket is in its slot, or that a rank no longer needs the slot."""
         return self._transfer(operation, torch.zeros(1, dtype=torch.uint8), peer)
 
     def _transfer(self, operation: Callable[..., dist.Work | None], values: torch.Tensor, peer: int) -> dist.Work:
@@ -259,7 +259,7 @@ class WeightStream:
 
 
 def _spans(target: ShardTarget, is_full: bool) -> Iterator[Span]:
-    """Yield the elements of a target to verify: all of them, or a few at places that vary between targets."""
+    """Yield the spans of a target to verify: the full tensor, or short spans at places that vary between targets."""
     segment = target.num_elements // SAMPLE_SPANS
     if is_full or segment <= SAMPLE_ELEMENTS:
         yield target, 0, target.num_elements
@@ -270,7 +270,7 @@ def _spans(target: ShardTarget, is_full: bool) -> Iterator[Span]:
 
 
 def _interleave(target: ShardTarget) -> Iterator[Span]:
-    """Yield the elements of a target in an order in which each bucket has some for many ranks, so that they copy in parallel."""
+    """Yield a target's elements in an order that gives each bucket elements of many ranks, so that these copy in parallel."""
     num_parts = min(distributed.world_size(), MAX_PARTS)
     part = -(-target.num_elements // num_parts)
     step = max(BUCKET_BYTES // num_parts, ALIGNMENT) // ALIGNMENT * ALIGNMENT // target.stored_dtype.itemsize
@@ -282,7 +282,7 @@ def _interleave(target: ShardTarget) -> Iterator[Span]:
 
 
 def _buckets(spans: Iterable[Span]) -> Iterator[_Bucket]:
-    """Split spans into buckets of at most BUCKET_BYTES; the same on every rank."""
+    """Split spans into buckets of at most BUCKET_BYTES. Every rank gets the same buckets."""
     bucket: list[_Piece] = []
     used = 0
     for target, start, num_elements in spans:
@@ -319,7 +319,7 @@ def _split(bucket: _Bucket) -> Iterator[Sequence[_Piece]]:
 
 
 def _take(bucket: _Bucket, slot: torch.Tensor, use: Use, upload: Upload) -> None:
-    """Use this rank's elements of a bucket. Afterwards this rank does not need the slot, even if the device is still copying."""
+    """Call `use` with this rank's elements of a bucket. Then this rank no longer needs the slot, even while the device copies."""
     parts = []
     for piece in bucket:
         target, item_bytes = piece.target, piece.target.stored_dtype.itemsize
@@ -347,7 +347,7 @@ def _take(bucket: _Bucket, slot: torch.Tensor, use: Use, upload: Upload) -> None
 
 
 def _upload(batch: Sequence[tuple[ShardTarget, int, torch.Tensor]], use: Use, upload: Upload) -> None:
-    """Copy values to the device through one pinned buffer, and use them there."""
+    """Copy values to the device through one pinned buffer, and call `use` with the copies."""
     buffer, used = upload.buffer(UPLOAD_BYTES), 0
     places = []
     for _, _, values in batch:

@@ -1,4 +1,4 @@
-"""Computes DoRA's magnitudes, the row norms of base weights, on each rank's shard after loading.
+"""Computes DoRA's magnitudes, the row norms of adapted weights, from each rank's shards after loading.
 
 `patches/peft.py` keeps them on meta until then. Only FSDP2 and unquantized linear layers are supported.
 

@@ -23,7 +23,7 @@ from hf_fsdp_recipes.metrics import progress
 def prepare(
     accelerator: Any, model: torch.nn.Module, source: CheckpointSource, prepare_model: Callable[[], torch.nn.Module]
 ) -> torch.nn.Module:
-    """Run Accelerate's `prepare_model` with FSDP1's units filled from the checkpoint. Collective: every rank must call this."""
+    """Run Accelerate's `prepare_model` while filling FSDP1's units from the checkpoint. Collective: every rank must call this."""
     plugin = accelerator.state.fsdp_plugin
     stream = source.stream()
     fill_buffers(model, source, stream)
@@ -72,7 +72,7 @@ def _unit_filler(
                 real = torch.nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
                 target = full_target(name, real, source)
                 spec = source.quantized.get(parameter_names.in_base_model(name))
-                if spec is not None:  # FSDP1 flattens packed 4-bit weights, too
+                if spec is not None:  # FSDP1 also flattens packed 4-bit weights
                     bnb_4bit.fill([(target, spec, module)], source.index, stream, False, device)
                 else:
                     stream.fill([target])
@@ -92,7 +92,7 @@ def _refresh_parameter_views(model: torch.nn.Module) -> None:
     """Update FSDP1's parameter views after Accelerate has cast the flat parameters to float32 (torch 2.13 `_flat_param.py`).
 
     Otherwise the views keep the old dtype until the first reshard, in the middle of the first forward. PEFT casts a layer's input
-    to its weights' dtype, so recomputation would see another dtype than the forward did.
+    to the dtype of its weights, so activation checkpointing would recompute the layer in another dtype than the forward.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 

@@ -29,7 +29,7 @@ class HubKernels:
 
     is_used: bool = False
     config: Any = None  # a KernelConfig; None for the kernels that transformers chooses
-    allows_all: bool = False  # also kernels of publishers that the kernels package does not trust
+    allows_all: bool = False  # whether to also use kernels of publishers that the kernels package does not trust
 
     @contextlib.contextmanager
     def building(

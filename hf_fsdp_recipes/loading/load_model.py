@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 _WHERE_FSDP_PLACES = "Remove it; FSDP places the weights. The template's fsdp_offload_params keeps them on the CPU."
-# Arguments of `from_pretrained` that have no effect or another effect under FSDP.
+# Arguments of `from_pretrained` that have no effect, or a different one, under FSDP.
 REFUSED_ARGUMENTS = {
     **dict.fromkeys(("device_map", "max_memory", "offload_folder", "offload_state_dict"), _WHERE_FSDP_PLACES),
     "low_cpu_mem_usage": "Remove it; load_model never holds more than a rank's shard.",
@@ -190,7 +190,7 @@ def _prepare_process() -> None:
 def refuse_adapter(name_or_path: str, directory: Path) -> None:
     """Raise a LoadError if a model's directory holds a PEFT adapter, which is not loaded under FSDP.
 
-    Without FSDP, transformers loads the adapter onto its base model, where the run's own adapter would silently replace it.
+    Without FSDP, transformers loads the adapter onto its base model, and the run's own adapter would then silently replace it.
     """
     if (directory / "adapter_config.json").is_file():
         raise LoadError(
@@ -214,7 +214,7 @@ def _load_without_fsdp(
             adapter = dict(json.loads(adapter_file.read_text())) if is_adapter else {}
         except UNREADABLE as error:
             raise LoadError(f"{adapter_file} cannot be read ({error!r}). Export or copy the adapter again.") from error
-    base = adapter.get("base_model_name_or_path")  # loaded by transformers
+    base = adapter.get("base_model_name_or_path")  # transformers loads the adapter onto this model
     for source in (Path(name_or_path, kwargs.get("subfolder") or ""), base or ""):
         check_together(source, is_read_by_all=True)
     if adapter.get("revision") and Path(name_or_path).is_dir():

@@ -1,4 +1,4 @@
-"""Computes adapters that PEFT derives from the base weights (PiSSA, OLoRA) once those weights are in the shards.
+"""Computes adapters that PEFT derives from the base weights (PiSSA, OLoRA), after the base weights are loaded.
 
 `patches/peft.py` defers the computation until then. Only FSDP2 and unquantized linear layers are supported.
 
@@ -25,7 +25,7 @@ def has_deferred_adapters(model: torch.nn.Module) -> bool:
 
 @torch.no_grad()
 def compute_adapters(model: torch.nn.Module, device: torch.device) -> None:
-    """Compute the deferred adapters of an FSDP2 model, and subtract them from its base weights, as PEFT does.
+    """Compute the deferred adapters of an FSDP2 model, and subtract `scaling * B @ A` from the base weights, as PEFT does.
 
     Collective: every rank must call this. Each rank computes its share of the layers with PEFT's own function and holds
     one layer's full weight at a time.

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class MetaModelLoader:
-    """Fills a model on meta while Accelerate prepares it. `patches/accelerate.py` finds it as an attribute of the model.
+    """Fills a model on meta while Accelerate prepares it. `patches/accelerate.py` finds the loader as an attribute of the model.
 
     Args:
         model: a model from `build_on_meta`.
         source: its checkpoint.
-        kernels: the kernels from the Hub that its layers are to use.
+        kernels: the kernels from the Hub for the model's layers.
     """
 
     def __init__(self, model: "PreTrainedModel", source: CheckpointSource, kernels: HubKernels | None = None) -> None:
@@ -68,13 +68,13 @@ class MetaModelLoader:
         with stages.record("read into shards"):
             fill_sharded(model, self.source, accelerator.device, isinstance(plugin.cpu_offload, CPUOffloadPolicy))
         self._finish()
-        self._model._is_fsdp_managed_module = True  # `generate` then waits for the rank with the longest text
+        self._model._is_fsdp_managed_module = True  # `generate` then runs equally many forwards on all ranks
         return model
 
     def prepare_fsdp1(
         self, accelerator: Any, model: torch.nn.Module, prepare: Callable[[], torch.nn.Module]
     ) -> torch.nn.Module:
-        """Run Accelerate's own `prepare_model` with units materialized one by one. Collective: every rank must call this."""
+        """Run Accelerate's `prepare_model` while filling FSDP1's units one by one. Collective: every rank must call this."""
         check_num_processes(accelerator.num_processes)
         self._kernels.apply(self._model, accelerator)
         broadcast_real_parameters(model, accelerator.device)
@@ -90,7 +90,7 @@ class MetaModelLoader:
 
         plugin = accelerator.state.fsdp_plugin
         names = ("auto_wrap_policy", "transformer_cls_names_to_wrap")
-        kept = {name: getattr(plugin, name) for name in names}  # Accelerate overwrites them with this model's
+        kept = {name: getattr(plugin, name) for name in names}  # Accelerate overwrites them with this model's values
         model.requires_grad_(False)  # otherwise Accelerate would upcast it
         try:
             if plugin.fsdp_version == 1:
@@ -105,7 +105,9 @@ class MetaModelLoader:
         return model.eval()
 
     def fingerprint(self, model: torch.nn.Module) -> str:
-        """Return a hash of the checkpoint's files and the model's shapes. Only rank 0's is meaningful.
+        """Return a hash of the model's shapes and dtypes and of its files' paths, sizes and modification times.
+
+        Use rank 0's hash: on ranks that do not read the checkpoint, it is empty.
 
         Raises:
             LoadError: the model has adapters.
@@ -184,11 +186,11 @@ def fill_sharded(model: torch.nn.Module, source: CheckpointSource, device: torch
 def _allocate(
     model: torch.nn.Module, source: CheckpointSource, device: torch.device
 ) -> tuple[list[ShardTarget], list[ShardTarget], list[bnb_4bit.Packed]]:
-    """Replace meta parameters with real ones; return the targets to fill, in file order."""
+    """Replace meta parameters with real ones; return the sharded, replicated and 4-bit targets to fill."""
     sharded: list[ShardTarget] = []
     replicated: list[ShardTarget] = []
     packed: list[bnb_4bit.Packed] = []
-    owners: dict[int, list[tuple[Any, str]]] = {}  # by the parameter's id
+    owners: dict[int, list[tuple[Any, str]]] = {}  # parameter's id -> the modules that hold it, and its name in each
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
             owners.setdefault(id(parameter), []).append((module, leaf))

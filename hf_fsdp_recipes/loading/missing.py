@@ -1,6 +1,6 @@
 """Handles parameters that the checkpoint lacks: ties each to another parameter, or initializes it.
 
-Runs before any weight is read. The values of a new model are created when they are distributed (`new_values.py`).
+Runs before the weights are loaded. The values of a new model are created when they are sent to the shards (`new_values.py`).
 """
 
 import copy
@@ -28,14 +28,14 @@ def complete_ranges(
     ignore_mismatched: bool = False,
     declared: str | None = None,
 ) -> None:
-    """Complete `source.ranges`: tied names share ranges, and missing names get newly initialized tensors.
+    """Complete `source.ranges`: tied parameters share ranges, and missing parameters get newly initialized tensors.
 
-    Every rank calls this with the same model; not a collective. `is_new` means that there is no checkpoint. With a
-    checkpoint, a missing name is an error unless `ignore_mismatched` is set. Names of a classifier's head may also be missing
-    if the checkpoint's class (`declared`) is not the model's.
+    Every rank must call this, with the same model; it does not communicate. If there is a checkpoint (`is_new` is False), a
+    missing parameter is an error, with two exceptions: `ignore_mismatched` is set; or the parameter belongs to a classifier's
+    head, and the checkpoint's class (`declared`) is not the model's class.
 
     Raises:
-        LoadError: parameters or buffers are missing; or, on a reading rank, tied parameters differ in the checkpoint.
+        LoadError: parameters or buffers are missing; or, on a rank that reads, tied parameters differ in the checkpoint.
     """
     tied_groups = _find_tied_groups(model)
     for names in tied_groups:
@@ -56,7 +56,7 @@ def complete_ranges(
 def without_new_head(
     model: "PreTrainedModel", lacking: list[str], declared: str | None, name_or_path: str
 ) -> list[str]:
-    """Return the missing names, without those of a classifier's head if the checkpoint has another class.
+    """Return the missing names. If the checkpoint has another class, leave out the names of a classifier's head.
 
     Prints whether the head is new or reused. Every rank calls this; not a collective.
     """
@@ -80,7 +80,7 @@ def without_new_head(
 def check_complete(name_or_path: str, lacking: list[str], has_any: bool, ignore_mismatched: bool) -> None:
     """Raise a LoadError if a checkpoint lacks all or some of the model's tensors.
 
-    With `ignore_mismatched`, lacking some of them only causes a warning. Every rank calls this; not a collective.
+    With `ignore_mismatched`, only warn if some of them are missing. Every rank calls this; not a collective.
     """
     if not has_any:
         raise LoadError(f"no tensor of {name_or_path} belongs to the model in its config. Check the config.json.")
@@ -138,16 +138,17 @@ def _bytes_equal(index: SafetensorsIndex, one: StoredTensor, other: StoredTensor
 
 
 def _initialize(model: "PreTrainedModel", source: CheckpointSource, names: list[str], is_new: bool) -> None:
-    """Add missing parameters to the source, with the model's own initialization."""
+    """Add tensors for missing parameters to the source, with values from the model's own initialization."""
     if not names:
         return
-    # Only a new model is copied: it has no 4-bit weights, which cannot be copied on meta.
+    # A new model is sharded before its values are read, so NewValues gets a copy. Models with 4-bit weights cannot be
+    # copied on meta, but a new model has no such weights.
     created = NewValues(copy.deepcopy(model), int(torch.randint(2**31, ()))) if is_new else NewValues(model, 0)
     by_module: dict[str, list[str]] = {}
     for name in names:
         by_module.setdefault(name.rpartition(".")[0], []).append(name)
     for number, (module_name, parameters) in enumerate(by_module.items()):
-        # A checkpoint lacks only small parts, such as a head. These get the values that from_pretrained would draw.
+        # A checkpoint lacks only small parts, such as a head. Create them now, as from_pretrained would.
         is_created = not is_new and (distributed.is_main() or source.index is not None)
         values = created.create(module_name) if is_created else {}
         for name in parameters:

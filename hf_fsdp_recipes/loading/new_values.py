@@ -1,4 +1,4 @@
-"""Creates the values of parameters that no checkpoint has, at the moment when they are sent to the shards.
+"""Creates the values of parameters that are in no checkpoint, at the moment when they are sent to the shards.
 
 The rank that reads the values holds only a few modules at a time, never the full new model.
 """
@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KEPT_BYTES = 64 * 1024 * 1024  # keep this much of the newest modules' values: the stream reads at most this far ahead
+KEPT_BYTES = 64 * 1024 * 1024  # keep values of the latest modules up to this size; the stream reads no further ahead
 MAX_LARGE = 2  # modules kept even above KEPT_BYTES: the module being read and the one before it
 
 
@@ -29,7 +29,7 @@ class NewValues:
     def __init__(self, model: "PreTrainedModel", seed: int) -> None:
         self._model = model
         self._seed = seed
-        self._kept: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()  # by module
+        self._kept: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()  # module name -> its values
         self._lock = threading.Lock()  # reads come from several threads
 
     def read(self, number: int, module_name: str, leaf: str) -> torch.Tensor:
@@ -49,7 +49,7 @@ class NewValues:
 
     @torch.no_grad()
     def create(self, module_name: str) -> dict[str, torch.Tensor]:
-        """Initialize one module from the current random state. Other modules stay on meta, where initialization does nothing."""
+        """Return one module's values, drawn from the current random state. Other modules stay on meta and are not initialized."""
         from transformers import PreTrainedModel
 
         path: list[torch.nn.Module] = [self._model]

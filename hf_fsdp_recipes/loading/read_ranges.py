@@ -16,7 +16,7 @@ from hf_fsdp_recipes.metrics import progress
 
 PROGRESS_TITLE = "load weights"
 MAX_READERS = 4
-READ_BYTES = 2 * 1024 * 1024  # per read; small enough to stay in a core's cache until it is cast
+READ_BYTES = 2 * 1024 * 1024  # bytes per read; few enough to be still in a core's cache when they are cast
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,9 +100,9 @@ def _fill_shard(target: ShardTarget, index: SafetensorsIndex, upload: Upload) ->
 
 
 def count_readers(num_reading_ranks: int | None = None) -> int:
-    """Return the number of reading threads: up to 4, which keep storage busy, and no more than this rank's share of the cores.
+    """Return the number of reading threads: up to 4, which keep storage busy, but at most this rank's share of the cores.
 
-    `num_reading_ranks` ranks of this node share the cores, by default all of its ranks.
+    `num_reading_ranks` is the number of ranks of this node that share its cores; by default, all of them do.
     """
     num_ranks = num_reading_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(MAX_READERS, max(1, num_cores() // num_ranks))

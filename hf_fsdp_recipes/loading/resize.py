@@ -1,6 +1,6 @@
 """Supports `resize_token_embeddings` between `load_model` and sharding.
 
-transformers cannot average embeddings on meta, so the resize is recorded and applied when the weights load: added rows are
+transformers cannot average embeddings on meta, so the resize is recorded and applied when the weights load: each added row is
 the mean of the checkpoint's rows, or random if `mean_resizing=False`.
 
 Source: transformers 5.23 `modeling_utils.py`, `_init_added_embeddings_weights_with_mean`. That function also adds noise,
@@ -40,9 +40,9 @@ def track_resize(model: "PreTrainedModel", source: CheckpointSource) -> None:
 
 
 def apply_resize(model: torch.nn.Module, source: CheckpointSource) -> None:
-    """Adjust the ranges of resized embeddings to the new number of rows; raise a LoadError if another shape changed.
+    """Make the ranges of resized embeddings cover the new number of rows; raise a LoadError for any other changed shape.
 
-    Every rank calls this; not a collective.
+    Every rank must call this; it does not communicate.
     """
     for full_name, parameter in model.named_parameters():
         name = parameter_names.in_base_model(full_name)

@@ -1,6 +1,6 @@
 """Locates the tensors of a safetensors checkpoint on disk and reads byte ranges of them.
 
-The index is built from headers alone and fully checked, so a corrupt checkpoint is reported before any weight is read.
+The index is built from the files' headers alone and fully checked, so a corrupt checkpoint is reported before a weight is read.
 
 Source: the safetensors format, https://github.com/huggingface/safetensors#format
 """
@@ -51,7 +51,8 @@ DTYPES = {
 class StoredTensor:
     """One tensor in one file: `num_bytes` from byte `start` of the file, row-major, little-endian.
 
-    `read_into` dequantizes quantized weights. Their dtype, shape and number of bytes are those of the dequantized values.
+    If `quantized` is set, `SafetensorsIndex.read_into` dequantizes the weight, and `dtype`, `shape` and
+    `num_bytes` are those of the result.
     """
 
     name: str
@@ -87,7 +88,7 @@ class SafetensorsIndex:
         self._in_memory[tensor.name] = values
 
     def read_into(self, buffer: torch.Tensor, tensor: StoredTensor, start_bytes: int) -> None:
-        """Fill `buffer` (uint8, 1-D, CPU) with bytes of `tensor` from `start_bytes`; raise a LoadError if the file has changed."""
+        """Fill `buffer` (uint8, 1-D, CPU) with bytes of `tensor` from `start_bytes`; raise a LoadError if the file ends early."""
         if tensor.name in self._in_memory:
             values = self._in_memory[tensor.name]
             values = values if isinstance(values, torch.Tensor) else values()
@@ -138,7 +139,7 @@ class SafetensorsIndex:
 
 
 class Prefetcher:
-    """Asks the kernel to read ahead up to PREFETCH_BYTES. Not thread-safe."""
+    """Asks the kernel to read the given byte ranges, up to PREFETCH_BYTES ahead. Not thread-safe."""
 
     def __init__(self, index: SafetensorsIndex, ranges: Iterable[ByteRange]) -> None:
         self._index = index

@@ -21,7 +21,7 @@ class ShardTarget:
     ranges: Sequence[TensorRange]  # together, the full tensor in row-major order
     stored_dtype: torch.dtype  # dtype in the checkpoint, in which elements are read and sent
     dtype: torch.dtype  # dtype of `local`
-    first: int  # position of `local` in the full tensor, in row-major order
+    first: int  # position of `local`'s first element in the full tensor, in row-major order
     local: torch.Tensor  # 1-D and contiguous, on its device
 
     @property
@@ -37,8 +37,8 @@ class Slice:
     name: str  # without the wrappers of FSDP1, activation checkpointing and torch.compile
     shape: tuple[int, ...]  # shape of the full parameter
     dtype: torch.dtype
-    first: int  # position of the slice in the parameter, in row-major order
-    values: torch.Tensor  # this rank's elements, 1-D; empty if it holds no elements or only a replica
+    first: int  # position of the slice's first element in the parameter, in row-major order
+    values: torch.Tensor  # this rank's elements, 1-D; empty if this rank holds none or only a replica
 
 
 def row_range(shape: Sequence[int], num_shards: int, shard_rank: int) -> tuple[int, int]:
@@ -51,9 +51,10 @@ def row_range(shape: Sequence[int], num_shards: int, shard_rank: int) -> tuple[i
 
 
 def find_shard(tensor: DTensor) -> tuple[int, int, bool] | None:
-    """Return (first element, number of elements) of this rank's shard, and whether it is a replica of another rank's.
+    """Return (first element, number of elements, is replica) of this rank's shard.
 
-    None if the tensor is sharded on a dimension other than the first, or over several dimensions of the mesh.
+    If several ranks hold the same shard, all but one of them hold a replica. Returns None if the tensor is sharded on a
+    dimension other than the first, or over several dimensions of the mesh.
     """
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None

@@ -1,4 +1,4 @@
-"""Memory that the ranks of each node share. It has no name, so it cannot outlive them.
+"""Creates memory that the ranks of a node share. It has no name in a file system, so it is freed when the ranks exit.
 
 The ranks of a node open an anonymous file of the node's first rank through /proc. Ranks that cannot open it, such as those
 in another container, get separate memory.

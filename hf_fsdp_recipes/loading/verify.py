@@ -1,4 +1,4 @@
-"""Verifies a freshly loaded model: nothing is on meta, weights are tied and finite, and buffers are equal on all ranks."""
+"""Verifies a freshly loaded model: nothing is on meta, ties are intact, values are finite, buffers are equal on all ranks."""
 
 import zlib
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ def _check_ties(model: torch.nn.Module) -> None:
 def check_finite(parameters: Iterable[tuple[str, torch.Tensor]], name_or_path: str) -> None:
     """Check that no loaded parameter contains NaN or infinity, with one device synchronization.
 
-    `parameters` are the names and this rank's shard of each parameter. Collective: every rank must call this.
+    `parameters` has the name and this rank's shard of each parameter. Collective: every rank must call this.
     """
     own = find_non_finite(parameters)
     found = list(dict.fromkeys(name for names in distributed.gather_objects(own) for name in names))
@@ -60,7 +60,8 @@ def find_non_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         for name, is_finite_sum in zip(found, torch.stack(list(found.values())).tolist(), strict=True)
         if not is_finite_sum
     ]
-    # The sum of finite values can overflow. `aminmax` propagates NaN and infinity and is 30 times faster than `isfinite`.
+    # Finite values can have an infinite sum, so check again. `aminmax` propagates NaN and infinity and is 30 times faster
+    # than `isfinite`.
     return [name for name in suspects if not torch.stack(torch.aminmax(named[name].detach())).isfinite().all()]
 
 

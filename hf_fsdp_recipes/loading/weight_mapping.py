@@ -1,9 +1,9 @@
 """Maps each parameter to ranges of checkpoint tensors.
 
 transformers renames, fuses and splits the tensors of some checkpoints while loading (`core_model_loading.py`), especially
-MoE experts. Fusing experts concatenates their bytes, so a parameter is a list of `TensorRange`s. To find the ranges, this
-module passes row numbers instead of weights through transformers' own conversion. A conversion that does more than rearrange
-full rows is an error.
+MoE experts. Fusing experts concatenates their bytes, so a parameter is described by a list of `TensorRange`s. To find the
+ranges, this module passes row numbers instead of weights through transformers' own conversion. A conversion that does more than
+rearrange full rows is an error.
 
 Source: transformers 5.18 to 5.23, `core_model_loading.rename_source_key`, `revert_weight_conversion`.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorRange:
-    """The next part of a parameter: `num_elements` from element `start` of the stored `tensor`, which has shape `shape`."""
+    """A part of a parameter: `num_elements` from element `start` of the stored `tensor`, which has shape `shape`."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class WeightMapping:
                 ranges[target] = [TensorRange(stored, shape, 0, math.prod(shape))]
             else:
                 converted.setdefault(target, (pattern, []))[1].append(stored)
-        # save_pretrained and `stored_ranges` revert the conversions used here.
+        # save_pretrained and `stored_ranges` revert the conversions that are recorded here.
         self._model._weight_conversions = [t for t in self._transforms if t.was_used()]
         for target, (pattern, sources) in converted.items():
             ranges.update(self._convert(target, pattern, sources, stored_shapes, parameter_shapes))
@@ -128,7 +128,7 @@ class WeightMapping:
 
 
 def set_conversions(model: "PreTrainedModel") -> None:
-    """Record the weight conversions of a model, unless `from_pretrained` already recorded them.
+    """Record the weight conversions of a model in the model, unless `from_pretrained` already recorded them.
 
     Without the record, transformers would look the conversions up again for every name.
     """
@@ -144,12 +144,12 @@ def stored_ranges(model: "PreTrainedModel", name: str, shape: tuple[int, ...]) -
     """Split a parameter into the tensors that `save_pretrained` writes for it, in row-major order.
 
     Args:
-        model: the transformers model, with its conversions as loaded.
+        model: the transformers model, with the weight conversions that `set_conversions` or loading has recorded.
         name: the parameter's name in the model's own state dict, without wrappers.
         shape: shape of the full parameter.
 
     Returns:
-        Ranges that together cover the parameter once. Name and shape are those of the written tensor; `start` and
+        Ranges that together cover the parameter once. `tensor` and `shape` describe the written tensor; `start` and
         `num_elements` count within the parameter.
 
     Raises:
@@ -175,7 +175,7 @@ def stored_ranges(model: "PreTrainedModel", name: str, shape: tuple[int, ...]) -
 
 
 def _row_numbers(shape: Sequence[int]) -> torch.Tensor:
-    """Return a stand-in for a weight: each row holds its row number."""
+    """Return a tensor to convert in place of a weight: each row holds its row number."""
     shape = tuple(shape)
     rows = shape[:-1] if len(shape) > 1 else shape
     numbers = torch.arange(math.prod(rows)).reshape(rows)
@@ -184,7 +184,7 @@ def _row_numbers(shape: Sequence[int]) -> torch.Tensor:
 
 
 def _without_columns(numbers: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return one number per row from the result of converting `_row_numbers(shape)`."""
+    """Reduce the converted `_row_numbers(shape)` to one number per row."""
     return numbers[..., 0] if len(shape) > 1 else numbers
 
 
