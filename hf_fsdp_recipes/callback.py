@@ -1,7 +1,7 @@
 """`ShardedCheckpointCallback` replaces a stock Trainer's saves. It reacts to Trainer's events; checkpointing/ writes the files.
 
-Trainer decides when a save is due. The callback clears Trainer's flag and saves once that step's logging and evaluation are
-done, so that it writes the same state as Trainer would.
+Trainer decides when a save is due and sets `control.should_save`. The callback clears this flag and saves after the step's
+logging and evaluation, so that it writes the same state as Trainer would.
 """
 
 import functools
@@ -47,8 +47,9 @@ class ShardedCheckpointCallback(TrainerCallback):
     """Save sharded checkpoints atomically and in the background, from a stock Trainer under FSDP.
 
     Add it to a `Trainer` or a TRL trainer on every rank. `save_strategy`, `save_steps`, `save_total_limit` and
-    `load_best_model_at_end` keep their meaning, and `trainer.save_model()` exports the model. Without FSDP, Trainer
-    writes the checkpoints; the callback adds a manifest to each, deletes old ones, and verifies the one to resume from.
+    `load_best_model_at_end` keep their meaning, and `trainer.save_model()` exports the model. Without FSDP, Trainer writes
+    the checkpoints; the callback adds a manifest (the files' sizes and checksums) to each, deletes old ones, and verifies the
+    one to resume from.
 
     Args:
         asynchronous: under FSDP, keep training while a checkpoint is written, which needs host memory for one copy of this
@@ -62,8 +63,8 @@ class ShardedCheckpointCallback(TrainerCallback):
             them in `<output_dir>/previous-<n>`.
         checkpoint_mirror: where to upload checkpoints and the export while training continues: a URL that fsspec opens, such
             as s3://bucket/run, or a path.
-        rank_files: called at each save under FSDP; returns this rank's additional small files as {name: text}, as of the
-            last step.
+        rank_files: function that is called at each save under FSDP. It returns additional small files of this rank as
+            {name: text}, with their content as of the last step.
 
     Raises:
         ExportError: `export_dtype` is not a floating-point dtype, or the export cannot be written; raised before training.
@@ -98,10 +99,10 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._writer: Writer | None = None
         self._lock: SoftFileLease | None = None
         self._plugin: Any = None  # Accelerate's FSDP plugin, or None
-        self._is_unsharded = False  # whether Trainer saves in one process or under DDP
+        self._is_unsharded = False  # whether Trainer itself saves: in one process or under DDP
         self._is_completing = False  # whether to add manifests to the checkpoints that Trainer writes without FSDP
         self._has_saved = False  # whether Trainer has saved a checkpoint that has no manifest yet
-        self._failure: Exception | None = None  # the error of the last finished save
+        self._failure: Exception | None = None  # the last finished save's error; None if it succeeded
         self._callbacks: list[object] = []  # the trainer's callbacks and its control
         self._save_total_limit: int | None = None
         self._random_state: dict[str, Any] = {}
@@ -126,8 +127,9 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Claim the output directory, and take over Trainer's saves under FSDP."""
-        self.on_init_end(args, state, control, **kwargs)  # not called yet if the callback was added later
+        """Claim the output directory for this run and, under FSDP, take over Trainer's saves."""
+        # Not called yet if the callback was added to an existing trainer.
+        self.on_init_end(args, state, control, **kwargs)
         if not args.push_to_hub or self._plugin is not None:  # otherwise Trainer pushes what it saves
             self.exports.start(args)
         self._is_unsharded = self._plugin is None and unsharded.is_supported(args, state)
@@ -144,14 +146,14 @@ class ShardedCheckpointCallback(TrainerCallback):
                 claim_directory(args.output_dir, state, self._previous_run, self._run)
                 self._run = read_run(state)
                 self.mirror.claim(self._run, state.global_step)
-                if self._writer is None:  # otherwise a thread may still be writing
+                if self._writer is None:  # otherwise an earlier train() may still be writing
                     layout.remove_interrupted(args.output_dir)
         end = distributed.run_on_main(lambda: find_end(args, state, self._callbacks))
         self.exports.is_finished = end is not None
         if end is not None:
             distributed.print_main(f"finished: {end}, so there is nothing to do")
             control.should_training_stop = True
-        # If an earlier train() was interrupted, args.save_total_limit is still None, as set below.
+        # If an earlier train() was interrupted, it has left args.save_total_limit at None (see below).
         self._save_total_limit = args.save_total_limit or self._save_total_limit
         if self._is_completing:
             args.save_total_limit = None  # Trainer would delete old checkpoints before the new one has its manifest
@@ -170,7 +172,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Wait until the state is copied, because the optimizer is about to change it. Meanwhile, the ranks exchange signals."""
+        """Wait until the state is copied: the optimizer is about to change it. Meanwhile, the ranks share received signals."""
         if self._writer is not None:
             if self._signals is not None:
                 self._signals.start_exchange(isinstance(self._writer.failure, DivergenceError))
@@ -180,8 +182,8 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Schedule a due save, act on signals, and report a failed save; raise a DivergenceError if its weights were not finite."""
-        delete_partial()  # not earlier: Trainer reads the random state just before the first step
+        """Schedule a due save, act on signals, report a failed save; raise a DivergenceError if saved weights are not finite."""
+        delete_partial()  # only now: just before the first step, Trainer still reads the random state from it
         if self._writer is None or self._schedule is None:
             return control
         failure = self._writer.failure
@@ -200,7 +202,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         return control
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Record the random state. After the last step, save before Trainer loads its best model."""
+        """Record the random state. After the last step, save if due, before Trainer loads the best model."""
         self._random_state = random_state()
         if "train_runtime" in (kwargs.get("logs") or {}):
             if self._writer is not None:
@@ -219,7 +221,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Save the state after the previous step or epoch, if a save is due."""
+        """If a save is due, save the state that the previous step or epoch left."""
         self._save_if_due(args, state, kwargs)
 
     on_epoch_begin = on_step_begin
@@ -234,7 +236,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         return control
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Remember that Trainer has written a checkpoint without FSDP. Not a collective.
+        """Without FSDP, remember that Trainer has just written a checkpoint. Not a collective.
 
         The manifest is added later, because other callbacks may change the checkpoint in this event.
         """
@@ -243,7 +245,10 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Finish the last save, exit if signaled, and export if asked to. Raises the error of the last save or upload."""
+        """Finish the last save; then exit if a signal stopped the run, or else export if requested.
+
+        Raises the error of the last save or upload.
+        """
         delete_partial()
         if self._save_total_limit is not None:
             args.save_total_limit = self._save_total_limit
@@ -275,7 +280,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             self.exports.save_model(trainer, Path(output_dir))
 
     def see_trainer(self, trainer: "Trainer") -> None:
-        """When training starts, remember the trainer's callbacks, to save their states, and record the training rows."""
+        """When training starts, keep the callbacks, to save their states, and record the number of rows and their checksum."""
         self._callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         resume.record_rows(trainer)
 

@@ -1,4 +1,4 @@
-"""The `hf-fsdp` command. Each package defines its subcommands, which import torch only when they run."""
+"""Defines the `hf-fsdp` command. Each subpackage defines its own subcommands, which import torch only when they run."""
 
 import logging
 import sys

@@ -1,7 +1,7 @@
-"""Copies between host memory and an accelerator, through pinned memory and on a separate stream.
+"""Copies tensors between host memory and an accelerator, through pinned memory and on a separate stream.
 
 While an upload runs, the calling thread can read files; a download blocks the thread until the copy is done. The stream that
-training uses stays free. Use each object from one thread only. Tensors that are already in host memory are not copied.
+training uses stays free. Use each instance from one thread only. Tensors that are already in host memory are not copied.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class Upload:
         self.start()
 
     def start(self) -> None:
-        """Make uploads wait for the device's earlier work, which may still use the memory that they overwrite."""
+        """Make uploads wait for the device's earlier work, which may still use the memory that uploads overwrite."""
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
@@ -47,7 +47,7 @@ class Upload:
 
     @contextlib.contextmanager
     def uploaded(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the content of the latest `buffer()` on the device; the block's work is queued on the upload's stream."""
+        """Yield a device copy of `buffer`, the latest result of `buffer()`; the block's work is queued on the upload's stream."""
         if self._stream is None:
             yield buffer
             return
@@ -57,7 +57,7 @@ class Upload:
         self._next = (self._next + 1) % NUM_BUFFERS
 
     def finish(self) -> None:
-        """Make work that is queued on the device from now on wait for all uploads."""
+        """Make work that is queued on the device after this call wait for all uploads."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 

@@ -53,14 +53,15 @@ def node_id() -> str:
     return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.is_file() else ''}"
 
 
-# For each use: the default group at the time when the use's group was created, and the use's group.
+# For each use ("short" or "patient <thread>"): the default group when the gloo group was created, and this gloo group.
 _groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def host_group() -> dist.ProcessGroup | None:
     """Return a gloo group of all ranks, or None if the default group is already a gloo group.
 
-    Objects sent through an accelerator's group would be copied to the accelerator, after all work that is queued there.
+    Use it to send Python objects: an accelerator's group (such as NCCL) would copy them to the accelerator, after all work
+    that is queued there.
 
     Collective on the first call: every rank must call this.
     """
@@ -93,7 +94,7 @@ def _group(use: str, timeout: timedelta | None) -> dist.ProcessGroup:
 
 def _default_timeout(group: dist.ProcessGroup) -> timedelta | None:
     backend = group._get_backend(torch.device(dist.distributed_c10d._get_object_coll_device(group)))
-    return getattr(getattr(backend, "options", None), "_timeout", None)  # torch's own backends have options
+    return getattr(getattr(backend, "options", None), "_timeout", None)  # only torch's own backends have options
 
 
 def set_timeout(seconds: float) -> None:
@@ -129,7 +130,7 @@ def broadcast_object(value: Value, group: dist.ProcessGroup | None = None, sourc
 def gather_on_main(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
     """Return the values of all ranks on rank 0, in rank order, and an empty list on other ranks.
 
-    Unlike torch's `gather_object`, which sends sizes around a ring of all ranks, each rank sends to rank 0 only.
+    Each rank sends to rank 0 only, whereas torch's `gather_object` sends the sizes around a ring of all ranks.
 
     Collective: every rank must call this. Ranks other than 0 do not wait for each other.
     """
@@ -212,8 +213,9 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
     Collective: every rank of the group (default: all) must call this, with its own error or None.
 
     Raises:
-        RecipeError: the first failing rank's error, with the same class and message on every rank. Any other exception
-            becomes an UnexpectedError that names its class and rank; on that rank, the original exception is the cause.
+        RecipeError: the lowest failed rank's error, with the same class and message on every rank. An OSError with a file
+            name becomes a RecipeError, any other exception an UnexpectedError that names its class and rank. On each failed
+            rank, the rank's original exception is the cause.
     """
     failed = first_rank(error is not None, group)
     if failed is not None:
@@ -269,7 +271,7 @@ def sync_errors(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def main_first(work: Callable[[], Value]) -> Value:
-    """Run `work` on rank 0, then on one rank of each other node, then on all others, and return its result.
+    """Run `work` on rank 0, then on one rank of each other node, then on all other ranks, and return its result.
 
     This way rank 0 fills a shared cache, and each node's first rank fills a node-local cache.
 

@@ -1,4 +1,4 @@
-"""Reads a rank's environment: the variables that `accelerate launch` sets, its CPU cores and the installed packages."""
+"""Reads a rank's environment: variables that `accelerate launch` sets, the process's CPU cores, installed packages."""
 
 import functools
 import os
@@ -16,7 +16,7 @@ def is_fsdp_requested() -> bool:
 
 
 def fsdp_version() -> int | None:
-    """Return 1 or 2, or None if FSDP is off."""
+    """Return the FSDP version, 1 or 2, or None if FSDP is off."""
     return int(os.environ.get("FSDP_VERSION", "1")) if is_fsdp_requested() else None
 
 
@@ -27,7 +27,7 @@ def parallel_sizes() -> dict[str, str]:
 
 
 def mixed_precision() -> str | None:
-    """Return the launcher's mixed precision: no, bf16, fp16 or fp8, or None if it set none."""
+    """Return the launcher's mixed precision ("no", "bf16", "fp16" or "fp8"), or None if it sets none."""
     return os.environ.get("ACCELERATE_MIXED_PRECISION")
 
 

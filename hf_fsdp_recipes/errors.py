@@ -1,4 +1,4 @@
-"""The exceptions of this package, all derived from RecipeError. Each message states the problem, the value and the fix.
+"""The exceptions of this package, all derived from RecipeError. Each message states the problem, the wrong value and the fix.
 
 `distributed.exit_with_message` turns them into one line on stderr and an exit status.
 """
@@ -67,7 +67,7 @@ class PlanError(RecipeError):
 def summarize(error: BaseException, first: Literal["line", "sentence"] | None = None) -> str:
     """Return an error's text, or only its first line or sentence, for use within a message of this package.
 
-    The text is a single line of at most 300 characters, without a final period. An error without text gives its class name.
+    The text is a single line of at most 300 characters, without a final period. For an error without text, return its class name.
     """
     text = str(error).strip()
     if first == "line":

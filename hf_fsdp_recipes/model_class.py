@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 AutoClass = type | str | None
-# PEFT's task type of each auto class that can be trained. A model class listed under two auto classes, such as
-# Gemma3ForConditionalGeneration, belongs to the first.
+# PEFT's task type for each auto class that can be trained. A model class listed under two auto classes, such as
+# Gemma3ForConditionalGeneration, belongs to the one that comes first here.
 TASK_TYPES = {
     "AutoModelForImageTextToText": "CAUSAL_LM",
     "AutoModelForCausalLM": "CAUSAL_LM",
@@ -30,7 +30,8 @@ def choose_class(
     """Return the class to build, and the config to build it from. Not a collective.
 
     `auto_class` is a class or a class name. None means the class that the config declares, or AutoModelForCausalLM if
-    transformers lacks it. A model with its own code gets an auto class. A class for the text part alone gets the text config.
+    transformers lacks it. For a model with its own code, the class returned is an auto class. For a class of the text part
+    alone, the config returned is the text config.
     Raises a LoadError if the class cannot be trained, does not fit the config, or is for the text part alone and was not
     requested.
     """
@@ -58,7 +59,7 @@ def choose_class(
 
 
 def for_new_model(config: "PreTrainedConfig", auto_class: AutoClass) -> AutoClass:
-    """Return `auto_class`, but CAUSAL instead of None if a new model's config declares a class without a head."""
+    """Return `auto_class`; if it is None and a new model's config declares a class without a head, return CAUSAL."""
     import transformers
 
     declared = getattr(transformers, declared_class(config) or "", None)
@@ -126,7 +127,7 @@ def _find_class(config: "PreTrainedConfig", auto_class: AutoClass, trust_remote_
     declared = getattr(transformers, declared_class(config) or "", None)
     if not isinstance(declared, type) or not hasattr(declared, "config_class"):
         return getattr(transformers, CAUSAL)
-    # Some checkpoints declare the class of another model_type; transformers' auto classes go by the model_type.
+    # Some checkpoints declare the class of another model_type. Choose by the model_type, as transformers' auto classes do.
     auto = _auto_class_of(declared)
     return declared if auto is None or isinstance(config, declared.config_class) else getattr(transformers, auto)
 

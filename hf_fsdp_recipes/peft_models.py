@@ -31,8 +31,8 @@ def active_adapter(peft_model: "PeftModel") -> str:
 def describe_class(base: torch.nn.Module) -> dict[str, Any] | None:
     """Return the base model's class as PEFT's `auto_mapping`, with a classifier's labels, or None for a model with its own code.
 
-    PEFT records the class only for adapters without a task type. Other adapters need it too, because the base model's config
-    may declare another class: for a reward model, it declares a causal model.
+    PEFT records the class only for adapters without a task type. Other adapters need it too, because the config of the
+    base checkpoint may declare another class: the base checkpoint of a reward model declares a causal language model.
     """
     cls = next(cls for cls in type(base).__mro__ if not cls.__name__.startswith("FSDP"))
     if not cls.__module__.startswith("transformers."):

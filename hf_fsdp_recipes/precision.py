@@ -1,4 +1,4 @@
-"""Converts dtype names, in torch's ("bfloat16") and Accelerate's ("bf16") spelling."""
+"""Converts between dtypes and their names, in torch's ("bfloat16") and Accelerate's ("bf16") spelling."""
 
 import torch
 
@@ -24,7 +24,7 @@ def format_dtype(dtype: torch.dtype) -> str:
 
 
 def mixed_precision_dtype() -> torch.dtype | None:
-    """Return the mixed-precision dtype of the Accelerator, or of the launcher before there is an Accelerator; or None."""
+    """Return the Accelerator's mixed-precision dtype (the launcher's if there is no Accelerator yet), or None."""
     from accelerate.state import AcceleratorState, is_initialized
 
     name = AcceleratorState().mixed_precision if is_initialized() else mixed_precision()

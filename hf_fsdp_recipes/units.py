@@ -1,4 +1,4 @@
-"""Read and write sizes, bandwidths and counts: "80GB", "512GiB", "200Gb/s", "2 nodes"."""
+"""Parses and formats sizes, bandwidths and counts: "80GB", "512GiB", "200Gb/s", "2 nodes"."""
 
 import re
 

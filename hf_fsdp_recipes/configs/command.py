@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
 
 @config_app.command("list")
 def list_templates() -> None:
-    """List the shipped templates and what each is for."""
+    """List the shipped templates and when to use each."""
     for template in templates.shipped_templates():
         *others, last = [note[0] for note in template.notes[1:] or template.notes]
         also = "".join(f"{other.partition(':')[0]}. " for other in others if ":" in other)
@@ -101,7 +101,7 @@ def render(
 
 @config_app.command("render-all", hidden=True)
 def render_all() -> None:
-    """Rewrite the shipped files of a checkout."""
+    """Rewrite the shipped templates in a checkout of the repository."""
     for template in templates.shipped_templates():
         file = shipped_directory("accelerate_configs") / f"{template.name}.yaml"
         file.write_text(templates.render(template), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Published configs of the models named in recipes and documentation, for tools that need only a model's shapes.
+"""Finds shipped copies of the configs of models in recipes and documentation, for tools that need only a model's shapes.
 
-Tools use them when the real config cannot be read: offline, or before access to a gated model is granted. Training
+Tools use them when the config on the Hub cannot be read: offline, or before access to a gated model is granted. Training
 never uses them.
 """
 
@@ -12,7 +12,7 @@ MODELS = Path(__file__).with_name("models")
 
 @functools.cache
 def find_config(name: str) -> str:
-    """Return `name`, or the file of the shipped config if `name` is a known Hub id whose config cannot be read."""
+    """Return `name`, or the path of the shipped config for this Hub id if the config on the Hub cannot be read."""
     file = MODELS / f"{name.replace('/', '--')}.json"
     if Path(name).exists() or not file.is_file():
         return name
@@ -26,7 +26,7 @@ def find_config(name: str) -> str:
 
 
 def describe_source(name: str) -> list[str]:
-    """If the shipped config is used, return a line that says so; otherwise, an empty list."""
+    """Return a list with one line that says that the shipped config is used, or an empty list if it is not."""
     if find_config(name) == name:
         return []
     return [

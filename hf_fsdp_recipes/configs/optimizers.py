@@ -1,4 +1,4 @@
-"""Lists the optimizers of Trainer that train, save and resume under FSDP."""
+"""Lists Trainer's optimizers that can train, save and resume under FSDP."""
 
 from typing import TYPE_CHECKING
 
@@ -6,13 +6,13 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 ELEMENTWISE = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")
-# By FSDP version: the optimizers with which a run has the same losses on one and two ranks, and resumes exactly.
+# For each FSDP version, the optimizers with which a run has the same losses on one and two ranks, and resumes exactly.
 # Under FSDP2, Adagrad fails, because it creates its state while the parameters are on meta.
 SHARDABLE = {1: (*ELEMENTWISE, "adagrad"), 2: ELEMENTWISE}
 
 
 def optimizer_name(args: "TrainingArguments") -> str:
-    """Return `optim`, an enum in Trainer, as a string."""
+    """Return the name of the optimizer in `args.optim`, which may be an enum."""
     return str(getattr(args.optim, "value", args.optim))
 
 
@@ -22,7 +22,7 @@ def is_bitsandbytes_optimizer(name: str) -> bool:
 
 
 def optimizer_errors(name: str, version: int | None) -> list[str]:
-    """Return why an optimizer does not work under an FSDP version, or [] if it does. `version` is None without FSDP."""
+    """Return [] if an optimizer works under an FSDP version (None: no FSDP), else a list with the error message."""
     if version is None or name in SHARDABLE[version]:
         return []
     # AdEMAMix keeps two averages in one tensor, which cannot be sharded like the parameter. Under FSDP1, bitsandbytes 0.50 nests

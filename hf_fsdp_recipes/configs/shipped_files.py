@@ -1,6 +1,6 @@
-"""Finds the shipped templates and recipes: folders in a checkout, package data in a wheel.
+"""Finds the shipped templates and recipes, which are folders in a checkout and package data in a wheel.
 
-Imports no torch, so that commands that list, show or launch them start fast.
+Does not import torch, so that commands that list, show or launch templates and recipes start fast.
 """
 
 import os
@@ -13,7 +13,7 @@ from hf_fsdp_recipes.errors import RecipeError, TemplateError
 
 Folder = Literal["accelerate_configs", "recipes"]
 
-# What a folder holds, the command that lists it, and the class of the error for an unknown name.
+# For each folder: what its files are called, the command that lists them, and the class of the error for an unknown name.
 _FOLDERS: dict[Folder, tuple[str, str, type[RecipeError]]] = {
     "accelerate_configs": ("template", "hf-fsdp config list", TemplateError),
     "recipes": ("recipe", "hf-fsdp recipes list", RecipeError),
@@ -30,7 +30,7 @@ def shipped_directory(folder: Folder) -> Path:
 
 
 def shipped_recipes() -> list[Path]:
-    """Return the shipped recipes, sorted by name. Other YAML files in the folder, such as skypilot.yaml, set no output_dir."""
+    """Return the shipped recipes, sorted by name. YAML files that set no output_dir, such as skypilot.yaml, are not recipes."""
     files = sorted(shipped_directory("recipes").glob("*.yaml"))
     return [file for file in files if "\noutput_dir:" in file.read_text(encoding="utf-8")]
 
@@ -58,7 +58,7 @@ def find_file(folder: Folder, name: str | Path, error_class: type[RecipeError] |
 def read_recipe(name: str | Path, error_class: type[RecipeError] = RecipeError) -> dict[str, Any]:
     """Return the keys and values of a recipe, given as a file or as the name of a shipped recipe.
 
-    Relative paths in a recipe start in the current directory or, if not found there, in the recipe's folder.
+    A relative path in a recipe is looked up in the current directory first, then in the recipe's folder.
 
     Raises:
         RecipeError or `error_class`: the recipe cannot be found or read, or is not a YAML mapping.
@@ -73,7 +73,7 @@ def read_recipe(name: str | Path, error_class: type[RecipeError] = RecipeError) 
 
 
 def _locate(value: Any, folder: Path) -> Any:
-    """Return a path from a recipe relative to the current directory; names on the Hub stay unchanged."""
+    """Return where a recipe's path was found, as in `read_recipe`; names on the Hub stay unchanged."""
     if not isinstance(value, str) or not value or os.path.exists(value):  # noqa: PTH110, as above
         return value
     return str(folder / value) if os.path.exists(folder / value) else value  # noqa: PTH110

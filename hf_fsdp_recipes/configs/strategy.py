@@ -21,7 +21,7 @@ class Strategy:
     sharding: str = "full_shard"  # or shard_grad_op, hybrid_shard, hybrid_shard_zero2, no_shard
     is_offloaded: bool = False  # keeps parameters, gradients and optimizer state in host memory
     min_num_params: int | None = None  # parameter count that an FSDP unit must exceed; None to wrap by layer class
-    wrap_class: str | None = None  # layer classes to wrap, comma-separated; None for the model's own
+    wrap_class: str | None = None  # comma-separated layer classes to wrap; None for the class that the model declares
     precision: str = "bf16"  # `mixed_precision`, as Accelerate spells it
     on_cpu: bool = False
     num_processes: int = 8  # ranks on all nodes

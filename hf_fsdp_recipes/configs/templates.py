@@ -1,4 +1,4 @@
-"""Accelerate FSDP configs as commented YAML: the shipped templates and every other combination.
+"""Renders Accelerate FSDP configs as commented YAML: the shipped templates and every other combination of options.
 
 Imports neither torch nor Accelerate, so that `hf-fsdp config list|show|render` starts fast.
 
@@ -60,7 +60,7 @@ VARIANTS = {
     ),
 }
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
-# Not a valid host name, so a launch without the flag fails instead of waiting for node 0.
+# Not a valid host name, so a launch without --main_process_ip fails instead of waiting for node 0.
 MAIN_PROCESS_IP = "pass --main_process_ip"
 
 
@@ -120,7 +120,7 @@ SHIPPED = (
 
 @cache
 def all_templates() -> list[Template]:
-    """Return every combination: hybrid strategies on two nodes, the others on one, with 8 ranks per node."""
+    """Return every combination of options: hybrid strategies on two nodes, the others on one, with 8 ranks per node."""
     templates = [
         Template(version, strategy, offload, min_num_params, num_machines=nodes, num_processes=8 * nodes)
         for version in (2, 1)
@@ -148,7 +148,7 @@ def find_template(name: str) -> Template:
 def render(template: Template, file: str | None = None) -> str:
     """Return a template as commented YAML; raise a TemplateError if nodes and ranks do not match or settings conflict.
 
-    The first lines show the command that starts a run with `file`, or with the shipped template of this name.
+    The first lines show the command that starts a run with `file` or, if that is None, with the template's name.
     """
     _check(template)
     lines = [f"# {line}".rstrip() for line in _header(template, file or template.name)] + [""]

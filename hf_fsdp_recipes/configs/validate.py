@@ -1,7 +1,7 @@
-"""Validation of Accelerate FSDP configs: reports all faults together, before any rank starts.
+"""Validates Accelerate FSDP configs, and reports all faults together before any rank starts.
 
-Accelerate defines which keys and values exist. The rules here concern keys of the other FSDP version, and
-combinations that fail hours into a run or silently have another effect.
+Accelerate defines which keys and values exist. The rules here reject keys of the other FSDP version, and
+combinations that fail hours into a run or silently do something else than intended.
 
 Source: accelerate 1.15 `commands/config/config_args.py`, `commands/launch.py`, `parallelism_config.py`.
 """

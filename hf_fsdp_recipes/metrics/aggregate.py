@@ -32,7 +32,7 @@ def pack(counts: torch.Tensor, memory_bytes: Sequence[int], seconds: Mapping[str
     Args:
         counts: (3,) int64 on the rank's device: the fields of `TokenCounts`.
         memory_bytes: one value for each name in MEMORY.
-        seconds: time by phase of the clock, stored as microseconds.
+        seconds: time for each phase of the clock; the tensor holds it in microseconds.
     """
     integers = [*memory_bytes, *(round(seconds[phase] * 1e6) for phase in PHASES)]
     return torch.cat([counts, torch.tensor(integers, dtype=torch.int64).to(counts.device, non_blocking=True)])

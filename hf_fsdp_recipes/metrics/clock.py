@@ -1,4 +1,4 @@
-"""Wall time of a run by phase: data, forward and backward, optimizer, save, evaluation, other.
+"""Measures a run's wall time per phase: data, forward and backward, optimizer, save, evaluation, other.
 
 A mark ends a phase. On an accelerator a mark is an event on the current stream, so phases measure device time, including
 idle time, no matter when Python launched the work. Marks synchronize with the device only when they are summed: when
@@ -15,7 +15,7 @@ PHASES = ("data", "forward_backward", "optimizer", "save", "evaluation", "other"
 
 
 class Clock:
-    """Time of one rank by phase. Ignores marks until it is started."""
+    """Measures one rank's time per phase. Ignores marks until it is started."""
 
     def __init__(self) -> None:
         self._marks: list[tuple[str, Any]] = []  # (phase, end time)

@@ -1,7 +1,7 @@
 """Model FLOPs of a training step, from the model's matrix products and the tokens of its batches.
 
 A token costs 2 FLOPs per matmul parameter in the forward pass, 2 in the backward pass for the activations, and 2 more
-for the gradient of each trained parameter: 6 in full fine-tuning, a little over 4 with LoRA. Attention costs two matrix
+for the gradient of each trained parameter: 6 FLOPs in full fine-tuning, a little over 4 with LoRA. Attention costs two matrix
 products over all pairs of tokens of a sequence, causal or not, and twice that in the backward pass. Embedding look-ups,
 norms and the loss do not count. In a mixture of experts, only the experts that a token is routed to count.
 
@@ -74,8 +74,8 @@ def count_flops(model: nn.Module) -> ModelFlops:
     """Count the parameters and attention widths that determine a model's FLOPs.
 
     Accepts a transformers or PEFT model that is unsharded, on meta, or sharded by FSDP2. For a multimodal model, only the
-    language model counts. With LoRA, the backward pass is assumed to go through every layer, although it stops at the first
-    adapter.
+    language model counts. With LoRA, the backward pass is assumed to go through every layer, although it stops at the
+    adapter closest to the input.
 
     Raises:
         ValueError: the model has no transformers config, is an encoder-decoder, is already wrapped in FSDP1, or has an
@@ -104,7 +104,7 @@ def count_flops(model: nn.Module) -> ModelFlops:
 
 
 def _matmuls(model: nn.Module, config: Any) -> Iterator[tuple[nn.Module, int, bool]]:
-    """Yield (module, parameters in the matrix products of one token, whether they are trained)."""
+    """Yield (module, number of parameters in the matrix products of one token, whether they are trained)."""
     for name, module in model.named_modules():
         # PEFT's modules_to_save keeps the original of each replaced module, but the original no longer runs.
         if OTHER_MODALITIES.search(name) or "original_module" in name.split("."):
@@ -114,7 +114,7 @@ def _matmuls(model: nn.Module, config: Any) -> Iterator[tuple[nn.Module, int, bo
             share = _active_experts(config) / _first_of(config, NUM_EXPERTS, "the number of experts")
         # A PEFT layer exposes its base layer's attributes but owns no weight; the base layer is visited separately.
         if hasattr(module, "in_features") and hasattr(module, "out_features") and "weight" in module._parameters:
-            # Use the features, because quantized layers pack their weights.
+            # Multiply the feature counts: quantized layers pack several weights into one element of the tensor.
             yield module, round(module.in_features * module.out_features * share), module.weight.requires_grad
             continue
         for key, parameter in module.named_parameters(recurse=False):
@@ -162,12 +162,12 @@ def _window(config: Any) -> int | None:
 
 
 # Used instead of Trainer's `include_num_input_tokens_seen` and TRL's `num_tokens`, which synchronize at every micro-batch. In
-# packed rows, which have no mask, Trainer omits real end-of-text tokens too if the pad token is the same token.
+# packed rows, which have no mask, Trainer omits all pad tokens, including real end-of-text tokens if both are the same token.
 def count_tokens(inputs: Mapping[str, Any], window: int | None = None) -> torch.Tensor:
     """Count a batch's tokens without padding, and the pairs of tokens that attend to each other. Does not synchronize.
 
     Sequences in packed batches begin at `cu_seq_lens_q`, or else where `position_ids` restart at 0. A packed sequence of one
-    token is padding from `pad_to_multiple_of` and does not count.
+    token is taken for padding (from `pad_to_multiple_of`) and does not count.
 
     Args:
         inputs: the forward pass's keyword arguments; `attention_mask` is (B, T).
@@ -196,7 +196,8 @@ def _from_lengths(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
 
 
 def _from_positions(positions: torch.Tensor, window: int | None) -> torch.Tensor:
-    # n * n is 1 + 3 + 5 + ... + (2 n - 1), a sum over positions. Looking up the lengths would synchronize with the device.
+    # A sequence of n tokens has n * n pairs: 1 + 3 + 5 + ... + (2 n - 1), a sum over its positions. So the lengths, which would
+    # need a synchronization with the device, are not needed.
     odd = 2 * positions.long() + 1
     next_positions = torch.nn.functional.pad(positions[:, 1:], (0, 1))
     is_counted = ((positions != 0) | (next_positions != 0)).long()

@@ -1,6 +1,7 @@
-"""Host and device memory of this process, in bytes.
+"""Measures the host and device memory of this process, in bytes.
 
-Host memory is anonymous memory (RssAnon + RssShmem), because pages of memory-mapped files belong to the page cache.
+Host memory means anonymous memory (RssAnon + RssShmem). Pages of memory-mapped files do not count: they belong to the page
+cache.
 """
 
 import threading
@@ -23,17 +24,17 @@ def host_bytes(process: int | str = "self") -> int:
 
 
 def device_bytes() -> tuple[int, int]:
-    """Return (allocated now, peak allocated) on this rank's accelerator; zeros without one."""
+    """Return (allocated now, peak allocated) on this rank's accelerator; zeros without an accelerator."""
     if not torch.accelerator.is_available():
         return 0, 0
     return torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated()
 
 
 class DeviceMemory:
-    """Memory allocated on this rank's accelerator between two logged steps; zeros on CPU ranks.
+    """Measures the memory allocated on this rank's accelerator between two logged steps; zeros on CPU ranks.
 
     Args:
-        device: the accelerator's module (`torch.cuda`), or None. A module without memory counters (`torch.mps`) counts as None.
+        device: the accelerator's module (`torch.cuda`), or None. A module without memory counters (`torch.mps`) is treated as None.
     """
 
     def __init__(self, device: Any = None) -> None:

@@ -45,8 +45,8 @@ class MetricsCallback(TrainerCallback):
       time per phase of a step, throughput, MFU, and the memory of every rank;
     - `report.md`, `loss.png`, `throughput.png` and `memory.png` at the end. `hf-fsdp report` rewrites them at any time.
 
-    It also adds throughput, MFU, times and memory to Trainer's logs (docs/trackers.md lists them), and their averages to the
-    final log. Call `place_before_reporters(trainer)` so that wandb, TensorBoard and other trackers log them too.
+    It also adds throughput, MFU, times and memory to Trainer's logs (docs/trackers.md lists them), and the average throughput
+    and MFU to the final log. Call `place_before_reporters(trainer)` so that wandb, TensorBoard and other trackers log them too.
 
     A step without logging costs no synchronization. At a logged step, 14 integers per rank are gathered, right after
     Trainer has gathered the loss. A failure to count tokens or to write a file is logged as a warning. Files are written
@@ -66,9 +66,9 @@ class MetricsCallback(TrainerCallback):
         self._counts = torch.zeros(aggregate.NUM_COUNTS, dtype=torch.int64)
         self._hook: RemovableHandle | None = None
         self._start_step = self._logged_step = 0
-        self._measured: list[dict[str, Any]] = []  # entries since this start, for the averages
+        self._measured: list[dict[str, Any]] = []  # entries since the last start or resume, for the averages
         self._load_seconds: float | None = None  # None once it is logged
-        # Entries that describe this start; written at its first step.
+        # Entries that describe the current start or resume; written at its first step.
         self._first_entries: list[dict[str, Any]] | None = None
         self._is_recording = False  # true on rank 0, from the first step on
         self._can_write = True
@@ -113,7 +113,7 @@ class MetricsCallback(TrainerCallback):
             clock.reset()
 
     on_substep_end = _mark("forward_backward")
-    on_pre_optimizer_step = _mark("forward_backward")  # gradient clipping included
+    on_pre_optimizer_step = _mark("forward_backward")  # includes gradient clipping
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """End the optimizer phase."""
@@ -136,7 +136,7 @@ class MetricsCallback(TrainerCallback):
         self._append(args, entry)
 
     on_evaluate = _mark("evaluation")
-    on_save = _mark("save")  # after Trainer's saves; ShardedCheckpointCallback marks its own
+    on_save = _mark("save")  # after Trainer's saves; ShardedCheckpointCallback marks its own saves
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -156,7 +156,7 @@ class MetricsCallback(TrainerCallback):
             logger.warning("cannot write the report: %s", error)
 
     def _begin(self, args: TrainingArguments, state: TrainerState, model: torch.nn.Module) -> None:
-        """On the first call after a start, drop entries of steps to repeat, write this start's entries, and print the model."""
+        """On the first call after a start, drop entries of steps that will be repeated, write `_first_entries`, print the model."""
         if self._first_entries is None:
             return
         entries, self._first_entries, self._is_recording = self._first_entries, None, distributed.is_main()

@@ -1,8 +1,8 @@
-"""Peak FLOP/s of devices per dtype: dense (without structured sparsity), from the vendors' documents.
+"""Lists the peak FLOP/s of devices for each dtype: dense (without structured sparsity), from the vendors' documents.
 
 A device must match by its full name, because a missing MFU is better than a wrong one; MIG slices and laptop GPUs do not
 match. Tensor-core figures assume fp32 accumulation, as in PyTorch. A card that clocks higher than its rating can exceed
-its peak by a few percent.
+its listed peak by a few percent.
 """
 
 import re
@@ -14,7 +14,7 @@ from hf_fsdp_recipes.precision import format_dtype
 
 DTYPES = ("bfloat16", "float16", "tf32", "float32")
 # The key is a regular expression for a device's full name in lower case, without vendor and series. The values are TFLOP/s for
-# each of DTYPES, or None if the device has no matrix unit for it. The comment names the vendor's document;
+# each of DTYPES, or None if the vendor gives no figure. The comment names the vendor's document;
 # "halved for sparsity" means that the document gives figures for sparse matrices.
 # fmt: off
 PEAKS: dict[str, tuple[float | None, ...]] = {
@@ -79,7 +79,8 @@ def find_peak_flops(device_name: str, dtype: str) -> float | None:
 def matmul_dtype(mixed_precision: str, model: torch.nn.Module) -> str:
     """Return the dtype of a run's matrix products: bfloat16, float16, tf32, float32, or another such as fp8.
 
-    Without mixed precision ("no"), it is the model's most common parameter dtype.
+    Without mixed precision ("no"), it is the model's most common parameter dtype, or tf32 if that is float32 and torch may
+    use TF32.
     """
     if mixed_precision != "no":
         return {"bf16": "bfloat16", "fp16": "float16"}.get(mixed_precision, mixed_precision)

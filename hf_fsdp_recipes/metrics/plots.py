@@ -1,4 +1,4 @@
-"""Plots of the report: loss, throughput and memory, drawn from entries of metrics.jsonl.
+"""Draws the plots of the report (loss, throughput and memory) from entries of metrics.jsonl.
 
 Each function returns a Figure, so that tests can inspect it before it becomes a PNG.
 """
@@ -17,7 +17,7 @@ BLUE, PALE_BLUE, ORANGE, GRAY = "#1f5a8c", "#9db4c8", "#d9822b", "#8a8f98"
 PHASE_COLORS = dict(zip(PHASES, ("#d9822b", "#1f5a8c", "#6fa3cf", "#7a4f9a", "#3b8f5c", "#c9ccd1"), strict=True))
 RANK_COLORS = ("#1f5a8c", "#d9822b", "#3b8f5c", "#7a4f9a", "#b8434e", "#4fa3b8", "#8c6d31", "#5f6770")
 MAX_BARS = 60
-MIN_SHARE = 0.01  # share of the time; shorter phases have no visible bar
+MIN_SHARE = 0.01  # of the total time; shorter phases are not drawn, because their bar would be too small to see
 STEP_LABEL = "optimizer step"
 
 Entry = dict[str, Any]
@@ -96,7 +96,7 @@ def _draw_phases(axes: Axes, bins: Sequence[tuple[float, float, dict[str, float]
 
 
 def _binned(entries: Sequence[Entry]) -> list[tuple[float, float, dict[str, float]]]:
-    """Return (middle step, number of steps, seconds per step by phase) of at most MAX_BARS groups of entries."""
+    """Group entries for at most MAX_BARS bars; return each group's (middle step, number of steps, seconds per step by phase)."""
     size = max(1, -(-len(entries) // MAX_BARS))
     bins = []
     for group in (entries[i : i + size] for i in range(0, len(entries), size)):
@@ -147,7 +147,7 @@ def _finish(figure: Figure, axes: Axes, title: str, unit: str) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.label_outer()  # the panels share the x axis
     if labels := axes.get_legend_handles_labels()[1]:
-        # Next to the title, so that it covers no data.
+        # Place the legend next to the title, so that it covers no data.
         position = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": min(4, len(labels))}
         axes.legend(frameon=False, fontsize=9, borderaxespad=0.2, columnspacing=1.2, **position)
     return figure

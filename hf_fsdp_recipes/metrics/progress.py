@@ -1,7 +1,7 @@
-"""Progress bars on rank 0's terminal; silent on other ranks and without a terminal.
+"""Shows progress bars on rank 0's terminal, and nothing on other ranks or without a terminal.
 
-Thin wrappers around tqdm, so that the bars look like Trainer's. Turning off the bars of transformers or of the Hub
-turns these off too.
+The bars are tqdm's, so that they look like Trainer's. Turning off the bars of transformers or of huggingface_hub also
+turns these off.
 """
 
 import sys
@@ -28,7 +28,7 @@ def is_shown() -> bool:
 
 def bar(total: float | None, title: str, unit: str = "B", **style: Any) -> tqdm:
     """Return a tqdm bar that counts bytes or another unit: `with bar(num_bytes, "load") as shown: shown.update(n)`."""
-    # sys.__stderr__, because some callers redirect sys.stderr to hide upstream's messages.
+    # Write to sys.__stderr__, because some callers redirect sys.stderr to hide upstream's messages.
     return tqdm(
         total=total,
         desc=title,
@@ -42,7 +42,7 @@ def bar(total: float | None, title: str, unit: str = "B", **style: Any) -> tqdm:
 
 
 def each(items: Sequence[Item], title: str, unit: str = "B", sizes: Sequence[int] | None = None) -> Iterator[Item]:
-    """Yield items and advance a progress bar by their sizes in bytes, or by 1 per item without sizes."""
+    """Yield items and advance a progress bar by their sizes in bytes, or by 1 per item if `sizes` is None."""
     steps = sizes or [1] * len(items)
     with bar(sum(steps), title, unit) as shown:
         for item, step in zip(items, steps, strict=True):

@@ -1,4 +1,4 @@
-"""Renders a run's report from metrics.jsonl alone: report.md, its plots, and a log named after the run.
+"""Writes a run's report (report.md, its plots and `<run name>.txt`) from metrics.jsonl alone.
 
 A report can therefore be written for a run that is in progress, was killed, or was resumed.
 """

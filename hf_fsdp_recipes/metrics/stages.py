@@ -18,7 +18,7 @@ gathered: list["Stage"] = []  # the stages of all ranks; MetricsCallback writes 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage on one rank; host memory is anonymous memory."""
+    """One stage on one rank; the `host_*` fields count anonymous memory only."""
 
     stage: str
     rank: int
@@ -57,7 +57,7 @@ def count_seconds(stages: Sequence[Stage]) -> float | None:
 
 
 def format_table(stages: Sequence[Stage]) -> str:
-    """Return the stages of the first ranks as a table in MB."""
+    """Return the stages of the first MAX_RANKS_SHOWN ranks as a table in MB."""
     has_device = any(stage.device_peak_bytes for stage in stages)
     columns = f"{'before':>8} {'after':>8} {'peak':>8}"
     lines = [f"{'stage':<16} {'rank':>4} {'seconds':>8}   host MB: {columns}" + f"   device MB: {columns}" * has_device]

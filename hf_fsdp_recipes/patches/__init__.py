@@ -1,1 +1,1 @@
-"""All run-time changes to upstream code: one file for each upstream package, and one for FSDP1."""
+"""Contains all run-time changes to upstream code: one file for each upstream package, and one for FSDP1."""

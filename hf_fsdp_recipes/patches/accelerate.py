@@ -23,7 +23,7 @@ def find_meta_model_loader(model: torch.nn.Module) -> Any:
     - `prepare_fsdp1(accelerator, model, prepare)`, which calls `prepare()`;
     - `prepare_frozen(accelerator, model)`, for a model that is not trained.
 
-    A fourth method, `fingerprint(model)`, identifies the checkpoint.
+    A fourth method, `fingerprint(model)`, returns a string that identifies the checkpoint.
     """
     found = (module.__dict__.get(LOADER_ATTRIBUTE) for module in model.modules())
     return next((loader for loader in found if loader is not None), None)
@@ -104,9 +104,10 @@ def _wait_on_cpu_ranks(original: Any, self: Any) -> None:
     "accelerate.utils.fsdp_utils.fsdp2_prepare_auto_wrap_policy(fsdp2_plugin, model)",
     feature="size wrap",
     changes="SIZE_BASED_WRAP skips module lists, the decoder, the output head, and parts of PEFT's adapters of experts.",
-    reason="FSDP2 rejects module lists, which have no forward. Accelerate shards the final norm with the head, so in a unit of "
-    "the decoder the norm would be sharded twice. TRL uses the head's weight without calling the head, so the head must stay in "
-    "the root unit. PEFT's adapters of experts use the weights of their submodules, so these must not be separate units.",
+    reason="FSDP2 rejects module lists, which have no forward. Accelerate shards the final norm together with the head. The "
+    "decoder contains this norm, so if the decoder were a unit, the norm would be sharded twice. TRL uses the head's weight "
+    "without calling the head, so the head must stay in the root unit. PEFT's adapters of experts use the weights of their "
+    "submodules without calling these, so the submodules must not be separate units.",
     upstream="to file: SIZE_BASED_WRAP with fsdp_version 2 fails on ModuleList and shards the final norm twice",
     depends_on=("trl",),
 )
@@ -183,8 +184,8 @@ def _shard_then_fill(original: Any, accelerator: Any, model: torch.nn.Module) ->
     feature="loading",
     changes="Under FSDP1, a model from `load_model` is materialized one unit at a time. With `evaluation_mode`, it is sharded and "
     "filled, under FSDP1 and FSDP2.",
-    reason="Under FSDP1, Accelerate keeps the full model in the memory of rank 0 and, while it synchronizes module states, of "
-    "every rank. With `evaluation_mode` it does not shard at all, and parameters stay on meta.",
+    reason="Under FSDP1, Accelerate keeps the full model in rank 0's memory and, while it synchronizes module states, in every "
+    "rank's memory. With `evaluation_mode` it does not shard at all, and parameters stay on meta.",
     upstream="to file: `prepare_model(evaluation_mode=True)` does not shard under FSDP",
 )
 def _prepare_on_meta(

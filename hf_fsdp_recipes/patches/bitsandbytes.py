@@ -1,8 +1,9 @@
 """Makes bitsandbytes' optimizers work under FSDP2: each rank updates its own rows.
 
-Their operators do not accept DTensors ("does not have a sharding strategy registered"), but updating an element needs only that
-element or, for 8-bit states, its block of 256. The states become DTensors sharded like their parameter, so that DCP can save
-and load them. Blocks of 8-bit states start at each rank's first row, so a run can only resume them on the same number of ranks.
+The optimizers' operators do not accept DTensors ("does not have a sharding strategy registered"), but updating an element needs
+only that element or, for 8-bit states, its block of 256 elements. The states become DTensors sharded like their parameter, so that
+DCP can save and load them. The blocks of 8-bit states start at each rank's first row, so a run with such states can resume only on
+the same number of ranks.
 
 Source: bitsandbytes 0.50 `optim/optimizer.py`: `init_state`, `update_step` and `prefetch_state` receive one parameter
 and keep its state in `self.state[p]`.
@@ -26,7 +27,7 @@ STEP_PARAMETERS = ["self", "group", "p", "gindex", "pindex"]
 
 
 def shard_optimizer_class(optimizer_class: type) -> type:
-    """Return a subclass of a bitsandbytes optimizer that supports DTensors too; raise a RecipeError if its methods differ."""
+    """Return a subclass of a bitsandbytes optimizer that also supports DTensors; raise a RecipeError if its methods changed."""
     for name in ("init_state", "update_step"):
         found = list(inspect.signature(getattr(optimizer_class, name, int)).parameters)
         if found != STEP_PARAMETERS:
@@ -34,12 +35,12 @@ def shard_optimizer_class(optimizer_class: type) -> type:
                 f"bitsandbytes {version('bitsandbytes')} is not supported: {name} takes {found} instead of "
                 f"{STEP_PARAMETERS}. Install {versions_of('bitsandbytes')}, or use optim: adamw_torch_fused."
             )
-    # Trainer keeps embedding states in 32 bits if the full class name contains "bitsandbytes". This module's name does.
+    # Trainer keeps embedding states in 32 bits if the class's full name contains "bitsandbytes", as this module's name does.
     return type(f"Sharded{optimizer_class.__name__}", (_LocalStep, optimizer_class), {"__module__": __name__})
 
 
 class _LocalStep:
-    """Mixin for a bitsandbytes optimizer that passes it this rank's local tensors instead of DTensors."""
+    """Mixin that passes this rank's local tensors, instead of DTensors, to a bitsandbytes optimizer."""
 
     state: dict[torch.Tensor, dict[str, Any]]  # the optimizer defines these three attributes
     is_paged: bool
@@ -48,7 +49,7 @@ class _LocalStep:
     def init_state(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
         if not isinstance(p, DTensor):
             return super().init_state(group, p, gindex, pindex)  # type: ignore[misc]
-        # Use the largest shard's size on every rank, so that all choose the same dtype and number of blocks.
+        # Use the largest shard's size on every rank, so that all ranks choose the same dtype and number of blocks.
         largest = _largest_shard(p)
         super().init_state(group, largest, gindex, pindex)  # type: ignore[misc]
         state = self.state.pop(largest)

@@ -13,8 +13,8 @@ from hf_fsdp_recipes.patches import registry
 def is_requested() -> bool:
     """Return whether the launcher requests FSDP on CPU ranks, or FSDP on a machine without an accelerator.
 
-    `accelerate launch` ignores `use_cpu: true` in FSDP configs: accelerate 1.15 sets ACCELERATE_USE_CPU only in its simple
-    launcher.
+    The second case is needed because `accelerate launch` ignores `use_cpu: true` in FSDP configs: accelerate 1.15 sets
+    ACCELERATE_USE_CPU only in its simple launcher.
     """
     flag = os.environ.get("ACCELERATE_USE_CPU")
     return is_fsdp_requested() and (not torch.accelerator.is_available() if flag is None else is_true(flag))
@@ -23,8 +23,8 @@ def is_requested() -> bool:
 def enable() -> None:
     """Make Accelerate treat CPU ranks as FSDP ranks if the launcher requests FSDP on them. Idempotent.
 
-    Call it on every rank before the first Accelerator. If a TrainingArguments exists, this is a collective,
-    because the ranks then start their process group here.
+    Call it on every rank before the first Accelerator is created. If a TrainingArguments has already been created, this is a
+    collective, because the ranks then start their process group here.
 
     Raises:
         TemplateError: an Accelerator already exists.

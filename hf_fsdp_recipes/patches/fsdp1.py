@@ -23,7 +23,7 @@ _patch = functools.partial(Patch, upstream="not filed; FSDP1 is in maintenance m
     "torch.distributed.fsdp._init_utils._get_compute_device(module, ignored_params, device_from_device_id)",
     feature="cpu ranks",
     changes="CPU ranks compute on `cpu`, not on `cpu:0`.",
-    reason="FSDP1 treats `cpu` and `cpu:0` as different devices.",
+    reason="FSDP1 treats `cpu` and `cpu:0` as different devices, so it would raise an error.",
 )
 def _compute_on_cpu(
     original: Any, module: Any, ignored_params: Any, device_from_device_id: Any, *args: Any
@@ -38,7 +38,7 @@ def _compute_on_cpu(
     "torch.distributed.fsdp._init_utils._init_intra_and_inter_node_groups(global_process_group, num_devices_per_node)",
     feature="cpu ranks",
     changes="With gloo, hybrid sharding shards over the ranks of a node.",
-    reason="torch counts one CPU device per node, so every rank would be a separate node.",
+    reason="torch counts one CPU device per node, so it would treat every rank as a separate node.",
 )
 def _group_by_local_ranks(original: Any, global_process_group: Any, num_devices_per_node: int) -> Any:
     if torch.distributed.get_backend(global_process_group) == "gloo":
@@ -53,7 +53,7 @@ def _group_by_local_ranks(original: Any, global_process_group: Any, num_devices_
     "accelerate.utils.dataclasses.FullyShardedDataParallelPlugin.set_auto_wrap_policy(self, model)",
     feature="size wrap",
     changes="SIZE_BASED_WRAP keeps the output head in the root unit.",
-    reason="TRL uses the head's weight without calling the head, so FSDP1 would never gather a unit of the head.",
+    reason="TRL uses the head's weight without calling the head, so FSDP1 would never gather the head if it were a separate unit.",
     depends_on=("trl",),
 )
 def _set_policy_without_heads(original: Any, self: Any, model: torch.nn.Module) -> None:
@@ -88,7 +88,8 @@ def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = Fal
     "accelerate.utils.fsdp_utils._set_model_state_dict(model, state_dict, adapter_only, sd_options)",
     feature="checkpointing",
     changes="An adapter-only state dict is loaded into a PEFT model under FSDP1.",
-    reason="FSDP1 adds wrapper names to module names, so a resumed run would silently start with new adapters.",
+    reason="PEFT looks up adapters by module name, and FSDP1 adds wrapper names to these, so no tensor would be loaded: a resumed "
+    "run would silently start with new adapters.",
     depends_on=("peft",),
 )
 def _set_state_with_adapters(
@@ -109,11 +110,11 @@ def _set_state_with_adapters(
 @_patch(
     "transformers.trainer.load_fsdp_optimizer(fsdp_plugin, accelerator, optimizer)",
     feature="checkpointing",
-    changes="Parameters without optimizer state in a checkpoint have none after loading. Under FSDP1, the state of the "
+    changes="A parameter that has no optimizer state in the checkpoint has none after loading. Under FSDP1, the state of the "
     "other parameters is allocated before the checkpoint is loaded.",
     reason="torch asks the checkpoint for the state of every trained parameter, but a parameter that no row has used yet, for "
-    "example in a vision tower, has no state. Under FSDP1 a new optimizer has no state, so nothing is loaded and Adam silently "
-    "starts from zero.",
+    "example in a vision tower, has no state, so loading fails. Under FSDP1 a new optimizer has no state, so nothing is loaded and "
+    "Adam silently starts from zero.",
     depends_on=("torch",),
 )
 def _load_into_allocated_state(
@@ -165,8 +166,8 @@ def _read_names_with_state(directory: Path) -> set[str]:
     "torch.distributed.checkpoint.default_planner._flatten_sharded_tensors(state_dict)",
     feature="checkpointing",
     changes="A tensor stays in the state dict of a rank that holds no part of it.",
-    reason="DCP drops such a tensor and mistakes the checkpoint for one of torch 2.3, so a run cannot resume if an adapter has "
-    "fewer rows than there are ranks.",
+    reason="DCP drops such a tensor and mistakes the checkpoint for one written by torch 2.3, so a run cannot resume if an "
+    "adapter has fewer rows than there are ranks.",
 )
 def _keep_empty_shards(original: Any, state_dict: Any) -> Any:
     from torch.distributed._shard.sharded_tensor import ShardedTensor

@@ -95,8 +95,8 @@ LINEAR_LAYERS = "lora_target_modules: [q_proj, k_proj, v_proj, o_proj]"
 
 @_patch(
     "peft.tuners.tuners_utils.BaseTuner.inject_adapter(self, model, adapter_name)",
-    changes="Adapters that are computed from the base weights in other ways (pissa_niter_*, LoftQ, CorDA, ...) raise an error on "
-    "meta, and so do adapters of fused experts that PEFT or FSDP1 does not support.",
+    changes="Initializations other than PiSSA and OLoRA that need the base weights (pissa_niter_*, LoftQ, CorDA, ...) raise an "
+    "error if the base model is on meta. Adapters of fused experts raise an error if PEFT or FSDP1 does not support them.",
     reason="The weights are not loaded yet, so PEFT would fail in the middle of a decomposition. Unsupported adapters of experts "
     "would fail in the first step, or with a message that does not name the setting.",
 )

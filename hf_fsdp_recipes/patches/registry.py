@@ -70,7 +70,7 @@ class Patch:
         return versions_of(self.package, *self.depends_on)
 
     def find(self) -> tuple[Any, str, Callable[..., Any]]:
-        """Return the function's owner and name, and the function; raise a PatchError if it is gone or its parameters differ."""
+        """Return the function's owner, its name and the function; raise a PatchError if it is gone or its parameters differ."""
         path, _, name = self.target.rpartition(".")
         expected = self.signature.partition("(")[2].rstrip(")").split(", ")
         owner = found = None

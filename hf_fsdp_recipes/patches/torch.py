@@ -219,7 +219,10 @@ def _load_bytes_safely(original: Any, self: Any, read_item: Any, value: Any) -> 
 
 
 def register_read_hook(hook: Callable[[Path, Chunks], None]) -> None:
-    """Set the function to call before a state is read, with the DCP directory and this rank's chunks. The call is collective."""
+    """Set the function to call before a state is read, with the DCP directory and this rank's chunks.
+
+    Every rank calls the function, so it may use collectives.
+    """
     global _before_read
     _before_read = hook
 

@@ -132,7 +132,7 @@ def _save_sharded(original: Any, self: Any, output_dir: str | None = None, _inte
 
 @_patch(
     "transformers.trainer.Trainer._save_checkpoint(self, model, trial)",
-    changes="After each save, every rank passes the error, or None, to `end_save` of the callback with `handles_failed_saves`.",
+    changes="After each save, every rank passes its error, or None, to `end_save` of the callback with `handles_failed_saves`.",
     reason="On a full disk, Trainer ends the run with a traceback and leaves an unusable checkpoint.",
     upstream="to file: a failed save ends the run and leaves an incomplete checkpoint directory",
 )
@@ -145,7 +145,7 @@ def _pass_on_failed_save(original: Any, self: Any, model: Any, trial: Any) -> No
     def save_model_first(*args: Any, **kwargs: Any) -> None:
         try:
             save_model(*args, **kwargs)
-        except Exception as error:  # raised later: once the model is saved, the other ranks may wait for this rank
+        except Exception as error:  # not raised yet: the other ranks continue the save and may wait for this rank
             failures.append(error)
 
     self.save_model = save_model_first

@@ -40,7 +40,7 @@ def _load_by_shards(original: Any, model_id: str, architecture: Any = None, **kw
 @Patch(
     "trl.trainer.utils.hash_module(module)",
     feature="loading",
-    changes="A model from `load_model` is identified by its files, for the cache of precomputed reference log probabilities.",
+    changes="In the cache of precomputed reference log probabilities, a model from `load_model` is identified by its files.",
     reason="TRL hashes the values of all parameters, which are on meta until the model is sharded.",
     upstream="to file: `precompute_ref_log_probs` hashes the full reference model on every rank",
     is_copied=True,
