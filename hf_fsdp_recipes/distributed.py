@@ -74,7 +74,7 @@ def host_group() -> dist.ProcessGroup | None:
 def patient_group(thread: str = "main") -> dist.ProcessGroup | None:
     """Return a gloo group without a timeout, for waiting while one rank works for longer than `ddp_timeout`.
 
-    One rank may be writing a checkpoint or downloading a model, for example. If this rank dies, the wait ends.
+    One rank may be writing a checkpoint or downloading a model, for example. If that rank dies, the wait ends.
 
     Collective on the first call: every rank must call this.
 

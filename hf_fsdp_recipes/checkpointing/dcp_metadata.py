@@ -1,4 +1,4 @@
-"""Reads which tensors are in a directory of torch DCP (Distributed Checkpoint), and compares them with a model's."""
+"""Lists the tensors in a torch DCP (Distributed Checkpoint) directory, and compares them with a model's."""
 
 from collections.abc import Mapping
 from pathlib import Path

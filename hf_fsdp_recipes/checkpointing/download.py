@@ -34,9 +34,10 @@ _partial: dict[Path, "_Download"] = {}  # for each directory, its partial downlo
 def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path | None = None) -> Path | None:
     """Download a checkpoint from a mirror into a run's output directory, and return its path there.
 
-    If all ranks see the same directory, each downloads a part of the checkpoint. Otherwise each node downloads the small files
-    now, and the tensor data that its ranks need when Trainer or Accelerate loads the returned directory; this partial
-    download is deleted after Trainer's first step. Ranks wait for each other without a timeout.
+    If all ranks see the same directory, each downloads a part of the checkpoint. Otherwise each node downloads only
+    the small files now. The tensor data that its ranks need is downloaded later, when Trainer or Accelerate loads the
+    returned directory. Such a partial directory is deleted after Trainer's first step. Ranks wait for each other without a
+    timeout.
 
     Collective: every rank must call this, after the process group has started.
 

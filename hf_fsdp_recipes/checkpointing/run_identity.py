@@ -55,7 +55,7 @@ def claim_directory(
             reason.
 
     Raises:
-        CheckpointError: the directory holds another run's checkpoints or export, and `previous_run` is refuse.
+        CheckpointError: the directory holds another run's checkpoints or export, and `previous_run` is "refuse".
     """
     directory = Path(output_dir)
     if state.global_step == 0:

@@ -306,6 +306,6 @@ def _cause(error: BaseException) -> str:
     """Return the most useful part of an error: the operating system's message, or else the last line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    if "inline_container.cc" in str(error):  # torch's message has only a position in the file
+    if "inline_container.cc" in str(error):  # torch's message gives only a position in the file
         return "torch.save could not write a file"
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

@@ -98,7 +98,7 @@ class WeightStream:
         self._send(spans, compare, index or self._index, lambda num_bytes: None)
 
     def check(self) -> None:
-        """Raise on every rank: the error of the first failed read, or a LoadError if a rank's elements differ from rank 0's."""
+        """Raise the error of the first failed read, or a LoadError if elements differ from rank 0's, on every rank."""
         distributed.raise_together(self._error)
         names = [
             name

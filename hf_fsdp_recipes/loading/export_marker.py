@@ -48,7 +48,7 @@ def check_together(
 ) -> None:
     """Verify an export before it is read. Ranks that see the same copy divide the checksums among them.
 
-    Does nothing if the directory has no marker, for example a model from the Hub. On two busy cores, with the files in the
+    Does nothing if the directory has no marker, as with a model from the Hub. On two busy cores, with the files in the
     page cache, two ranks needed 0.3 s to verify a bfloat16 model of 0.4B parameters, and 9.7 s to load it.
 
     Collective: every rank must call this. Ranks wait for each other without a timeout.

@@ -107,7 +107,7 @@ class MetaModelLoader:
     def fingerprint(self, model: torch.nn.Module) -> str:
         """Return a hash of the model's shapes and dtypes and of its files' paths, sizes and modification times.
 
-        Use rank 0's hash: on ranks that do not read the checkpoint, it is empty.
+        Use the hash from rank 0: ranks that do not read the checkpoint return an empty string.
 
         Raises:
             LoadError: the model has adapters.

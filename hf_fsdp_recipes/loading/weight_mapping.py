@@ -175,7 +175,7 @@ def stored_ranges(model: "PreTrainedModel", name: str, shape: tuple[int, ...]) -
 
 
 def _row_numbers(shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor to convert in place of a weight: each row holds its row number."""
+    """Return a stand-in for a weight, to pass through the conversion: each row holds its own row number."""
     shape = tuple(shape)
     rows = shape[:-1] if len(shape) > 1 else shape
     numbers = torch.arange(math.prod(rows)).reshape(rows)

@@ -125,7 +125,7 @@ def launch(
 
 
 def is_cpu_machine() -> bool:
-    """Return whether to launch CPU ranks: there is no accelerator, or ACCELERATE_USE_CPU is set."""
+    """Return whether to launch CPU ranks, which is the case if there is no accelerator or ACCELERATE_USE_CPU is set."""
     return not torch.accelerator.is_available() or is_true(os.environ.get("ACCELERATE_USE_CPU", "false"))
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def set_frozen_dtype(model_arguments: "ModelConfig") -> None:
     """Load a 4-bit model's unquantized parameters in the mixed-precision dtype: they are frozen and need no fp32 master weights.
 
-    Changes `dtype` only if it has TRL's default. TRL also uses `dtype` as the compute dtype of quantization.
+    Changes `dtype` only if it still has TRL's default value. TRL also uses `dtype` as the compute dtype of quantization.
     """
     precision = mixed_precision_dtype()
     if model_arguments.load_in_4bit and precision is not None and model_arguments.dtype in (None, "auto", "float32"):

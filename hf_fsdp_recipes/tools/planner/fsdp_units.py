@@ -77,7 +77,10 @@ def build_units(groups: list[ModuleGroup], model: MetaModel, job: TrainingJob) -
 
 
 def _group_fsdp2(model: MetaModel, job: TrainingJob) -> list[ModuleGroup]:
-    """Group modules as Accelerate does: each module that the policy wraps, the input embedding, norm and head, and the root.
+    """Group modules as Accelerate does.
+
+    There is one group for each module that the policy wraps, one for the input embedding, one for the final norm and the head
+    together, and one for the root. A tied embedding is in the group of the norm and the head.
 
     Source: accelerate 1.15 `utils/fsdp_utils.py`, `fsdp2_prepare_model`.
     """

@@ -60,7 +60,7 @@ class MemoryPlan:
 
     @property
     def valley_bytes(self) -> int:
-        """Device bytes between steps."""
+        """Device memory in use between steps, in bytes."""
         return sum(self.valley.values())
 
     @property

@@ -20,7 +20,10 @@ def preflight(
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for all nodes to join.")] = 60.0,
 ) -> None:
-    """Check that the nodes of a job can work together. Run it once per node, or under a launcher without node flags."""
+    """Check that the nodes of a job can work together.
+
+    Run it on each node with --num-nodes, --node-rank and --master-addr. Under a launcher, leave these out.
+    """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before importing torch, to suppress C++ stack traces
     from hf_fsdp_recipes.tools.preflight.preflight import Job, check_node, find_node
 

@@ -179,7 +179,7 @@ def measure_save(
 
 
 def restore(state: Mapping[str, dict[str, Any]], checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Read a checkpoint into a captured state; return this rank's tensors of the state. Collective: every rank must call this."""
+    """Load a checkpoint into a state from `capture`; return this rank's tensors in it. Collective: every rank must call this."""
     import torch.distributed.checkpoint as dcp
 
     for part, folder in PARTS.items():
