@@ -19,14 +19,14 @@ def save_checkpoint(
     """Save an Accelerator's state to a checkpoint directory that appears only once all its files are complete.
 
     The files of `accelerator.save_state` and a manifest of their checksums are written to a hidden directory and flushed;
-    then the directory is renamed to `checkpoint-<step>`. Training waits meanwhile. Resume with
+    then the directory is renamed to `checkpoint-<step>`. Training waits until this is done. Resume with
     `accelerator.load_state(latest_checkpoint(output_dir))`.
 
     Collective: every rank must call this, with the same arguments.
 
     Args:
-        accelerator: must have prepared the model and the optimizer, and the scheduler if its state is to be saved.
-        output_dir: a directory for this run alone, which all ranks must see.
+        accelerator: an Accelerator that has prepared the model and the optimizer, and the scheduler if its state is to be saved.
+        output_dir: a directory that all ranks can access and that no other run uses.
         step: number of steps done; the checkpoint is `<output_dir>/checkpoint-<step>`.
         keep: number of checkpoints to keep; older ones are deleted once this one is complete. None keeps all.
 
@@ -60,14 +60,14 @@ def save_checkpoint(
 
 
 def _write(accelerator: "Accelerator", incomplete: Path, final: Path) -> dict[str, dict[str, Any]]:
-    """Write and flush the files; return their manifest entries. Collective."""
+    """Write and flush the checkpoint's files. Return the manifest entries of all ranks' files. Collective."""
     from torch.distributed.checkpoint import CheckpointException
 
     group = distributed.patient_group()
-    with distributed.sync_errors(group):  # save_state writes random states last; a single rank may fail there
+    with distributed.sync_errors(group):  # save_state writes each rank's random state last; one rank alone can fail
         try:
             accelerator.save_state(str(incomplete))
-        except CheckpointException as error:  # derives from BaseException; every rank raises it
+        except CheckpointException as error:  # a BaseException, which sync_errors does not catch; every rank raises it
             cause = summarize(next(iter(error.failures.values()))[0], "line")
             raise CheckpointError(f"{final} could not be written: {cause}. Earlier checkpoints are intact.") from error
     names = distributed.run_on_main(lambda: layout.files_in(incomplete), group)

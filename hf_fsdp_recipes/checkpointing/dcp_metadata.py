@@ -23,7 +23,7 @@ class TensorFacts(NamedTuple):
     dtype: torch.dtype | None
 
     def __str__(self) -> str:
-        """Return text such as `(300, 32) float32`."""
+        """Return the shape and dtype as text, such as `(300, 32) float32`."""
         return f"{self.shape}{'' if self.dtype is None else ' ' + format_dtype(self.dtype)}"
 
 

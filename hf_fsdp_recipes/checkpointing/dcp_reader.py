@@ -42,7 +42,7 @@ class StoredFile:
     Args:
         path: the file.
         checksums: XXH3 of each block, or None to read without verifying.
-        recent: the most recently verified blocks. All files share this dict, so more files do not need more memory.
+        recent: cache of the most recently verified blocks. All files share it, so its size does not grow with their number.
     """
 
     def __init__(self, path: Path, checksums: list[str] | None, recent: RecentBlocks) -> None:
@@ -54,7 +54,7 @@ class StoredFile:
         self._verified: set[int] = set()
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fill `target` with the bytes at `offset`; raise an ExportError if a block differs from its checksum."""
+        """Fill `target` with the file's bytes from `offset` on; raise an ExportError if a block differs from its checksum."""
         while target:
             number, at = divmod(offset, CHECKSUM_BLOCK_BYTES)
             part = target[: CHECKSUM_BLOCK_BYTES - at]
@@ -98,12 +98,15 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements [first, first + count) of a tensor. They begin at byte `start()` of the file, in the archive at `offset`."""
+    """Elements [first, first + count) of a flattened tensor, stored in one torch.save archive of a file.
+
+    The elements begin at byte `start()` of the file. The archive that holds them begins at byte `offset`.
+    """
 
     first: int
     count: int
     file: StoredFile
-    start: Callable[[], int]  # opens the archive on first use; opening all archives of 512 ranks takes minutes
+    start: Callable[[], int]  # the first call opens the archive; opening all archives of 512 ranks takes minutes
     offset: int
     length: int  # the archive's length in bytes
 
@@ -118,7 +121,7 @@ class DcpTensor:
     chunks: tuple[Chunk, ...]
 
     def read(self, start: int, count: int) -> torch.Tensor:
-        """Return `count` elements starting at `start` (1-D, CPU)."""
+        """Return elements [start, start + count) of the flattened tensor, as a 1-D tensor on the CPU."""
         out = torch.empty(count, dtype=self.dtype)
         view = memoryview(out.view(torch.uint8).numpy())
         size = self.dtype.itemsize
@@ -136,7 +139,7 @@ class DcpTensor:
 
 
 class _Window(io.RawIOBase):
-    """A byte range of a file that zipfile and torch.load can read like a file."""
+    """Presents a byte range of a file as a file object, for zipfile and torch.load."""
 
     def __init__(self, stream: io.RawIOBase, start: int, length: int) -> None:
         self._stream = stream
@@ -158,7 +161,10 @@ class _Window(io.RawIOBase):
 
 
 def find_directory(checkpoint: Path) -> Path:
-    """Return the directory with the model's `.metadata` in a checkpoint; raise an ExportError if there is none."""
+    """Return the directory that holds the model's `.metadata`: a subdirectory of the checkpoint, or the checkpoint itself.
+
+    Raises an ExportError if neither holds this file.
+    """
     for candidate in (checkpoint / MODEL_DIRECTORY, checkpoint):
         if (candidate / METADATA_FILE).is_file():
             return candidate
@@ -171,7 +177,7 @@ def find_directory(checkpoint: Path) -> Path:
 def read_index(directory: Path) -> dict[str, DcpTensor]:
     """Return, for each tensor name in a DCP directory, the tensor's shape, dtype and chunks.
 
-    Not a collective. Files that have no block checksums in the manifest are verified in full first.
+    Not a collective. Files without block checksums in the manifest are read and verified in full first.
 
     Raises:
         ExportError: `.metadata` cannot be read, a file is missing, truncated or differs from the checkpoint's manifest, or
@@ -199,7 +205,7 @@ def read_index(directory: Path) -> dict[str, DcpTensor]:
 
 
 def _open_files(directory: Path) -> Callable[[str], StoredFile]:
-    """Return a function that opens the files of a DCP directory by name, each only once."""
+    """Return a function that opens a file of a DCP directory, given the file's name. It opens each file only once."""
     checksums = _verify_manifest(directory)
     recent: RecentBlocks = {}
 
@@ -217,9 +223,9 @@ def _open_files(directory: Path) -> Callable[[str], StoredFile]:
 
 
 def _verify_manifest(directory: Path) -> Checksums | None:
-    """Check the sizes of the files that an export reads, and verify files without block checksums.
+    """Check the sizes of the files that an export reads, and the full checksums of files without block checksums.
 
-    Return {file: block checksums}, with which blocks are verified when they are read, or None if there is no manifest.
+    Return {file: block checksums}, or None if there is no manifest. The blocks are verified later, when they are read.
     """
     root = directory.parent if directory.name == MODEL_DIRECTORY else directory
     if not (root / layout.MANIFEST).is_file():
@@ -230,7 +236,7 @@ def _verify_manifest(directory: Path) -> Checksums | None:
     try:
         for name, entry in layout.read_manifest(root)["files"].items():
             file, num_bytes, blocks = root / name, int(entry["bytes"]), entry.get("blocks")
-            # An export does not read the optimizer, the scheduler or random states.
+            # Skip files of the optimizer, the scheduler and random states, because an export does not read them.
             if file.parent not in (root, directory) or file.suffix in (".pt", ".pth"):
                 continue
             if layout.find_size(file) != num_bytes:
@@ -278,7 +284,7 @@ def _chunk(
 
 
 def _data_start(file: StoredFile, name: str, offset: int, length: int, num_bytes: int, plain: PlainPickles) -> int:
-    """Return the first byte of a chunk's values in its `.distcp` file."""
+    """Return the offset in bytes at which a chunk's values begin in its `.distcp` file."""
     window = _Window(file.stream, offset, length)
     try:
         with zipfile.ZipFile(window) as archive:
@@ -292,9 +298,9 @@ def _data_start(file: StoredFile, name: str, offset: int, length: int, num_bytes
         if data.file_size != num_bytes or not plain[description]:
             raise ValueError(f"it is not stored as {num_bytes:,} contiguous bytes")
         header = bytearray(4)
-        window.seek(data.header_offset + 26)  # the local header holds the lengths of its name and extra field
+        window.seek(data.header_offset + 26)  # in a zip local header: the lengths of its name and extra field
         window.readinto(header)
-    except Exception as error:  # zipfile and torch raise many types for damaged archives
+    except Exception as error:  # zipfile and torch raise many exception types for damaged archives
         raise ExportError(f"{file.path}: {name} cannot be read ({error})") from error
     name_bytes, extra_bytes = int.from_bytes(header[:2], "little"), int.from_bytes(header[2:], "little")
     return offset + data.header_offset + 30 + name_bytes + extra_bytes

@@ -18,10 +18,10 @@ from hf_fsdp_recipes.checkpointing.direct_io import ChecksummedStream
 
 
 class DirectWriter(FileSystemWriter):
-    """A DCP writer whose `.distcp` files are durable once closed; the caller must sync `.metadata`.
+    """A DCP writer that flushes each `.distcp` file to disk when it closes the file. The caller must flush `.metadata`.
 
     Attributes:
-        manifest_entries: for the name of each `.distcp` file that this rank has written, the file's size and checksums.
+        manifest_entries: {file name: size and checksums} of the `.distcp` files that this rank has written.
 
     Args:
         directory: where the files are written.
@@ -39,7 +39,7 @@ class CachedPlanner(DefaultSavePlanner):
     """A save planner that reuses the plan of the previous save, so that rank 0 plans for all ranks only once.
 
     Args:
-        part: "model" or "optimizer"; each has its own plan.
+        part: "model" or "optimizer"; their plans are cached separately.
     """
 
     def __init__(self, part: str) -> None:
@@ -71,6 +71,6 @@ class _DirectFileSystem(FileSystem):
                 yield stream
             return
         file = ChecksummedStream(Path(path), self._notify)
-        with io.BufferedWriter(file) as stream:  # torch.save writes each tensor in about 40 pieces
+        with io.BufferedWriter(file) as stream:  # torch.save makes about 40 small writes per tensor; collect them
             yield stream
         self._manifest_entries[Path(path).name] = file.manifest_entry()

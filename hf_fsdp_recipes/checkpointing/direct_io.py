@@ -1,6 +1,6 @@
 """Writes files with O_DIRECT, or through the page cache if the file system does not support O_DIRECT.
 
-For gigabytes that are not read again soon, the page cache costs more than the disk: the kernel allocates and zeroes pages one
+For gigabytes that are not read again soon, the page cache takes more time than the disk: the kernel allocates and zeroes pages one
 by one, the pages take memory from training, and ranks that write to the same file contend for a lock. Full blocks are written
 directly from one aligned buffer; the bytes before and after them go through the cache.
 
@@ -36,7 +36,7 @@ class DirectFile:
         self._small_bytes = 0
 
     def write(self, data: "ReadableBuffer", offset: int, buffer: mmap.mmap) -> None:
-        """Write all of `data` at byte `offset`; full blocks go through the aligned `buffer`."""
+        """Write all of `data` at byte `offset`. Full blocks are copied to the aligned `buffer` and written from there."""
         view = memoryview(data).cast("B")
         head, blocks, tail = split_at_blocks(view, offset)
         if len(blocks) < MIN_DIRECT_BYTES:
@@ -51,7 +51,7 @@ class DirectFile:
         self._write_later(tail, first_block + len(blocks))
 
     def _write_later(self, view: memoryview, offset: int) -> None:
-        """Collect small writes: each goes through the cache and waits for blocks that other ranks write to the same file."""
+        """Delay a small write: it goes through the page cache, where it waits for blocks that other ranks write to the file."""
         if view:
             self._small.append((bytes(view), offset))
             self._small_bytes += len(view)
@@ -104,7 +104,7 @@ class ChecksummedStream(io.RawIOBase):
         file.touch()
         self._file = DirectFile(file)
         self._buffer = new_buffer()
-        self._start = self._num_buffered = 0  # file offset of the buffer's first byte; bytes in the buffer
+        self._start = self._num_buffered = 0  # file offset of the buffer's first byte; number of bytes in the buffer
         self._hash, self._block_hash = xxhash.xxh3_64(), xxhash.xxh3_64()
         self._blocks: list[str] = []
 
@@ -164,7 +164,7 @@ def split_at_blocks(view: memoryview, offset: int) -> tuple[memoryview, memoryvi
 
 
 def new_buffer() -> mmap.mmap:
-    """Return page-aligned memory."""
+    """Return a page-aligned buffer of BUFFER_BYTES."""
     return mmap.mmap(-1, BUFFER_BYTES)
 
 

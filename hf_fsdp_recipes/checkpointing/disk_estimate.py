@@ -29,7 +29,7 @@ class DiskEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """Maximum number of bytes on disk."""
+        """Maximum number of bytes that the run's checkpoints and exports take on disk."""
         return self.checkpoint_bytes * self.num_checkpoints + self.export_bytes
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class DiskEstimate:
 
 
 def estimate(recipe: dict[str, Any]) -> DiskEstimate:
-    """Estimate the disk space of a run, with TRL's and Trainer's defaults for omitted fields.
+    """Estimate the disk space of a run, with TRL's and Trainer's defaults for fields that the recipe omits.
 
     Raises a TemplateError if the model cannot be built from its config.
     """
@@ -60,7 +60,7 @@ def estimate(recipe: dict[str, Any]) -> DiskEstimate:
 
 
 def _count_adapter_parameters(model: "PreTrainedModel", recipe: dict[str, Any]) -> int:
-    """Count the parameters of the recipe's LoRA adapter, by default on all linear layers. Adds the adapter to the meta model."""
+    """Add the recipe's LoRA adapter to the meta model, by default on all linear layers, and count the adapter's parameters."""
     from peft import LoraConfig, get_peft_model
 
     parameters = recipe.get("lora_target_parameters")
@@ -77,10 +77,10 @@ def _count_adapter_parameters(model: "PreTrainedModel", recipe: dict[str, Any]) 
 
 
 def _count_checkpoints(recipe: dict[str, Any]) -> tuple[int, bool]:
-    """Return the maximum number of checkpoints on disk and False; or, if it is unknown, a lower bound and True."""
+    """Return the maximum number of checkpoints on disk and False. If it is unknown, return a lower bound and True."""
     limit, num_saves = recipe.get("save_total_limit"), _count_saves(recipe)
     if limit:
-        num_kept = int(limit) + 1  # the oldest is deleted once the new one is complete
+        num_kept = int(limit) + 1  # the oldest is deleted only after the new one is complete
         return min(num_kept, num_saves or num_kept), False
     return (num_saves, False) if num_saves else (2, True)
 
@@ -90,7 +90,7 @@ def _count_saves(recipe: dict[str, Any]) -> int | None:
     strategy, save_steps = recipe.get("save_strategy", "steps"), float(recipe.get("save_steps", 500))
     max_steps = int(recipe.get("max_steps", -1))
     if strategy == "no":
-        return 1  # a run that is preempted still saves
+        return 1  # even with this strategy, a preempted run saves a checkpoint
     if strategy == "epoch":
         return math.ceil(float(recipe.get("num_train_epochs", 3)))
     if 0 < save_steps < 1:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_weights(tensors: Iterable[tuple[str, torch.Tensor]], step: int, output_dir: Path) -> None:
-    """Check this rank's weights for NaN and infinity, with one synchronization per device. Not a collective.
+    """Check this rank's weights for NaN and infinity. Synchronizes each device once if all are finite. Not a collective.
 
     Args:
         tensors: names and values of this rank's weights (shards or full tensors).
@@ -41,9 +41,10 @@ def check_weights(tensors: Iterable[tuple[str, torch.Tensor]], step: int, output
 
 
 def check_run(model: torch.nn.Module, state: "TrainerState", output_dir: str | os.PathLike[str]) -> None:
-    """Check the trained weights when training ends, and warn if the last logged loss or gradient norm is not finite.
+    """Check the trained weights, the last logged loss and the last logged gradient norm for NaN and infinity.
 
-    Collective: every rank must call this.
+    Raises a DivergenceError for the weights, and warns for the loss and the gradient norm. Call it when
+    training ends. Collective: every rank must call this.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with distributed.sync_errors():

@@ -1,9 +1,9 @@
 """Downloads a checkpoint to resume from. The source is a mirror: the copy of a run's checkpoints that mirror.py uploads.
 
-If all ranks see the same output directory, they divide the files and complete the checkpoint there. Otherwise each node gets
-only what its ranks read: all small files, and the blocks of `.distcp` files that hold its ranks' chunks. DCP's reader requests
-these blocks just before it reads them. The blocks are written to sparse files in `.checkpoint-<step>.download`, so no tool
-mistakes them for a complete checkpoint.
+If all ranks see the same output directory, each downloads some of the files, and together they complete the checkpoint there.
+Otherwise each node downloads only what its ranks read: all small files, and the blocks of `.distcp` files that hold its ranks'
+chunks. DCP's reader requests these blocks just before it reads them. The blocks are written to sparse files in
+`.checkpoint-<step>.download`, so no tool mistakes them for a complete checkpoint.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from hf_fsdp_recipes.patches import registry
 from hf_fsdp_recipes.patches.torch import Chunks, register_read_hook
 
 NUM_REQUESTS = 8  # concurrent requests of each rank; each request is for one block
-_partial: dict[Path, "_Download"] = {}  # for each directory, its partial download
+_partial: dict[Path, "_Download"] = {}  # {directory: the partial download to it}
 
 
 def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path | None = None) -> Path | None:
@@ -42,16 +42,17 @@ def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path 
     Collective: every rank must call this, after the process group has started.
 
     Args:
-        url: URL of a checkpoint, or of a mirror (with or without /auto), which selects its newest complete checkpoint.
+        url: URL of a checkpoint, or of a mirror (with or without /auto). A mirror stands for its newest complete checkpoint.
         output_dir: the run's output directory.
-        newest: the newest complete checkpoint in `output_dir`, if any. If `url` is a mirror's, a checkpoint is
-            downloaded only if it is later than `newest` and of the same run.
+        newest: the newest complete checkpoint in `output_dir`, if any. If `url` is that of a mirror, a checkpoint is
+            downloaded only if it belongs to the same run as `newest` and has a later step.
 
     Returns:
         The downloaded checkpoint in `output_dir`, or `newest` if there is nothing to download.
 
     Raises:
-        CheckpointError: the named checkpoint is not complete, or its files do not match its manifest. Loading can raise this too.
+        CheckpointError: the checkpoint at `url` is not complete, or its files do not match its manifest. Loading the returned
+            directory can raise this too.
     """
     group = distributed.patient_group()
     chosen = distributed.run_on_main(lambda: _choose(url, newest), group)
@@ -90,12 +91,12 @@ def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path 
     registry.apply("checkpointing")
     register_read_hook(_fetch_chunks)
     _partial[directory.resolve()] = download
-    verified.add(directory.resolve())  # blocks are verified when they are downloaded
+    verified.add(directory.resolve())  # it counts as verified, because each block is verified when it is downloaded
     return directory
 
 
 def delete_partial() -> None:
-    """Delete partial checkpoints that were downloaded for a resume. Collective: every rank calls this after reading them."""
+    """Delete partial downloads after a resume. Collective: every rank must call this, once it has read its part."""
     if _partial:
         distributed.barrier()
         for directory in _partial:
@@ -105,7 +106,10 @@ def delete_partial() -> None:
 
 @dataclass
 class _Download:
-    """Downloads all or part of a mirror's checkpoint. The ranks that see `directory`, the `sharers`, divide the work."""
+    """Downloads all or part of a mirror's checkpoint to `directory`.
+
+    `sharers` are the ranks that see this directory. Each of them downloads some of the files or blocks.
+    """
 
     storage: Storage
     files: dict[str, Any]  # the manifest's entries
@@ -115,11 +119,11 @@ class _Download:
 
     @property
     def part(self) -> slice:
-        """This rank's slice of a list that the sharers divide."""
+        """The slice of a list of files or blocks that this rank must download; the other sharers download the rest."""
         return slice(self.sharers.index(distributed.rank()), None, len(self.sharers))
 
     def fetch_files(self, names: list[str]) -> None:
-        """Download and verify files."""
+        """Download files in full and verify their checksums."""
         if names:
             sources, targets = ([f"{root}/{name}" for name in names] for root in (self.storage.root, self.directory))
             self.storage.attempt("get", sources, targets)
@@ -128,7 +132,7 @@ class _Download:
                 raise CheckpointError(f"{name} has changed: its checksum differs")
 
     def fetch_block(self, name: str, number: int) -> None:
-        """Download and verify one block."""
+        """Download one block of a file and verify its checksum."""
         start = number * direct_io.CHECKSUM_BLOCK_BYTES
         end = min(start + direct_io.CHECKSUM_BLOCK_BYTES, self.files[name]["bytes"])
         content = self.storage.attempt("cat_file", f"{self.storage.root}/{name}", start=start, end=end) or b""
@@ -140,7 +144,7 @@ class _Download:
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """If any rank fails, raise its error on all ranks, which wait without a timeout. Collective."""
+        """If the `with` body fails on any rank, raise its error on all ranks. They wait without a timeout. Collective."""
         with distributed.sync_errors(distributed.patient_group()):
             try:
                 yield
@@ -174,7 +178,7 @@ def _fetch_chunks(directory: Path, chunks: Chunks) -> None:
 
 
 def _choose(url: str, newest: Path | None) -> tuple[str, dict[str, Any]] | None:
-    """Return the URL and manifest of the checkpoint to download, if any."""
+    """Return the URL and manifest of the checkpoint to download, or None if the mirror has none that is newer than `newest`."""
     url = url.rstrip("/").removesuffix("/auto")
     storage = Storage(url)
     if layout.is_checkpoint_name(PurePosixPath(url).name):
@@ -198,9 +202,9 @@ def _choose(url: str, newest: Path | None) -> tuple[str, dict[str, Any]] | None:
 
 
 def _find_sharers(output_dir: Path) -> list[int]:
-    """Return the ranks that share this rank's directory. Collective.
+    """Return the ranks that see the same output directory as this rank, including this rank. Collective.
 
-    If this rank sees rank 0's directory, these are all ranks that see it; otherwise they are the ranks of this node.
+    If this rank does not see rank 0's directory, only the ranks of its node are assumed to see the same one.
     """
     group = distributed.patient_group()
     # The name is random because NFS clients cache failed lookups: a fixed name that was missing before could still appear

@@ -29,14 +29,17 @@ STATE_FILE = "trainer_state.json"
 STATE_KEY = "hf_fsdp_recipes"  # key in TrainerState's `stateful_callbacks`, which Trainer saves and restores
 MODEL_DIRECTORY = "pytorch_model_fsdp_0"
 PARTS = {"model": MODEL_DIRECTORY, "optimizer": "optimizer_0"}  # directories of DCP files, in the order of writing
-METADATA_FILE = ".metadata"  # in each part's directory
+METADATA_FILE = ".metadata"  # torch DCP writes this file to each part's directory
 _NAME = re.compile(r"checkpoint-(\d+)")
 _INCOMPLETE = re.compile(r"\.checkpoint-(\d+)\.(incomplete|download)")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A `checkpoint-<step>` directory; `fault` says why it cannot be resumed from, or is None; `run` is its run's id."""
+    """A `checkpoint-<step>` directory. `run` is the id of the run that wrote it.
+
+    `fault` says why a run cannot resume from it, and is None if a run can.
+    """
 
     path: Path
     step: int
@@ -65,17 +68,17 @@ def directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
 
 
 def incomplete_directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
-    """Return the path of a step's checkpoint until it is complete. Trainer ignores directories with such names."""
+    """Return the path that a step's checkpoint has until it is complete and renamed. Trainer ignores such names."""
     return Path(output_dir) / f".checkpoint-{step}.incomplete"
 
 
 def download_directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
-    """Return the path to which a step's checkpoint is downloaded. A partial download keeps this name."""
+    """Return the path to which a step's checkpoint is downloaded. It is renamed when complete; a partial download is not."""
     return Path(output_dir) / f".checkpoint-{step}.download"
 
 
 def find_resumed(output_dir: str | os.PathLike[str], step: int) -> Path:
-    """Return the directory from which a run resumes at a step: a complete checkpoint, or a downloaded part of one."""
+    """Return the directory from which a run resumes at a step: a complete checkpoint, or else a partial download."""
     final = directory_for(output_dir, step)
     return final if final.is_dir() else download_directory_for(output_dir, step)
 
@@ -87,14 +90,14 @@ def checksum(file: Path) -> str:
 
 
 def manifest_entries(directory: Path, files: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return, for each file's path relative to `directory`, the file's size and checksum."""
+    """Return {path: size and checksum} of files whose paths are relative to `directory`."""
     return {
         name: {"bytes": (directory / name).stat().st_size, "xxh3": checksum(directory / name)} for name in sorted(files)
     }
 
 
 def find_size(file: Path) -> int | None:
-    """Return a file's size in bytes, or None if it does not exist; raise a CheckpointError if the file system fails."""
+    """Return a file's size in bytes, or None if it is not a regular file; raise a CheckpointError if the file system fails."""
     try:
         found = file.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -120,7 +123,7 @@ def sync_path(path: Path) -> None:
 
 
 def files_in(directory: Path) -> list[str]:
-    """List all files below a directory, relative to it, except the manifest."""
+    """Return the paths of all files below a directory, relative to it, without the directory's manifest."""
     found = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
     return sorted(name for name in found if name != MANIFEST)
 
@@ -191,7 +194,7 @@ def _write_manifest(directory: Path, files: Mapping[str, Mapping[str, Any]], fac
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a directory instead of deleting it, and log a warning with both names."""
+    """Rename a directory to `<name>.set-aside-<n>` instead of deleting it, and log a warning with both names."""
     number = 0
     while (target := path.with_name(f"{path.name}.set-aside-{number}")).exists():
         number += 1
@@ -203,7 +206,8 @@ def set_aside(path: Path) -> Path:
 def validate(directory: Path, verify: bool = False, part: int = 0, num_parts: int = 1) -> str | None:
     """Return why a checkpoint cannot be resumed from, or None if it can.
 
-    Checks names and sizes; with `verify`, also the checksums of every `num_parts`-th file, starting with file `part`.
+    Checks the names and sizes of all files. With `verify`, also checks the checksum of every `num_parts`-th file, starting
+    with file number `part` and the largest files first.
 
     Raises:
         CheckpointError: the file system fails, so it is unknown whether the checkpoint is complete.
@@ -251,7 +255,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def _read_run_facts(directory: Path) -> dict[str, Any]:
-    """Return what this package has stored in Trainer's state, such as the run's id, or an empty dict."""
+    """Return what this package stored in the checkpoint's Trainer state, such as the run's id; an empty dict if nothing."""
     callbacks = read_json(directory / STATE_FILE).get("stateful_callbacks")
     facts = callbacks.get(STATE_KEY) if isinstance(callbacks, dict) else None
     return facts if isinstance(facts, dict) else {}
@@ -282,10 +286,11 @@ def quarantine_incomplete(output_dir: str | os.PathLike[str]) -> list[Path]:
 def remove_old(
     output_dir: str | os.PathLike[str], keep: int, protect: Iterable[Path | str] = (), run: str | None = None
 ) -> list[Path]:
-    """Delete a run's oldest complete checkpoints beyond `keep`, but never the newest, a protected one or a link. Rank 0 only.
+    """Delete a run's oldest complete checkpoints until `keep` are left, and return their paths. Rank 0 only.
 
-    Call it after a newer checkpoint is complete. Only directories named exactly `checkpoint-<step>` whose manifest has the
-    id `run` are counted and deleted.
+    Never deletes the newest checkpoint, those in `protect` or symbolic links, even if more than `keep` are left then. Call it
+    after a newer checkpoint is complete. Only directories named exactly `checkpoint-<step>` whose manifest
+    has the id `run` are counted and deleted.
     """
     old = find_old([one for one in list_checkpoints(output_dir) if one.run == run], keep, protect)
     links = [checkpoint.path for checkpoint in old if checkpoint.path.is_symlink()]
@@ -298,7 +303,10 @@ def remove_old(
 
 
 def find_old(checkpoints: Iterable[Checkpoint], keep: int, protect: Iterable[Path | str] = ()) -> list[Checkpoint]:
-    """Return a run's oldest complete checkpoints beyond `keep`, but never the newest or a protected one."""
+    """Return the oldest complete checkpoints, to be deleted so that `keep` are left.
+
+    Never returns the newest or those in `protect`. `checkpoints` are those of one run, sorted by step.
+    """
     protected = {Path(path).resolve() for path in protect}
     complete = [checkpoint for checkpoint in checkpoints if checkpoint.is_complete]
     candidates = [checkpoint for checkpoint in complete[:-1] if checkpoint.path.resolve() not in protected]

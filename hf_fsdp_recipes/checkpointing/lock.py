@@ -19,10 +19,10 @@ _locks: dict[Path, SoftFileLease] = {}  # this process's locks
 
 
 def lock_directory(output_dir: str | os.PathLike[str], wait_seconds: float = 60.0) -> SoftFileLease:
-    """Lock a run's output directory for this process, and check that it can be written. Rank 0 only.
+    """Lock a run's output directory for this process, and check that the directory is writable. Rank 0 only.
 
-    Waits for a previous run to exit. A process may lock a directory several times. The lock ends after the same number of
-    releases, or when the process exits.
+    Waits up to `wait_seconds` for a previous run to exit. A process may lock a directory several times, and
+    must then release the lock as often. The exit of the process also releases the lock.
 
     Raises:
         CheckpointError: another process still holds the lock after `wait_seconds`, or the directory cannot be written.
@@ -61,7 +61,7 @@ def _describe_owner(lock: SoftFileLease) -> str:
 
 
 def _describe(directory: Path, error: OSError) -> str:
-    """Return why a directory cannot be written."""
+    """Return a message that says why a directory cannot be written."""
     if error.errno == errno.ENAMETOOLONG:
         return f"the name of output_dir {directory} is too long. Choose a shorter one."
     for path in (directory, *directory.parents):

@@ -95,7 +95,8 @@ class Mirror:
     def start(self, output_dir: str, step: int, keep: int | None, best: Callable[[], str | None]) -> None:
         """Start the upload thread, and upload the checkpoint that the run resumes from if it is not in the mirror. Collective.
 
-        `keep` is the number of complete checkpoints to keep, or None for all. The checkpoint at path `best()` is always kept.
+        `keep` is the number of complete checkpoints to keep in the mirror, or None for all. The checkpoint whose path
+        `best()` returns is always kept.
         """
         self._keep, self._best = keep if keep and keep > 0 else None, best
         if self._url is None or self._thread is not None:  # train() may be called again
@@ -108,7 +109,7 @@ class Mirror:
             self.add(resumed)
 
     def add(self, directory: Path, manifest: str = layout.MANIFEST) -> None:
-        """Start uploading a complete checkpoint or export. Not a collective; an export waits for earlier uploads."""
+        """Start uploading a complete checkpoint or export. For an export, first wait for earlier uploads. Not a collective."""
         if self._url is None:
             return
         with self._changed:
@@ -118,7 +119,7 @@ class Mirror:
             self._changed.notify_all()
 
     def wait(self) -> SaveError | None:
-        """Wait for the last upload; return an error if the last checkpoint or export was not uploaded. Collective."""
+        """Wait for all uploads. Return an error if the last upload of a checkpoint or of an export failed. Collective."""
         if self._url is None:
             return None
         with self._changed:
@@ -128,7 +129,7 @@ class Mirror:
 
     @property
     def sources(self) -> list[str]:
-        """The directories whose upload has not finished. They must not be deleted."""
+        """The directories that are being uploaded or wait for their upload. They must not be deleted."""
         with self._changed:
             numbers = [] if self._is_idle() else [self._current, len(self._added)]
             return [str(self._added[number - 1][0]) for number in numbers]
@@ -143,7 +144,7 @@ class Mirror:
                 self._current = len(self._added)
             directory, manifest = self._added[-1]
             try:
-                # The ranks upload rank 0's newest directory. Other ranks may have added fewer or more directories so far.
+                # All ranks upload the newest directory of rank 0. Other ranks may have added fewer or more directories so far.
                 number = distributed.broadcast_object(self._current, self._group)
                 with self._changed:
                     while len(self._added) < number:
@@ -173,7 +174,7 @@ class Mirror:
         with contextlib.suppress(OSError):
             own = layout.checksum(directory / manifest)
         found = distributed.gather_objects(own, self._group)
-        # Only ranks that see rank 0's directory upload.
+        # Only the ranks that can see rank 0's directory take part in the upload.
         uploaders = [rank for rank, value in enumerate(found) if value == found[0]]
         with distributed.sync_errors(self._group):
             if distributed.rank() in uploaders:
@@ -183,7 +184,10 @@ class Mirror:
             distributed.run_on_main(functools.partial(self._complete, directory, manifest), self._group)
 
     def _start(self, directory: Path, manifest: str) -> list[str]:
-        """Return the files to upload, the largest first; none if the mirror has the directory already. Rank 0 only."""
+        """Mark an upload as started in the mirror, and return the files to upload, the largest first. Rank 0 only.
+
+        Returns an empty list if the mirror already holds the complete directory.
+        """
         there = self._storage.read_json(f"{directory.name}/{manifest}")
         if there == json.loads((directory / manifest).read_text()):
             return []
@@ -200,7 +204,7 @@ class Mirror:
         self._storage.attempt("put_file", str(directory / name), f"{self._storage.root}/{directory.name}/{name}")
 
     def _complete(self, directory: Path, manifest: str) -> None:
-        """Upload the manifest, and delete old checkpoints. Rank 0 only."""
+        """Upload the manifest, and delete old checkpoints from the mirror. Rank 0 only."""
         self._put(directory, manifest)
         print(f"mirrored: {directory.name} to {self._storage.url}", flush=True)
         try:

@@ -1,7 +1,7 @@
-"""Stops a run on SIGTERM or SIGUSR1, after a checkpoint, at the same step on all ranks.
+"""Stops a run on SIGTERM or SIGUSR1: all ranks write a checkpoint and stop at the same step.
 
-A signal sets a flag, which the ranks all-reduce while the optimizer steps. If any rank was signaled, all write a checkpoint at
-the end of the step and exit with the same status. Further signals are ignored.
+A signal sets a flag, which the ranks all-reduce while the optimizer steps. If any rank was signaled, all ranks write a
+checkpoint at the end of the step and exit with the same status. Further signals are ignored.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hf_fsdp_recipes import distributed
 
-EXIT_PREEMPTED = 85  # exit status after a signal and a checkpoint; run the same command again to continue
+EXIT_PREEMPTED = 85  # exit status of a run that a signal stopped after a checkpoint; the same command continues it
 PR_SET_PDEATHSIG = 1  # prctl(2), linux/prctl.h
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -28,14 +28,14 @@ class SignalWatch:
 
     def __init__(self) -> None:
         self._received = 0
-        # Result of the last exchange: a signal's number (0: no signal), and whether a rank has failed.
+        # Result of the last all-reduce: a signal's number (0: no signal), and whether a rank has failed.
         self._flags = torch.zeros(2, dtype=torch.int32)
         self._pending: dist.Work | None = None
         self._is_agreed = False
         self._previous: dict[signal.Signals, Any] = {}
 
     def start(self) -> None:
-        """Install the handlers. Call it on every rank.
+        """Install the signal handlers. Call it on every rank.
 
         Python allows handlers only in the main thread. In another thread, as in Ray Train, this prints a note instead.
         """
@@ -59,7 +59,7 @@ class SignalWatch:
         return self._is_agreed
 
     def start_exchange(self, has_failed: bool) -> None:
-        """Start to share whether this rank was signaled or has failed; the exchange runs while the optimizer steps.
+        """Start an all-reduce of whether any rank was signaled or has failed. It runs while the optimizer steps.
 
         Collective: every rank must call this before the optimizer's step.
         """
@@ -71,7 +71,7 @@ class SignalWatch:
             self._pending = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def finish_exchange(self, step: int) -> tuple[bool, bool]:
-        """Return whether any rank was signaled, and whether any had failed when the exchange started.
+        """Wait for the all-reduce; return whether any rank was signaled, and whether any had failed when it started.
 
         Call it on every rank after the optimizer's step.
         """
@@ -98,7 +98,10 @@ class SignalWatch:
 
 
 def _end_with_launcher() -> None:
-    """Have the kernel send SIGTERM to this rank if torchrun dies. A rank is in a separate session, so it would keep running."""
+    """Have the kernel send SIGTERM to this rank if torchrun dies.
+
+    Otherwise the rank would keep running, because torchrun starts each rank in a separate session.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = os.getppid()
@@ -108,7 +111,7 @@ def _end_with_launcher() -> None:
 
 
 def _warn_of_short_shutdown() -> None:
-    """Print a note if torchrun would kill the ranks before a checkpoint can be written."""
+    """Print a note if torchrun may kill the ranks before they have written a checkpoint after a signal."""
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") is None:
         distributed.print_main(
             "note: torchrun kills its ranks 30 s after it is signaled. Before launching, set TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 "

@@ -1,7 +1,7 @@
 """Records facts about a run in its checkpoints, and checks whether another run may resume from them.
 
-A resumed run's position in the data is a number of global batches in a seeded order. This position is valid on any number of
-ranks if the global batch size stays the same, which `keep_global_batch` ensures.
+A checkpoint's position in the data is the number of global batches trained so far, in an order that the seed determines. It is
+valid on any number of ranks if the global batch size stays the same, which `keep_global_batch` ensures.
 """
 
 import functools
@@ -42,7 +42,7 @@ PACKAGES = ("hf-fsdp-recipes", "torch", "accelerate", "transformers", "trl", "pe
 TEMPLATE_VARIABLES = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
 PARAMS_FILE = "train_params.yaml"
 FACTS = ("arguments", "recipe", "adapter")  # the parts of PARAMS_FILE that are compared on resume
-# Arguments whose old values are restored with the optimizer and scheduler, as in any Trainer.
+# On resume, Trainer restores the old values of these arguments together with the optimizer and the scheduler.
 _RESTORED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # Arguments that do not affect the trained weights; changes to them are not reported.
 _UNREPORTED = re.compile(
@@ -73,7 +73,7 @@ def manifest_facts(args: "TrainingArguments", state: "TrainerState", callbacks: 
 
 
 def train_params(args: "TrainingArguments", model: torch.nn.Module | None = None) -> dict[str, Any]:
-    """Return the run's arguments, model, template, world size and versions, without secrets, ready for YAML."""
+    """Return what `train_params.yaml` records: the run's arguments, model, template, world size and versions; no secrets."""
     arguments = json.loads(json.dumps(args.to_dict(), default=str))
     template = {
         name: value
@@ -118,7 +118,10 @@ def _as_plain(value: Any) -> Any:
 
 
 def read_train_params(checkpoint: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's `train_params.yaml`, or None if it has none; raise a CheckpointError if it cannot be read."""
+    """Return the content of a checkpoint's `train_params.yaml`, or None if there is no such file.
+
+    Raises a CheckpointError if the file cannot be read.
+    """
     try:
         params = yaml.safe_load((checkpoint / PARAMS_FILE).read_text())
     except FileNotFoundError:
@@ -131,7 +134,10 @@ def read_train_params(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _read_batch_facts(checkpoint: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's `train_params.yaml`, or None if it has no batch size because another program wrote it."""
+    """Return the content of a checkpoint's `train_params.yaml`, or None if it does not record the global batch size.
+
+    Only this package records the size.
+    """
     params = read_train_params(checkpoint) or {}
     return params if "global_batch_size" in params else None
 
@@ -220,7 +226,7 @@ def enable_checks() -> None:
 
 
 def _check_checkpoint(trainer: "Trainer", checkpoint: Path, is_sharded: bool) -> None:
-    """Refuse a checkpoint that is damaged or of another model or optimizer; report other changes. Collective."""
+    """Raise a CheckpointError if a checkpoint is damaged or of another model or optimizer; print other changes. Collective."""
     if is_sharded:
         _check_state(trainer, checkpoint)
         return
@@ -229,14 +235,14 @@ def _check_checkpoint(trainer: "Trainer", checkpoint: Path, is_sharded: bool) ->
         check_small_files(checkpoint)
         record_rows(trainer)
     model: Any = trainer.model
-    if not trainer.is_fsdp_enabled:  # then Trainer itself compares the model's tensors when it loads them
+    if not trainer.is_fsdp_enabled:  # without FSDP, Trainer itself compares the model's tensors when it loads them
         optimizer = trainer.create_optimizer()
         distributed.run_on_main(lambda: _compare_optimizer(checkpoint, optimizer))
         distributed.run_on_main(lambda: _compare_runs(checkpoint, trainer))
         return
     peft_model = find_peft_model(model)
-    # PEFT renames some tensors when it saves them, so extra or missing names are ignored below. The adapter's name is removed,
-    # because only some checkpoints contain it.
+    # PEFT renames some tensors when it saves them, so extra or missing names are ignored below. The adapter's name is removed
+    # from tensor names, because only some checkpoints include it in these names.
     rename = functools.partial(without_adapter_name, adapter_name=active_adapter(peft_model)) if peft_model else str
     state = model.named_parameters() if peft_model else model.state_dict().items()
     tensors = {rename(n): TensorFacts(tuple(t.shape), None) for n, t in state if not peft_model or is_adapter(n)}
@@ -252,7 +258,7 @@ def _check_checkpoint(trainer: "Trainer", checkpoint: Path, is_sharded: bool) ->
 
 
 def _compare_runs(checkpoint: Path, trainer: "Trainer") -> None:
-    """Refuse an adapter of another base model, and print other changes. Rank 0 only."""
+    """Raise a CheckpointError for an adapter of another base model; print what else changed in the run. Rank 0 only."""
     before, now = read_train_params(checkpoint) or {}, train_params(trainer.args, trainer.model)
     weights = [params.get("base_weights") for params in (before, now)]
     if None not in weights and weights[0] != weights[1]:

@@ -30,7 +30,7 @@ def find_end(args: "TrainingArguments", state: "TrainerState", callbacks: Iterab
 
 
 def read_patience(callbacks: Iterable[object]) -> int | None:
-    """Return the early-stopping patience that has just run out, or None."""
+    """Return the patience of the EarlyStoppingCallback that stops the run now, or None if none does."""
     from transformers import TrainerControl
 
     callbacks = list(callbacks)

@@ -1,4 +1,4 @@
-"""Keeps runs that use the same output directory apart.
+"""Separates the files of runs that use the same output directory.
 
 A run gets a random id when it first starts. Trainer's state and the manifests of checkpoints store the id, so a resumed run has
 the id of the checkpoint that it continues from.
@@ -43,8 +43,8 @@ def claim_directory(
     """Make room for a run in its output directory, and give a new run its id.
 
     If another run has written there, `previous_run` decides: the new run is refused, or the earlier files are moved to
-    `previous-<n>` when training starts. Then checkpoints of steps that the run will repeat are renamed. Call this
-    on rank 0 only, with the directory locked, before anything is written.
+    `previous-<n>` when training starts. Checkpoints of later steps are then renamed, because the run will
+    repeat these steps. Call this on rank 0 only, with the directory locked, before anything is written.
 
     Args:
         output_dir: the run's output directory.
@@ -69,7 +69,7 @@ def claim_directory(
     found = [checkpoint.path for checkpoint in written if checkpoint.run != own]
     is_resumed = layout.download_directory_for(directory, state.global_step).is_dir()
     is_own = len(found) < len(written) or run is not None or is_resumed
-    if not is_own:  # then the export and metrics are not this run's either
+    if not is_own:  # no checkpoint here belongs to this run, so the export and metrics do not either
         found += [path for path in directory.glob("export*") if _EXPORT.fullmatch(path.name)]
         found += [directory / name for name in SIDE_FILES if found and (directory / name).is_file()]
     if found and previous_run == "refuse":
@@ -80,7 +80,7 @@ def claim_directory(
         _archive(directory, found)
     for checkpoint in layout.list_checkpoints(directory):
         if checkpoint.step > state.global_step:
-            layout.set_aside(checkpoint.path)  # complete or not, because the run will repeat its step
+            layout.set_aside(checkpoint.path)  # even if incomplete, because the run will repeat its step
 
 
 def _describe(directory: Path, found: Path) -> str:

@@ -15,7 +15,7 @@ _MEDIA = re.compile(r"\b(Image|Audio|Video|Pdf)\(")
 def describe_rows(rows: Any) -> dict[str, Any]:
     """Return a dataset's number of rows and a checksum of some rows, or an empty dict if the dataset has no length.
 
-    Only a `datasets.Dataset` gets a checksum, because other datasets may return different values each time.
+    Only a `datasets.Dataset` gets a checksum, because other datasets may return different values each time they are read.
     """
     from datasets import Dataset
 
@@ -23,7 +23,7 @@ def describe_rows(rows: Any) -> dict[str, Any]:
         return {}
     facts = {"num_train_rows": len(rows)}
     if isinstance(rows, Dataset):
-        # The checksum detects another file with the same name and number of rows.
+        # The checksum differs if the data file was replaced by another with the same name and number of rows.
         known = rows.with_format(None).remove_columns(
             [n for n, kind in rows.features.items() if _MEDIA.search(str(kind))]
         )
@@ -34,7 +34,7 @@ def describe_rows(rows: Any) -> dict[str, Any]:
 
 @functools.cache
 def checksum_weights(name_or_path: str, revision: str | None = None) -> int | None:
-    """Return a checksum of samples of a model's safetensors files, or None if this machine has no such files.
+    """Return a checksum over parts of each of a model's safetensors files, or None if this machine has no such files.
 
     A copy of the files in another directory has the same checksum. Other weights of the same shapes have a different checksum.
     """

@@ -5,7 +5,7 @@ from transformers.trainer_utils import SaveStrategy
 
 
 class SaveSchedule:
-    """Takes over Trainer's saves for one run: clears Trainer's flag and remembers the step to save."""
+    """Takes over Trainer's saves for one run: clears Trainer's `should_save` flag and remembers the step to save."""
 
     def __init__(self, args: TrainingArguments, last_saved_step: int) -> None:
         self.strategy = SaveStrategy(args.save_strategy)
@@ -17,18 +17,18 @@ class SaveSchedule:
             args.save_strategy = SaveStrategy.STEPS
 
     def request(self, state: TrainerState) -> None:
-        """Schedule a save of this step unless it is saved already."""
+        """Schedule a save of the current step, unless this step is saved already."""
         if state.global_step != self.last_saved_step:
             self._due_step = state.global_step
 
     def take_flag(self, state: TrainerState, control: TrainerControl, strategy: SaveStrategy) -> None:
-        """Clear Trainer's flag. If it was set and the run saves by `strategy`, schedule a save of this step."""
+        """Clear Trainer's flag. If it was set and the run's save strategy is `strategy`, schedule a save of the current step."""
         if control.should_save and self.strategy == strategy:
             self.request(state)
         control.should_save = False
 
     def take_due_step(self, state: TrainerState) -> int | None:
-        """Return the step to save now, if one is due, and count it as saved."""
+        """Return the step to save now and count it as saved, or return None if no save is due."""
         if self.strategy == SaveStrategy.BEST and state.best_global_step == state.global_step:
             self.request(state)
         step, self._due_step = self._due_step, None

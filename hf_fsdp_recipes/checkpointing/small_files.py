@@ -29,7 +29,8 @@ def collect(
 ) -> dict[str, bytes]:
     """Return this rank's small files as {file name: current content}.
 
-    `event` holds the keyword arguments of a callback method. Rank 0 also returns `assets`, the config and tokenizer files.
+    `event` holds the keyword arguments of a TrainerCallback method. Files that are the same on all ranks, such as
+    `assets` (the model's config and tokenizer files), are returned on rank 0 only.
     """
     name = f"rng_state_{distributed.rank()}.pth" if distributed.world_size() > 1 else "rng_state.pth"
     files = {name: _dump(random or random_state())} | {name: text.encode() for name, text in rank_files.items()}
@@ -52,7 +53,7 @@ def export_callbacks(state: "TrainerState", callbacks: Iterable[object]) -> None
 
 
 def format_params(args: "TrainingArguments", model: torch.nn.Module) -> bytes:
-    """Return the content of `train_params.yaml`."""
+    """Return the content of a run's `train_params.yaml` as bytes."""
     return yaml.safe_dump(resume.train_params(args, model), sort_keys=True).encode()
 
 

@@ -1,8 +1,8 @@
 """Copies this rank's shards to host memory, reusing the same memory for every save.
 
 Shards on an accelerator are copied into pinned memory on a separate stream, once the work that training has queued is done.
-New memory for each save would have to be pinned again or, unpinned, would cause page faults. Memory use would also
-double, because the allocator does not reuse memory that another thread has freed.
+If each save allocated new memory, that memory would have to be pinned again or, unpinned, would cause page faults. Memory use
+would also double, because the allocator does not reuse memory that another thread has freed.
 
 torch's `DefaultStager` is not used: in torch 2.13 its stream does not wait for training's stream, its thread works on
 device 0 on every rank, and it pins memory on CUDA only.
@@ -57,13 +57,13 @@ class CopyStream:
     def current(self) -> Iterator[None]:
         """Make this stream and its device current in the calling thread.
 
-        A new thread works on device 0 by default, and on the stream that training uses.
+        Otherwise a new thread would use device 0 and the default stream, on which training runs.
         """
         with contextlib.nullcontext() if self._stream is None else self._stream:
             yield
 
     def record_copies(self) -> "torch.Event | None":
-        """Return an event that is reached when the copies queued so far are done; None if there is no accelerator."""
+        """Return an event that is reached when the copies queued so far are done, or None if the state is in host memory."""
         if self._stream is not None:
             self._last_copy = self._stream.record_event()
         return self._last_copy
@@ -84,7 +84,7 @@ class HostStaging:
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of `state` in host memory, which overwrites the previous copy.
 
-        Copies from an accelerator are queued on the current stream; they may not be done when this returns.
+        Copies from an accelerator are queued on the current stream and may still be running when this returns.
         """
         sizes = {True: 0, False: 0}
         for _, tensor in local_tensors(state):
@@ -127,7 +127,7 @@ class HostStaging:
         return buffer.copy_(tensor.detach(), non_blocking=is_pinned)
 
     def _allocate(self, tensor: torch.Tensor, memory: "dict[bool, _HostMemory]") -> tuple[torch.Tensor, bool]:
-        """Return memory for a tensor, and whether it is pinned."""
+        """Return host memory for a tensor, and whether this memory is pinned."""
         if tensor.device.type != "cpu" and self._can_pin:
             try:
                 return memory[True].empty_like(tensor), True
@@ -139,9 +139,10 @@ class HostStaging:
 
 
 class _HostMemory:
-    """Gives out parts of large allocations, because torch rounds each pinned allocation up to a power of two.
+    """Divides large allocations among tensors.
 
-    A tensor that is larger than CHUNK_BYTES gets a separate allocation.
+    One pinned allocation per tensor would waste memory, because torch rounds each allocation up to a power of two bytes. A tensor
+    that is larger than CHUNK_BYTES gets a separate allocation.
     """
 
     def __init__(self, num_expected_bytes: int, is_pinned: bool) -> None:
@@ -150,7 +151,7 @@ class _HostMemory:
         self._free = memoryview(b"")
 
     def expect(self, num_bytes: int) -> None:
-        """Add to the number of bytes that later calls of `empty_like` will need."""
+        """Add to the number of bytes that later calls of `empty_like` are expected to need; allocations are sized for it."""
         self.num_expected_bytes += num_bytes
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:

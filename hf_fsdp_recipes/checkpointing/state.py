@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_arguments(args: "TrainingArguments", plugin: "FullyShardedDataParallelPlugin") -> None:
-    """Raise a CheckpointError if a run would not save complete, sharded checkpoints. Not a collective."""
+    """Raise a CheckpointError if a run with these settings cannot save complete, sharded checkpoints. Not a collective."""
     if plugin.state_dict_type.name != "SHARDED_STATE_DICT":
         raise CheckpointError(
             f"fsdp_state_dict_type is {plugin.state_dict_type.name}, but ShardedCheckpointCallback writes "
@@ -47,7 +47,7 @@ def capture(
     # Accelerate's options would copy everything to the host now, on this thread.
     options = replace(fsdp_utils._prepare_sd_options(plugin), cpu_offload=False)
     model_state = fsdp_utils._get_model_state_dict(model, adapter_only=True, sd_options=options)
-    # Clone buffers, which are plain tensors, because forward may change them before they are copied.
+    # Clone buffers, which are plain tensors, because forward may change them before they are copied to the host.
     model_state = {name: value.clone() if type(value) is torch.Tensor else value for name, value in model_state.items()}
     return {"model": model_state, "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
 

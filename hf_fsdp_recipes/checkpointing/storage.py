@@ -9,7 +9,7 @@ from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.errors import CheckpointError, summarize
 
 RETRY_SECONDS = (1.0, 4.0, 16.0)
-UNFINISHED = "upload.json"  # file in a checkpoint whose upload has not finished; holds the run's id
+UNFINISHED = "upload.json"  # marks a checkpoint whose upload has not finished; the file holds the run's id
 
 
 class Storage:
@@ -60,7 +60,7 @@ class Storage:
         self.attempt("rm", f"{self.root}/{checkpoint.path}", True)
 
     def list_checkpoints(self) -> list[layout.Checkpoint]:
-        """Return all checkpoints, sorted by step; their paths are relative to this directory."""
+        """Return all checkpoints, sorted by step; their paths are relative to the URL's directory."""
         self.fs.invalidate_cache()
         found = []
         for path in self.attempt("ls", self.root, False) or ():

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 def is_supported(args: "TrainingArguments", state: "TrainerState") -> bool:
-    """Return whether Trainer runs in one process or under DDP, and writes checkpoints to one directory without pushing them."""
+    """Return whether manifests can be added to Trainer's checkpoints.
+
+    They can if Trainer runs in one process or under DDP, writes each checkpoint only once, directly below `output_dir`, and does
+    not push it to the Hub.
+    """
     from accelerate.state import AcceleratorState
 
     is_elsewhere = state.is_hyper_param_search or args.save_on_each_node or args.push_to_hub
@@ -29,7 +33,8 @@ def complete_checkpoint(
 ) -> Path | None:
     """Add `train_params.yaml` and a manifest to the checkpoint that Trainer has just written.
 
-    Returns its path, or None if Trainer has written none. Rank 0 only. Reads all files to compute their checksums.
+    Returns the checkpoint's path, or None if Trainer has not written one. Reads all files to compute their checksums. Rank 0
+    only.
     """
     directory = layout.directory_for(args.output_dir, state.global_step)
     if not directory.is_dir():

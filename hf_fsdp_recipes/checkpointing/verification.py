@@ -13,7 +13,7 @@ from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.errors import CheckpointError, summarize
 
 read_tensor_file = functools.partial(torch.load, map_location="cpu", weights_only=True)
-verified: set[Path] = set()  # the checkpoints that this process has verified, with resolved paths
+verified: set[Path] = set()  # resolved paths of the checkpoints that this process has verified
 
 
 def latest_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
@@ -66,13 +66,13 @@ def check_named(directory: Path) -> None:
 
 
 def check_once(directory: Path) -> None:
-    """Check a checkpoint unless this process has already verified it. Collective, like `check_named`."""
+    """Check a checkpoint, unless the processes of all ranks have already verified it. Collective, like `check_named`."""
     if not all(distributed.gather_objects(directory.resolve() in verified)):
         check_named(directory)
 
 
 def _verify(directory: Path) -> str | None:
-    """Return why a checkpoint cannot be resumed from, or None; each rank reads its part of the files. Collective."""
+    """Return why a checkpoint cannot be resumed from, or None if it can. Each rank reads some of the files. Collective."""
     part, num_parts = (distributed.rank(), distributed.world_size()) if distributed.is_distributed() else (0, 1)
     with distributed.sync_errors(distributed.patient_group()):
         unseen = layout.validate(directory)
@@ -96,7 +96,7 @@ def _verify(directory: Path) -> str | None:
 
 
 def check_small_files(checkpoint: Path) -> None:
-    """Check that the small files that Trainer will load on this rank can be read. Not a collective.
+    """Read the small files that Trainer will load on this rank, so that damage is found early. Not a collective.
 
     Raises:
         CheckpointError: a file cannot be read, or contains objects other than plain data.

@@ -33,7 +33,7 @@ from hf_fsdp_recipes.metrics import progress
 logger = logging.getLogger(__name__)
 
 State = Mapping[str, Any]
-# A state, and an event that is reached when its copy to host memory is done. None: no copy is pending; write it immediately.
+# A state, and an event that is reached when its copy to host memory is done. Without an event, it can be written immediately.
 StagedState = tuple[State, torch.Event | None]
 
 
@@ -48,7 +48,7 @@ class Snapshot:
 
 
 class Writer:
-    """Writes snapshots, one at a time. Every rank creates a writer and calls its methods in the same order.
+    """Writes snapshots as checkpoints, one at a time. Every rank creates a writer and calls its methods in the same order.
 
     Args:
         output_dir: the run's output directory.
@@ -118,9 +118,9 @@ class Writer:
             self.wait()
 
     def wait_until_staged(self) -> None:
-        """Wait until the state may change again. Not a collective.
+        """Wait for the copy of the state to host memory, so that training can then change the state. Not a collective.
 
-        On an accelerator, this thread waits only until the copies are queued; training's later work waits for them.
+        On an accelerator, this blocks only until the copies are queued; kernels that training queues later run after them.
         """
         if self._thread is not None and self._copies is not None:
             self._is_staged.wait()
@@ -140,7 +140,7 @@ class Writer:
             self._thread = None
         failure, self._failure = self._failure, None
         try:
-            check_lock(self.output_dir)  # rank 0 holds the lock
+            check_lock(self.output_dir)  # can fail only on rank 0, which holds the lock
         except RecipeError as error:
             failure = error
         distributed.raise_together(failure)
@@ -165,7 +165,7 @@ class Writer:
                     copies.synchronize()
                 state.clear()  # frees FSDP1's temporary copy on the device
             except (MemoryError, RuntimeError) as error:
-                copies.synchronize()  # before the memory is freed; raises if the accelerator has failed
+                copies.synchronize()  # copies must end before memory is freed; raises if the accelerator has failed
                 # Fall back to writing the state without a copy.
                 logger.warning(
                     "not enough host memory to stage the state, so training waits for the write: %s", _cause(error)
@@ -216,7 +216,7 @@ class Writer:
     def _discard(self, step: int) -> None:
         """Delete what a failed save has written, once every rank has stopped writing."""
         forget_plans()
-        with contextlib.suppress(RuntimeError, RecipeError):  # a rank has exited, or another run has taken over
+        with contextlib.suppress(RuntimeError, RecipeError):  # if a rank has exited, or another run has taken over
             distributed.raise_together(None, self._group)
             if distributed.is_main():
                 check_lock(self.output_dir)
@@ -255,7 +255,7 @@ class Writer:
             logger.warning("%s is complete, but uploading it or deleting old checkpoints failed: %s", final, error)
 
     def _write_state(self, state: State, part: str, directory: Path) -> dict[str, Any]:
-        """Write one part; return the manifest's entries of this rank's `.distcp` files.
+        """Write the model or the optimizer; return the manifest entries of this rank's `.distcp` files.
 
         Makes the same calls as `dcp.save` (torch 2.13, `state_dict_saver.py`), but rank 0 does not send the metadata of all
         tensors to every rank. For a 405B model on 512 ranks, this metadata is 86 MB, and each rank takes 5 s to read it.
@@ -284,7 +284,7 @@ class Writer:
 
 @contextlib.contextmanager
 def _sync_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Like `distributed.sync_errors`, but first convert other errors to a CheckpointError with the cause. Collective."""
+    """Like `distributed.sync_errors`, but errors other than a RecipeError become a CheckpointError with the cause. Collective."""
     with distributed.sync_errors(group):
         try:
             yield
@@ -295,7 +295,7 @@ def _sync_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def describe_failure(step: int, error: BaseException, output_dir: str | Path) -> str:
-    """Return why a checkpoint was not written, and what to do."""
+    """Return a message that says why a checkpoint was not written, and what to do."""
     return (
         f"the checkpoint of step {step} was not written: {_cause(error)}. Earlier checkpoints are intact. Check free space "
         f"and permissions of {output_dir}."
