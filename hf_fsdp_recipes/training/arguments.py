@@ -1,4 +1,4 @@
-"""The recipes' arguments: TRL's and Trainer's dataclasses, and the fields that this package adds.
+"""The arguments of a recipe: the fields of TRL's and Trainer's dataclasses, and those that this package adds.
 
 A recipe is a YAML file that sets any of these fields; the command line overrides the recipe. Arguments are checked here, before
 anything is loaded.
@@ -136,10 +136,10 @@ class RecipeArguments:
 
 
 class Arguments(NamedTuple):
-    """All arguments of a run: TRL's script, trainer, model and mixture arguments, and this package's."""
+    """All arguments of a run: TRL's arguments for script, trainer, model and dataset mixture, and those of this package."""
 
     script: "ScriptArguments"
-    training: "SFTConfig"  # or the config of another trainer, which has fewer fields
+    training: "SFTConfig"  # or another trainer's config, which lacks some of SFTConfig's fields
     model: "ModelConfig"
     recipe: RecipeArguments
     mixture: "DatasetMixtureConfig"
@@ -148,12 +148,13 @@ class Arguments(NamedTuple):
 def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> Arguments:
     """Read a recipe (`--config X.yaml`) and command-line overrides, and check them.
 
-    `trainer` is a key of `KINDS` in trainers.py. Every rank calls this, but it is not a collective. Enables FSDP on CPU ranks
-    first, because TrainingArguments initializes Accelerate's state. Raises a RecipeError or a subclass that says what is wrong.
+    `trainer` is a key of `KINDS` in trainers.py. Every rank calls this, but it is not a collective. First enables FSDP
+    for CPU ranks: this must happen before TrainingArguments initializes Accelerate's state. Raises a RecipeError or a subclass
+    that says what is wrong.
     """
     cpu_ranks.enable()
     argv = list(sys.argv[1:] if argv is None else argv)
-    # TRL imports bitsandbytes, which would print a message on every CPU rank without `enable`.
+    # Import TRL after `enable`: TRL imports bitsandbytes, which would otherwise print a message on every CPU rank.
     import trl
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
@@ -193,10 +194,11 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
     _set_paths(arguments, {name: value for name, value in recipe.items() if name not in _flag_names(argv)})
     model = arguments.model
     for field_name in ("lora_modules_to_save", "lora_target_parameters"):
-        if isinstance(getattr(model, field_name), str):  # a single name in YAML; PEFT would iterate over its letters
+        # A recipe may give a single name as a string, and PEFT would iterate over its letters.
+        if isinstance(getattr(model, field_name), str):
             setattr(model, field_name, [getattr(model, field_name)])
     if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
-        # TRL unpacks a list of one name, and PEFT would treat the name as a pattern.
+        # TRL replaces a list of one name with the name, which PEFT would treat as a regular expression.
         model.lora_target_modules = [model.lora_target_modules]
     config = arguments.training.accelerator_config
     if arguments.training.dataloader_pin_memory and "accelerator_config" not in values:
@@ -206,7 +208,7 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
 
 
 def _set_paths(arguments: Arguments, recipe: dict[str, Any]) -> None:
-    """Replace a recipe's paths, which TRL takes as they are written, with the paths where `read_recipe` found the files."""
+    """Set a recipe's paths to where `read_recipe` found the files; TRL would use them exactly as the recipe spells them."""
     for part in arguments:
         vars(part).update({name: recipe[name] for name in PATH_FIELDS if name in recipe and hasattr(part, name)})
     for dataset, values in zip(arguments.mixture.datasets, recipe.get("datasets") or (), strict=False):
@@ -220,7 +222,7 @@ def _flag_names(argv: Sequence[str]) -> set[str]:
 
 def _launcher_defaults() -> dict[str, Any]:
     """Return the template's precision and device as defaults for the recipe, because TRL would always default to bf16."""
-    defaults: dict[str, Any] = {"logging_nan_inf_filter": False}  # the filter would read every loss from the device
+    defaults: dict[str, Any] = {"logging_nan_inf_filter": False}  # the filter would copy every loss to the host
     precision = mixed_precision()
     if precision is not None:
         defaults |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
 AMPERE, HOPPER = 8, 9  # major compute capabilities
 FLEX_DEVICES = ("cuda", "xpu")  # devices for which torch compiles flex attention
-EMULATED_FLASH = "varlen_probe"  # without "flash", because transformers treats names with "flash" differently
-LEAK_TOLERANCE = 1e-4  # relative to the largest logit; measured in float32
+EMULATED_FLASH = "varlen_probe"  # must not contain "flash", because transformers treats such names differently
+LEAK_TOLERANCE = 1e-4  # maximum change of a logit, relative to the largest logit; measured in float32
 
 
 def select_implementation(requested: str, is_on_cpu: bool) -> str | None:
@@ -52,8 +52,9 @@ def select_implementation(requested: str, is_on_cpu: bool) -> str | None:
 def find_flash(downloads: bool) -> str | None:
     """Return the newest FlashAttention that is installed, or None.
 
-    With `downloads`, version 2 may also come from the Hub, through the `kernels` package. FlashAttention 3 is used
-    only if it is installed, because the build that transformers downloads is made for inference and may lack the backward pass.
+    If `downloads` is true, FlashAttention 2 also counts if the `kernels` package can download it from the Hub. FlashAttention 3
+    is used only if it is installed, because the build that transformers downloads is made for inference and may lack
+    the backward pass.
     """
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
@@ -68,7 +69,7 @@ def find_flash(downloads: bool) -> str | None:
 
 
 def _nvidia_generation() -> int:
-    """Return the major compute capability of this rank's NVIDIA GPU, or 0."""
+    """Return the major compute capability of this rank's NVIDIA GPU, or 0 if it has none."""
     device = torch.accelerator.current_accelerator()
     is_nvidia = device is not None and device.type == "cuda" and torch.version.hip is None
     return torch.get_device_module(device).get_device_capability()[0] if is_nvidia else 0
@@ -120,10 +121,10 @@ def _use_flash_from_hub(model: "PreTrainedModel") -> bool:
 
 
 def check_packing(config: "PretrainedConfig", implementation: str) -> None:
-    """Check that packed documents do not affect each other. Any rank may call this; not a collective.
+    """Raise a RecipeError if packed documents would affect each other. Any rank may call this; not a collective.
 
     A tiny model of the same architecture gets two documents in one sequence, as the trainer passes them. FlashAttention is
-    emulated, because it needs a GPU. Flex attention and other kernels are tested as SDPA, which has the same mask.
+    emulated, because it needs a GPU. In place of flex attention and other kernels, SDPA is tested: its mask is the same.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
     from hf_fsdp_recipes.training.data.preparation import TrainingRows
 
-MAX_VERIFIED_PARAMETERS = 3_000_000_000  # to compare logits, rank 0 loads the complete export
+# By default, logits of larger models are not compared, because rank 0 would have to load the complete export.
+MAX_VERIFIED_PARAMETERS = 3_000_000_000
 
 
 def build_trainer(arguments: Arguments) -> "Trainer":
@@ -67,7 +68,7 @@ def build_trainer(arguments: Arguments) -> "Trainer":
         RecipeError: this class or a subclass such as DataError or LoadError, on every rank. The message says what to change.
     """
     cpu_ranks.enable()
-    # TRL imports bitsandbytes, which would print a message on every CPU rank without `enable`.
+    # Import TRL after `enable`: TRL imports bitsandbytes, which would otherwise print a message on every CPU rank.
     from trl import get_peft_config
 
     from hf_fsdp_recipes.training.data.image_rows import load_processor
@@ -124,8 +125,9 @@ def build_trainer(arguments: Arguments) -> "Trainer":
 def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "TrainingRows":
     """Load the training and evaluation rows of a run, and set arguments so that SFTTrainer does not prepare the rows again.
 
-    TRL's other trainers prepare rows themselves. Collective: every rank must call this. Rank 0 prepares the rows; the others
-    wait without a timeout and read its cache. Rank 0 prints how many rows were dropped and truncated.
+    TRL's other trainers prepare rows themselves. Collective: every rank must call this. Rank 0 prepares the rows first; the
+    other ranks wait without a timeout, then load them from the cache of `datasets`. Rank 0 prints how many rows were dropped
+    and truncated.
     """
     from hf_fsdp_recipes.training.data import cache
     from hf_fsdp_recipes.training.data.filtering import print_counts
@@ -221,7 +223,7 @@ def _recipe_facts(arguments: Arguments, rows: "TrainingRows") -> dict[str, Any]:
 
 
 def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[Trainer], list[TrainerCallback]]":
-    """Return the trainer class for these rows and the run's callbacks."""
+    """Return the trainer class that fits the kind of run and its rows, and the run's callbacks."""
     import trl
 
     from hf_fsdp_recipes.training.data.stream_trainer import PositionCallback, StreamTrainer
@@ -256,8 +258,8 @@ def find_resume(arguments: Arguments) -> str | None:
     """Return the checkpoint to resume from, or None to start at step 0, and lock the output directory until the process exits.
 
     `resume_from_checkpoint` is a path, a URL to download from, or `auto` for the newest complete checkpoint, if any, in
-    `output_dir` or the mirror. Keeps the global batch size if the number of ranks has changed. Collective: every rank must
-    call this; each rank verifies a part of the checkpoint.
+    `output_dir` or the mirror. If the number of ranks has changed, adjusts gradient accumulation so that the global batch
+    size stays the same. Collective: every rank must call this; each rank verifies a part of the checkpoint.
     """
     output_dir, url = arguments.training.output_dir, arguments.recipe.checkpoint_mirror
     mirror = Mirror(url)
@@ -314,9 +316,9 @@ def _read_state(checkpoint: Path | None) -> "TrainerState":
 
 
 def train(trainer: "Trainer", checkpoint: str | None) -> SaveError | None:
-    """Train. If the last save failed, return its error, so that the weights can still be exported.
+    """Train the model. If the last save or upload failed, return its error, so that the caller can still export the weights.
 
-    Collective: every rank must call this.
+    Returns None if nothing failed. Collective: every rank must call this.
     """
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -357,7 +359,10 @@ def finish(trainer: "Trainer", arguments: Arguments) -> Path | None:
 
 
 def _export_merged(trainer: "Trainer", arguments: Arguments, adapter: Path, options: dict[str, Any]) -> Path:
-    """Write `<output_dir>/export_merged`. Collective: every rank must call this."""
+    """Merge the adapter into the base model, and export the result to `<output_dir>/export_merged`.
+
+    Collective: every rank must call this.
+    """
     merged = Path(arguments.training.output_dir) / MERGED_EXPORT
     if not arguments.model.load_in_4bit:
         tokenizer = trainer.processing_class

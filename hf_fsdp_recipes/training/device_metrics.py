@@ -13,7 +13,10 @@ from trl import SFTTrainer
 
 
 class _Pending:
-    """A number on the device, with the operations that SFTTrainer applies to it; `item` does not copy it to the host."""
+    """A number that stays on the device, with the operations that SFTTrainer applies to metrics.
+
+    `item` returns the object itself, so SFTTrainer does not copy the number to the host.
+    """
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value.detach()
@@ -28,7 +31,7 @@ class _Pending:
         return self
 
     def __gt__(self, other: float) -> bool:
-        return True  # SFTTrainer divides only by positive numbers; __truediv__ handles 0 instead
+        return True  # SFTTrainer divides only if this is true; __truediv__ handles a divisor of 0
 
     def __truediv__(self, other: Any) -> "_Pending":
         divisor = torch.as_tensor(_value(other))
@@ -60,7 +63,7 @@ class DeviceMetricsTrainer(SFTTrainer):
             self.accelerator.gather_for_metrics = gather
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Copy the metrics since the last log to the host, with one wait for the device, and log them."""
+        """Copy all metrics since the last log to the host in a single transfer, which waits for the device once, and log them."""
         metrics = self._metrics["train" if self.model.training else "eval"]
         pending = [number for numbers in metrics.values() for number in numbers if isinstance(number, _Pending)]
         if pending:

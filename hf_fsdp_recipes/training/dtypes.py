@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 
 def set_frozen_dtype(model_arguments: "ModelConfig") -> None:
-    """Load a 4-bit model's unquantized parameters in the mixed-precision dtype: they are frozen and need no fp32 master weights.
+    """Choose the mixed-precision dtype for the unquantized parameters of a 4-bit model, which are frozen.
 
-    Changes `dtype` only if it still has TRL's default value. TRL also uses `dtype` as the compute dtype of quantization.
+    Frozen parameters need no fp32 master weights. Changes `dtype` only if it still has TRL's default value. TRL also uses
+    `dtype` as the compute dtype of quantization.
     """
     precision = mixed_precision_dtype()
     if model_arguments.load_in_4bit and precision is not None and model_arguments.dtype in (None, "auto", "float32"):
@@ -63,7 +64,8 @@ def set_reduction_dtype(plugin: Any, reduce_dtype: str = "float32") -> None:
         return
     registry.apply("reduction dtype")
     dtype = getattr(torch, reduce_dtype)
-    # Rounded outputs would round the loss, and float32 outputs would double the memory of activations between units.
+    # Leave the dtype of outputs unset: a lower dtype would round the loss, and float32 would double the memory of the
+    # activations that units pass on.
     kept = {"output_dtype": None} if plugin.fsdp_version == 2 else {"buffer_dtype": None}
     plugin.mixed_precision_policy = replace(policy, reduce_dtype=dtype, **kept)
     if dtype != torch.float32:
@@ -73,7 +75,10 @@ def set_reduction_dtype(plugin: Any, reduce_dtype: str = "float32") -> None:
 
 
 def describe_dtypes(model: torch.nn.Module) -> str:
-    """Describe how many trainable and frozen elements have each dtype; 4-bit weights are counted by their storage dtype."""
+    """Return a text with the number of trainable and frozen elements of each dtype.
+
+    4-bit weights are counted as elements of the dtype that stores them, so an element can hold several weights.
+    """
     counts: Counter[tuple[str, str]] = Counter()
     for parameter in model.parameters():
         is_4bit = type(parameter).__name__ == "Params4bit"
@@ -83,14 +88,14 @@ def describe_dtypes(model: torch.nn.Module) -> str:
 
 
 class DtypesCallback(TrainerCallback):
-    """Sets the reduction dtype, and checks that in mixed precision trainable parameters have fp32 master weights."""
+    """Sets the dtype of gradient reduction, and checks that in mixed precision trainable parameters have fp32 master weights."""
 
     def __init__(self, adapter_dtype: str = "auto", reduce_dtype: str = "float32") -> None:
         self.adapter_dtype = adapter_dtype
         self.reduce_dtype = reduce_dtype
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the reduction dtype before TRL shards a reference model, so that both models round in the same way."""
+        """Set the reduction dtype before TRL shards a reference model, so that it rounds like the trained model."""
         set_reduction_dtype(getattr(AcceleratorState(), "fsdp_plugin", None), self.reduce_dtype)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -114,9 +114,9 @@ def _conflicts(training: "SFTConfig", recipe: "RecipeArguments") -> Iterator[str
 
 
 def use_cores_for_offload(training: "SFTConfig") -> None:
-    """Let each rank use its share of the cores if the optimizer steps on the CPU. Not a collective.
+    """If parameters are offloaded, let each rank use its share of the cores for the optimizer. Not a collective.
 
-    `accelerate launch` sets OMP_NUM_THREADS to 1 when it starts several ranks, so an offloaded AdamW would run on one core.
+    `accelerate launch` sets OMP_NUM_THREADS to 1 when it starts several ranks, so AdamW would run on one core.
     """
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if training.use_cpu or not parse_flag_from_env("FSDP_OFFLOAD_PARAMS") or os.environ.get("OMP_NUM_THREADS") != "1":

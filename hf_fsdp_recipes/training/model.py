@@ -64,7 +64,8 @@ def build_reference(
 ) -> "PreTrainedModel":
     """Build the reference model for a model from `build_model`. Collective: every rank must call this.
 
-    The reference is not trained, so it is loaded in the mixed-precision dtype, to which FSDP would round it in each forward pass.
+    The reference is not trained, so it is loaded directly in the mixed-precision dtype. FSDP would round fp32 weights to that
+    dtype in each forward pass anyway.
     """
     precision = mixed_precision_dtype()
     reference = _load(arguments, model.config._attn_implementation, **({"dtype": precision} if precision else {}))
@@ -76,7 +77,7 @@ def _add_rows(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", mo
     """Add embedding rows if the tokenizer has more tokens than the model, and return whether rows were added."""
     if len(tokenizer) <= model.get_input_embeddings().num_embeddings:
         return False
-    # PEFT resizes an adapter's base model to exactly the tokenizer's length, so pad full models only.
+    # PEFT resizes an adapter's base model to exactly the tokenizer's length, so pad only without an adapter.
     multiple = None if model_arguments.use_peft else VOCABULARY_MULTIPLE
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=multiple)
     return True

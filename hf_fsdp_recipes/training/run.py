@@ -17,11 +17,11 @@ def run(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
 
     Args:
         name: the trainer, as a command of `hf-fsdp`: sft, dpo, kto, reward or grpo.
-        plan: called with the arguments, instead of training, if the recipe sets `dry_run`.
+        plan: function that is called with the arguments, instead of training, if the recipe sets `dry_run`.
     """
     from hf_fsdp_recipes.training.arguments import parse_arguments
 
-    # Checks everything that needs no model; every rank gets the same arguments.
+    # Checks everything that can be checked without the model. Every rank gets the same arguments.
     arguments = parse_arguments(trainer=name)
     # Imported after parse_arguments, which sets up CPU ranks: otherwise bitsandbytes would print a message on each of them.
     from hf_fsdp_recipes.training.build import build_trainer, find_resume, finish, train
@@ -33,10 +33,10 @@ def run(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
     trainer = build_trainer(arguments)  # prepares the data; no rank holds weights yet
     failed_save = train(trainer, checkpoint)  # shards the model, loads its weights, trains, saves checkpoints
     finish(trainer, arguments)  # exports the final weights; each rank writes its own slices
-    wait_for_gloo_workers()  # otherwise DDP could hang when the process group ends
+    wait_for_gloo_workers()  # otherwise DDP could hang when the process group is destroyed
     trainer.accelerator.end_training()
     if failed_save is not None:
-        raise failed_save  # the last checkpoint could not be written
+        raise failed_save  # the last checkpoint could not be written or uploaded
 
 
 @record  # unexpected errors appear in torchrun's error table and files

@@ -1,6 +1,6 @@
 """Loads the recipe's tokenizer, sets its end token and chat template as SFTTrainer does, and computes its hash.
 
-Prepared rows record the hash, so that they are not used with another tokenizer.
+The hash is stored with prepared rows, so that a run with another tokenizer refuses them.
 """
 
 import copy
@@ -25,7 +25,7 @@ CLONED_VOCABULARY_MULTIPLE = 64  # TRL pads the vocabulary to a multiple of this
 
 
 def load_tokenizer(arguments: "Arguments") -> "PreTrainedTokenizerBase":
-    """Load the recipe's tokenizer on rank 0 and broadcast it; with custom code, load it on every rank. Collective."""
+    """Load the recipe's tokenizer on rank 0 and broadcast it, or load it on every rank if it has custom code. Collective."""
     from transformers import AutoTokenizer
 
     name = arguments.recipe.tokenizer_name or arguments.model.model_name_or_path
@@ -92,7 +92,7 @@ def check_chat_template(tokenizer: "PreTrainedTokenizerBase", source: str) -> No
             f"{source} is not valid Jinja, {describe_template_error(error)}. Correct it, or choose another template."
         ) from error
     except Exception:
-        return  # templates may reject this message
+        return  # not a syntax error: some templates reject this message
 
 
 def describe_template_error(error: Exception) -> str:

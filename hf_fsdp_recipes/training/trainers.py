@@ -1,4 +1,4 @@
-"""The differences between the trainers that recipes use, and the arguments that only SFT supports."""
+"""Describes how TRL's trainers differ, and checks and loads what only some of them need."""
 
 import sys
 from collections.abc import Collection
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hf_fsdp_recipes.training.arguments import Arguments
 
 SEQUENCE = "AutoModelForSequenceClassification"
-# Arguments for this package's data preparation, for new models and for dry runs.
+# Arguments that only SFT supports: those for this package's data preparation, for new models and for dry runs.
 SFT_ONLY = [
     "add_special_tokens",
     "append_concat_token",
@@ -35,7 +35,7 @@ SFT_ONLY = [
 
 @dataclass(frozen=True)
 class TrainerKind:
-    """A trainer of TRL."""
+    """The properties of one of TRL's trainers."""
 
     title: str  # as in TRL's class names: DPO for DPOTrainer and DPOConfig
     columns: tuple[tuple[str, ...], ...] = ()  # rows must have one of these sets of columns; for SFT, see row_formats
@@ -44,12 +44,12 @@ class TrainerKind:
 
     @property
     def name(self) -> str:
-        """The subcommand of `hf-fsdp`."""
+        """The name of the `hf-fsdp` subcommand for this trainer, such as dpo."""
         return self.title.lower()
 
     @property
     def task_type(self) -> str:
-        """PEFT's task type."""
+        """PEFT's task type for the models of this trainer, such as CAUSAL_LM."""
         return TASK_TYPES[self.auto_class or CAUSAL]
 
 
@@ -67,7 +67,7 @@ KINDS = {
 
 
 def find_kind(training: "TrainingArguments") -> TrainerKind:
-    """Return the trainer for a TRL config such as DPOConfig."""
+    """Return the entry of KINDS that belongs to a TRL config, such as a DPOConfig."""
     return KINDS[type(training).__name__.removesuffix("Config").lower()]
 
 
@@ -130,9 +130,10 @@ def needs_reference(arguments: "Arguments") -> bool:
 
 
 def load_rewards(arguments: "Arguments") -> list[Any]:
-    """Return GRPO's reward model and functions. Collective: every rank must call this.
+    """Return the reward model, if any, and the reward functions for GRPO. Collective: every rank must call this.
 
-    A function is given by its name in `trl.rewards`, or by a dotted path, which may start in the current directory.
+    A function is given by its name in `trl.rewards`, or by a dotted path, such as my_rewards.count_words. The current
+    directory is searched, too.
 
     Raises:
         RecipeError: on every rank, if there is no such function, or the model is not a classifier.
@@ -155,7 +156,7 @@ def load_rewards(arguments: "Arguments") -> list[Any]:
                     f"trl.rewards, or a dotted path such as my_rewards.count_words."
                 ) from error
             if name == "get_soft_overlong_punishment":
-                # As in trl 1.16 `scripts/grpo.py`.
+                # The same values as in trl 1.16 `scripts/grpo.py`.
                 found[-1] = found[-1](max_completion_len=1280, soft_punish_cache=256)
     if script.reward_model_name_or_path:
         name, source = script.reward_model_name_or_path, arguments.recipe.load_source
@@ -165,7 +166,7 @@ def load_rewards(arguments: "Arguments") -> list[Any]:
 
 
 def _check_reward_model(name: str) -> None:
-    """Refuse adapters and models that are not classifiers: they would get a new head, whose scores are random."""
+    """Refuse a reward model that is an adapter or not a classifier: it would get a new head, whose scores are random."""
     from hf_fsdp_recipes.loading.build_on_meta import read_config, resolve_directory
     from hf_fsdp_recipes.loading.load_model import refuse_adapter
 

@@ -14,7 +14,7 @@ from hf_fsdp_recipes.errors import RecipeError, summarize
 if TYPE_CHECKING:
     from trl import ModelConfig, SFTConfig
 
-# The allowed range, a test for it (false for nan), and the arguments that it applies to.
+# Each entry: an allowed range in words, a function that tests a value (false for nan), and the names of the arguments.
 _NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "at least 1",
@@ -40,10 +40,10 @@ _NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 
 def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
-    """Return a recipe's values. Not a collective. `classes` are the dataclasses with the recipe's fields.
+    """Read a recipe, check its values, and return them. `classes` are the dataclasses with its fields. Not a collective.
 
     Raises a RecipeError that lists duplicate keys, or all values of the wrong type. Otherwise these errors would pass unnoticed:
-    argparse converts only strings, YAML keeps the last of two equal keys, and neither checks a field's choices.
+    argparse converts only strings, YAML keeps the last of two equal keys, and neither checks a field's allowed values.
     """
     values = read_recipe(path)
     fields_by_name = {field.name: field for cls in classes for field in fields(cls)}
@@ -64,7 +64,7 @@ def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
 
 
 def name_settings(message: str, values: Mapping[str, Any]) -> str:
-    """Return `name: value: ` for the first string setting whose value, but not name, is in an upstream message, or ''."""
+    """Return `name: value: ` for the first string setting whose value, but not name, is in a library's message; else ''."""
     texts = {name: value for name, value in values.items() if isinstance(value, str) and len(value) > 3}
     quoted = [name for name, value in texts.items() if value.lower() in message.lower() and name not in message]
     return "".join(f"{name}: {values[name]}: " for name in quoted[:1])
@@ -90,7 +90,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _describe(hint: Any) -> str:
-    """Return a field's type in words: `one of auto, sdpa`, `an integer or null`."""
+    """Return a field's type in words, such as `one of auto, sdpa` or `an integer or null`."""
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     if get_origin(hint) in (Union, UnionType):

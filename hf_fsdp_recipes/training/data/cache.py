@@ -20,7 +20,7 @@ from hf_fsdp_recipes.training.data.preparation import TrainingRows, prepare
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows, tokenizer_hash
 
 MANIFEST = "prepared.json"
-# The machine that prepares the rows may not support the precision of a recipe for GPUs. Rows do not depend on it.
+# The machine that prepares the rows may not support the recipe's precision, which has no effect on the rows.
 CPU_OVERRIDES = ("--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--tf32", "false")
 # Together with the tokenizer, these determine a row's tokens and labels.
 TRAINING_SETTINGS = (
@@ -41,7 +41,7 @@ def is_cache(name: str | None) -> bool:
 
 
 def prepare_directory(argv: list[str], output: Path) -> list[str]:
-    """Prepare the rows of a recipe, without a GPU or a process group; return the lines to print."""
+    """Prepare a recipe's rows in a new directory, without a GPU or a process group. Return the lines to print about them."""
     arguments = parse_arguments([*argv, *CPU_OVERRIDES])
     rows = write_cache(arguments, load_tokenizer(arguments), output)
     lines = [f"{name}: {counts.describe(arguments.training.max_length)}" for name, counts in rows.counts.items()]
@@ -88,7 +88,10 @@ def _settings(arguments: Arguments) -> dict[str, Any]:
 
 
 def read_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
-    """Memory-map rows and check that they were prepared with this run's settings. Every rank calls this; not a collective."""
+    """Memory-map prepared rows; raise a DataError if they do not fit this run's settings or number of ranks.
+
+    Every rank calls this, but it is not a collective.
+    """
     directory, training = Path(arguments.script.dataset_name), arguments.training
     expected_hash = tokenizer_hash(tokenizer_for_rows(tokenizer, training))
     try:

@@ -1,4 +1,4 @@
-"""Finds the data files of a path, and explains which files cannot be read and why."""
+"""Finds the data files at a path, and explains which files cannot be read and why."""
 
 import contextlib
 import json
@@ -57,7 +57,7 @@ def _is_visible(file: Path, folder: Path) -> bool:
 
 
 def _has_rows(file: Path) -> bool:
-    """Return whether a file has rows; refuse JSON that does not start with an object or a list, because pyarrow may crash."""
+    """Return whether a file has rows. Refuse JSON that does not start with an object or a list, as it may crash pyarrow."""
     start = _read_start(file)
     if reader_for(file) == "json" and start[:1] not in (b"", b"{", b"["):
         raise DataError(
@@ -87,7 +87,10 @@ def _check_not_nested(file: Path) -> None:
 
 @contextlib.contextmanager
 def explain_errors(name: str) -> Iterator[None]:
-    """Turn any error of the readers into a DataError. Local files are read again to name the file, line and reason."""
+    """Turn any error while a dataset is read into a DataError.
+
+    If the dataset is local, its files are read again, so that the message can name the file, the line and the reason.
+    """
     try:
         yield
     except DataError:

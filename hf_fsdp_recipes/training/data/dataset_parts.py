@@ -39,7 +39,7 @@ def load_parts(arguments: Arguments) -> list[DatasetPart]:
 
 
 def _load_part(part: Any, streaming: bool, arguments: Arguments) -> DatasetPart:
-    """Read one entry of the recipe's `datasets`: local paths are read in the same way as `dataset_name`, all others by TRL."""
+    """Read one entry of the recipe's `datasets`. TRL reads it, unless it is a local path without data_files or data_dir."""
     from trl import DatasetMixtureConfig, get_dataset
 
     if part.data_files is None and part.data_dir is None and _is_local(part.path):
@@ -106,7 +106,7 @@ def _is_local(name: str) -> bool:
 
 
 def _decoding(reader: str) -> dict[str, str]:
-    """Return reader options that mark invalid UTF-8, so that rows with it can be dropped and counted.
+    """Return options with which a reader replaces invalid UTF-8 with a mark, so that such rows can be dropped and counted.
 
     Source: datasets 5.2, packaged_modules/json: `encoding_errors` has no effect if the encoding is spelled "utf-8",
     so it is spelled "utf8" here.

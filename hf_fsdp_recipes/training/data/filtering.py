@@ -80,7 +80,7 @@ class RowCounts:
         return text
 
     def as_dict(self) -> dict[str, int]:
-        """Return the counts as {name: count}, ready for JSON."""
+        """Return the counts as a JSON-serializable dict, {name: count}."""
         counts = {status.name.lower(): self.by_status[status] for status in (RowStatus.TRUNCATED, *DROPPED)}
         return {"rows": self.num_rows, "kept": self.num_kept} | counts
 
@@ -109,9 +109,9 @@ def print_counts(counts: Mapping[str, RowCounts], max_length: int | None) -> Non
 
 
 def check_row(row: Mapping[str, Any], text_column: str, needs_answer: bool) -> RowStatus:
-    """Return KEPT, or why a row is dropped before tokenization.
+    """Return KEPT, or the status that says why a row is dropped before tokenization.
 
-    With `needs_answer`, a conversation without an assistant message is dropped, too.
+    If `needs_answer` is true, a conversation without an assistant message is also dropped.
     """
     if "input_ids" in row:
         return RowStatus.KEPT if row["input_ids"] else RowStatus.EMPTY
@@ -134,7 +134,7 @@ def find_token_fault(row: Mapping[str, Any], vocabulary_size: int) -> str | None
         if not isinstance(values, list):
             return f"{name} is {values!r:.60}, not a list of integers"
         for value in values:
-            # Floats such as 1.0 are allowed: a fraction turns all values of its column into floats, but only the fraction is wrong.
+            # Floats such as 1.0 are allowed: a value such as 0.5 turns its entire column into floats, but only that value is wrong.
             if type(value) not in (int, float) or value % 1:
                 return f"{name} has {value!r:.60}, which is not an integer"
         if len(values) != len(row["input_ids"]):
@@ -153,7 +153,10 @@ def _has_text(texts: list[str | None]) -> bool:
 
 
 def _texts_and_answers(row: Mapping[str, Any], text_column: str) -> tuple[list[str | None], list[str | None] | None]:
-    """Return a row's texts (None for a malformed text), and the answers among them (None for a row of plain text)."""
+    """Return two lists: all texts of a row, and the answers among them. A malformed text is None.
+
+    For plain text and for malformed messages, None replaces the list of answers.
+    """
     if "prompt" in row and "completion" in row:
         answers = _texts(row["completion"])
         return _texts(row["prompt"]) + answers, answers
@@ -169,7 +172,7 @@ def _texts_and_answers(row: Mapping[str, Any], text_column: str) -> tuple[list[s
 
 
 def _texts(value: Any) -> list[str | None]:
-    """Return the texts of a string or a list of messages."""
+    """Return a list with the text of each message, or with the string itself. A malformed text is None."""
     if isinstance(value, list):
         return [_message_text(message) for message in value]
     return [value if isinstance(value, str) else None]

@@ -19,7 +19,7 @@ from hf_fsdp_recipes.training.data.row_tokenizer import RowTokenizer, has_traina
 from hf_fsdp_recipes.training.tokenizer import check_chat_template
 from hf_fsdp_recipes.training.trainers import find_kind
 
-SPLITTING_STRATEGIES = ("bfd_split", "wrapped")  # the rest of a long row continues in the next sequence
+SPLITTING_STRATEGIES = ("bfd_split", "wrapped")  # these do not truncate a long row; its rest goes to the next sequence
 FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "status": Value("int8")})
 
 
@@ -30,7 +30,7 @@ class TrainingRows:
     train: Any  # Dataset or RowStream
     evaluation: Any = None  # Dataset, datasets.IterableDataset or None
     counts: dict[str, RowCounts] = field(default_factory=dict)  # keys: "<dataset name> (<split>)"
-    has_images: bool = False  # if true, SFTTrainer tokenizes the rows, with the processor
+    has_images: bool = False  # if true, SFTTrainer tokenizes the rows during training, with the model's processor
 
 
 class Preparation:
@@ -40,7 +40,7 @@ class Preparation:
         self.tokenizer = tokenizer
         self.training = arguments.training
         self.recipe = arguments.recipe
-        # The largest id counts, not the number of tokens, because the ids of added tokens may leave gaps.
+        # Use the largest id: if added tokens leave gaps between ids, the number of tokens is smaller.
         self._vocabulary_size = 1 + max(tokenizer.get_vocab().values())
 
     def max_length(self, packing: bool) -> int | None:
@@ -49,7 +49,7 @@ class Preparation:
         return None if splits else self.training.max_length
 
     def tokenize(self, rows: Dataset, name: str, packing: bool, first: int = 1) -> tuple[Dataset, RowCounts]:
-        """Return `input_ids` and `labels` of the rows that can be trained on, and the counts of all rows.
+        """Return `input_ids` and `labels` of the rows that can be trained on, and the counts of all rows by status.
 
         `first` is the number of the first row, for error messages. Raises a DataError for unknown columns, a malformed row, or a
         chat template that is missing, broken or does not mark the assistant's messages.
@@ -77,7 +77,7 @@ class Preparation:
         """Pack tokenized rows if `packing` is on, and shuffle them if `shuffle_dataset` is set."""
         training = self.training
         if packing:
-            rows = self._shuffle(rows)  # otherwise rows in one sequence would be correlated
+            rows = self._shuffle(rows)  # otherwise each sequence would hold neighboring rows, which may be alike
             options = {"num_proc": training.dataset_num_proc, "desc": f"Packing {name}"}
             rows = pack_dataset(rows, training.max_length, training.packing_strategy, options)
         rows = self._shuffle(rows)
@@ -181,7 +181,7 @@ def read_rows(arguments: Arguments) -> TrainingRows:
 
 
 def _join(opened: list[tuple[Any, Any]], parts: list[DatasetPart], arguments: Arguments) -> TrainingRows:
-    """Mix the training rows and concatenate the evaluation rows of all parts."""
+    """Mix the training rows of the recipe's datasets, and concatenate their evaluation rows."""
     columns = {part.name: sorted(train.column_names) for part, (train, _) in zip(parts, opened, strict=True)}
     if len({tuple(names) for names in columns.values()}) > 1:
         raise DataError(f"the datasets have different columns: {columns}. Give them the same columns.")
@@ -201,7 +201,7 @@ def packs_evaluation(arguments: Arguments) -> bool:
 def _tokenize_part(
     preparation: Preparation, part: DatasetPart, raw: Any, split: str, packing: bool, rows: TrainingRows
 ) -> Dataset:
-    """Tokenize one split of a part and add its counts to `rows`."""
+    """Tokenize one split of a dataset, and add its row counts to `rows.counts`."""
     tokenized, counts = preparation.tokenize(raw, part.name, packing)
     check_any_kept(counts, part.name, preparation.max_length(packing))
     key = f"{part.name} ({split})"
@@ -210,7 +210,7 @@ def _tokenize_part(
 
 
 def _mix(tokenized: list[Dataset], parts: list[DatasetPart], arguments: Arguments) -> Dataset:
-    """Draw rows in proportion to the parts' fractions, or concatenate all rows if no part has a fraction."""
+    """Draw rows from the datasets in proportion to their fractions, or concatenate all rows if no dataset has a fraction."""
     fractions = [part.fraction for part in parts if part.fraction is not None]
     if len(parts) == 1 or not fractions:
         return concatenate_datasets(tokenized)

@@ -25,7 +25,10 @@ ALPACA_WITH_INPUT = f"{ALPACA_TASK}, paired with an input that provides further 
 
 
 def find_format(columns: Sequence[str], text_column: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Return the required and optional columns of the format that these columns match, or None if they match none."""
+    """Return the format of a dataset with these columns, as a pair of its required and its optional columns.
+
+    Returns None if the dataset has none of the known formats.
+    """
     formats = [*FORMATS, ((text_column,), ())]
     return next((known for known in formats if set(known[0]) <= set(columns)), None)
 
@@ -35,7 +38,7 @@ def to_sft_format(
 ) -> Dataset:
     """Return rows in one of SFTTrainer's formats: input_ids, messages, prompt + completion, or text.
 
-    Raises a DataError for a row or columns that cannot be converted; `first` is the first row's number, for the message.
+    Raises a DataError for a row or columns that cannot be converted. Its message numbers the rows from `first`.
     """
     columns = list(rows.column_names)
     known = find_format(columns, text_column)
@@ -77,7 +80,10 @@ def _alpaca_to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _conversation_to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename sharegpt's keys and roles. TRL's `maybe_convert_to_chatml` would keep roles that are unknown to chat templates."""
+    """Convert a ShareGPT conversation to messages: rename its keys and roles.
+
+    TRL's `maybe_convert_to_chatml` is not used, because it would keep roles that chat templates do not know.
+    """
     messages = row["conversations"]
     return {"messages": _with_system(row, [_to_message(message) for message in messages]) if messages else messages}
 

@@ -2,7 +2,7 @@
 
 `SFTTrainer._prepare_dataset` is not used, because it needs a trainer with a model, and the barriers inside it can time out.
 RowTokenizer needs no trainer and works row by row, so it also runs on rank 0 alone, without GPUs, and on blocks of a stream.
-tests/training/test_preparation.py compares the results of both.
+tests/training/test_preparation.py compares RowTokenizer's results with SFTTrainer's.
 
 Source: trl 1.16 `SFTTrainer._prepare_dataset`: `add_eos`, `tokenize_fn`, `build_labels`, `truncate`.
 """
@@ -20,10 +20,10 @@ from hf_fsdp_recipes.training.data.filtering import NO_LABEL, TOKEN_COLUMNS, Row
 from hf_fsdp_recipes.training.tokenizer import describe_template_error
 
 logger = logging.get_logger(__name__)
-# Longer texts are shortened first, because tokenization takes about 180 bytes of memory per character.
+# Texts that exceed both limits are shortened first, because tokenization takes about 180 bytes of memory per character.
 MAX_CHARACTERS = 1_000_000
 MAX_CHARACTERS_PER_TOKEN = 64
-CACHE_VERSION = 2  # part of the key of datasets' cache; increment it when tokenization changes
+CACHE_VERSION = 2  # part of the key under which `datasets` caches rows; increment it when tokenization changes
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class RowTokenizer:
     add_special_tokens: bool  # applies to plain text only
     append_end_token: bool  # applies to plain text only
     max_length: int | None  # number of tokens; None truncates nothing
-    keep_end: bool  # whether longer rows keep their end instead of their start
+    keep_end: bool  # whether truncation keeps the end of a row instead of its start
     special_ids: tuple[int, ...]
     vocabulary_size: int
     cache_version: int = CACHE_VERSION
@@ -71,7 +71,7 @@ class RowTokenizer:
         return ""
 
     def _shorten(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Shorten very long texts if truncation would drop the rest anyway."""
+        """Shorten very long texts whose end would be dropped by truncation anyway."""
         if self.max_length is None or self.keep_end:
             return row
         limit = max(MAX_CHARACTERS, self.max_length * MAX_CHARACTERS_PER_TOKEN)

@@ -28,12 +28,12 @@ class StreamTrainer(DeviceMetricsTrainer):
     def __init__(self, *, train_dataset: RowStream, **kwargs: Any) -> None:
         block = train_dataset.first_block()
         assert block is not None  # an endless stream always has a block
-        # SFTTrainer accepts only classes of `datasets` and checks the first row, so it gets that row; the stream is set below.
+        # SFTTrainer accepts only classes of `datasets`, and checks the first row. So it first gets a dataset with that row only.
         super().__init__(train_dataset=Dataset.from_list(block.rows[:1]).to_iterable_dataset(), **kwargs)
         self.train_dataset = train_dataset
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
-        """Return batches of this rank's rows. Bypasses Accelerate, which would split them between ranks again."""
+        """Return batches of this rank's rows. Bypasses Accelerate, which would split the rows between ranks again."""
         return torch.utils.data.DataLoader(
             self.train_dataset,
             batch_size=self._train_batch_size,
@@ -43,12 +43,15 @@ class StreamTrainer(DeviceMetricsTrainer):
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, from a checkpoint if given, and print the row counts. Collective: every rank must call this."""
+        """Train, or resume from a checkpoint if given, then print how many rows were kept, truncated and dropped.
+
+        Collective: every rank must call this.
+        """
         if resume_from_checkpoint:
             is_last = resume_from_checkpoint is True
             path = get_last_checkpoint(self.args.output_dir) if is_last else resume_from_checkpoint
             with distributed.sync_errors():
-                # Without `ignore_data_skip`, Trainer skips batches by reading them.
+                # Without `ignore_data_skip`, Trainer would read and discard all batches before the checkpoint's step.
                 self.args.ignore_data_skip = path is not None and restore_position(self.train_dataset, Path(str(path)))
         result = super().train(resume_from_checkpoint, *args, **kwargs)
         counts = distributed.gather_objects(self.train_dataset.counts)
@@ -74,19 +77,22 @@ class StreamTrainer(DeviceMetricsTrainer):
 
 
 class PositionCallback(TrainerCallback):
-    """Records the stream's position after each step, because the stream has moved on by the time a checkpoint is written."""
+    """Records the stream's position after each step.
+
+    When a checkpoint is written, the stream may already be ahead, because the next step's batches are read first.
+    """
 
     def __init__(self, stream: RowStream) -> None:
         self._stream = stream
         self._position: dict[str, Any] = {}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Record the position, and set the epoch to the completed share of the run's steps, also after a resume."""
+        """Record the position, and set `state.epoch` to the share of all steps done so far, including those before a resume."""
         self._position = self._stream.state_dict()
         state.epoch = state.global_step / state.max_steps
 
     def checkpoint_files(self) -> dict[str, str]:
-        """Return this rank's checkpoint file as {name: text}."""
+        """Return the file that stores this rank's position in a checkpoint, as {file name: text}."""
         return {
             _position_file(distributed.rank()): json.dumps({"world_size": distributed.world_size()} | self._position)
         }

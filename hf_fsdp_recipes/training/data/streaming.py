@@ -26,7 +26,7 @@ from hf_fsdp_recipes.training.data.filtering import RowCounts, RowStatus, check_
 from hf_fsdp_recipes.training.data.image_rows import has_images
 from hf_fsdp_recipes.training.data.preparation import Preparation, TrainingRows, packs_evaluation
 
-DEFAULT_BLOCK_ROWS = 1000  # used without shuffling; TRL packs the same number of rows at a time
+DEFAULT_BLOCK_ROWS = 1000  # rows per block if they are not shuffled; TRL packs as many at a time
 
 
 class StreamSource:
@@ -53,11 +53,11 @@ class StreamSource:
         self._rows.set_epoch(num_passes)  # changes the order of the files
         self._rows.load_state_dict(state)
         self._iterator: Iterator[dict[str, Any]] = iter(self._rows)
-        # Before the first row is read, `datasets` still reports the state of the previous iteration.
+        # Keep the start state: until the first row is read, `datasets` still reports the state of the previous iteration.
         self._start_state, self._has_read = state, False
 
     def read(self, count: int) -> list[dict[str, Any]]:
-        """Read up to `count` rows, fewer at the end of a pass; raise a DataError if an endless source has no rows."""
+        """Return the next `count` rows, or fewer at the end of a pass; raise a DataError if an endless source has no rows."""
         if count == 0:
             return []
         for _ in range(2 if self.is_endless else 1):
@@ -80,19 +80,22 @@ class StreamSource:
             count -= len(self.read(min(count, DEFAULT_BLOCK_ROWS)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next row, ready for JSON."""
+        """Return the position of the next row as a JSON-serializable dict."""
         state = self._rows.state_dict() if self._has_read else self._start_state
         return {"name": self.name, "num_passes": self.num_passes, "num_read": self.num_read, "state": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position, on the same number of ranks."""
+        """Continue at a position from `state_dict`, which must have been saved with the same number of ranks."""
         self.num_read = state["num_read"]
         self._start_pass(state["num_passes"], state["state"])
 
 
 @dataclass
 class Block:
-    """Prepared rows, the stream position where they start, and the counts of all rows read for them, including dropped ones."""
+    """A block of prepared rows, and the stream position where it starts.
+
+    `counts` covers all rows read for the block, including dropped ones.
+    """
 
     rows: list[dict[str, Any]]
     start: dict[str, Any]
@@ -102,7 +105,8 @@ class Block:
 class RowStream(IterableDataset):
     """A stream of training rows from one source, or from several endless sources mixed by their fractions.
 
-    While one block is used, a thread reads the next. `shuffle_rows` rows are shuffled together; 0 keeps their order.
+    While training uses one block, a thread reads the next one. `shuffle_rows` is the number of rows to read and shuffle
+    together; 0 keeps the rows in order.
     """
 
     def __init__(
@@ -137,7 +141,7 @@ class RowStream(IterableDataset):
                     self._block, self._offset = block, 0
 
     def first_block(self) -> Block | None:
-        """Return the block at the current position, after reading it if needed."""
+        """Return the block at the current position; read and prepare it on the first call."""
         if self._block is None:
             self._block = self._read_block()
             self.counts += RowCounts() if self._block is None else self._block.counts
@@ -172,7 +176,7 @@ class RowStream(IterableDataset):
         return min(source.num_passes for source in self.sources)
 
     def _draw(self, rng: np.random.Generator) -> list[tuple[StreamSource, int]]:
-        """Return each source with the number of rows that it contributes to a block."""
+        """Return each source and how many rows to read from it for a block, drawn in proportion to the sources' fractions."""
         if len(self.sources) == 1:
             return [(self.sources[0], self._block_rows)]
         fractions = np.array([source.fraction for source in self.sources], dtype=float)
@@ -194,12 +198,12 @@ class RowStream(IterableDataset):
         return self._preparation.pack(concatenate_datasets(parts), "stream", self._packing), counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next row, ready for JSON."""
+        """Return the position of the next row as a JSON-serializable dict."""
         block = self.first_block()
         return {"start": block.start if block else None, "offset": self._offset}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position, on the same number of ranks."""
+        """Continue at a position from `state_dict`, which must have been saved with the same number of ranks."""
         for source, position in zip(self.sources, state["start"]["sources"], strict=True):
             source.load_state_dict(position)
         self._reset(state["start"]["num_blocks"], state["offset"])
@@ -212,7 +216,10 @@ class RowStream(IterableDataset):
 
 
 def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
-    """Open this rank's part of the streams and read its first block. Every rank calls this, but it is not a collective."""
+    """Open this rank's part of the training stream, read its first block, and open the evaluation rows as streams.
+
+    Every rank calls this, but it is not a collective.
+    """
     training = arguments.training
     preparation, parts = Preparation(arguments, tokenizer), load_parts(arguments)
     if any(has_images(part.train) for part in parts):
