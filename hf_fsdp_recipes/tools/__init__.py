@@ -1,1 +1,1 @@
-"""Command-line tools built on the core; the core never imports them."""
+"""Command-line tools. Apart from the command line itself (`cli.py`), the library does not import them."""

@@ -44,7 +44,7 @@ class Run:
         return self._process.poll()
 
     def poll(self, timeout_seconds: float, interval_seconds: float = 0.05) -> Iterator[int]:
-        """Yield 0, 1, 2, ... once per interval until the command exits; TimeoutError if it still runs after the timeout."""
+        """Yield 0, 1, 2, ... once per interval until the command exits; raise TimeoutError if that takes too long."""
         deadline, count = time.monotonic() + timeout_seconds, 0
         while self.exit_status is None:
             if time.monotonic() > deadline:
@@ -54,7 +54,10 @@ class Run:
             time.sleep(interval_seconds)
 
     def wait(self, timeout_seconds: float, condition: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until the command exits or the condition is true; return whether it became true. RecipeError after the timeout."""
+        """Wait until the command exits or the condition is true; return whether the condition became true.
+
+        Raises a RecipeError if the command still runs after the timeout.
+        """
         try:
             return any(condition() for _ in self.poll(timeout_seconds))
         except TimeoutError as error:
@@ -85,9 +88,9 @@ def start(command: Sequence[str], environment: Mapping[str, str], log_file: Path
     """Start a command with its output in a file; kill all its processes when the block ends.
 
     torchrun starts each rank in a new session, so killing the launcher's process group would miss the ranks. This
-    process therefore becomes a subreaper (prctl(2)) and adopts ranks whose launcher has died. In the block, SIGTERM
-    raises SystemExit, so that the ranks are killed too. Call this from the main thread: only there can Python set a
-    signal handler.
+    process therefore becomes a subreaper (prctl(2)) and adopts ranks whose launcher has died. In the block, a SIGTERM
+    to this process raises SystemExit, so that the ranks are killed too. Call this from the main thread: only there can
+    Python set a signal handler.
     """
     unrelated = {child.pid for child in psutil.Process().children()}
     process = None
@@ -108,7 +111,8 @@ def start(command: Sequence[str], environment: Mapping[str, str], log_file: Path
                 for member in _with_descendants(children):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         member.kill()
-                psutil.wait_procs(children, timeout=10)  # other descendants become children once their parent is gone
+                # Once these have ended, this process adopts their children, and the next iteration kills those.
+                psutil.wait_procs(children, timeout=10)
             if process is not None:
                 process.wait()
 
@@ -116,7 +120,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], log_file: Path
 def launch(
     config_file: Path, script: Path, arguments: Sequence[str], log_file: Path, *, on_cpu: bool
 ) -> AbstractContextManager[Run]:
-    """Start a script with `accelerate launch` on this machine; see `start`. RecipeError if there is no such script."""
+    """Start a script with `accelerate launch` on this machine; see `start`. Raises a RecipeError if the script does not exist."""
     if not script.is_file():
         raise RecipeError(f"The training script {script} does not exist. Check the path after --script.")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file)]
@@ -144,7 +148,7 @@ def find_error(log: str) -> str:
 
 
 def _launch_environment(on_cpu: bool) -> dict[str, str]:
-    """Return this process's environment without the variables of an outer launch; if `on_cpu`, add what CPU ranks need."""
+    """Return this process's environment without an outer launch's variables; if `on_cpu`, with those that CPU ranks need."""
     prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(prefixes)}
     return CPU_ENVIRONMENT | kept | {"ACCELERATE_USE_CPU": "true"} if on_cpu else kept

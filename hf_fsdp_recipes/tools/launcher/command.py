@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _starter(script: str) -> Callable[..., None]:
-    """Return the command that starts a script."""
+    """Return a Typer command that starts the script on all ranks."""
 
     def start(
         context: typer.Context,

@@ -13,7 +13,7 @@ from hf_fsdp_recipes.errors import RecipeError, first_sentence
 
 
 def describe_recipe(recipe: Path) -> tuple[str, str]:
-    """Return the template that a recipe's header names, and the first sentence of the header's text, without links."""
+    """Return the template that the comment at the top of a recipe names, and the comment's first sentence without links."""
     commands, _, rest = recipe.read_text(encoding="utf-8").partition("\n#\n")
     template = commands.partition("--accelerate_config ")[2].split(maxsplit=1)[0]
     sentence = first_sentence(rest.partition("\n\n")[0].removeprefix("# ").replace("\n# ", " "))
@@ -21,7 +21,10 @@ def describe_recipe(recipe: Path) -> tuple[str, str]:
 
 
 def copy_recipe(name: str, directory: Path) -> list[Path]:
-    """Copy a shipped recipe and the files that it names to a directory; return the copies. RecipeError if a copy exists already."""
+    """Copy a shipped recipe and the files that it names to a directory; return the paths of the copies.
+
+    Raises a RecipeError, and copies nothing, if the directory already has one of the files.
+    """
     source = find_file("recipes", name)
     names = [source.name]
     if source.suffix == ".yaml":
@@ -33,15 +36,16 @@ def copy_recipe(name: str, directory: Path) -> list[Path]:
 
 
 def render_slurm_script(options: Mapping[str, object], container: str | None) -> str:
-    """Return launch.slurm with these sbatch options. The script trains in the container, or else in this Python environment.
+    """Return the text of launch.slurm with the given sbatch options.
 
-    If `container` is an image file, its path becomes absolute.
+    Its job trains in `container` if that is given, otherwise in the current Python environment. If `container` is the
+    path of an image file, the path is made absolute.
     """
     directives = "".join(f"#SBATCH --{name}={value}\n" for name, value in options.items() if value is not None)
     text = (shipped_directory("recipes") / "launch.slurm").read_text(encoding="utf-8")
     text = text.replace("#SBATCH ", f"{directives}#SBATCH ", 1)
     if container:
-        if Path(container).is_file():  # pyxis would look for a name without a slash in a registry
+        if Path(container).is_file():  # pyxis takes a name without a slash for an image in a registry
             container = str(Path(container).absolute())
         return text.replace("${CONTAINER:-}\n", f"${{CONTAINER:-{shlex.quote(container)}}}\n", 1)
     text = text.replace(".venv if it exists, else the environment sbatch was called in", "the one that wrote this file")

@@ -19,7 +19,10 @@ PREEMPTION = {
 
 
 def launch_script(script: Path, template: Path, arguments: Sequence[str]) -> None:
-    """Run a script on all ranks, with options of the launcher and of the script in any order; return when all have succeeded."""
+    """Run a script on all ranks and return when all of them have succeeded.
+
+    `arguments` may hold options of the launcher and of the script in any order.
+    """
     os.environ.update(PREEMPTION | os.environ)
     parser = launch_command_parser()
     known = {name for action in parser._actions if action.dest not in SHARED_OPTIONS for name in action.option_strings}
@@ -35,7 +38,7 @@ def launch_script(script: Path, template: Path, arguments: Sequence[str]) -> Non
 
 
 def split_arguments(arguments: Sequence[str], launcher_options: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments for the launcher and those for the script. Values go with the option that they follow."""
+    """Split arguments into those for the launcher and those for the script. A value goes where the option before it goes."""
     for_launcher: list[str] = []
     for_script: list[str] = []
     target = for_script

@@ -72,7 +72,10 @@ def plan(
 def run(
     model: str | None, template: str, recipe: Path | None, options: dict[str, Any], is_suggesting: bool, as_json: bool
 ) -> tuple[str, bool | None]:
-    """Plan the job, or with `--suggest` the fastest job that fits; return the text and whether the job fits (None: unknown)."""
+    """Plan the job, or with `--suggest` the fastest job that fits.
+
+    Returns the text to print, and whether the planned job fits (None if the memory of the GPUs is unknown).
+    """
     with _silence_upstream():
         # Imported here, because torch and transformers would slow down every other command.
         from hf_fsdp_recipes.configs.model_configs import describe_source, find_config
@@ -87,7 +90,7 @@ def run(
         name = model or options.get("model")
         if name is None:
             raise PlanError("There is no model to plan for. Pass --model, or --config with a recipe that names one.")
-        overrides = None if model else options.get("config_overrides")  # the overrides belong to the recipe's model
+        overrides = None if model else options.get("config_overrides")  # they apply to the recipe's model only
         job = make_job(find_strategy(template), options)
         planner = MemoryPlanner(read_config(find_config(name), overrides, job.is_4bit))
         suggestion = suggestions.suggest(planner, job) if is_suggesting else None

@@ -1,8 +1,8 @@
 """Bytes that one optimizer step moves between ranks, and how long communication and compute take.
 
-In an all-gather over n ranks, each rank receives (n - 1) / n of the data. Data that no rank of a node has enters the node
-only once, over its interconnect. Latency and contention are not modeled, and compute is assumed to reach a fixed share of
-the peak. Use the seconds to compare strategies, not to predict step times.
+In an all-gather over n ranks, each rank receives (n - 1) / n of the data. Data from other nodes enters a node
+only once, over the node's interconnect. Latency and contention are not modeled, and compute is assumed to reach a fixed
+share of the peak. Use the seconds to compare strategies, not to predict step times.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class StepTraffic:
 
 
 def estimate_traffic(plan: MemoryPlan) -> StepTraffic:
-    """Estimate the communication and compute of one step of a plan."""
+    """Estimate the communication and compute of one optimizer step of the planned run."""
     job, cluster = plan.job, plan.job.cluster
     gathered = sum(_num_gathers(unit, job) * unit.unsharded_bytes for unit in plan.units)
     num_reductions = job.accumulation if job.sync_each_batch else 1
@@ -54,7 +54,7 @@ def estimate_traffic(plan: MemoryPlan) -> StepTraffic:
 
 
 def _num_gathers(unit: FsdpUnit, job: TrainingJob) -> int:
-    """Return how often a step gathers a unit: once per micro-batch, or twice if the unit is freed after forward."""
+    """Return how often a step gathers a unit: once per micro-batch, twice if forward frees it, never without sharding."""
     if job.strategy.sharding == "no_shard" or job.num_shards == 1:
         return 0
     return job.accumulation * (2 if unit.reshards_after_forward else 1)
@@ -66,6 +66,6 @@ def step_flops(plan: MemoryPlan) -> int | None:
     if flops is None:
         return None
     full = TokenCounts.of([job.length] * job.batch * job.accumulation, flops.window)
-    causal_pairs = full.pairs // 2  # attention kernels skip the masked half
+    causal_pairs = full.pairs // 2  # causal attention kernels skip the masked half of the pairs
     work = TokenCounts(full.tokens, causal_pairs, min(causal_pairs, full.window_pairs))
     return flops.hardware(work) if job.gradient_checkpointing else flops.training(work)

@@ -41,7 +41,7 @@ def run(arguments: "Arguments") -> None:
 
 
 def describe(arguments: "Arguments", num_ranks: int) -> list[str]:
-    """Return the lines to print. Only rank 0 calls this."""
+    """Validate the recipe and return the lines that a dry run prints. Only rank 0 calls this."""
     template = template_from_environment()
     config = read_model_config(arguments)
     if template["distributed_type"] == "FSDP":
@@ -82,7 +82,7 @@ def template_from_environment() -> dict[str, Any]:
     """
     fsdp = {key.lower(): value for key, value in os.environ.items() if key.startswith("FSDP_")}
     if fsdp.get("fsdp_version", "1") == "2":
-        # The launcher sets FSDP1's keys even under FSDP2.
+        # The launcher sets FSDP1's keys even under FSDP2, where the validation would report them as mistakes.
         fsdp = {key: value for key, value in fsdp.items() if key not in validate.FSDP1_ONLY}
     sizes = {key: int(size) for key, size in parallel_sizes().items() if size.isdigit() and int(size) > 1}
     num_ranks, precision = int(os.environ.get("WORLD_SIZE", "1")), mixed_precision() or "no"
@@ -100,12 +100,12 @@ def template_from_environment() -> dict[str, Any]:
 
 
 def model_name(arguments: "Arguments") -> str:
-    """Return the name of the recipe's model, or of the config of a new model."""
+    """Return the recipe's `model_name_or_path`, or its `config_name` if the recipe trains a new model."""
     return str(arguments.model.model_name_or_path or arguments.recipe.config_name)
 
 
 def read_model_config(arguments: "Arguments") -> "PreTrainedConfig":
-    """Return the config of a recipe's model, pretrained or new; the shipped copy if the config cannot be downloaded."""
+    """Return the config of the recipe's model, pretrained or new. If it cannot be downloaded, a shipped copy is read."""
     name = model_configs.find_config(model_name(arguments))
     config = read_config(name, arguments.recipe.config_overrides, arguments.model.load_in_4bit)
     if arguments.recipe.config_name is not None:
@@ -116,7 +116,7 @@ def read_model_config(arguments: "Arguments") -> "PreTrainedConfig":
 
 
 def template_faults(config: dict[str, Any], model: torch.nn.Module) -> list[str]:
-    """Return all mistakes in an Accelerate config for this model; the model may be on meta."""
+    """Return all mistakes in an Accelerate config for this model; the model may be on the meta device."""
     return validate.find_faults(config, {type(module).__name__ for module in model.modules()})
 
 
@@ -149,7 +149,7 @@ def hub_faults(arguments: "Arguments") -> Iterator[str]:
 
 
 def estimate_space(arguments: "Arguments") -> disk_estimate.DiskEstimate | None:
-    """Return the disk space that the run will use, or None for a new model."""
+    """Estimate the disk space that the run will use. Returns None if the recipe trains a new model."""
     if arguments.model.model_name_or_path is None:
         return None
     return disk_estimate.estimate(flatten_arguments(arguments))

@@ -1,4 +1,7 @@
-"""Replays the events of `step_trace` and adds the bytes that FSDP gathers, frees and reduces. One class per FSDP version."""
+"""Estimates a step's peak memory: replays the events that `step_trace` recorded and adds FSDP's own allocations.
+
+Each FSDP version has a class that simulates how it gathers, frees and reduces units.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +13,7 @@ GATHERED, UNSHARDED_GRADIENTS, REDUCED_GRADIENTS = "gathered units", "whole grad
 
 
 class MemoryTimeline:
-    """Bytes of each category, now and when their sum was highest."""
+    """Bytes in each memory category: the current ones, and those at the moment when their sum was highest."""
 
     def __init__(self, resident_bytes: dict[str, int]) -> None:
         self.current_bytes = dict(resident_bytes)
@@ -77,7 +80,7 @@ class Fsdp2Simulator:
                 self._pre_backward(unit)
             elif unit is not None and event.kind == "post_backward":
                 self._post_backward(unit, event.name)
-            # Skipped in backward: a layer that backward recomputes is already gathered.
+            # Forward events during backward come from recomputed layers. These are already gathered, so nothing changes.
             elif unit is not None and not self._is_backward:
                 (self._pre_forward if event.kind == "pre_forward" else self._post_forward)(unit, event.name)
 
@@ -153,7 +156,7 @@ class Fsdp2Simulator:
             self._reduce(unit)
 
     def _reduce(self, unit: FsdpUnit) -> None:
-        """Free the unit and reduce its gradients."""
+        """Free the gathered parameters of a unit and reduce its gradients."""
         if unit in self._reduced:
             return
         self._reduced.add(unit)

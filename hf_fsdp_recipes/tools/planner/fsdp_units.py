@@ -26,7 +26,7 @@ class FsdpUnit:
     # and the last module frees them.
     modules: tuple[str, ...]
     parameters: tuple[Parameter, ...]  # without the parameters of nested units
-    reshards_after_forward: bool  # the parameters are freed after forward
+    reshards_after_forward: bool  # whether the parameters are freed after forward
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ class FsdpUnit:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of the parameters' largest shard."""
+        """Bytes of one rank's shard of the parameters; of the largest shard if the shards differ."""
         return round(sum(p.num_shard_elements * p.sharded_item_bytes for p in self.parameters))
 
     @property
@@ -60,12 +60,12 @@ class FsdpUnit:
 
 
 def find_units(model: MetaModel, job: TrainingJob) -> list[FsdpUnit]:
-    """Split a model into units as FSDP does, the root last; PlanError if the model lacks the class to wrap."""
+    """Split a model into units as FSDP does, the root last; raise PlanError if no layer has the class to wrap."""
     return build_units((_group_fsdp2 if job.strategy.version == 2 else _group_fsdp1)(model, job), model, job)
 
 
 def build_units(groups: list[ModuleGroup], model: MetaModel, job: TrainingJob) -> list[FsdpUnit]:
-    """Make a unit of each group. Every parameter belongs to the first group that contains it."""
+    """Make one FSDP unit from each group of modules. Every parameter belongs to the first group that contains it."""
     names = {id(module): name for name, module in model.named_modules()}
     unassigned = dict(zip(map(id, model.parameters()), list_parameters(model, job), strict=True))
     units = []
@@ -77,7 +77,7 @@ def build_units(groups: list[ModuleGroup], model: MetaModel, job: TrainingJob) -
 
 
 def _group_fsdp2(model: MetaModel, job: TrainingJob) -> list[ModuleGroup]:
-    """Group modules as Accelerate does.
+    """Group modules into units as Accelerate does for FSDP2.
 
     There is one group for each module that the policy wraps, one for the input embedding, one for the final norm and the head
     together, and one for the root. A tied embedding is in the group of the norm and the head.
@@ -109,7 +109,7 @@ def _group_fsdp1(model: MetaModel, job: TrainingJob) -> list[ModuleGroup]:
 
 
 def group_by_policy(model: torch.nn.Module, policy: object, reshards_after_forward: bool) -> list[ModuleGroup]:
-    """Group modules as torch's FSDP1 does for a wrapping policy. The root stays gathered after forward.
+    """Group modules into units as torch's FSDP1 does for a wrapping policy. The root stays gathered after forward.
 
     Source: torch 2.13 `distributed/fsdp/wrap.py`, `_recursive_wrap`.
     """

@@ -1,4 +1,4 @@
-"""Host memory of one node while loading, training, saving and exporting, with and without this package."""
+"""Estimates the host memory of one node while loading, training, saving and exporting, with and without this package."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from hf_fsdp_recipes.loading.distribute import BUCKET_BYTES, NUM_SLOTS, UPLOAD_B
 from hf_fsdp_recipes.tools.planner.memory_planner import OPTIMIZER, PARAMETERS, MemoryPlan
 
 # docs/planner.md explains these figures.
-# In the distributed training guide, a rank uses 926 or 933 MB before it loads anything.
+# In Lambda's distributed training guide, a rank uses 926 or 933 MB before it loads anything.
 PROCESS_BYTES = 930_000_000
 LOADING_BYTES = 60_000_000  # per rank, in addition to its shard and the buckets, with any load_source
 QUANTIZING_BYTES = 500_000_000  # per rank, in addition to its shard and the largest weight, for 4-bit weights
@@ -33,7 +33,7 @@ def estimate_host_memory(plan: MemoryPlan) -> list[HostMemory]:
     trained = round(sum(p.num_elements * p.sharded_item_bytes for p in plan.parameters if p.requires_grad))
     loaded = model if job.is_4bit else plan.num_parameters * job.dtype.itemsize
     optimizer = plan.valley.get(OPTIMIZER, plan.host.get(OPTIMIZER, 0))
-    # Each rank keeps the memory for its copy of the state from one save to the next, and has buffers to upload weights.
+    # Each rank has host memory for a copy of its state, which it keeps between saves, and buffers to upload weights.
     saved = sum(unit.shard_gradient_bytes for unit in plan.units) if job.lora_rank else shard
     is_pinned = not (job.strategy.on_cpu or job.is_offloaded)
     staged = _pinned_bytes(saved) + _pinned_bytes(optimizer) if is_pinned else saved + optimizer
@@ -59,7 +59,10 @@ def estimate_host_memory(plan: MemoryPlan) -> list[HostMemory]:
 
 
 def _pinned_bytes(num_bytes: int) -> int:
-    """Return the bytes that staging a save allocates: full chunks, and a last chunk that torch rounds up to a power of two."""
+    """Return how much pinned memory a rank allocates to stage a save of `num_bytes`.
+
+    It allocates full chunks, and a last chunk whose size torch rounds up to a power of two.
+    """
     num_chunks, rest = divmod(num_bytes, staging.CHUNK_BYTES)
     return num_chunks * staging.CHUNK_BYTES + (1 << (rest - 1).bit_length() if rest else 0)
 

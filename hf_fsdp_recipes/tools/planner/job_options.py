@@ -1,4 +1,4 @@
-"""Builds the job to plan. Options take precedence over the recipe, and the recipe over the defaults."""
+"""Builds the job that `hf-fsdp plan` plans. Options take precedence over the recipe, and the recipe over the defaults."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,7 @@ TRAINER_BATCH = 8  # Trainer's default per_device_train_batch_size
 
 
 def flatten_arguments(arguments: "Arguments") -> dict[str, Any]:
-    """Return the fields of parsed recipe arguments as one dict of recipe keys, with plain values for enums."""
+    """Return parsed recipe arguments as one dict from recipe keys to values. Enums become their plain values."""
     keys = {key: getattr(value, "value", value) for part in reversed(arguments) for key, value in vars(part).items()}
     return keys | {"accelerator_config": arguments.training.accelerator_config.to_dict()}
 
@@ -85,7 +85,7 @@ def _attention(keys: dict[str, Any], batch: int) -> str:
 
 
 def make_job(strategy: Strategy, options: dict[str, Any]) -> TrainingJob:
-    """Build a job from a template's strategy and the options that were given; PlanError if a value is invalid."""
+    """Build a job from a template's strategy and the options that were given; raise PlanError if a value is invalid."""
     given = {"mixed_precision": strategy.precision} | {k: value for k, value in options.items() if value is not None}
     if given.get("quantized", "4bit") != "4bit":
         raise PlanError(f"quantized is {given['quantized']!r}; only 4bit is supported.")

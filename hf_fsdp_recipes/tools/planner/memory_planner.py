@@ -1,4 +1,4 @@
-"""Memory of one rank: between steps, at the peak of a step, and on the host."""
+"""Estimates the memory of one rank: on the device, between steps and at the peak of a step, and on the host."""
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PARAMETERS, OPTIMIZER, STEP = "parameters", "optimizer", "optimizer step"
 SCALES, UNPACKED = "4-bit scales", "unpacked weight"
 VALUES_PER_SCALE = 64  # number of 4-bit values that share a scale of 4 bytes, or of one byte with nested quantization
-SCALES_PER_SCALE = 256  # nested quantization: one-byte scales that share one fp32 scale
+SCALES_PER_SCALE = 256  # number of one-byte scales that share one fp32 scale with nested quantization
 # Assumed, not measured (docs/planner.md): memory of the GPU context and cuBLAS, of each NCCL communicator, and the share of
 # temporary memory that the caching allocator cannot reuse.
 GPU_CONTEXT_BYTES = 900_000_000
@@ -70,7 +70,7 @@ class MemoryPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """Device bytes that a run needs: the peak and the allowance."""
+        """Device bytes that a run needs: the peak, and an allowance for the GPU context, NCCL and fragmentation."""
         return self.peak_bytes + self.allowance_bytes
 
     @property
@@ -81,7 +81,7 @@ class MemoryPlan:
 
 
 class MemoryPlanner:
-    """Plan several ways to train one model. Keeps the last model and all traces, which many plans share."""
+    """Plan several ways to train one model. Caches the last model and all traces, because many plans share them."""
 
     def __init__(self, config: "PreTrainedConfig", compute_loss: LossFunction = compute_job_loss) -> None:
         self._config, self._compute_loss = config, compute_loss
@@ -89,7 +89,10 @@ class MemoryPlanner:
         self._traces: dict[tuple[Any, ...], list[TraceEvent]] = {}
 
     def plan(self, job: TrainingJob) -> MemoryPlan:
-        """Plan one way to train the model; PlanError if the model cannot be built, adapted or wrapped as the job asks."""
+        """Plan one way to train the model.
+
+        Raises a PlanError if the model cannot be built, adapted or wrapped as the job asks.
+        """
         if job.lora_parameters and job.strategy.version == 1:
             raise PlanError("adapters of fused experts (lora_target_parameters) need FSDP2. Use an fsdp2_* template.")
         model = self._model(job)
@@ -117,7 +120,7 @@ class MemoryPlanner:
         return find_units(model, job)
 
     def trace(self, model: MetaModel, job: TrainingJob, units: list[FsdpUnit]) -> list[TraceEvent]:
-        """Return the events of one step."""
+        """Return the events of one step, from the cache if an earlier job had the same ones."""
         # Always trace full_shard's units too, so that most strategies can share one trace.
         usual_units = find_units(model, job.replace(**asdict(Strategy())))
         watched = tuple(module_names([*usual_units, *units]))
@@ -129,7 +132,7 @@ class MemoryPlanner:
     def _model(self, job: TrainingJob) -> MetaModel:
         key = (*_model_key(job), job.attention == "eager")
         if key not in self._models:
-            self._models.clear()  # the modules of a deep model take much memory
+            self._models.clear()  # keep one model only: the modules of a deep model take much memory
             self._models[key] = build_meta_model(self._config, job)
         return self._models[key]
 
@@ -152,12 +155,12 @@ def _resident_bytes(units: list[FsdpUnit], job: TrainingJob) -> tuple[dict[str, 
     if job.is_offloaded:
         return {}, shards | states | {REDUCED_GRADIENTS: sum(unit.shard_gradient_bytes for unit in units)}
     if job.optimizer.startswith("paged_") and not job.strategy.on_cpu:
-        return shards, states  # the driver may move pages to the host
+        return shards, states  # count this state on the host, where the driver may move its pages
     return shards | states, {}
 
 
 def _state_bytes(unit: FsdpUnit, optimizer: str) -> float:
-    """Return the optimizer state of one rank's shard of a unit, in bytes."""
+    """Return how many bytes of optimizer state one rank holds for its shard of a unit."""
     return NUM_STATES[optimizer] * sum(
         parameter.num_shard_elements * _state_item_bytes(parameter, optimizer) for parameter in unit.trained
     )
@@ -172,12 +175,12 @@ def _state_item_bytes(parameter: Parameter, optimizer: str) -> float:
 
 
 def gradient_bytes(units: list[FsdpUnit], job: TrainingJob) -> int:
-    """Return the bytes of one rank's reduced gradients on the device."""
+    """Return how many bytes one rank's reduced gradients take on its device."""
     return 0 if job.is_offloaded else sum(unit.shard_gradient_bytes for unit in units)
 
 
 def _quantization_bytes(units: list[FsdpUnit], job: TrainingJob) -> dict[str, int]:
-    """Return the bytes that 4-bit weights take in addition to their shards: all scales, and one unpacked weight."""
+    """Return the bytes that 4-bit weights take besides their shards: the scales of the full model, and one unpacked weight."""
     if not job.is_4bit:
         return {}
     packed = [p.num_elements for unit in units for p in unit.parameters if p.sharded_item_bytes == PACKED_ITEM_BYTES]

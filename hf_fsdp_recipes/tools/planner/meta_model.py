@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 MetaModel = Union["PreTrainedModel", "PeftModel"]
-PACKED_ITEM_BYTES = 0.5  # a value in 4 bits
+PACKED_ITEM_BYTES = 0.5  # bytes of a 4-bit value
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,10 @@ class Parameter:
 
 
 def build_meta_model(config: "PreTrainedConfig", job: TrainingJob) -> MetaModel:
-    """Build the model that a job trains: on meta, in the compute dtype, ready to trace; PlanError if that is impossible."""
+    """Build the model that a job trains, on the meta device and in the compute dtype, ready to trace.
+
+    Raises a PlanError if the model cannot be built as the job asks.
+    """
     config = type(config).from_dict(config.to_dict())
     config.use_cache = config.get_text_config().use_cache = False
     try:
@@ -75,7 +78,7 @@ def _add_adapter(model: "PreTrainedModel", job: TrainingJob) -> "PeftModel":
 def _enable_checkpointing(model: MetaModel, has_adapter: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # Do not save random states: meta tensors need none, and on a real device they take only a few bytes.
+        # Do not save RNG states: a run on meta needs none, and in a real run they take only a few bytes.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     if has_adapter:
         model.enable_input_require_grads()  # as Trainer does; otherwise frozen layers would not be recomputed
@@ -89,7 +92,7 @@ def list_parameters(model: MetaModel, job: TrainingJob) -> list[Parameter]:
 
 def _describe(name: str, tensor: torch.nn.Parameter, job: TrainingJob, is_packed: bool) -> Parameter:
     num_elements = num_padded = tensor.numel()
-    # FSDP2 pads the number of rows to a multiple of the ranks. FSDP1 pads by less than one element per rank.
+    # FSDP2 pads a parameter's rows to a multiple of the ranks. FSDP1's padding, under one element per rank, is ignored.
     if job.strategy.version == 2:
         num_rows = tensor.shape[0] if tensor.shape else 1
         num_padded = -(-num_rows // job.num_shards) * job.num_shards * (num_elements // max(num_rows, 1))

@@ -1,4 +1,4 @@
-"""A plan as text for the terminal, and as JSON values."""
+"""Formats a plan as text for the terminal, or as JSON values."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -28,7 +28,7 @@ CATEGORIES = {
 
 
 def align(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Pad the cells of each column to one width. The first and last columns hold text, the others numbers."""
+    """Return the rows as lines with aligned columns. The first and last columns hold text, the others numbers."""
     rows = list(rows)
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = []
@@ -39,7 +39,10 @@ def align(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def format_plan(plan: MemoryPlan, strategies: Sequence[Alternative], changes: Sequence[Alternative]) -> str:
-    """Format a plan, the compared strategies, and the changes that make the job faster or that were tried to make it fit."""
+    """Return a plan as text, with a comparison of sharding strategies and a list of changed settings.
+
+    `changes` make the job faster if it fits; if it does not, they are the ones that were tried to make it fit.
+    """
     lines = [*_title(plan), "", *_device_table(plan), "", *_host_table(plan)]
     if not plan.job.strategy.on_cpu:
         lines += ["", *_traffic_table(plan)]

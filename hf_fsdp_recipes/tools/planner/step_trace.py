@@ -56,8 +56,8 @@ class AllocationTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            # The model's code reads a tensor's value, but meta tensors have none. Without padding or packing, the value
-            # is true.
+            # The model's code reads the value of a tensor, which a meta tensor does not have. Return true or 1, which
+            # is the value in a batch without padding or packing.
             return args[0].dtype == torch.bool or 1
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
@@ -80,7 +80,7 @@ class AllocationTracker(TorchDispatchMode):
         self._live_bytes[category] -= num_bytes
 
     def record(self, kind: EventKind, name: str = "") -> None:
-        """Add an event, and measure the next peak from here."""
+        """Record an event, and start to measure the peak until the next one."""
         self.events.append(TraceEvent(kind, name, dict(self._live_bytes), self._peak_bytes))
         self._peak_bytes = dict(self._live_bytes)
 
@@ -95,7 +95,7 @@ def compute_job_loss(model: MetaModel, rows: torch.Tensor, job: TrainingJob) -> 
 
 
 def make_mask(model: MetaModel, rows: torch.Tensor, job: TrainingJob) -> torch.Tensor | None:
-    """Return a mask of shape (batch, 1, length, length) if the job's attention needs one."""
+    """Return a mask of shape (batch, 1, length, length), or None if the job's attention needs no mask."""
     is_eager = model.config._attn_implementation == "eager"
     if not is_eager and job.attention != "sdpa_padded":
         return None

@@ -26,7 +26,7 @@ class Alternative:
 
     @cached_property
     def traffic(self) -> StepTraffic:
-        """How many bytes a step moves, and how long it takes."""
+        """Bytes that one optimizer step moves, and its communication and compute time."""
         return estimate_traffic(self.plan)
 
     @property
@@ -63,7 +63,7 @@ def find_changes(planner: MemoryPlanner, plan: MemoryPlan) -> list[Alternative]:
 
 
 def find_faster_settings(planner: MemoryPlanner, job: TrainingJob) -> list[Alternative]:
-    """Plan the job without gradient checkpointing, at the same and at twice the micro-batch size; return what fits."""
+    """Plan the job without gradient checkpointing, at the same and at twice the micro-batch size; return the plans that fit."""
     if not job.gradient_checkpointing:
         return []
     kept = job.replace(gradient_checkpointing=False)
@@ -95,7 +95,7 @@ def _try(planner: MemoryPlanner, label: str, job: TrainingJob) -> Alternative | 
 
 
 def _changes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
-    """Yield changes, from those that cost nothing to those that change what is trained."""
+    """Yield changes that save memory, as (label, job), from those that cost nothing to those that change what is trained."""
     if job.accumulation > 1 and not job.sync_each_batch:
         yield "reduce gradients after each micro-batch (sync_each_batch: true)", job.replace(sync_each_batch=True)
     if job.loss != "fused":
@@ -126,7 +126,10 @@ def _changes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
 
 
 def with_sharding(job: TrainingJob, sharding: str) -> TrainingJob:
-    """Return the job with another sharding strategy and the matching template's name; PlanError if the cluster cannot use it."""
+    """Return the job with another sharding strategy and the name of the matching template.
+
+    Raises a PlanError if the cluster cannot use the strategy.
+    """
     return _with_strategy(job, sharding=sharding, version=1 if sharding == "no_shard" else job.strategy.version)
 
 
@@ -172,7 +175,7 @@ def suggest(planner: MemoryPlanner, job: TrainingJob) -> Alternative | None:
 
 
 def _try_batches(planner: MemoryPlanner, job: TrainingJob) -> Iterator[Alternative]:
-    """Yield the alternatives that fit, doubling the batch while throughput rises."""
+    """Plan all strategies at batch 1, 2, 4 and so on while throughput rises, and yield the plans that fit."""
     batch, best = 1, float("inf")
     while batch <= MAX_BATCH:
         fitting = [one for one in compare_strategies(planner, job.replace(batch=batch)) if one.plan.fits]

@@ -10,7 +10,7 @@ from hf_fsdp_recipes.configs.strategy import Strategy
 from hf_fsdp_recipes.errors import PlanError
 from hf_fsdp_recipes.precision import format_dtype
 
-# State tensors per trained parameter.
+# For each optimizer, the number of state tensors per trained parameter.
 NUM_STATES = {
     **dict.fromkeys(["adamw_torch", "adamw_torch_fused", "adamw_anyprecision", "stable_adamw", "paged_adamw"], 2),
     **dict.fromkeys(["paged_adamw_32bit", "adamw_torch_4bit", "adamw_torch_8bit"], 2),
@@ -59,10 +59,11 @@ class TrainingJob:
     reduce_dtype: torch.dtype = torch.float32  # dtype of gradient reduction and accumulation in mixed precision
     optimizer: str = "adamw_torch_fused"  # Trainer's `optim`
     gradient_checkpointing: bool = True
-    # With sdpa_padded (padded rows), a mask makes transformers repeat key and value heads. Eager attention keeps scores of
-    # shape (batch, heads, length, length).
+    # With sdpa_padded, rows are padded and need a mask, which makes transformers repeat key and value heads. Eager
+    # attention keeps scores of shape (batch, heads, length, length).
     attention: Literal["sdpa", "sdpa_padded", "flash", "eager"] = "sdpa"
-    loss: Literal["fused", "model"] = "fused"  # tiled, as in TRL and Liger, or transformers' loss with full logits
+    # fused: computed in tiles, as in TRL and Liger; model: transformers' loss, which needs the full logits
+    loss: Literal["fused", "model"] = "fused"
     lora_rank: int = 0  # 0 for full fine-tuning
     lora_targets: str | tuple[str, ...] = "all-linear"  # as in PEFT
     lora_parameters: tuple[str, ...] = ()  # PEFT's target_parameters, such as experts
@@ -101,7 +102,7 @@ class TrainingJob:
 
     @property
     def num_communicators(self) -> int:
-        """NCCL communicators per rank: one for all ranks and, with hybrid sharding, one within and one across replicas."""
+        """NCCL communicators per rank: one for all ranks and, with hybrid sharding, two more: within and across replicas."""
         return 0 if self.cluster.num_gpus == 1 else 3 if self.strategy.is_hybrid else 1
 
     @property

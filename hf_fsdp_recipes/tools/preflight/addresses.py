@@ -26,13 +26,16 @@ def describe(address: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether an address resolves on this host to loopback only."""
+    """Return whether this host resolves an address to loopback only."""
     found = resolve(address)
     return bool(found) and all(map(_is_loopback_ip, found))
 
 
 def is_written_loopback(address: str) -> bool:
-    """Tell whether an address means loopback on every host. A host's own name may mean loopback on that host, but not on others."""
+    """Return whether an address is loopback on every host, such as localhost or 127.0.0.1.
+
+    A host's own name does not count: it may resolve to loopback on that host, but not on others.
+    """
     return address == "localhost" or address.startswith(("127.", "::1"))
 
 
@@ -51,7 +54,7 @@ def _own_interfaces() -> dict[str, str]:
 
 
 def find_interface_to(address: str) -> str:
-    """Return the interface that routes to an address; the first interface if the address is loopback or unknown."""
+    """Return the network interface that leads to an address; the first interface if the address is loopback or unknown."""
     interfaces = _own_interfaces()
     source = ""
     with contextlib.suppress(OSError):
@@ -63,7 +66,7 @@ def find_interface_to(address: str) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen for the other nodes on all interfaces, as torch's TCPStore does; OSError if the address is not this host's."""
+    """Listen for the other nodes on all interfaces, as torch's TCPStore does; raise OSError if the address is not this host's."""
     family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind) as probe:
         probe.bind((target[0], 0))
@@ -75,7 +78,7 @@ def listen(address: str, port: int) -> socket.socket:
 def wait_for_listener(address: str, port: int, deadline: float) -> None:
     """Wait until a TCP connection succeeds; after `deadline`, a value of `time.monotonic()`, raise the last OSError.
 
-    TCPStore's own client would report every failure as a timeout. This raises immediately if the name does not exist.
+    TCPStore's own client would report every failure as a timeout. This function raises immediately if the name does not exist.
     """
     while True:
         attempt_seconds = max(0.1, min(_ATTEMPT_SECONDS, deadline - time.monotonic()))
@@ -114,7 +117,7 @@ def explain_port_conflict(address: str, port: int) -> str:
 
 
 def _find_port_owner(port: int) -> str | None:
-    """Name the process that listens on a port of this host; None if this user may not see that process."""
+    """Describe the process that listens on a port of this host; None if this user may not see that process."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             is_listening = connection.status == psutil.CONN_LISTEN and getattr(connection.laddr, "port", None) == port

@@ -30,7 +30,7 @@ NUM_REPEATS = 3
 CPU_WORKLOAD = (torch.float32, (1 << 20, 1 << 22, 1 << 24, 1 << 26), 1024, NUM_REPEATS)
 ACCELERATOR_WORKLOAD = (torch.bfloat16, (1 << 24, 1 << 26, 1 << 28, 1 << 30, 1 << 31), 8192, 200)
 PRODUCTS_SECONDS = 1.0  # target time for all products; a slow device computes fewer
-NUM_PAIR_ROUNDS = 3  # with two rounds, a node that sits one out (odd number of nodes) would have one partner
+NUM_PAIR_ROUNDS = 3  # so that a node that pauses in one round (odd number of nodes) still gets two partners
 
 
 def main(info: ParticipantInfo, prefix: str, local_rank: int, on_cpu: bool) -> None:
@@ -94,7 +94,10 @@ def measure(device: torch.device, info: ParticipantInfo) -> WorkerRates:
 
 
 def measure_pairs(device: torch.device, info: ParticipantInfo) -> dict[str, float]:
-    """Return the all-gather bandwidth with each partner node (key: its number) while other pairs are busy too. Collective."""
+    """Measure all-gather with several partner nodes; return the bandwidth for each partner's node number.
+
+    All pairs of a round measure at the same time. Collective: the workers of all nodes must call this.
+    """
     rates = {}
     for pairs in pair_nodes(info.num_nodes):
         for pair in pairs:
@@ -113,7 +116,7 @@ def measure_pairs(device: torch.device, info: ParticipantInfo) -> dict[str, floa
 
 def pair_nodes(num_nodes: int) -> list[list[tuple[int, int]]]:
     """Return rounds of node pairs, as in a tournament. With three or more nodes, each node gets at least two partners."""
-    seats = list(range(num_nodes + num_nodes % 2))  # an odd number of nodes leaves the last seat empty
+    seats = list(range(num_nodes + num_nodes % 2))  # with an odd number of nodes, the last seat stays empty
     rounds = []
     for _ in range(min(NUM_PAIR_ROUNDS, len(seats) - 1)):
         pairs = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
@@ -144,7 +147,10 @@ def measure_all_gather(group: dist.ProcessGroup, device: torch.device) -> float:
 def _find_bandwidth(
     collective: Callable[[torch.Tensor], None], group: dist.ProcessGroup, device: torch.device
 ) -> float:
-    """Return the highest bus bandwidth over buffers of growing size, for a collective that moves (n-1)/n of its buffer."""
+    """Time a collective on buffers of growing size; return its highest bus bandwidth in bytes per second.
+
+    This assumes that, over n ranks, the collective moves (n-1)/n of its buffer.
+    """
     num_ranks = dist.get_world_size(group)
     dtype, buffer_sizes, _, _ = _choose_workload(device)
     rate = 0.0
@@ -160,7 +166,8 @@ def _find_bandwidth(
 def measure_matrix_product(device: torch.device) -> float:
     """Return the FLOP/s of a square matrix product, in bf16 on an accelerator."""
     dtype, _, num_rows, max_repeats = _choose_workload(device)
-    matrix = torch.randn(num_rows, num_rows, dtype=dtype, device=device)  # random, because ones would need less power
+    # Random values, because a product of ones would draw less power than one of real data.
+    matrix = torch.randn(num_rows, num_rows, dtype=dtype, device=device)
     multiply = partial(torch.matmul, matrix, matrix)
     seconds = _time_call(multiply, device, num_repeats=1)
     num_repeats = min(max_repeats, max(NUM_REPEATS, int(PRODUCTS_SECONDS / seconds)))
@@ -193,7 +200,7 @@ def _time_call(
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device; there is nothing to wait for on a CPU."""
+    """Wait until all work queued on the device is done. On the CPU, return immediately."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
 

@@ -1,6 +1,6 @@
-"""Advice on a template's sharding strategy from the measured bandwidth.
+"""Advises on a template's sharding strategy, based on the measured bandwidth.
 
-Computation hides transfers unless they take longer. In a step over T tokens, a rank computes 6 T FLOPs per
+Transfers are hidden behind computation unless they take longer. In a step over T tokens, a rank computes 6 T FLOPs per
 parameter. Full sharding moves 3 values per parameter over the slowest link: the parameter for forward, the parameter again
 for backward, and its gradient. That link thus needs a bandwidth of 3 x bytes per value / (6 T) x the
 rank's FLOP/s, regardless of model size.
@@ -18,7 +18,7 @@ from hf_fsdp_recipes.tools.preflight.node_info import Row
 
 NUM_FLOPS = 6  # per parameter and token
 PASSES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2}
-MIN_HYBRID_GAIN = 1.2  # a smaller gain is not worth the advice
+MIN_HYBRID_GAIN = 1.2  # do not advise hybrid sharding for a smaller gain
 SLOW_FRACTION = 0.75  # a rate below this share of the median is slow; healthy nodes of the same kind differ less
 
 
@@ -38,7 +38,7 @@ class WorkerRates(TypedDict):
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What a rank computes per micro-batch, and the size of its parameters."""
+    """What a rank computes per micro-batch, and how many bytes it moves per parameter."""
 
     num_tokens: int  # tokens per rank in one forward and backward pass
     tokens_source: str  # where the number of tokens comes from
@@ -48,7 +48,7 @@ class RankLoad:
 
 
 def apply_launch_counts(config: dict[str, Any], num_nodes: int, ranks_per_node: int) -> dict[str, Any]:
-    """Return an Accelerate config with the node and rank counts that the launcher passes on the command line."""
+    """Return a copy of an Accelerate config with the node and rank counts of this launch, which override the file's."""
     launched = config | {"num_machines": num_nodes, "num_processes": num_nodes * ranks_per_node}
     if "hybrid" in read_sharding(config) and "parallelism_config" in config:
         sizes = {
@@ -75,7 +75,7 @@ def hybrid_gain(
     """Return how many times faster a micro-batch's transfers are with hybrid sharding than with sharding over all ranks.
 
     Hybrid sharding gathers parameters only among the `num_local` ranks of a node. Between nodes, only an all-reduce of
-    the gradients remains. It moves 2 * (nodes - 1) / nodes times the gradients' bytes.
+    the gradients remains. This all-reduce moves 2 * (nodes - 1) / nodes times the gradients' bytes.
     """
     num_ranks = num_nodes * num_local
     flat = moved_bytes * (num_ranks - 1) / num_ranks / between
@@ -126,7 +126,7 @@ def describe(
     names: list[str],
     ranks_per_node: int,
 ) -> list[Row]:
-    """Return the table's rows about bandwidth and slow nodes; if there is a template, include advice on its strategy."""
+    """Return the rows of the preflight table about bandwidth and slow nodes; with a template, also advice on its strategy."""
     rows: list[Row] = [("warning", warning) for warning in find_slow(rates_by_node, names)]
     gather_rates: dict[str, float] = {}
     for link in rates_by_node[0][0]["links"]:

@@ -5,7 +5,7 @@ from typing import TypedDict
 from hf_fsdp_recipes.errors import PreflightError
 from hf_fsdp_recipes.tools.preflight.node_info import Row, list_differences, shorten
 
-MIN_FREE_FRACTION = 0.5  # below this, another program is using the device
+MIN_FREE_FRACTION = 0.5  # if a smaller share of the memory is free, another program is using the device
 WARN_FREE_FRACTION = 0.9
 MEMORY_TOLERANCE = 0.02  # total memory varies a little with drivers and ECC settings
 
@@ -21,7 +21,10 @@ class DeviceInfo(TypedDict):
 
 
 def check_devices(devices_by_node: list[list[DeviceInfo]], names: list[str], ranks_per_node: int) -> list[Row]:
-    """Return the table's row about devices and a warning about devices in use; PreflightError if a device is unfit."""
+    """Return the preflight table's row about devices, and a warning if other programs use some of them.
+
+    Raises a PreflightError if the devices of the nodes differ, are too few, or have too little free memory.
+    """
     first = [devices[0] for devices in devices_by_node]
     differences = list_differences([device["kind"] for device in first], names)
     errors = [f"the type of devices differs: {differences}. Check the drivers on each node."] if differences else []

@@ -1,4 +1,7 @@
-"""Finds faulty GPUs and links in nvidia-smi, amd-smi, the kernel log and /sys. Needs no privileges; skips what a node lacks."""
+"""Finds faulty GPUs and links from the output of nvidia-smi and amd-smi, the kernel log and /sys.
+
+The checks need no privileges. Tools and files that a node does not have are skipped.
+"""
 
 import contextlib
 import json
@@ -38,7 +41,7 @@ _NVLINK = re.compile(r"Link \d+: (?:([\d.]+ GB/s)|<inactive>)")
 
 
 class Hardware(TypedDict):
-    """What a node reports: faults of unfit GPUs, warnings, and for each link's name its state or rate."""
+    """What a node reports: faults of unfit GPUs, warnings, and a dict from each link's name to its state or rate."""
 
     faults: list[str]
     warnings: list[str]
@@ -46,7 +49,7 @@ class Hardware(TypedDict):
 
 
 def collect(on_cpu: bool, num_nodes: int) -> Hardware:
-    """Return what this node's GPUs and network ports report; nothing for a job on CPUs."""
+    """Return what this node's GPUs and network ports report; the report is empty for a job on CPUs."""
     found: Hardware = {"faults": [], "warnings": [], "links": {}}
     if not on_cpu:
         for read in (_read_nvidia, _read_nvlinks, _read_xids, _read_amd, _read_amd_pages):
@@ -57,7 +60,7 @@ def collect(on_cpu: bool, num_nodes: int) -> Hardware:
 
 
 def check(found: list[Hardware], names: list[str]) -> list[Row]:
-    """Return the table's row about links, and warnings; raise PreflightError if a GPU is unfit."""
+    """Return the preflight table's row about links, and warnings; raise PreflightError if a GPU is unfit."""
     faults = [f"{name}: {fault}" for node, name in zip(found, names, strict=True) for fault in node["faults"]]
     if faults:
         raise PreflightError(" ".join(faults))
@@ -80,14 +83,17 @@ def check(found: list[Hardware], names: list[str]) -> list[Row]:
 
 
 def _run(found: Hardware, *command: str) -> str:
-    """Run a command and return its output; empty if it is not installed or a fault was found before. A hang is a fault."""
+    """Run a command and return its output, or "" if it is not installed or an earlier command already found a fault.
+
+    If the command hangs, that is recorded as a fault.
+    """
     if shutil.which(command[0]) is None or found["faults"]:
         return ""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")
     try:
         return process.communicate(timeout=COMMAND_SECONDS)[0]
     except subprocess.TimeoutExpired:
-        process.kill()  # no wait() here: a process that waits for a failed GPU cannot be killed
+        process.kill()  # no wait(): it would hang, as a process that is stuck on a failed GPU does not die
         found["faults"].append(f"{command[0]} did not finish within {COMMAND_SECONDS:.0f} s. Reboot the node.")
         return ""
 
@@ -99,7 +105,7 @@ def _split_variable(name: str) -> list[str] | None:
 
 
 def _query_nvidia(found: Hardware) -> list[ElementTree.Element]:
-    """Return nvidia-smi's report on each GPU. Output without a report is a fault if the driver is loaded."""
+    """Return nvidia-smi's report on each GPU. If the driver is loaded, output without a report is recorded as a fault."""
     text = _run(found, "nvidia-smi", "-q", "-x").strip()
     start, end_tag = text.find("<nvidia_smi_log"), "</nvidia_smi_log>"
     if start >= 0:  # other text may surround the report
@@ -190,7 +196,8 @@ def _read_amd(found: Hardware) -> None:
 def _find_visible_amd(num_gpus: int) -> list[int]:
     """Return the indices of the GPUs that ROCm makes visible to this job. GPUs listed by UUID count as hidden."""
     visible = list(range(num_gpus))
-    # HIP numbers only the GPUs that ROCR makes visible, from 0. Without HIP_VISIBLE_DEVICES, it reads CUDA's variable.
+    # HIP's indices count from 0, among the GPUs that ROCR makes visible. Without HIP_VISIBLE_DEVICES, HIP reads CUDA's
+    # variable.
     hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in os.environ else "CUDA_VISIBLE_DEVICES"
     for name in ("ROCR_VISIBLE_DEVICES", hip):
         if (entries := _split_variable(name)) is not None:
@@ -215,7 +222,7 @@ def _read_amd_pages(found: Hardware) -> None:
 
 
 def _read_ports(found: Hardware) -> bool:
-    """Report the state of each InfiniBand and RoCE port; return whether one is active."""
+    """Report the state of each InfiniBand and RoCE port; return whether any of them is active."""
     has_active = False
     for port in sorted((SYS / "class/infiniband").glob("*/ports/*")):
         with contextlib.suppress(OSError):

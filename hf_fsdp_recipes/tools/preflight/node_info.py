@@ -21,7 +21,7 @@ Row = tuple[str, str]  # one line of the table: a label ("warning" for a warning
 
 PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 MAX_CLOCK_SKEW_SECONDS = 2.0
-MIN_SHM_BYTES = 1 << 30  # NCCL's documentation: docker run --shm-size=1g
+MIN_SHM_BYTES = 1 << 30  # as in NCCL's documentation: docker run --shm-size=1g
 MIN_OPEN_FILES = 1024
 # These variables may differ between nodes.
 VARIABLES_OF_A_NODE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID", "NCCL_TOPO_FILE", "NCCL_DEBUG_FILE")
@@ -65,7 +65,10 @@ def collect(files: list[Path], num_ranks: int) -> NodeInfo:
 
 
 def _find_versions() -> dict[str, str]:
-    """Return the versions that must match. All nodes have the same keys; "none" stands for a missing package or driver."""
+    """Return the versions of packages and drivers, which must be the same on all nodes.
+
+    All nodes report the same names; the version of a missing package or driver is "none".
+    """
     nccl = getattr(torch.get_device_module(), "nccl", None)  # also on ROCm, where RCCL uses NCCL's version numbers
     return {
         "python": platform.python_version(),
@@ -134,7 +137,7 @@ def _hash_file(file: Path) -> str:
 def check_same(nodes: list[NodeInfo], names: list[str]) -> None:
     """Raise a PreflightError that lists every difference between nodes in versions, code, NCCL variables or files."""
     compared = [
-        # A node with another version of this package may report other packages.
+        # A node with another version of this package may not report all of these names.
         (name, [node["versions"].get(name, "unknown") for node in nodes], "Install the same versions on every node.")
         for name in nodes[0]["versions"]
     ]
@@ -188,7 +191,7 @@ def check_host_names(nodes: list[NodeInfo], names: list[str]) -> None:
 
 
 def describe(nodes: list[NodeInfo]) -> list[Row]:
-    """Return the table's rows about software and hosts."""
+    """Return the preflight table's rows about software and hosts."""
     first = nodes[0]
     clocks = [node["unix_seconds"] for node in nodes]
     files = "".join(f", {Path(file).name} {digest}" for file, digest in first["file_hashes"].items())

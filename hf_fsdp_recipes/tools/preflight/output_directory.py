@@ -16,12 +16,16 @@ from hf_fsdp_recipes.tools.preflight.node_info import Row, shorten
 
 MAX_PROBE_BYTES = 64 << 20
 MAX_PROBE_SECONDS = 1.0
-VISIBILITY_SECONDS = 5.0  # enough on NFS: listing a directory refreshes its cache, otherwise kept for 30 s (acdirmin)
+# Enough on NFS: listing a directory refreshes NFS's cache of it, which is otherwise kept for 30 s (acdirmin).
+VISIBILITY_SECONDS = 5.0
 _CHUNK_BYTES = 16 << 20
 
 
 def write_probe(file: Path) -> tuple[float, int]:
-    """Write and flush a probe file; return bytes per second and free bytes, or raise PreflightError if that fails."""
+    """Write and flush a probe file; return the write speed in bytes per second, and the free space in bytes.
+
+    Raises a PreflightError if the file cannot be written.
+    """
     chunk = os.urandom(_CHUNK_BYTES)  # random, so that file systems cannot compress it
     num_bytes, started = 0, time.monotonic()
     try:
@@ -40,7 +44,7 @@ def write_probe(file: Path) -> tuple[float, int]:
 
 
 def find_invisible(files: list[Path]) -> list[int]:
-    """Return the indices of the files that this node does not see, after waiting for its cache to be refreshed."""
+    """Wait up to 5 s until this node sees all files; return the indices of those that it still does not see."""
     deadline = time.monotonic() + VISIBILITY_SECONDS
     while True:
         invisible = [index for index, file in enumerate(files) if not file.exists()]
@@ -66,7 +70,7 @@ def check_shared(directory: Path, invisible_by_node: list[list[int]], names: lis
 
 
 def describe(directory: Path, probes: list[tuple[float, int]], names: list[str]) -> Row:
-    """Return the table's row about the directory; each probe is what `write_probe` returned on a node."""
+    """Return the preflight table's row about the directory. `probes` holds what `write_probe` returned on each node."""
     rate, slowest = min((rate, name) for (rate, _), name in zip(probes, names, strict=True))
     free_bytes = min(free_bytes for _, free_bytes in probes)
     return (
@@ -77,13 +81,13 @@ def describe(directory: Path, probes: list[tuple[float, int]], names: list[str])
 
 
 def check_space(directory: Path, recipe: dict[str, Any]) -> Row:
-    """Return the table's row about disk space, or raise PreflightError if the run does not fit.
+    """Return the preflight table's row about disk space, or raise PreflightError if the run needs more than there is.
 
     The space of existing checkpoints counts as free, because a resumed run replaces them one by one.
     """
     try:
         estimate = disk_estimate.estimate(recipe)
-    except Exception as error:  # building the model may raise anything; the job can run without an estimate
+    except Exception as error:  # building the model may raise any exception, and the job can run without an estimate
         return ("warning", f"what the run will write could not be estimated: {error}")
     files = (file for checkpoint in directory.glob("checkpoint-*") for file in checkpoint.rglob("*"))
     own_bytes = sum(file.stat().st_size for file in files if file.is_file())

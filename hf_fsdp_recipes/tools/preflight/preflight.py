@@ -147,7 +147,7 @@ def _check_devices(rendezvous: Rendezvous, workers: Workers) -> list[Row]:
 
 
 def _check_hardware(rendezvous: Rendezvous, job: Job) -> list[Row]:
-    if not job.is_on_cpu:  # allow time to report a tool that hangs
+    if not job.is_on_cpu:  # so that a tool can hang until its timeout and still be reported
         rendezvous.extend_deadline(rendezvous.deadline - time.monotonic() + hardware.COMMAND_SECONDS)
     return rendezvous.run_stage(
         "looking for faulty GPUs and links",
@@ -176,10 +176,10 @@ def _measure_bandwidth(rendezvous: Rendezvous, workers: Workers, job: Job) -> li
 def find_node(
     num_nodes: int | None, node_rank: int | None, ranks_per_node: int, master_address: str | None, master_port: int
 ) -> ParticipantInfo | None:
-    """Describe this node from the flags, or else from the launcher's variables; None if there is nothing to check.
+    """Describe this node from the flags or, without flags, from the launcher's environment variables.
 
-    A launcher starts a process for each rank, but only local rank 0 checks the node. Raises a PreflightError if a flag or
-    variable is missing.
+    A launcher starts a process for each rank, but only local rank 0 checks the node; the others get None.
+    Raises a PreflightError if a flag or variable is missing.
     """
     if num_nodes is not None or node_rank is not None or "WORLD_SIZE" not in os.environ:
         num_nodes = num_nodes or 1

@@ -1,7 +1,8 @@
 """Connects the nodes of a preflight through a c10d store, so that all of them get the same result.
 
 Node 0 leads. It hosts a `TCPStore` on the master port. Under torchrun and `accelerate launch`, the nodes use the store
-of the launcher's agent instead. A key that is missing at the deadline names the node that should have written it.
+of the launcher's agent instead. Each node writes keys of its own, so a key that is
+missing at the deadline shows which node did not respond.
 """
 
 import contextlib
@@ -123,10 +124,10 @@ class Rendezvous:
 
     def extend_deadline(self, timeout_seconds: float) -> None:
         """Set the deadline of the remaining stages to `timeout_seconds` from now."""
-        self.deadline = time.monotonic() + timeout_seconds  # when node 0 stops waiting
+        self.deadline = time.monotonic() + timeout_seconds  # time at which node 0 stops waiting for the other nodes
 
     def close(self) -> None:
-        """Leave the store. Node 0, whose exit ends the store, first lets the other nodes read the last result."""
+        """Leave the store. Node 0 first gives the others time to read the last result, because its exit can end the store."""
         deadline = time.monotonic() + CLOSE_SECONDS
         with contextlib.suppress(RuntimeError):  # node 0 has exited
             num_left = self.store.add("num_left", 1)
@@ -199,7 +200,7 @@ def _uses_agent_store() -> bool:
 
 
 def _open_store(info: ParticipantInfo, deadline: float) -> tuple[Store, bool]:
-    """Host or join the store on the master port; return it, and whether this process leads."""
+    """Host or join the store on the master port; return the store, and whether this process is the leader."""
     address, port = info.master_address, info.master_port
     listen_error: OSError | None = None
     if info.node_rank == 0 and not _uses_agent_store():
@@ -229,7 +230,7 @@ def _connect(info: ParticipantInfo) -> Store:
         with contextlib.suppress(RuntimeError):
             stores.append(TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False))
 
-    # In a thread, because TCPStore waits without a timeout for the first answer from the port (torch 2.13).
+    # Connect in a thread, so that this can give up: torch 2.13's TCPStore waits without a timeout for the first answer.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(2 * ANSWER_SECONDS)

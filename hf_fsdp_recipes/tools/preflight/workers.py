@@ -53,7 +53,7 @@ class Workers:
         for local_rank, (process, log) in enumerate(self._started):
             store_key = f"workers/{key}/{info.node_rank * info.ranks_per_node + local_rank}"
             while True:
-                exit_status = process.poll()  # read before the report, because a worker may report and exit in between
+                exit_status = process.poll()  # read before the store: a worker may report and exit in between
                 if store.check([store_key]):
                     break
                 if exit_status is not None:

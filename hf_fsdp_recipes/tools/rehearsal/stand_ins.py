@@ -26,7 +26,7 @@ _CHAT_TEMPLATE = (
 
 
 def read_rows(script: "ScriptArguments", num_rows: int) -> tuple[dict[str, Any], str]:
-    """Return a dataset's rows, by split, and a description of them.
+    """Return a dict from split names to a dataset's rows, and a description of the rows.
 
     If the dataset cannot be reached but is listed in `_ROWS`, the rows are made up.
     """

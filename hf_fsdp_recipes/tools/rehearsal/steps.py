@@ -62,7 +62,10 @@ class Rehearsal:
 
     @cached_property
     def arguments(self) -> Arguments:
-        """The recipe for the full-size model, as one CPU rank parses it. `push_to_hub` is off; `check_hub` reads its true value."""
+        """The recipe for the full-size model, parsed as on one CPU rank.
+
+        `push_to_hub` is turned off here. `check_hub` reads the recipe's own value.
+        """
         off = ("--push_to_hub", "false", "--use_cpu", "true", "--dry_run", "true")
         return parse_arguments(["--config", str(self.recipe), *self.overrides, *off])
 
@@ -73,7 +76,7 @@ class Rehearsal:
         return launch(config, SFT_SCRIPT, arguments, log, on_cpu=True)
 
     def wait(self, run: Run, condition: Callable[[], bool] = lambda: False) -> None:
-        """Wait until a condition is met or the run exits; RecipeError if that takes too long."""
+        """Wait until a condition is met or the run exits; raise RecipeError if that takes too long."""
 
         def is_met() -> bool:
             self.refresh()
@@ -122,7 +125,7 @@ def check_output(rehearsal: Rehearsal) -> str:
 
 
 def check_hub(rehearsal: Rehearsal) -> str:
-    """Check that there is a Hub token if the recipe pushes."""
+    """If the recipe pushes to the Hub, check that there is a token."""
     settings = tiny_recipe.read_settings(rehearsal.recipe, rehearsal.overrides)
     training = copy.copy(rehearsal.arguments.training)
     training.push_to_hub = is_true(str(settings.get("push_to_hub", False)))
@@ -162,7 +165,7 @@ def train_and_kill(rehearsal: Rehearsal) -> str:
 
 
 def resume_and_stop(rehearsal: Rehearsal) -> str:
-    """Resume, signal the ranks to stop as Slurm does, and expect a new checkpoint and the preemption status."""
+    """Resume, send the ranks the signal that Slurm sends before it ends a job; expect a checkpoint and the preemption status."""
     before, num_losses = rehearsal.checkpoints(), len(rehearsal.losses())
     with rehearsal.launch("resume", *RESUME) as run:
         rehearsal.wait(run, lambda: len(rehearsal.losses()) > num_losses)

@@ -31,7 +31,7 @@ NUM_STEPS = 9
 SAVE_STEPS = 2
 MAX_TOKENS = 256  # per row: long enough for prompts, short enough for CPUs
 MIN_UNIT_PARAMETERS = 5000  # for size-based wrapping: the tiny model is smaller than one unit of a real model
-NUM_HYBRID_RANKS = 4  # two replicas of two shards
+NUM_HYBRID_RANKS = 4  # two replicas with two shards each
 STRATEGY_WITHIN_NODE = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
 # Replacements for settings that need hardware or an account.
 REPLACED_SETTINGS = {
@@ -67,7 +67,7 @@ def _make_tokenizer(arguments: Arguments) -> tuple[Any, str]:
     name = str(arguments.recipe.tokenizer_name or arguments.model.model_name_or_path)
     if find_config(name) != name:
         return stand_ins.byte_tokenizer(), f", a tokenizer of bytes instead of {name}'s, which cannot be read"
-    # The run itself adds the recipe's special tokens.
+    # Leave out the recipe's special tokens, because the run itself adds them.
     untouched = arguments._replace(recipe=replace(arguments.recipe, special_tokens=None))
     return load_tokenizer(untouched), ""
 

@@ -36,7 +36,7 @@ MEDIUM = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16,
     "num_key_value_heads": 16, "vocab_size": 32_000, "max_position_embeddings": 4096,
 }  # fmt: skip
-MEDIUM_DEVICE_BYTES = 16_000_000_000  # enough for MEDIUM: 10 GB for training and a second copy of the state
+MEDIUM_DEVICE_BYTES = 16_000_000_000  # enough for MEDIUM, which needs 10 GB to train with a second copy of its state
 NUM_LOG_LINES = 40  # number of lines that the report shows from the end of a failed launch's log
 RECIPE = {
     "max_length": 64, "max_steps": 60, "save_steps": 10, "logging_steps": 1, "per_device_train_batch_size": 2,
@@ -47,7 +47,7 @@ RECIPE = {
 
 @dataclass(frozen=True)
 class Site:
-    """Where and how much to measure."""
+    """Where the measurements run, and how much they measure."""
 
     directory: Path  # for models, checkpoints and logs
     device: str | None = None  # name of the accelerators, or None for CPU ranks
@@ -99,7 +99,7 @@ def measure(name: str, function: Callable[[Site], Figures], site: Site) -> Resul
 def run_on_ranks(
     site: Site, name: str, *, script: Path = RANKS_SCRIPT, precision: str | None = None, **options: Any
 ) -> Figures:
-    """Launch a measurement on all ranks and return its figures; RecipeError if a rank failed or time ran out."""
+    """Launch a measurement on all ranks and return its figures; raise RecipeError if a rank failed or time ran out."""
     with tempfile.TemporaryDirectory(dir=site.directory) as scratch:
         file = Path(scratch) / "figures.json"
         arguments = [name, json.dumps(options, default=str), str(file)]
@@ -185,7 +185,7 @@ def train_kill_resume(site: Site) -> Figures:
 
 
 def _train(site: Site, output: Path, is_killed: bool = False) -> int:
-    """Train to the end, or with `is_killed` until a checkpoint is complete; return the last logged step."""
+    """Train to the end or, if `is_killed`, kill the run after its first complete checkpoint; return the last logged step."""
     inputs = {"model_name_or_path": str(output.with_name("model")), "dataset_name": str(output.with_name("rows"))}
     recipe = output.with_name("recipe.yaml")
     recipe.write_text(yaml.safe_dump(RECIPE | inputs | {"output_dir": str(output)}))

@@ -54,7 +54,7 @@ def _worst(name: str, values: Sequence[Any]) -> Any:
 
 
 def measure_copies(accelerator: "Accelerator", num_bytes: int) -> Figures:
-    """Copy between host and device, in both directions; on CPU ranks, within host memory."""
+    """Time copies between host and device in both directions or, on CPU ranks, within host memory."""
     device = accelerator.device
     target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     if device.type == "cpu":
@@ -93,7 +93,7 @@ def load(accelerator: "Accelerator", checkpoint: str, source: str, dtype: str, *
 def measure_load(
     accelerator: "Accelerator", checkpoint: str, tiny: str, sources: Sequence[str] = ("rank0", "direct")
 ) -> Figures:
-    """Load with each source and compare the loaded weights. A tiny checkpoint is loaded first, so imports are not timed."""
+    """Time loading with each `load_source`, and compare the weights. A tiny model is loaded first, so imports are not timed."""
     load(accelerator, tiny, "rank0", "bfloat16")
     gigabytes = sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors")) / 1e9
     figures: Figures = {"checkpoint, GB": gigabytes}
@@ -112,7 +112,7 @@ def measure_load(
 
 
 def _are_equal(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether both have the same names and bit-identical tensors."""
+    """Return whether two dicts have the same names and bit-identical tensors."""
     return first.keys() == second.keys() and all(
         first[name].reshape(-1).view(torch.uint8).equal(second[name].reshape(-1).view(torch.uint8)) for name in first
     )

@@ -30,7 +30,7 @@ ON_CPU = ("--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--tf32", "
 
 @dataclass(frozen=True)
 class Case:
-    """One run of the recipe."""
+    """One run of the recipe, with one template and one number of ranks."""
 
     template: str
     num_ranks: int
@@ -69,7 +69,7 @@ class Case:
         self._write({name: getattr(self, name) for name in ("template", "num_ranks", "num_nodes", "settings")})
 
     def finish_record(self, status: str, host_peak_bytes: int) -> None:
-        """Add to case.json how the run ended, and the peak memory of its largest process."""
+        """Add to case.json how the run ended, and the peak host memory of the run's largest process."""
         self._write(read_record(self.directory) | {"status": status, "host_peak_bytes": host_peak_bytes})
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Case:
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """Return a case.json, or an empty dictionary if there is none or it is damaged."""
+    """Return the content of a case.json, or an empty dict if the file is missing or damaged."""
     try:
         record = json.loads((directory / CASE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

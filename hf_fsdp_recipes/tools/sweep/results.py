@@ -82,7 +82,7 @@ def _memory(logged: Sequence[dict[str, Any]], record: dict[str, Any]) -> dict[st
 
 
 def _speed(logged: Sequence[dict[str, Any]], run: dict[str, Any]) -> dict[str, Any]:
-    """Return times and rates of the steps after the warm-up, or nothing if there are none."""
+    """Return times and rates of the steps after the warm-up, or an empty dict if there are no such steps."""
     measured = [entry for entry in logged if "step_seconds" in entry and not entry.get("is_warmup")]
     if not measured:
         return {}
@@ -97,13 +97,13 @@ def _speed(logged: Sequence[dict[str, Any]], run: dict[str, Any]) -> dict[str, A
 
 
 def write_json(directory: Path, results: Sequence[Result]) -> None:
-    """Write sweep.json, without unknown values."""
+    """Write sweep.json. Values that are unknown are left out."""
     cases = [{key: value for key, value in asdict(result).items() if value is not None} for result in results]
     (directory / JSON_FILE).write_text(json.dumps({"cases": cases}, indent=1) + "\n", encoding="utf-8")
 
 
 def write_table(directory: Path, results: Sequence[Result], plots: Sequence[tuple[str, str]]) -> Path:
-    """Write sweep.md: the table, notes on its figures, and `plots` given as (title, file name)."""
+    """Write sweep.md: the table, notes on its figures, and the plots. `plots` lists their titles and file names."""
     finished = [result for result in results if result.status == FINISHED]
     lines = [f"# Sweep of {Path(results[0].recipe).name}", ""]
     lines += [_describe_run(finished[0]), ""] if finished else []
@@ -146,7 +146,7 @@ def _cells(result: Result) -> list[str]:
 
 
 def _notes(finished: Sequence[Result]) -> list[str]:
-    """Return how the figures were measured, and why some are missing."""
+    """Return notes on how the figures were measured, and why some are missing."""
     kinds = sorted({result.memory_kind for result in finished if result.memory_kind})
     notes = [f"Peak memory: largest rank; {MEMORY_KINDS[kind]}." for kind in kinds]
     measured = sorted({result.measured_steps for result in finished if result.measured_steps})

@@ -1,4 +1,4 @@
-"""How a run ended, read from its exit status, metrics and logs: finished, out of memory, failed or not run."""
+"""Finds out from exit status, metrics and logs how a run ended: finished, out of memory, failed or not run."""
 
 import re
 import textwrap

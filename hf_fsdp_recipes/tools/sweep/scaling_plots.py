@@ -31,7 +31,7 @@ def draw_scaling(results: Sequence[Result]) -> Figure:
 
 
 def draw_strategies(results: Sequence[Result]) -> Figure:
-    """Draw MFU against memory at the largest rank count, one point per template; tokens/s if MFU is unknown."""
+    """Draw MFU, or tokens/s if MFU is unknown, against memory at the largest rank count, with one point per template."""
     points = [result for result in results if result.peak_memory_bytes and result.tokens_per_second]
     num_ranks = max((result.num_ranks for result in points), default=0)
     points = [result for result in points if result.num_ranks == num_ranks]

@@ -16,7 +16,7 @@ from hf_fsdp_recipes.units import count
 
 SCALING_PLOT, STRATEGIES_PLOT, SUBMIT_FILE = "scaling.png", "strategies.png", "submit.sh"
 SAMPLE_SECONDS = 0.2  # time between two samples of host memory
-SAMPLES_PER_CHECK = 5  # samples between two checks of the processes and the steps
+SAMPLES_PER_CHECK = 5  # samples between two updates of the process list and of the step count
 
 
 def run_cases(cases: Sequence[Case], script: Path, time_limit_seconds: float) -> None:
@@ -102,7 +102,7 @@ def write_jobs(cases: Sequence[Case], output: Path) -> str:
 
 
 def _job_line(case: Case) -> str:
-    """Return the sbatch command of a case; launch.slurm documents the variables."""
+    """Return the sbatch command of a case; launch.slurm documents the variables that it sets."""
     ranks_per_node = -(-case.num_ranks // case.num_nodes)
     variables = {
         "TEMPLATE": case.directory / TEMPLATE_FILE,
@@ -119,7 +119,10 @@ def _job_line(case: Case) -> str:
 
 
 def write_summary(directory: Path) -> Path:
-    """Write sweep.json, sweep.md and the plots from the cases so far; return sweep.md; PlanError if no case has a result."""
+    """Write sweep.json, sweep.md and the plots from the results so far; return the path of sweep.md.
+
+    Raises a PlanError if no case has a result.
+    """
     found = results.read_results(directory)
     if not found:
         raise PlanError(f"{directory} has no cases of a sweep. Pass the directory that `hf-fsdp sweep` wrote.")
