@@ -1,7 +1,7 @@
 """Merges LoRA adapters into base weights.
 
-Merging adds `scaling * B @ A` to a range of rows at a time, so no process ever holds a full merged layer. For DoRA, the norms of
-the rows are computed first.
+Merging adds `scaling * B @ A` to one range of a layer's rows at a time, so no process ever holds a full merged layer. For DoRA, the
+norms of the rows are computed first.
 
 Source: peft 0.21 `tuners/lora/layer.py` (`get_delta_weight`), `tuners/lora/variants.py`
 (`DoraLinearVariant.merge_unsafe`).

@@ -92,7 +92,7 @@ class RunExports:
         distributed.print_main(f"exported: {export}")
 
     def has_exported(self, export: Path) -> bool:
-        """Return whether the run had already finished when it was resumed, and its export exists. Collective."""
+        """Return True if the run had already finished when it was resumed and its export exists. Collective."""
         return self.is_finished and distributed.run_on_main(lambda: has_weights(export))
 
     def push(self, export: Path) -> None:

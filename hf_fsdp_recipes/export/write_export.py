@@ -265,7 +265,7 @@ def _write_gathered(shards: list[ShardExport], writer: FileWriter, directory: Pa
 def _send_chunks(shards: list[ShardExport], non_finite: dict[str, int]) -> Exception | None:
     """Send this rank's chunks to rank 0; return the error, if any.
 
-    After an error, send arbitrary bytes instead, because rank 0 still waits for all messages.
+    After an error, send arbitrary bytes instead of the values, because rank 0 still waits for all messages.
     """
     chunks, error = _all_chunks(shards, non_finite), None
     sending: deque[dist.Work | None] = deque()

@@ -224,7 +224,7 @@ def fill(
     sizes = [target.local.nbytes for target, _, _ in work]
     for number, (target, _, layer) in enumerate(progress.each(work, "load 4-bit weights", sizes=sizes)):
         reader = number % num_readers
-        if reader == 0:  # all readers quantize their next weight at the same time
+        if reader == 0:  # all ranks that read quantize their next weight at the same time
             quantized = _next_quantized(own)
         # Every rank gets the shapes of the reader's tensors, or raises the reader's error.
         shapes = distributed.run_on_main(describe, distributed.patient_group(), reader)

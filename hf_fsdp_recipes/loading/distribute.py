@@ -69,7 +69,7 @@ class WeightStream:
         self._index = index
         self._verifies_all = verifies_all
         self._uploads: dict[torch.device, Upload] = {}
-        # For each device: names of verified tensors, and flags that are true if this rank's elements differ from rank 0's. The flags
+        # For each device: names of verified tensors, and flags that are true if this rank's elements differ from rank 0's. They
         # stay on the device until one synchronization reads all of them.
         self._differs: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
         self._error: Exception | None = None  # the error of the first failed read

@@ -119,7 +119,7 @@ class SafetensorsIndex:
             start_bytes, num_bytes = (part * stored_bytes // tensor.num_bytes for part in (start_bytes, num_bytes))
         with contextlib.suppress(
             OSError
-        ):  # only advice, which some file systems refuse; the read itself reports errors
+        ):  # only a hint, which some file systems reject; the read itself reports errors
             descriptor, first = self._descriptor(tensor.file), tensor.start + start_bytes
             if num_bytes and not _is_cached(descriptor, first + num_bytes - 1):
                 os.posix_fadvise(descriptor, first, num_bytes, os.POSIX_FADV_WILLNEED)
