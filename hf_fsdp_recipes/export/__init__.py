@@ -1,1 +1,1 @@
-"""Safetensors exports from a live model or a sharded checkpoint, LoRA merge and verification."""
+"""Exports a model in training or a sharded checkpoint to safetensors, merges LoRA adapters, and verifies the exports."""

@@ -1,7 +1,7 @@
-"""On several nodes, lets rank 0 alone write the borders.
+"""If ranks on several nodes write an export, lets rank 0 alone write the borders of all chunks.
 
-A border is the part of a chunk of bytes, at its start or end, that does not fill a page; another rank may write to the rest of
-that page.
+A chunk is a range of bytes that comes from one rank. A border is the part at the start or end of a chunk that does not fill a
+page; another rank may write to the rest of that page.
 
 When an NFS client changes a part of a page that is up to date in its cache, the client writes back the full page. This
 overwrites what other clients have written to the page in the meantime. So each page of an export is written by one node only,
@@ -24,7 +24,7 @@ Border = tuple[str, int, bytes]  # (file, first byte, content)
 
 
 def write_on_main(borders: list[Border], write: Callable[[str, int, bytes], None]) -> Exception | None:
-    """Send the borders of all ranks to rank 0, which writes them; return the error on rank 0, or None.
+    """Send the borders of all ranks to rank 0, which writes them and returns the first error or None; other ranks return None.
 
     Collective: every rank must call this, and the caller must raise rank 0's error on every rank. Rank 0 calls `write` with each
     border, and receives the borders of one rank at a time: at most two pages for each chunk that the sending rank writes.

@@ -121,7 +121,7 @@ def _folders(directory: Path, files: Iterable[str]) -> list[Path]:
 def write_marker(directory: Path, checksums: Iterable[dict[str, Checksums]]) -> None:
     """Write the marker that lists all files, then flush everything to disk. Rank 0 only, when the files are complete.
 
-    `checksums` has each rank's checksums of the weights. Those of the other files are computed here.
+    `checksums` has each rank's checksums of the weights. This function computes the checksums of the other files.
     """
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     parts = list(checksums)
@@ -194,7 +194,7 @@ def replace(final: Path, use_free_name: bool = False) -> Path:
     """Rename a finished export to its final name, delete the earlier export there, and return the new path. Rank 0 only.
 
     If `final` cannot be replaced, raises an ExportError; with `use_free_name`, uses the first free `<final>-<n>` instead and
-    logs a warning. If the process dies between the two renames, the next export's `start` restores the earlier export.
+    logs a warning. If the process dies after it has renamed only the earlier export, the next export's `start` restores that one.
     """
     incomplete, replaced = incomplete_directory_for(final), _replaced(final)
     if final.exists():

@@ -30,7 +30,7 @@ class ShardExport:
     held_dtype: torch.dtype  # the dtype that `read` returns
     first: int
     count: int
-    parts: list[TensorRange]  # the tensors that the parameter becomes in the files
+    parts: list[TensorRange]  # the tensors of the files into which the parameter is split
     dtype: torch.dtype  # the dtype in the file
     read: Callable[[int, int], torch.Tensor]  # (start, count) -> values to write (1-D), from element `first + start` on
 
@@ -40,10 +40,10 @@ class ExportPlan:
     """Everything that an export writes."""
 
     shards: list[ShardExport]  # this rank's parts; the same parameters in the same order on every rank
-    model: "PreTrainedModel | None"  # gives the tensors' names in the files; may be on meta; None for an adapter
-    pattern: str  # file names, with `{suffix}` for -00001-of-00002; the suffix is empty if there is one file
+    model: "PreTrainedModel | None"  # determines the tensors' names in the files; may be on meta; None for an adapter
+    pattern: str  # of file names: `{suffix}` becomes -00001-of-00002, or nothing if there is only one file
     write_assets: Callable[[Path, FilePlan], None]  # writes configs and tokenizer into a directory; rank 0 calls it
-    base_directory: Path | None = None  # source of the config and, in a merge, of base weights; verified first
+    base_directory: Path | None = None  # holds the config and, in a merge, base weights; verified before writing
 
     @property
     def is_adapter(self) -> bool:
@@ -52,7 +52,7 @@ class ExportPlan:
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Convert the name of a floating-point dtype to the dtype; raise an ExportError for other names. Keep a dtype or None."""
+    """Convert the name of a floating-point dtype to the dtype, but keep a dtype or None. Raise an ExportError for other names."""
     if isinstance(dtype, str):
         found = getattr(torch, dtype, None)
         if not isinstance(found, torch.dtype) or not found.is_floating_point:

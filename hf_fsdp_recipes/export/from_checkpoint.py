@@ -1,4 +1,4 @@
-"""Converts a sharded checkpoint to a model directory, offline.
+"""Converts a sharded checkpoint to a model directory, outside a training run.
 
 The checkpoint's tensors are matched by name with the parameters of a model on meta, and divided among the processes. A LoRA
 checkpoint becomes an adapter, or a merged model whose base weights are read chunk by chunk from the base model's files.
@@ -56,7 +56,7 @@ def export_checkpoint(
     merge_adapter: bool = False,
     use_free_name: bool = False,
 ) -> Path:
-    """Convert a sharded checkpoint to a directory that `from_pretrained` loads, offline and without GPUs.
+    """Convert a sharded checkpoint to a directory that `from_pretrained` loads, outside a training run and without GPUs.
 
     Collective: every process must call this; any number of processes works. Reads in chunks, in constant memory.
     Accepts checkpoints of this package, of a stock Trainer or Accelerate (FSDP2 and FSDP1), plain directories of `.distcp`
@@ -138,7 +138,7 @@ def _describe(
 def _describe_adapter_directory(
     directory: Path, output: Path, base_model: ModelName, dtype: torch.dtype | None, merge_adapter: bool
 ) -> ExportPlan:
-    """Describe the merge of an exported adapter into its base model."""
+    """Return the plan of an export that merges an exported adapter into its base model."""
     if not merge_adapter:
         raise ExportError(
             f"{directory} is already an exported adapter. Pass merge_adapter (--merge-adapter) to merge it."
@@ -167,7 +167,7 @@ def _without_prefix(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
 def _build(
     name: str, adapter: "PeftConfig | None", tensors: Mapping[str, Any]
 ) -> tuple["PreTrainedModel", BaseWeights | None]:
-    """Build a model on meta from its directory or Hub id. If there is an `adapter` to merge, also open the weights."""
+    """Build a model on meta from its directory or Hub id. If there is an `adapter` to merge, also index the base weights."""
     from transformers import AutoConfig, GenerationConfig
 
     try:

@@ -12,7 +12,7 @@ from hf_fsdp_recipes.export.load_export import load_export
 def generate(
     model: Path, prompt: str | Path, chat: bool = False, system: str | None = None, max_new_tokens: int = 200
 ) -> str:
-    """Return an export's greedy continuation of a prompt, as `generate_timed` does."""
+    """Return an export's greedy continuation of a prompt. The arguments are those of `generate_timed`."""
     return generate_timed(model, prompt, chat, system, max_new_tokens)[0]
 
 

@@ -29,7 +29,7 @@ RANK_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_CONFIG_")
 
 @dataclass(frozen=True)
 class HubTarget:
-    """Where and what to push, from Trainer's own arguments."""
+    """Where and what to push, as set by Trainer's own arguments."""
 
     repo_id: str  # `hub_model_id`, or the output directory's name
     # `hub_strategy`: all values push the export when the run ends. All but `end` also push checkpoints, converted to models.
@@ -86,7 +86,7 @@ class Pusher:
         return self._source if self._process is not None and self._process.poll() is None else None
 
     def push_checkpoint(self, checkpoint: Path) -> None:
-        """Start pushing a complete checkpoint, unless this was tried before, another push is running or the strategy is `end`."""
+        """Start to push a complete checkpoint, unless it was passed before, another push is running or the strategy is `end`."""
         is_new, self._last_checkpoint = checkpoint != self._last_checkpoint, checkpoint
         if not is_new or self.target.strategy == "end" or self.source is not None:
             return
@@ -141,7 +141,10 @@ class Pusher:
 
 
 def upload(source: Path, repo: str, strategy: str, is_private: bool, folder: Path) -> str:
-    """Upload an export, or a checkpoint converted to a model; return the URL. Some strategies also upload the checkpoint."""
+    """Upload an export, or a checkpoint converted to a model; return the URL.
+
+    With the strategies `checkpoint` and `all_checkpoints`, also upload the checkpoint itself.
+    """
     from huggingface_hub import HfApi
 
     api = HfApi()

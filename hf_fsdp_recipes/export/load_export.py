@@ -43,7 +43,7 @@ def _load_model(
 
 
 def _load_with_adapter(directory: str, **kwargs: Any) -> Any:
-    """Load an adapter like PEFT's auto classes, but with the recorded class of the base model, and onto the CPU."""
+    """Load an adapter as PEFT's auto classes do, but to the CPU and with the base model class that the adapter records."""
     from peft import PeftModel
     from transformers import AutoTokenizer
 

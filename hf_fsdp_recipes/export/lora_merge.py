@@ -1,7 +1,7 @@
 """Merges LoRA adapters into base weights.
 
-Merging adds `scaling * B @ A` to a range of rows at a time, so no process ever holds a full merged layer. For DoRA, the norms of
-the rows are computed first.
+Merging adds `scaling * B @ A` to one range of a layer's rows at a time, so no process ever holds a full merged layer. For DoRA, the
+norms of the rows are computed first.
 
 Source: peft 0.21 `tuners/lora/layer.py` (`get_delta_weight`), `tuners/lora/variants.py`
 (`DoraLinearVariant.merge_unsafe`).
@@ -45,7 +45,7 @@ def _check_mergeable(config: Any) -> None:
 
 
 def _adapted_weight(name: str, layer: Any) -> str:
-    """Return the name of the parameter that a LoRA layer adapts. Layers may be nested; the innermost one has the parameter."""
+    """Return the name of the parameter that a LoRA layer adapts. LoRA layers may wrap each other around one base layer."""
     leaf = getattr(layer, "parameter_name", "weight")
     while hasattr(layer, "base_layer"):
         name, layer = f"{name}.base_layer", layer.base_layer
@@ -98,7 +98,7 @@ class ShardMerger:
                 )
 
     def gather(self) -> None:
-        """Gather the adapter of every layer on every rank. Collective: every rank must call this."""
+        """Give every rank the full adapter matrices of all layers. Collective: every rank must call this."""
         for weight, (name, module) in self._layers.items():
             a, b = (self._slices[f"{name}.lora_{x}.{self._adapter}.weight"] for x in "AB")
             device = a.values.device
@@ -140,7 +140,7 @@ def add_rows(
     is_transposed: bool,
     factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add `scaling * B @ A` to a range of a weight's elements (1-D, from element `first`), computed as in PEFT.
+    """Return `values`, a weight's elements from `first` on (1-D), plus `scaling * B @ A`, computed as in PEFT.
 
     The weight has `shape` (out, in), or (in, out) if `is_transposed` (GPT-2's Conv1D); A is (r, in) and B is (out, r).
     `scaling` is alpha / r, or alpha / sqrt(r) for rsLoRA. DoRA multiplies the sum by `factors` (out,) afterwards.
@@ -260,7 +260,7 @@ class StoredAdapter:
     ) -> torch.Tensor:
         """Return `values`, elements of a base weight from `first` on, with the adapter merged in if it changes that weight.
 
-        `read_base(start, count)` returns any elements of the base weight.
+        `read_base(start, count)` returns `count` elements of the base weight, beginning with element `start`.
         """
         if name in self._saved_modules and values.numel():
             return self._saved_modules[name].read(first, values.numel()).to(values.dtype)
@@ -275,7 +275,7 @@ class StoredAdapter:
     def _read(
         self, name: str, shape: tuple[int, ...], read_base: Callable[[int, int], torch.Tensor]
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
-        """Return A and B of a layer, and DoRA's factors or None."""
+        """Return the matrices A and B that adapt a weight, and DoRA's factors for its rows (None without DoRA)."""
         full = {
             key: tensor.read(0, torch.Size(tensor.shape).numel()).reshape(tensor.shape)
             for key, tensor in self._matrices[name].items()

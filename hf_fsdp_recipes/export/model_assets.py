@@ -29,7 +29,7 @@ PROCESSOR_FILES = (
 
 
 def collect(model: torch.nn.Module, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, bytes]:
-    """Map the small files' names to their contents; omit the configs if the model has an adapter. Rank 0 only."""
+    """Map the names of the config and tokenizer files to their contents, without configs for an adapter. Rank 0 only."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         if not has_adapter(model):
@@ -61,7 +61,7 @@ def save_configs(model: torch.nn.Module, directory: Path, dtype: torch.dtype | N
 
 
 def _copy_processor(config: "PreTrainedConfig", directory: Path) -> None:
-    """Copy the files of a multimodal model's processor, because training may use only the tokenizer."""
+    """Copy the files of a multimodal model's processor, which are not saved if training uses only the tokenizer."""
     from transformers.utils import cached_file
 
     if config.get_text_config() is config or not config.name_or_path:
@@ -81,5 +81,5 @@ def find_custom_class(model: torch.nn.Module) -> type | None:
 
 
 def find_directory(checkpoint: Path, file: str) -> Path | None:
-    """Return the checkpoint directory or its parent, whichever contains a file; else None."""
+    """Return the checkpoint directory or its parent, whichever contains `file`; None if neither does."""
     return next((folder for folder in (checkpoint, checkpoint.parent) if (folder / file).is_file()), None)

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class RunExports:
-    """Exports a run's model when training ends, and pushes checkpoints and the export to the Hub and the mirror."""
+    """Exports a run's model when training ends.
+
+    Also pushes checkpoints and the export to the Hub, and uploads the export to the mirror.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class RunExports:
         check_export(model, self.directory, dtype=self._dtype)
 
     def start(self, args: "TrainingArguments") -> None:
-        """Prepare to push. Not a collective."""
+        """Create the pusher on rank 0 if checkpoints and exports are to be pushed to the Hub. Not a collective."""
         target = self._hub or read_target(args)
         if target is not None and distributed.is_main():
             self._pusher = Pusher(target, args.output_dir)
@@ -72,7 +75,7 @@ class RunExports:
             self._pusher.push_checkpoint(checkpoint)
 
     def export(self, model: torch.nn.Module, tokenizer: "PreTrainedTokenizerBase | None") -> None:
-        """If an export directory is set, export, push to the Hub and start the upload to the mirror. Collective."""
+        """If an export directory is set, export the model, push the export to the Hub and start its mirror upload. Collective."""
         if self.directory is None:
             return
         export = self.directory
@@ -82,14 +85,14 @@ class RunExports:
         self._mirror.add(export, MARKER)
 
     def save_model(self, trainer: "Trainer", directory: Path) -> None:
-        """Export to `directory`; if that is the run's output directory, export to its subfolder `export`. Collective."""
+        """Export the model to `directory`, or to its subfolder `export` if it is the run's output directory. Collective."""
         is_runs_own = directory.resolve() == Path(trainer.args.output_dir).resolve()
         target = directory / EXPORT if is_runs_own else directory
         export = export_model(trainer.model, target, dtype=self._dtype, tokenizer=trainer.processing_class)
         distributed.print_main(f"exported: {export}")
 
     def has_exported(self, export: Path) -> bool:
-        """Return whether the run had already finished when it was resumed, and its export exists. Collective."""
+        """Return True if the run had already finished when it was resumed and its export exists. Collective."""
         return self.is_finished and distributed.run_on_main(lambda: has_weights(export))
 
     def push(self, export: Path) -> None:

@@ -1,7 +1,7 @@
 """Finds this rank's slice of each parameter, under any sharding, without copying.
 
-FSDP2 shards by rows and FSDP1 shards a flattened unit, and hybrid sharding adds replicas. In every case a rank holds elements
-[first, first + count) of a parameter.
+FSDP2 shards each parameter by rows, FSDP1 shards a flattened unit, and hybrid sharding adds replicas. In every case a rank
+holds elements [first, first + count) of a parameter.
 """
 
 from collections.abc import Iterator

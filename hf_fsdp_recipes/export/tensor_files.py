@@ -36,7 +36,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """The files of one export: headers and sizes in bytes by file name, and tensors by name."""
+    """The files of one export. The keys of `headers` and `num_bytes` are file names, those of `tensors` are tensor names."""
 
     headers: Mapping[str, bytes]
     num_bytes: Mapping[str, int]
@@ -61,7 +61,7 @@ class FilePlan:
         return {file: [(0, len(text), xxhash.xxh3_64_hexdigest(text))] for file, text in self.headers.items()}
 
     def main_dtype(self) -> torch.dtype:
-        """Return the floating-point dtype with the most bytes."""
+        """Return the floating-point dtype whose tensors take the most bytes."""
         sizes: dict[torch.dtype, int] = {}
         for tensor in self.tensors.values():
             if tensor.dtype.is_floating_point:
@@ -75,8 +75,8 @@ def plan_files(
 ) -> FilePlan:
     """Assign tensors to files as `save_pretrained` does, and lay out each file. Any rank may call this.
 
-    `tensors` are names, shapes and dtypes in the order of the state dict; `pattern` has `{suffix}` for `-00001-of-00002`. Unlike
-    this function, `save_pretrained` keeps tensors that share memory, such as fused experts, in one file.
+    `tensors` are names, shapes and dtypes in the order of the state dict. In `pattern`, `{suffix}` stands for `-00001-of-00002`.
+    Unlike this function, `save_pretrained` keeps tensors that share memory, such as fused experts, in one file.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -84,7 +84,7 @@ def plan_files(
     split = split_torch_state_dict_into_shards(meta, filename_pattern=pattern, max_shard_size=max_shard_bytes)
     headers, num_bytes, planned = {}, {}, {}
     for file, names in split.filename_to_tensors.items():
-        # Sorted as in the safetensors library, which aligns larger dtypes this way.
+        # The safetensors library sorts in the same way: larger dtypes come first, so that they are aligned.
         ordered = sorted(names, key=lambda name: (-meta[name].dtype.itemsize, name))
         entries: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
         offset = 0

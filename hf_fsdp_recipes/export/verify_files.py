@@ -33,7 +33,7 @@ def check_headers(directory: Path, plan: FilePlan) -> None:
 
 
 def check_adapter_rows(directory: Path, plan: FilePlan) -> None:
-    """Raise an ExportError if a `lora_A` matrix has a row of zeros, a sign of a rank's missing shard. Rank 0 only."""
+    """Raise an ExportError if a `lora_A` matrix has a row of zeros, which shows that a rank's shard is missing. Rank 0 only."""
     from safetensors import safe_open
 
     for file in plan.headers:
@@ -70,7 +70,7 @@ def check_config(directory: Path, plan: FilePlan) -> None:
 
 
 def warn_non_finite(of_ranks: Iterable[dict[str, int]]) -> None:
-    """Warn once about tensors with NaN or infinity. `of_ranks` has each rank's counts, per tensor. Rank 0 only."""
+    """Warn once about tensors with NaN or infinity. `of_ranks` has, for each rank, their number per tensor. Rank 0 only."""
     total: dict[str, int] = {}
     for counts in of_ranks:
         for name, count in counts.items():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPT = "The quick brown fox"
-# A different summation order changes logits by this much; a wrong or missing row changes them by far more.
+# Maximum difference relative to the largest logit. A different summation order stays below it; a wrong or missing row does not.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 2e-2}
 
 

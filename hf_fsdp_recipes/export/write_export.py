@@ -92,7 +92,7 @@ def _write_files(
     method: Method,
     prepare: Callable[[], None],
 ) -> None:
-    """Write and verify all files, under the temporary name. Collective."""
+    """Write and verify all files in the temporary directory. Collective."""
     temporary = export_directory.incomplete_directory_for(final)
     method, has_several_caches = _choose_method(temporary, method)
     with distributed.sync_errors():
@@ -132,7 +132,10 @@ def _failed_write(directory: Path) -> Iterator[None]:
 
 
 def _choose_method(directory: Path, method: Method) -> tuple[Literal["direct", "gather"], bool]:
-    """Probe whether all ranks see a file that rank 0 creates, and whether they use several page caches. Collective."""
+    """Return the method to use, and whether the ranks write through several page caches. Collective.
+
+    To find out, rank 0 creates a file, and every rank looks for it.
+    """
     if method == "gather" or distributed.world_size() == 1:
         return "gather", False
 
@@ -201,7 +204,7 @@ def _write_weights(shards: list[ShardExport], writer: FileWriter, directory: Pat
 
 
 def _write_own(shards: list[ShardExport], writer: FileWriter, non_finite: dict[str, int]) -> None:
-    """Write this rank's shards. The progress bar counts rank 0's bytes; the other ranks write as much. Not a collective."""
+    """Write this rank's shards. The progress bar counts rank 0's bytes; the other ranks write about as many. Not a collective."""
     with progress.bar(sum(shard.count * shard.dtype.itemsize for shard in shards), PROGRESS_TITLE) as bar:
         for name, first, values in _read_ahead(_all_chunks(shards, non_finite)):
             writer.write(name, first, values)
@@ -228,7 +231,7 @@ def _all_chunks(shards: list[ShardExport], non_finite: dict[str, int]) -> Iterat
 
 
 def _chunks(shard: ShardExport, non_finite: dict[str, int], download: Download) -> Iterator[Chunk]:
-    """Yield a shard's values in chunks, ready to be written. A chunk may be overwritten by the second one after it."""
+    """Yield a shard's values in chunks, ready to be written. The second chunk after a chunk may overwrite it."""
     for part, at, count in _pieces(shard, shard.first, shard.count):
         values = download.to_host(shard.read(at - shard.first, count), shard.dtype)
         if not is_finite(values):
@@ -262,7 +265,7 @@ def _write_gathered(shards: list[ShardExport], writer: FileWriter, directory: Pa
 def _send_chunks(shards: list[ShardExport], non_finite: dict[str, int]) -> Exception | None:
     """Send this rank's chunks to rank 0; return the error, if any.
 
-    After an error, send arbitrary bytes instead, because rank 0 still waits for all messages.
+    After an error, send arbitrary bytes instead of the values, because rank 0 still waits for all messages.
     """
     chunks, error = _all_chunks(shards, non_finite), None
     sending: deque[dist.Work | None] = deque()
@@ -358,7 +361,7 @@ def _wait(request: dist.Work | None) -> None:
 
 
 def _write_assets(export: ExportPlan, files: FilePlan, directory: Path) -> None:
-    """Write the small files, and check the planned names and shapes against the config. Rank 0 only."""
+    """Write the index, configs and tokenizer, and check the planned names and shapes against the config. Rank 0 only."""
     index = files.index()
     if index is not None:
         (directory / f"{export.pattern.format(suffix='')}.index.json").write_text(index)

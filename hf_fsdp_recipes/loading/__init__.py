@@ -1,1 +1,1 @@
-"""Model loading without host-memory blow-ups: build on meta, then fill the shards."""
+"""Loads models without a full copy in host memory: builds a model on meta, then fills each rank's shards."""

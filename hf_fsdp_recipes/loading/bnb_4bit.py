@@ -1,6 +1,6 @@
-"""Quantizes weights to 4 bits while they load: one rank reads and quantizes a weight, and every rank gets its shard.
+"""Quantizes weights to 4 bits while they load: one rank reads and quantizes each weight, then all ranks get a shard.
 
-No rank holds more than one unquantized weight (two copies of it during a transpose). Every rank gets all scales
+No rank holds more than one unquantized weight at a time (two copies of it during a transpose). Every rank gets all scales
 (bitsandbytes' quant state), because dequantizing a gathered weight needs them.
 
 Source: bitsandbytes 0.50 `functional.py` (`quantize_4bit`, `QuantState`), `nn/modules.py` (`Linear4bit` takes the quant state
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from transformers.quantizers.base import HfQuantizer
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-CPU_CHUNK_ELEMENTS = 512 * 1024  # a multiple of bitsandbytes' blocks of 64; with temporaries, fits in a core's cache
+# A multiple of bitsandbytes' block size, 64. A chunk and its temporaries fit in a core's cache.
+CPU_CHUNK_ELEMENTS = 512 * 1024
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Quant4bitSpec:
         )
 
     def _quantize_in_chunks(self, weight: torch.Tensor) -> tuple[torch.Tensor, "QuantState"]:
-        """Quantize without bitsandbytes' CPU temporaries, which take ten times the weight's size."""
+        """Quantize on the CPU in chunks, because bitsandbytes' temporaries take ten times the size of their input."""
         from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
 
         chunks = [
@@ -90,7 +91,7 @@ def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtyp
     that dtype does not change them. bitsandbytes stores them as uint8 by default, but Accelerate does not shard integers.
 
     Raises:
-        LoadError: this kind of quantization cannot be sharded, the model has experts that would not be packed, or
+        LoadError: this kind of quantization cannot be sharded, the model has experts that would stay unquantized, or
             bitsandbytes is missing or does not work on this machine.
     """
     from transformers.modeling_utils import local_torch_dtype
@@ -118,9 +119,9 @@ def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtyp
 
 
 def check_experts(model: torch.nn.Module, skipped: Collection[str] = ()) -> None:
-    """Raise a LoadError for fused experts that would stay unpacked, unless `llm_int8_skip_modules` names them.
+    """Raise a LoadError if fused experts would stay unquantized, unless `llm_int8_skip_modules` names them.
 
-    transformers packs linear layers only, and the fused experts of a layer are 3-D parameters.
+    transformers quantizes linear layers only, but the fused experts of a layer are 3-D parameters.
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -141,7 +142,7 @@ def check_experts(model: torch.nn.Module, skipped: Collection[str] = ()) -> None
 
 
 def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torch.dtype) -> dict[str, Quant4bitSpec]:
-    """Give the 4-bit layers' meta weights their packed shape; map each weight's name to its spec. Not a collective."""
+    """Give the 4-bit layers' meta weights their packed shape; return each weight's spec by name. Not a collective."""
     from bitsandbytes.nn import Linear4bit, Params4bit
     from transformers.pytorch_utils import Conv1D
 
@@ -149,7 +150,7 @@ def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torc
     for name, module in model.named_modules():
         if not isinstance(module, Linear4bit):
             continue
-        # Otherwise, in evaluation on a CPU, bitsandbytes would repack a gathered weight permanently, which breaks it.
+        # Otherwise, in evaluation on a CPU, bitsandbytes would permanently repack a gathered weight, which breaks the weight.
         module.support_avx512bf16_for_cpu = False
         old = module.weight
         is_transposed = issubclass(module.source_cls, Conv1D)
@@ -173,7 +174,7 @@ def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torc
 def read_and_quantize(
     index: SafetensorsIndex, ranges: Sequence[TensorRange], spec: Quant4bitSpec, device: torch.device
 ) -> tuple[torch.Tensor, "QuantState"]:
-    """Read one full weight and quantize it; raise a LoadError if it contains NaN or infinity. Called on the reading rank."""
+    """Read one full weight and quantize it; raise a LoadError if it contains NaN or infinity. Not a collective."""
     stored_dtype = index.tensors[ranges[0].tensor].dtype
     values = torch.empty(torch.Size(spec.shape).numel(), dtype=stored_dtype)
     read_elements(index, ranges, 0, values)
@@ -203,7 +204,7 @@ def fill(
 
     Args:
         work: for each 4-bit weight, the target that its packed bytes are copied to, its spec and its layer. The target's
-            ranges are those of the unpacked weight in the checkpoint.
+            `ranges` say where the checkpoint holds the unquantized weight.
         index: the checkpoint; needed only on the ranks that read.
         stream: sends rank 0's data to all ranks.
         do_all_ranks_read: whether each rank reads and quantizes an equal part of the weights. If False, only rank 0 does so.
@@ -223,7 +224,7 @@ def fill(
     sizes = [target.local.nbytes for target, _, _ in work]
     for number, (target, _, layer) in enumerate(progress.each(work, "load 4-bit weights", sizes=sizes)):
         reader = number % num_readers
-        if reader == 0:  # all readers quantize their next weight at the same time
+        if reader == 0:  # all ranks that read quantize their next weight at the same time
             quantized = _next_quantized(own)
         # Every rank gets the shapes of the reader's tensors, or raises the reader's error.
         shapes = distributed.run_on_main(describe, distributed.patient_group(), reader)
@@ -232,7 +233,7 @@ def fill(
 
 
 def _next_quantized(own: Iterator[Tensors]) -> "Future[Tensors]":
-    """Quantize this rank's next weight. An error is kept until this rank's turn to send."""
+    """Quantize this rank's next weight. If that fails, the returned future raises the error when its result is read."""
     quantized: Future[Tensors] = Future()
     try:
         quantized.set_result(next(own))
@@ -252,7 +253,7 @@ def _quantize_each(work: Sequence[Packed], index: SafetensorsIndex, device: torc
 
 
 def _bring_to_main(values: Tensors, shapes: Shapes, reader: int) -> Tensors:
-    """Send the reader's tensors to rank 0, and return them there. Collective: every rank must call this."""
+    """Send rank `reader`'s tensors to rank 0, which returns them. Collective: every rank must call this."""
     if reader == 0:
         return values
     group = distributed.patient_group()

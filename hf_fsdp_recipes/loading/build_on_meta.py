@@ -46,7 +46,7 @@ def read_config(name: str, overrides: str | None = None, is_4bit: bool = False) 
     """Read a config and override fields (`hidden_size=768,num_hidden_layers=12`); raise a LoadError if either fails.
 
     For a quantized checkpoint, return the config of the dequantized model. Raise a LoadError if `load_model` would refuse the
-    checkpoint, or if the weights are to be quantized again, to 4 bits (`is_4bit`).
+    checkpoint, or if `is_4bit` asks to quantize the weights of a quantized checkpoint again.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -111,7 +111,7 @@ def build_on_meta(
             f"a {config.model_type!r} model cannot be built: {summarize(error)}. Check its config.json and the arguments."
         ) from error
     present = {type(module).__name__ for module in model.modules()}
-    # Accelerate refuses layer classes that the model lacks.
+    # Accelerate raises an error if `_no_split_modules` names a class that the model has no layer of.
     model._no_split_modules = present & set(model._no_split_modules or ())
     for module in model.modules():  # run the model's own init, but only on modules with buffers
         module._is_hf_initialized = next(module.buffers(recurse=False), None) is None

@@ -29,7 +29,7 @@ class CheckpointSource:
     """The checkpoint of a model whose parameters are still on meta."""
 
     name_or_path: str  # for messages
-    index: SafetensorsIndex | None  # reads the files; None on other ranks than 0, unless `is_direct`
+    index: SafetensorsIndex | None  # reads the files; only rank 0 has one, unless `is_direct`
     stored: dict[str, StoredTensor]  # the checkpoint's tensors by name, on every rank
     ranges: dict[str, list[TensorRange]]  # for each entry of the model's state dict, the stored ranges that fill it
     is_direct: bool = False  # every rank reads its own shards

@@ -1,7 +1,7 @@
 """Dequantizes FP8 and MXFP4 checkpoints while they are read, a few rows at a time.
 
-A quantized weight is described as a stored tensor of the requested dtype, and each range of it is dequantized when it is read.
-So all loading options work as for unquantized checkpoints, and no rank holds a full weight.
+The index describes a quantized weight as if it were stored in the requested dtype, and each range of the weight is dequantized
+when it is read. So all loading options work as for unquantized checkpoints, and no rank holds a full weight.
 
 Source: transformers 5.18 to 5.23, `integrations/finegrained_fp8.py` (`Fp8Dequantize`), `integrations/mxfp4.py`
 (`Mxfp4Dequantize`), `quantizers/auto.py` (`get_hf_quantizer`). The values equal transformers' values bit for bit.
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 METHODS = ("fp8", "mxfp4")
-GROUP = 32  # number of MXFP4 values that share a scale; they are stored in 16 bytes
+GROUP = 32  # number of MXFP4 values that share a scale; such a group takes 16 bytes
 
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """A float8 weight (..., rows, columns) with one scale for each block of rows and columns of each matrix."""
+    """A float8 weight of shape (..., rows, columns). Each block of `block[0]` rows and `block[1]` columns has one scale."""
 
     packed: StoredTensor
     scales: StoredTensor
@@ -55,7 +55,10 @@ class Fp8Weight:
 
 @dataclass(frozen=True)
 class Mxfp4Weight:
-    """The weights of a layer's experts (experts, columns, rows): bytes (experts, rows, groups, 16) and one scale per group."""
+    """The weights of a layer's experts, of shape (experts, columns, rows) when dequantized.
+
+    They are stored as bytes of shape (experts, rows, groups, 16), with one scale per group.
+    """
 
     packed: StoredTensor
     scales: StoredTensor
@@ -157,7 +160,7 @@ def dequantizing_arguments(config: "PreTrainedConfig", part: "PreTrainedConfig")
 def describe_dequantized(
     stored: Mapping[str, StoredTensor], quantization: Any, dtype: torch.dtype
 ) -> dict[str, StoredTensor]:
-    """Return the `StoredTensor`s of a checkpoint; each quantized weight and its scales become one entry.
+    """Describe a checkpoint's tensors as if it were not quantized: each quantized weight and its scales become one entry.
 
     That entry has the dtype and shape of the dequantized weight. Reads no values. Any rank may call this.
 

@@ -25,12 +25,12 @@ from hf_fsdp_recipes.loading.shard_layout import ShardTarget
 from hf_fsdp_recipes.loading.shared_memory import share_memory
 
 BUCKET_BYTES = 16 * 1024 * 1024  # a multiple of ALIGNMENT
-MAX_PARTS = 8  # maximum number of parts of a tensor from which a bucket is filled
-NUM_SLOTS = 4  # buckets that fit into the memory shared on each node
+MAX_PARTS = 8  # a tensor is split into up to this many parts, and each bucket takes elements from all of them
+NUM_SLOTS = 4  # number of buckets that fit into the memory that the ranks of a node share
 ALIGNMENT = 64  # bytes to which each tensor in a bucket is aligned; a multiple of every dtype's size
 UPLOAD_BYTES = 4 * 1024 * 1024  # size of a pinned buffer, of which each rank has two; a multiple of ALIGNMENT
-SAMPLE_SPANS = 8  # spans of each tensor that are verified
-SAMPLE_ELEMENTS = 64  # elements of such a span
+SAMPLE_SPANS = 8  # number of spans that are verified in each tensor
+SAMPLE_ELEMENTS = 64  # number of elements in each of these spans
 
 Span = tuple[ShardTarget, int, int]  # (target, offset into the full tensor, number of elements)
 Use = Callable[
@@ -40,7 +40,7 @@ Use = Callable[
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements [first, first + count) of a full tensor, `offset` bytes into a bucket."""
+    """Elements [first, first + count) of a full tensor. In the bucket, they start at byte `offset`."""
 
     target: ShardTarget
     first: int
@@ -56,7 +56,7 @@ _Bucket = Sequence[_Piece]
 
 
 class WeightStream:
-    """Sends weights from rank 0 to every rank, and reads a sample again to verify that they arrived unchanged.
+    """Sends weights from rank 0 to every rank, and reads a sample of them again to verify that they arrived unchanged.
 
     Collective: every rank must create a stream and call the same methods, with the same targets in the same order.
 
@@ -69,7 +69,8 @@ class WeightStream:
         self._index = index
         self._verifies_all = verifies_all
         self._uploads: dict[torch.device, Upload] = {}
-        # For each device, the names of verified tensors and whether they differ: one synchronization reads all flags.
+        # For each device: names of verified tensors, and flags that are true if this rank's elements differ from rank 0's. They
+        # stay on the device until one synchronization reads all of them.
         self._differs: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
         self._error: Exception | None = None  # the error of the first failed read
 
@@ -81,7 +82,7 @@ class WeightStream:
     ) -> None:
         """Fill every rank's shards of the targets from `index`, or from the stream's own index if `index` is None.
 
-        `advance` is called on rank 0 with the number of bytes of each bucket. A read error is kept until `check` raises it.
+        After each bucket, rank 0 calls `advance` with the bucket's number of bytes. A read error is kept until `check` raises it.
         """
         spans = [span for target in targets for span in _interleave(target)]
         self._send(spans, _copy, index or self._index, advance)
@@ -98,7 +99,7 @@ class WeightStream:
         self._send(spans, compare, index or self._index, lambda num_bytes: None)
 
     def check(self) -> None:
-        """Raise the error of the first failed read, or a LoadError if elements differ from rank 0's, on every rank."""
+        """Raise the first read error, or a LoadError if `verify` found a difference. The error is raised on every rank."""
         distributed.raise_together(self._error)
         names = [
             name
@@ -133,9 +134,9 @@ class WeightStream:
         upload.finish()
 
     def _take_all(self, buckets: Iterable[tuple[int, _Bucket]], use: Use, upload: Upload) -> None:
-        """Take this rank's elements of every bucket that the node's first rank passes on."""
+        """Use this rank's elements of every bucket that the first rank of its node passes on."""
         first_of_node = self._node.ranks[0]
-        # Post receives ahead: gloo's thread busy-waits while a message has arrived whose receive is not posted.
+        # Post receives ahead: if a message arrives before its receive is posted, gloo's thread busy-waits until then.
         posted: deque[tuple[int, _Bucket, dist.Work]] = deque()
         replies: deque[dist.Work] = deque()
 
@@ -179,7 +180,7 @@ class WeightStream:
             self._pass_on(buckets, use, upload, read, note)
 
     def _read(self, pieces: Sequence[_Piece], slot: torch.Tensor, index: SafetensorsIndex) -> None:
-        """Read pieces into a slot. Keep the first error and write zeros from then on, so that all ranks finish the exchange."""
+        """Read pieces into a slot (one bucket's memory). After an error, write zeros, so that all ranks finish the exchange."""
         for piece in pieces:
             buffer = slot[piece.offset : piece.offset + piece.num_bytes]
             try:
@@ -205,8 +206,8 @@ class WeightStream:
     ) -> None:
         """Pass buckets on to the next node and to this node's ranks, and fetch NUM_SLOTS - 1 buckets ahead.
 
-        `fetch` starts to fill a slot and returns functions that wait until it is full. `note` is called with each bucket whose
-        elements this rank has taken.
+        `fetch` starts to fill a slot with a bucket, and returns functions that wait until the slot is full. `note` is called with
+        each bucket after this rank has used its elements.
         """
         after = self._node.first_ranks[self._node.first_ranks.index(distributed.rank()) + 1 :][:1]
         fetching: deque[tuple[int, _Bucket, list[Callable[[], Any]]]] = deque()
@@ -248,7 +249,7 @@ class WeightStream:
         return request
 
     def _connect(self, device: torch.device) -> Upload:
-        """Return the Upload for a device. On first use, create it, and the memory that the ranks share."""
+        """Return the Upload that copies to a device. The first call also creates the memory that the ranks of a node share."""
         if not self._uploads:
             self._group = distributed.patient_group()  # rank 0 may have to wait for slow storage
             self._node = share_memory(NUM_SLOTS * BUCKET_BYTES)
@@ -270,7 +271,10 @@ def _spans(target: ShardTarget, is_full: bool) -> Iterator[Span]:
 
 
 def _interleave(target: ShardTarget) -> Iterator[Span]:
-    """Yield a target's elements in an order that gives each bucket elements of many ranks, so that these copy in parallel."""
+    """Yield a target's elements in an order in which every bucket holds elements for many ranks.
+
+    These ranks then copy their elements in parallel.
+    """
     num_parts = min(distributed.world_size(), MAX_PARTS)
     part = -(-target.num_elements // num_parts)
     step = max(BUCKET_BYTES // num_parts, ALIGNMENT) // ALIGNMENT * ALIGNMENT // target.stored_dtype.itemsize
@@ -282,7 +286,7 @@ def _interleave(target: ShardTarget) -> Iterator[Span]:
 
 
 def _buckets(spans: Iterable[Span]) -> Iterator[_Bucket]:
-    """Split spans into buckets of at most BUCKET_BYTES. Every rank gets the same buckets."""
+    """Split spans into buckets of at most BUCKET_BYTES. Every rank computes the same buckets."""
     bucket: list[_Piece] = []
     used = 0
     for target, start, num_elements in spans:
@@ -319,7 +323,10 @@ def _split(bucket: _Bucket) -> Iterator[Sequence[_Piece]]:
 
 
 def _take(bucket: _Bucket, slot: torch.Tensor, use: Use, upload: Upload) -> None:
-    """Call `use` with this rank's elements of a bucket. Then this rank no longer needs the slot, even while the device copies."""
+    """Call `use` with this rank's elements of a bucket.
+
+    After the call, the bucket's slot may be overwritten, even if the copy to the device is still running.
+    """
     parts = []
     for piece in bucket:
         target, item_bytes = piece.target, piece.target.stored_dtype.itemsize

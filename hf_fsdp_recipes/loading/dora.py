@@ -1,6 +1,6 @@
 """Computes DoRA's magnitudes, the row norms of adapted weights, from each rank's shards after loading.
 
-`patches/peft.py` keeps them on meta until then. Only FSDP2 and unquantized linear layers are supported.
+`patches/peft.py` keeps the magnitudes on meta until then. Only FSDP2 and unquantized linear layers are supported.
 
 Source: peft 0.21 `lora/dora.py` (`DoraLinearLayer.update_layer`, `get_weight_norm`).
 """

@@ -1,4 +1,4 @@
-"""Reads an export's marker, a list of its files and their checksums, and verifies an export before it is loaded."""
+"""Reads an export's marker (a file that lists the export's files and checksums), and verifies an export before it is loaded."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ MARKER = "export_manifest.json"
 MARKER_FORMAT = 1
 # Users may add files to an export, but none with these names, because they would change which model is loaded.
 LOADED = ("[!.]*.safetensors*", "config.json", "generation_config.json", "adapter_config.json")
-# Small enough to be still in the core's cache when its checksum is computed; twice as fast as blocks of 2 MB.
+# A block is still in the core's cache when its checksum is computed, which is twice as fast as with blocks of 2 MB.
 BLOCK_BYTES = 256 * 1024
 Checksums = list[tuple[int, int, str]]  # first byte, number of bytes and XXH3 of each range that was written
 
@@ -46,7 +46,7 @@ def read_marker(directory: Path) -> dict[str, tuple[int, Checksums]]:
 def check_together(
     directory: str | os.PathLike[str], is_read_by_all: bool, error_class: type[RecipeError] = LoadError
 ) -> None:
-    """Verify an export before it is read. Ranks that see the same copy divide the checksums among them.
+    """Verify an export before it is read. Ranks that see the same copy each verify a part of its checksums.
 
     Does nothing if the directory has no marker, as with a model from the Hub. On two busy cores, with the files in the
     page cache, two ranks needed 0.3 s to verify a bfloat16 model of 0.4B parameters, and 9.7 s to load it.

@@ -43,7 +43,10 @@ def prepare(
 def _unit_filler(
     model: torch.nn.Module, source: CheckpointSource, device: torch.device, stream: WeightStream
 ) -> Callable[[torch.nn.Module], torch.nn.Module]:
-    """Return FSDP1's `param_init_fn`, which fills one module's own meta parameters and leaves real buffers alone. Collective."""
+    """Return a `param_init_fn` for FSDP1: it fills a module's direct meta parameters, but not its buffers, which are real.
+
+    This call and each call of the result are collectives.
+    """
     with distributed.sync_errors():
         resize.apply_resize(model, source)
         if any(dora.is_magnitude(name) for name, _ in model.named_parameters()):
@@ -79,7 +82,7 @@ def _unit_filler(
                     stream.verify([target])
                 bar.update(sizes[id(parameter)])
                 if bar.n == bar.total:
-                    bar.close()  # FSDP1 does not signal the last call
+                    bar.close()  # here, because FSDP1 does not say which call is the last
                 if num_uses[id(parameter)] > 1:
                     shared[id(parameter)] = real
             module._parameters[leaf] = real
@@ -92,7 +95,7 @@ def _refresh_parameter_views(model: torch.nn.Module) -> None:
     """Update FSDP1's parameter views after Accelerate has cast the flat parameters to float32 (torch 2.13 `_flat_param.py`).
 
     Otherwise the views keep the old dtype until the first reshard, in the middle of the first forward. PEFT casts a layer's input
-    to the dtype of its weights, so activation checkpointing would recompute the layer in another dtype than the forward.
+    to the dtype of its weights, so activation checkpointing would recompute the layer in a dtype that differs from the forward's.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 

@@ -25,7 +25,7 @@ ARGUMENTS = ("use_kernels", "kernel_config", "allow_all_kernels")  # of `from_pr
 
 @dataclass(frozen=True)
 class HubKernels:
-    """The kernels to use in a model."""
+    """Which kernels from the Hub to use in a model."""
 
     is_used: bool = False
     config: Any = None  # a KernelConfig; None for the kernels that transformers chooses
@@ -35,7 +35,7 @@ class HubKernels:
     def building(
         self, config: "PreTrainedConfig", auto_class: model_class.AutoClass, trust_remote_code: bool
     ) -> Iterator[None]:
-        """Replace layers whose kernels have their own weights, in models built inside the context. Not a collective."""
+        """In models built inside this context, replace layers whose kernels have their own weights. Not a collective."""
         from transformers.integrations import hub_kernels
 
         with hub_kernels.allow_all_hub_kernels() if self.allows_all else contextlib.nullcontext():
@@ -64,8 +64,8 @@ class HubKernels:
         from transformers.integrations import hub_kernels
 
         def replace() -> None:
-            # transformers chooses kernels by the device of the model's first parameter and by `model.training`. Kernels for
-            # training also work in evaluation.
+            # transformers chooses kernels by the device of the model's first parameter and by `model.training`, so set both for
+            # this call. Kernels for training also work in evaluation.
             parameters, was_training = model._parameters, model.training
             model._parameters = {"device": torch.nn.Parameter(torch.empty(0, device=device)), **parameters}
             model.training = True

@@ -1,7 +1,7 @@
 """`load_model`: `from_pretrained` for FSDP, without a full model on any rank.
 
-Global rank 0 reads the config and headers, and every rank builds the same model on meta. The weights are read when Accelerate
-shards the model (`materialize.py`).
+Global rank 0 reads the config and the headers of the weight files, and every rank builds the same model on meta. The weights are
+read when Accelerate shards the model (`materialize.py`).
 """
 
 import copy
@@ -341,7 +341,7 @@ def _read_custom_config(
 def _read_config(
     name_or_path: str, directory: Path, kwargs: dict[str, Any], is_quantizing: bool = False
 ) -> tuple["PreTrainedConfig", Any]:
-    """Return a model's config, and the quantization config of its checkpoint or None."""
+    """Return a model's config, and the config that dequantizes its checkpoint (None if it is not quantized)."""
     from transformers import AutoConfig, PreTrainedConfig
 
     rest = {key: value for key, value in kwargs.items() if key not in (*REFUSED_ARGUMENTS, "revision", "token")}

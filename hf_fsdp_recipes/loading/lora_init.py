@@ -28,7 +28,7 @@ def compute_adapters(model: torch.nn.Module, device: torch.device) -> None:
     """Compute the deferred adapters of an FSDP2 model, and subtract `scaling * B @ A` from the base weights, as PEFT does.
 
     Collective: every rank must call this. Each rank computes its share of the layers with PEFT's own function and holds
-    one layer's full weight at a time.
+    the full weights of at most two layers at a time.
 
     Args:
         model: a model whose base weights are loaded.
@@ -62,7 +62,7 @@ def compute_adapters(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _compute(layer: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A and B of a layer, computed by PEFT from the full weight. PEFT gets plain tensors instead of shards."""
+    """Return the matrices A and B that PEFT computes from a layer's full weight. PEFT gets plain tensors instead of shards."""
     adapter, compute = layer.__dict__[DEFERRED_INIT]
     base, a, b = (
         SimpleNamespace(weight=torch.nn.Parameter(t, requires_grad=False)) for t in (weight, weight[:0], weight[:0])
@@ -96,7 +96,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _rows(tensor: Any) -> slice:
-    """Return the rows of a matrix that this rank holds."""
+    """Return, as a slice, which rows of a matrix this rank holds."""
     found = find_shard(tensor) if hasattr(tensor, "device_mesh") else None
     first, count, _ = found or (0, tensor.numel(), False)
     return slice(first // tensor.shape[1], (first + count) // tensor.shape[1])

@@ -68,7 +68,7 @@ class MetaModelLoader:
         with stages.record("read into shards"):
             fill_sharded(model, self.source, accelerator.device, isinstance(plugin.cpu_offload, CPUOffloadPolicy))
         self._finish()
-        self._model._is_fsdp_managed_module = True  # `generate` then runs equally many forwards on all ranks
+        self._model._is_fsdp_managed_module = True  # makes `generate` run the same number of forwards on every rank
         return model
 
     def prepare_fsdp1(
@@ -98,7 +98,7 @@ class MetaModelLoader:
                 accelerator._models.remove(model)
             else:
                 model = self.shard_fsdp2(accelerator, model, fsdp2_prepare_model)
-                # Without a backward pass, the root and the head would stay gathered.
+                # By default, the root and the head stay gathered until the backward pass, which a frozen model does not have.
                 model.set_reshard_after_forward(True)
         finally:
             vars(plugin).update(kept)

@@ -1,6 +1,7 @@
 """Handles parameters that the checkpoint lacks: ties each to another parameter, or initializes it.
 
-Runs before the weights are loaded. The values of a new model are created when they are sent to the shards (`new_values.py`).
+This runs before the weights are loaded. Only the values of a new model are created later, when they are sent to the shards
+(`new_values.py`).
 """
 
 import copy
@@ -56,7 +57,7 @@ def complete_ranges(
 def without_new_head(
     model: "PreTrainedModel", lacking: list[str], declared: str | None, name_or_path: str
 ) -> list[str]:
-    """Return the missing names. If the checkpoint has another class, leave out the names of a classifier's head.
+    """Return the missing parameters' names, without those of a classifier's head if the checkpoint is of another class.
 
     Prints whether the head is new or reused. Every rank calls this; not a collective.
     """

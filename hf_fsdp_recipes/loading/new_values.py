@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KEPT_BYTES = 64 * 1024 * 1024  # keep values of the latest modules up to this size; the stream reads no further ahead
+KEPT_BYTES = 64 * 1024 * 1024  # keep the latest modules' values up to this size; the stream reads no further ahead
 MAX_LARGE = 2  # modules kept even above KEPT_BYTES: the module being read and the one before it
 
 
@@ -33,7 +33,7 @@ class NewValues:
         self._lock = threading.Lock()  # reads come from several threads
 
     def read(self, number: int, module_name: str, leaf: str) -> torch.Tensor:
-        """Return one parameter of a module. `number` is the module's place among the modules with new values."""
+        """Return the values of a module's parameter `leaf`. `number` is the module's place among the modules with new values."""
         with self._lock:
             if module_name not in self._kept:
                 while len(self._kept) >= MAX_LARGE and self._count_bytes() > KEPT_BYTES:

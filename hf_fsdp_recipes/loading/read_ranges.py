@@ -27,7 +27,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def byte_ranges(
     index: SafetensorsIndex, ranges: Sequence[TensorRange], first: int = 0, count: int | None = None
 ) -> Iterator[ByteRange]:
-    """Yield the byte ranges of elements [first, first + count) of a parameter, by default of all elements."""
+    """Yield the byte ranges in the files that hold elements [first, first + count) of a parameter; by default, all elements."""
     remaining = sum(part.num_elements for part in ranges) - first if count is None else count
     skip = first
     for part in ranges:
@@ -86,7 +86,7 @@ def read_direct(targets: Sequence[ShardTarget], index: SafetensorsIndex) -> None
 
 
 def _fill_shard(target: ShardTarget, index: SafetensorsIndex, upload: Upload) -> None:
-    """Read and cast this rank's shard, with buffers of READ_BYTES."""
+    """Read this rank's shard and cast it, READ_BYTES at a time."""
     step = READ_BYTES // target.stored_dtype.itemsize
     for start in range(0, target.local.numel(), step):
         local = target.local[start : start + step]
@@ -100,9 +100,9 @@ def _fill_shard(target: ShardTarget, index: SafetensorsIndex, upload: Upload) ->
 
 
 def count_readers(num_reading_ranks: int | None = None) -> int:
-    """Return the number of reading threads: up to 4, which keep storage busy, but at most this rank's share of the cores.
+    """Return how many threads should read: up to 4, which keep storage busy, but at most this rank's share of the cores.
 
-    `num_reading_ranks` is the number of ranks of this node that share its cores; by default, all of them do.
+    `num_reading_ranks` is how many ranks of this node read, and so share its cores; by default, all of them do.
     """
     num_ranks = num_reading_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(MAX_READERS, max(1, num_cores() // num_ranks))

@@ -40,7 +40,7 @@ def track_resize(model: "PreTrainedModel", source: CheckpointSource) -> None:
 
 
 def apply_resize(model: torch.nn.Module, source: CheckpointSource) -> None:
-    """Make the ranges of resized embeddings cover the new number of rows; raise a LoadError for any other changed shape.
+    """Fit the ranges of resized embeddings to their new number of rows; raise a LoadError if any other shape has changed.
 
     Every rank must call this; it does not communicate.
     """

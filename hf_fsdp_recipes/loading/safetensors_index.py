@@ -83,12 +83,12 @@ class SafetensorsIndex:
         self._in_memory: dict[str, InMemory] = {}
 
     def add_in_memory(self, tensor: StoredTensor, values: InMemory) -> None:
-        """Add a tensor from `stored_in_memory`, with its values or a function that every read calls to get them."""
+        """Add a tensor that `stored_in_memory` describes. If `values` is a function, every read calls it to get the values."""
         self.tensors[tensor.name] = tensor
         self._in_memory[tensor.name] = values
 
     def read_into(self, buffer: torch.Tensor, tensor: StoredTensor, start_bytes: int) -> None:
-        """Fill `buffer` (uint8, 1-D, CPU) with bytes of `tensor` from `start_bytes`; raise a LoadError if the file ends early."""
+        """Fill `buffer` (1-D uint8, CPU) with a tensor's bytes from `start_bytes` on; raise a LoadError if the file ends early."""
         if tensor.name in self._in_memory:
             values = self._in_memory[tensor.name]
             values = values if isinstance(values, torch.Tensor) else values()
@@ -111,7 +111,7 @@ class SafetensorsIndex:
             view, offset = view[num_read:], offset + num_read
 
     def prefetch(self, tensor: StoredTensor, start_bytes: int, num_bytes: int) -> None:
-        """Ask the kernel to read bytes that are needed soon, unless they are cached. Does not wait for them."""
+        """Ask the operating system to read bytes that are needed soon, unless they are cached. Does not wait for them."""
         if tensor.name in self._in_memory or not hasattr(os, "posix_fadvise"):
             return
         if tensor.quantized is not None:
@@ -119,7 +119,7 @@ class SafetensorsIndex:
             start_bytes, num_bytes = (part * stored_bytes // tensor.num_bytes for part in (start_bytes, num_bytes))
         with contextlib.suppress(
             OSError
-        ):  # only advice, which some file systems refuse; the read itself reports errors
+        ):  # only a hint, which some file systems reject; the read itself reports errors
             descriptor, first = self._descriptor(tensor.file), tensor.start + start_bytes
             if num_bytes and not _is_cached(descriptor, first + num_bytes - 1):
                 os.posix_fadvise(descriptor, first, num_bytes, os.POSIX_FADV_WILLNEED)
@@ -139,7 +139,7 @@ class SafetensorsIndex:
 
 
 class Prefetcher:
-    """Asks the kernel to read the given byte ranges, up to PREFETCH_BYTES ahead. Not thread-safe."""
+    """Asks the operating system to read the given byte ranges, up to PREFETCH_BYTES before they are used. Not thread-safe."""
 
     def __init__(self, index: SafetensorsIndex, ranges: Iterable[ByteRange]) -> None:
         self._index = index

@@ -18,11 +18,11 @@ class ShardTarget:
     """This rank's part of a parameter or buffer, and where the full tensor is in the checkpoint."""
 
     name: str
-    ranges: Sequence[TensorRange]  # together, the full tensor in row-major order
+    ranges: Sequence[TensorRange]  # stored ranges that together form the full tensor, in row-major order
     stored_dtype: torch.dtype  # dtype in the checkpoint, in which elements are read and sent
     dtype: torch.dtype  # dtype of `local`
     first: int  # position of `local`'s first element in the full tensor, in row-major order
-    local: torch.Tensor  # 1-D and contiguous, on its device
+    local: torch.Tensor  # this rank's elements, 1-D and contiguous, on the device that holds the shard
 
     @property
     def num_elements(self) -> int:
@@ -42,7 +42,7 @@ class Slice:
 
 
 def row_range(shape: Sequence[int], num_shards: int, shard_rank: int) -> tuple[int, int]:
-    """Return (first element, number of elements) of one rank's rows, split as `torch.chunk` and FSDP2 do."""
+    """Return (first element, number of elements) of one rank's rows. The rows are split as in `torch.chunk` and FSDP2."""
     num_rows = shape[0] if shape else 1
     row_elements = torch.Size(shape[1:]).numel()
     rows_per_shard = -(-num_rows // num_shards)

@@ -1,7 +1,7 @@
 """Creates memory that the ranks of a node share. It has no name in a file system, so it is freed when the ranks exit.
 
-The ranks of a node open an anonymous file of the node's first rank through /proc. Ranks that cannot open it, such as those
-in another container, get separate memory.
+The first rank of a node creates an anonymous file in memory, and the node's other ranks open it through /proc. Ranks that cannot
+open it, such as those in another container, get separate memory.
 
 Source: memfd_create(2).
 """
@@ -63,7 +63,7 @@ def _create(key: bytes) -> int | None:
 
 
 def _open(path: Path, num_bytes: int, key: bytes) -> torch.Tensor | None:
-    """If an in-memory file holds the key, give it its size and map it."""
+    """If an in-memory file holds the key, extend the file to its full size and return its mapping; else return None."""
     try:
         with path.open("r+b") as file:
             if file.read(len(key)) != key:

@@ -11,7 +11,10 @@ from hf_fsdp_recipes.loading.read_ranges import as_bytes
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Raise a LoadError on every rank if a check of a freshly loaded model fails. Collective: every rank must call this."""
+    """Raise a LoadError on every rank if a loaded model has meta tensors, broken ties or buffers that differ between ranks.
+
+    Collective: every rank must call this.
+    """
     with distributed.sync_errors():
         left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
         if left:
@@ -60,8 +63,8 @@ def find_non_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         for name, is_finite_sum in zip(found, torch.stack(list(found.values())).tolist(), strict=True)
         if not is_finite_sum
     ]
-    # Finite values can have an infinite sum, so check again. `aminmax` propagates NaN and infinity and is 30 times faster
-    # than `isfinite`.
+    # Finite values can have an infinite sum, so check the suspects again. `aminmax` propagates NaN and infinity and is
+    # 30 times faster than `isfinite`.
     return [name for name in suspects if not torch.stack(torch.aminmax(named[name].detach())).isfinite().all()]
 
 

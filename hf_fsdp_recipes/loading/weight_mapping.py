@@ -50,7 +50,7 @@ class WeightMapping:
         """Map the tensors of a checkpoint to the parameters and buffers of the model.
 
         Returns:
-            The checkpoint's ranges for each parameter, and the stored names that match no parameter.
+            For each parameter or buffer, the checkpoint's ranges that fill it; and the names of stored tensors that fill none.
         """
         names = dict.fromkeys(parameter_shapes, True)
         ranges: dict[str, list[TensorRange]] = {}
@@ -175,7 +175,7 @@ def stored_ranges(model: "PreTrainedModel", name: str, shape: tuple[int, ...]) -
 
 
 def _row_numbers(shape: Sequence[int]) -> torch.Tensor:
-    """Return a stand-in for a weight, to pass through the conversion: each row holds its own row number."""
+    """Return a tensor to pass through the conversion in place of a weight: each of its rows holds the row's number."""
     shape = tuple(shape)
     rows = shape[:-1] if len(shape) > 1 else shape
     numbers = torch.arange(math.prod(rows)).reshape(rows)
@@ -184,7 +184,7 @@ def _row_numbers(shape: Sequence[int]) -> torch.Tensor:
 
 
 def _without_columns(numbers: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Reduce the converted `_row_numbers(shape)` to one number per row."""
+    """Return one number per row from what a conversion has made of `_row_numbers(shape)`."""
     return numbers[..., 0] if len(shape) > 1 else numbers
 
 
