@@ -189,7 +189,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Schedule a due save, act on signals, report a failed save; raise a DivergenceError if saved weights are not finite."""
-        delete_partial()  # only now: just before the first step, Trainer still reads the random state from it
+        delete_partial()  # only now, because until the first step Trainer still reads the random state from this download
         if self._writer is None or self._schedule is None:
             return control
         failure = self._writer.failure

@@ -164,7 +164,7 @@ def _window(config: Any) -> int | None:
 # Used instead of Trainer's `include_num_input_tokens_seen` and TRL's `num_tokens`, which synchronize at every micro-batch. In
 # packed rows, which have no mask, Trainer omits all pad tokens, including real end-of-text tokens if both are the same token.
 def count_tokens(inputs: Mapping[str, Any], window: int | None = None) -> torch.Tensor:
-    """Count a batch's tokens without padding, and the pairs of tokens that attend to each other. Does not synchronize.
+    """Count a batch's tokens without padding, and the pairs of tokens that attend to each other. Does not wait for the device.
 
     Sequences in packed batches begin at `cu_seq_lens_q`, or else where `position_ids` restart at 0. A packed sequence of one
     token is taken for padding (from `pad_to_multiple_of`) and does not count.
