@@ -55,9 +55,9 @@ class ShardedCheckpointCallback(TrainerCallback):
         asynchronous: under FSDP, keep training while a checkpoint is written, which needs host memory for one copy of this
             rank's state. False blocks until the checkpoint is complete.
         export_dir: directory to export the model to when training ends, under FSDP, DDP or in a single process.
-        export_dtype: floating-point dtype of the exported weights, such as "bfloat16", also in `trainer.save_model()` under
-            FSDP. None keeps the dtype of the trained parameters: float32 for a full fine-tune in mixed precision.
-        signals: whether SIGTERM and SIGUSR1 end the run after a checkpoint, on all ranks at the same step.
+        export_dtype: floating-point dtype of the exported weights, such as "bfloat16". Under FSDP it also applies to
+            `trainer.save_model()`. None keeps the dtype of the trained parameters: float32 for a full fine-tune in mixed precision.
+        signals: whether SIGTERM and SIGUSR1 make all ranks save a checkpoint at the same step and then end the run.
         hub: where to push checkpoints and the export; None reads Trainer's own `push_to_hub` arguments.
         previous_run: what to do if `output_dir` holds checkpoints or an export of another run: refuse to start, or archive
             them in `<output_dir>/previous-<n>`.
@@ -111,7 +111,10 @@ class ShardedCheckpointCallback(TrainerCallback):
     # Trainer's events, in the order of a run.
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Check the launch; lock an FSDP run's output directory before weights are read. Collective, like the events below."""
+        """Check the launch and, under FSDP, lock the output directory before weights are read.
+
+        Collective, like the other events unless they say otherwise.
+        """
         from accelerate.state import AcceleratorState
 
         check_launch(args)
@@ -128,7 +131,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Claim the output directory for this run and, under FSDP, take over Trainer's saves."""
-        # Not called yet if the callback was added to an existing trainer.
+        # Trainer has not called `on_init_end` if the callback was added to an existing trainer.
         self.on_init_end(args, state, control, **kwargs)
         if not args.push_to_hub or self._plugin is not None:  # otherwise Trainer pushes what it saves
             self.exports.start(args)
@@ -138,7 +141,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         with distributed.sync_errors():
             if self._plugin is not None:
                 check_arguments(args, self._plugin)
-            # Under FSDP, recipes set `ignore_data_skip` for streamed datasets, whose position depends on the batch size.
+            # Under FSDP, check despite `ignore_data_skip`: recipes set it for streams, whose position depends on the batch size.
             if state.global_step > 0 and not (self._is_completing and args.ignore_data_skip):
                 resume.check_data_position(args, state)
             if distributed.is_main():
@@ -153,7 +156,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         if end is not None:
             distributed.print_main(f"finished: {end}, so there is nothing to do")
             control.should_training_stop = True
-        # If an earlier train() was interrupted, it has left args.save_total_limit at None (see below).
+        # An earlier train() that was interrupted has left args.save_total_limit at None (see below); keep the limit from then.
         self._save_total_limit = args.save_total_limit or self._save_total_limit
         if self._is_completing:
             args.save_total_limit = None  # Trainer would delete old checkpoints before the new one has its manifest
@@ -172,7 +175,10 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Wait until the state is copied: the optimizer is about to change it. Meanwhile, the ranks share received signals."""
+        """Wait until the last save's copy of the state is complete, because the optimizer is about to change the state.
+
+        During the wait, the ranks exchange the signals that they have received.
+        """
         if self._writer is not None:
             if self._signals is not None:
                 self._signals.start_exchange(isinstance(self._writer.failure, DivergenceError))
@@ -183,7 +189,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Schedule a due save, act on signals, report a failed save; raise a DivergenceError if saved weights are not finite."""
-        delete_partial()  # only now: just before the first step, Trainer still reads the random state from it
+        delete_partial()  # only now, because until the first step Trainer still reads the random state from this download
         if self._writer is None or self._schedule is None:
             return control
         failure = self._writer.failure
@@ -206,7 +212,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._random_state = random_state()
         if "train_runtime" in (kwargs.get("logs") or {}):
             if self._writer is not None:
-                # Otherwise Trainer could delete the last checkpoint, which shows that the run has ended.
+                # Otherwise Trainer could delete the last checkpoint, which tells a later start that the run has ended.
                 args.save_total_limit = None
             self._save_if_due(args, state, kwargs)
             if self._writer is not None:
@@ -215,7 +221,7 @@ class ShardedCheckpointCallback(TrainerCallback):
                 state.best_model_checkpoint = None  # its save failed
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Record the random state."""
+        """Record the random state after an evaluation, for the next save."""
         self._random_state = random_state()
 
     def on_step_begin(
@@ -247,7 +253,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     ) -> None:
         """Finish the last save; then exit if a signal stopped the run, or else export if requested.
 
-        Raises the error of the last save or upload.
+        If the last save or upload failed, raises its error.
         """
         delete_partial()
         if self._save_total_limit is not None:
@@ -280,7 +286,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             self.exports.save_model(trainer, Path(output_dir))
 
     def see_trainer(self, trainer: "Trainer") -> None:
-        """When training starts, keep the callbacks, to save their states, and record the number of rows and their checksum."""
+        """When training starts, keep the callbacks, whose states are saved, and record the number and checksum of the rows."""
         self._callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         resume.record_rows(trainer)
 
@@ -305,7 +311,7 @@ class ShardedCheckpointCallback(TrainerCallback):
                 self._lock = lock_directory(args.output_dir)
 
     def _end(self, kwargs: dict[str, Any]) -> None:
-        """Export, unlock the output directory, and raise the error of the last save or upload."""
+        """Export, unlock the output directory, and raise a SaveError if the last save or upload failed."""
         self.exports.export(kwargs["model"], kwargs.get("processing_class"))
         if self._lock is not None:
             self._lock.release()

@@ -17,7 +17,7 @@ class Upload:
 
     Args:
         device: target of the copies.
-        num_bytes: size of a buffer.
+        num_bytes: size of each buffer.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
@@ -39,7 +39,7 @@ class Upload:
         return self._stream is not None
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Return the first `num_bytes` of the next buffer, once its previous content is uploaded."""
+        """Wait until the next buffer's previous content is uploaded, and return the buffer's first `num_bytes` bytes."""
         uploaded = self._uploaded[self._next]
         if uploaded is not None:
             uploaded.synchronize()
@@ -47,7 +47,7 @@ class Upload:
 
     @contextlib.contextmanager
     def uploaded(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield a device copy of `buffer`, the latest result of `buffer()`; the block's work is queued on the upload's stream."""
+        """Yield a device copy of `buffer`, the latest result of `buffer()`. Kernels of the block run on the upload's stream."""
         if self._stream is None:
             yield buffer
             return
@@ -57,7 +57,7 @@ class Upload:
         self._next = (self._next + 1) % NUM_BUFFERS
 
     def finish(self) -> None:
-        """Make work that is queued on the device after this call wait for all uploads."""
+        """Wait for all uploads on the device: kernels that are queued after this call run after them."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
@@ -66,7 +66,7 @@ class Download:
     """Host buffers that receive values from any device.
 
     Args:
-        num_bytes: size of a buffer.
+        num_bytes: size of each buffer.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -76,7 +76,7 @@ class Download:
         self._next = 0
 
     def to_host(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return 1-D values in host memory, cast to `dtype`. The second call after this one overwrites them."""
+        """Return 1-D `values` in host memory, cast to `dtype`. The second call after this one may overwrite the result."""
         if values.device.type == "cpu":
             return values.to(dtype).contiguous()
         if self._stream is None or self._buffers is None:

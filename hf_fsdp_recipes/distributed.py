@@ -1,4 +1,4 @@
-"""Rank, world size, small collectives, and errors that every rank raises together.
+"""Provides rank, world size, small collectives, and errors that every rank raises together.
 
 Thin functions over `torch.distributed` that also work in a single process, without a process group.
 """
@@ -53,15 +53,15 @@ def node_id() -> str:
     return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.is_file() else ''}"
 
 
-# For each use ("short" or "patient <thread>"): the default group when the gloo group was created, and this gloo group.
+# For each use ("short" or "patient <thread>"): (default group when the gloo group was created, gloo group).
 _groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def host_group() -> dist.ProcessGroup | None:
     """Return a gloo group of all ranks, or None if the default group is already a gloo group.
 
-    Use it to send Python objects: an accelerator's group (such as NCCL) would copy them to the accelerator, after all work
-    that is queued there.
+    Use it to send Python objects: an accelerator's group (such as NCCL) would copy them to the accelerator, and the copy
+    would wait for all work that is queued there.
 
     Collective on the first call: every rank must call this.
     """
@@ -157,7 +157,7 @@ def gather_objects(value: Value, group: dist.ProcessGroup | None = None) -> list
 
 
 def scatter_from_main(values: list[Value], group: dist.ProcessGroup | None = None) -> Value:
-    """Return on each rank its element of rank 0's list. Collective: every rank must call this."""
+    """Return element r of rank 0's list on rank r. Collective: every rank must call this."""
     if not is_distributed():
         return values[0]
     own: list[Any] = [None]
@@ -166,7 +166,10 @@ def scatter_from_main(values: list[Value], group: dist.ProcessGroup | None = Non
 
 
 def first_rank(flag: bool, group: dist.ProcessGroup | None = None) -> int | None:
-    """Return the lowest rank that passes True, or None. Each rank sends one byte. Collective: every rank must call this."""
+    """Return the lowest rank that passes True, or None.
+
+    Each rank sends one byte. Collective: every rank must call this.
+    """
     if not is_distributed():
         return 0 if flag else None
     group = group or host_group()
@@ -271,7 +274,7 @@ def sync_errors(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def main_first(work: Callable[[], Value]) -> Value:
-    """Run `work` on rank 0, then on one rank of each other node, then on all other ranks, and return its result.
+    """Run `work` first on rank 0, then on one rank of each other node, then on all other ranks. Return this rank's result.
 
     This way rank 0 fills a shared cache, and each node's first rank fills a node-local cache.
 

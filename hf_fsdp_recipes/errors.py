@@ -14,7 +14,7 @@ class RecipeError(Exception):
     """An error that the user can fix. Base class of all exceptions below.
 
     Attributes:
-        is_agreed: whether every rank raises this error, so that none still waits in a collective.
+        is_agreed: whether every rank raises this error. If so, no rank is left waiting in a collective.
     """
 
     is_agreed = False
@@ -61,7 +61,7 @@ class DataError(RecipeError):
 
 
 class PlanError(RecipeError):
-    """A run cannot be planned as described."""
+    """The description of a run to plan is invalid, or the planner does not support such a run."""
 
 
 def summarize(error: BaseException, first: Literal["line", "sentence"] | None = None) -> str:

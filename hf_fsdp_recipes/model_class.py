@@ -30,10 +30,10 @@ def choose_class(
     """Return the class to build, and the config to build it from. Not a collective.
 
     `auto_class` is a class or a class name. None means the class that the config declares, or AutoModelForCausalLM if
-    transformers lacks it. For a model with its own code, the class returned is an auto class. For a class of the text part
-    alone, the config returned is the text config.
-    Raises a LoadError if the class cannot be trained, does not fit the config, or is for the text part alone and was not
-    requested.
+    transformers lacks it. For a model with its own code, the class returned is an auto class. If the class is only the text
+    part of a multimodal model, the config returned is the text config.
+    Raises a LoadError if the class cannot be trained, does not fit the config, or is only the text part without being
+    requested by `auto_class`.
     """
     chosen = _find_class(config, auto_class, trust_remote_code)
     if hasattr(chosen, "_model_mapping"):
@@ -59,7 +59,7 @@ def choose_class(
 
 
 def for_new_model(config: "PreTrainedConfig", auto_class: AutoClass) -> AutoClass:
-    """Return `auto_class`; if it is None and a new model's config declares a class without a head, return CAUSAL."""
+    """Return `auto_class`, or AutoModelForCausalLM if it is None and a new model's config declares a class without a head."""
     import transformers
 
     declared = getattr(transformers, declared_class(config) or "", None)

@@ -29,10 +29,11 @@ def active_adapter(peft_model: "PeftModel") -> str:
 
 
 def describe_class(base: torch.nn.Module) -> dict[str, Any] | None:
-    """Return the base model's class as PEFT's `auto_mapping`, with a classifier's labels, or None for a model with its own code.
+    """Return the base model's class in the format of PEFT's `auto_mapping`, or None for a model with its own code.
 
-    PEFT records the class only for adapters without a task type. Other adapters need it too, because the config of the
-    base checkpoint may declare another class: the base checkpoint of a reward model declares a causal language model.
+    For a classifier, the result also holds the labels. PEFT records the class only for adapters without a task type. Other
+    adapters need it too, because the config of the base checkpoint may declare another class: the base checkpoint of a
+    reward model declares a causal language model.
     """
     cls = next(cls for cls in type(base).__mro__ if not cls.__name__.startswith("FSDP"))
     if not cls.__module__.startswith("transformers."):

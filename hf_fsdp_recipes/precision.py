@@ -8,7 +8,7 @@ TRAINING_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.
 
 
 def parse_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype of a name, or None for "no" (no mixed precision); raise a ValueError for other names."""
+    """Return the dtype with this name, or None for "no" (no mixed precision); raise a ValueError for other names."""
     if name.lower() in ("no", "none", "false"):
         return None
     for short_name, dtype in TRAINING_DTYPES.items():
@@ -19,12 +19,12 @@ def parse_dtype(name: str) -> torch.dtype | None:
 
 
 def format_dtype(dtype: torch.dtype) -> str:
-    """Write a dtype without torch's prefix: `bfloat16`."""
+    """Return a dtype's name without torch's prefix, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def mixed_precision_dtype() -> torch.dtype | None:
-    """Return the Accelerator's mixed-precision dtype (the launcher's if there is no Accelerator yet), or None."""
+    """Return the mixed-precision dtype of the Accelerator, or of the launcher if there is none yet; None if it is not 16-bit."""
     from accelerate.state import AcceleratorState, is_initialized
 
     name = AcceleratorState().mixed_precision if is_initialized() else mixed_precision()

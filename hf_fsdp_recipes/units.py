@@ -17,18 +17,18 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Write a number and its noun: "1 rank", "2 ranks"."""
+    """Return a number and its noun in singular or plural: "1 rank", "2 ranks"."""
     return f"{number} {noun}{'s'[: number != 1]}"
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a size such as "80GB" (decimal), "512GiB" (binary) or "1.5T"; raise a ValueError for other text."""
+    """Convert a size such as "80GB" (decimal), "512GiB" (binary) or "1.5T" to bytes; raise a ValueError for other text."""
     number, prefix, _ = _split(text, r"B?", "80GB or 512GiB")
     return int(number * _FACTORS[prefix.upper()])
 
 
 def parse_bandwidth(text: str) -> float:
-    """Return the bytes per second of a bandwidth such as "200Gb/s" (bits) or "25GB/s" (bytes), or raise a ValueError."""
+    """Convert a bandwidth such as "200Gb/s" (bits) or "25GB/s" (bytes) to bytes per second; raise a ValueError for other text."""
     number, prefix, unit = _split(text, r"[bB](?:/s|ps|it/s)?", "200Gb/s or 25GB/s")
     return number * _FACTORS[prefix.upper()] / (8 if unit.startswith("b") else 1)
 

@@ -1,7 +1,7 @@
-"""Finds shipped copies of the configs of models in recipes and documentation, for tools that need only a model's shapes.
+"""Finds the copies of model configs that this package ships for the models in its recipes and documentation.
 
-Tools use them when the config on the Hub cannot be read: offline, or before access to a gated model is granted. Training
-never uses them.
+Tools that need only a model's shapes use a copy when the config on the Hub cannot be read: offline, or before access to a
+gated model is granted. Training never uses a copy.
 """
 
 import functools
@@ -26,7 +26,7 @@ def find_config(name: str) -> str:
 
 
 def describe_source(name: str) -> list[str]:
-    """Return a list with one line that says that the shipped config is used, or an empty list if it is not."""
+    """Return a list with the message that the shipped config of this model is used; an empty list if it is not used."""
     if find_config(name) == name:
         return []
     return [

@@ -23,7 +23,7 @@ PATH_FIELDS = ("model_name_or_path", "tokenizer_name", "config_name", "chat_temp
 
 
 def shipped_directory(folder: Folder) -> Path:
-    """Return the directory of the shipped files, in a checkout or in an installed wheel."""
+    """Return the directory of the shipped templates or recipes, in a checkout or in an installed wheel."""
     package = Path(__file__).resolve().parents[1]
     inside = package / folder
     return inside if inside.is_dir() else package.parent / folder
@@ -36,7 +36,7 @@ def shipped_recipes() -> list[Path]:
 
 
 def find_file(folder: Folder, name: str | Path, error_class: type[RecipeError] | None = None) -> Path:
-    """Return a file in the current directory, or else the shipped file of that name; .yaml can be left out.
+    """Return the path of a file: as given or, if there is none, of the shipped file of that name; .yaml can be left out.
 
     A shipped file is also found by its path in a checkout, such as recipes/qwen3_8b_lora.yaml.
 
@@ -73,7 +73,7 @@ def read_recipe(name: str | Path, error_class: type[RecipeError] = RecipeError) 
 
 
 def _locate(value: Any, folder: Path) -> Any:
-    """Return where a recipe's path was found, as in `read_recipe`; names on the Hub stay unchanged."""
+    """Return the path at which `read_recipe` finds the value of a path field; return a name on the Hub unchanged."""
     if not isinstance(value, str) or not value or os.path.exists(value):  # noqa: PTH110, as above
         return value
     return str(folder / value) if os.path.exists(folder / value) else value  # noqa: PTH110

@@ -39,7 +39,7 @@ class Strategy:
 
 
 def find_strategy(name_or_file: str) -> Strategy:
-    """Return the strategy of a template, by name, or of an Accelerate config file; raise a TemplateError if it is neither."""
+    """Return the strategy of the template or Accelerate config file with this name; raise a TemplateError if there is none."""
     return read_strategy(read_config(name_or_file), Path(name_or_file).stem)
 
 
@@ -70,7 +70,7 @@ def read_strategy(config: dict[str, Any], name: str) -> Strategy:
 
 
 def read_sharding(config: dict[str, Any]) -> str:
-    """Return how a parsed Accelerate config shards: `full_shard`, `shard_grad_op`, ..."""
+    """Return the sharding strategy of a parsed Accelerate config, such as `full_shard` or `shard_grad_op`."""
     fsdp = _fsdp_keys(config)
     if str(fsdp.get("version", 1)) == "1":
         strategy = str(fsdp.get("sharding_strategy", "full_shard")).lower()

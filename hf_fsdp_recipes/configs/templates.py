@@ -70,7 +70,7 @@ class Template:
 
     version: int = 2  # FSDP version; no_shard needs 1
     strategy: Strategy = "full_shard"
-    is_offloaded: bool = False  # keeps parameters and optimizer state in host memory
+    is_offloaded: bool = False  # keeps parameters, gradients and optimizer state in host memory
     min_num_params: int | None = None  # parameter count that an FSDP unit must exceed; None to wrap by layer
     wrap_class: str | None = None  # comma-separated layer classes to wrap; None for the class that the model declares
     on_cpu: bool = False
@@ -120,7 +120,7 @@ SHIPPED = (
 
 @cache
 def all_templates() -> list[Template]:
-    """Return every combination of options: hybrid strategies on two nodes, the others on one, with 8 ranks per node."""
+    """Return a template for each combination of options with 8 ranks per node (hybrid: two nodes), and for CPU and Gaudi."""
     templates = [
         Template(version, strategy, offload, min_num_params, num_machines=nodes, num_processes=8 * nodes)
         for version in (2, 1)
@@ -138,7 +138,10 @@ def shipped_templates() -> list[Template]:
 
 
 def find_template(name: str) -> Template:
-    """Return a template by name, shipped or not, such as fsdp1_full_shard_offload; raise a TemplateError if there is none."""
+    """Return the template with this name, even if it has no file, like fsdp1_full_shard_offload.
+
+    Raises a TemplateError if there is no such template.
+    """
     for template in all_templates():
         if template.name == name.removesuffix(".yaml"):
             return template
@@ -191,7 +194,7 @@ def _header(template: Template, file: str) -> Iterator[str]:
 
 
 def _entries(template: Template) -> Iterator[tuple[str, object, str]]:
-    """Yield (path of the key, value, comment)."""
+    """Yield (key, value, comment) for each line of the config; a nested key is written as section/key."""
     nodes, ranks = template.num_machines, template.num_processes
     yield "compute_environment", "LOCAL_MACHINE", ""
     yield "distributed_type", "FSDP", "accelerate launch starts the ranks and enables FSDP in each"

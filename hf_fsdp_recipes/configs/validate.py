@@ -52,7 +52,8 @@ def read_config(source: str | Path) -> Section:
 def find_faults(config: Section, model_classes: Collection[str] | None = None) -> list[str]:
     """Return all faults of a parsed config, each with the value and what to change.
 
-    `model_classes` are the names of a model's module classes. If given, the wrap classes are checked too.
+    `model_classes` are the names of the classes of a model's modules. If they are given, a class to wrap that is not among
+    them is also a fault.
     """
     fsdp = _with_prefix(config.get("fsdp_config"), "fsdp_")
     parallel = _with_prefix(config.get("parallelism_config"), "parallelism_config_")
@@ -107,7 +108,7 @@ def _check_keys(config: Section, fsdp: Section, parallel: Section) -> Iterator[s
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    # Accelerate merges both sections into the launcher's arguments, so the launcher defines their keys.
+    # Accelerate merges fsdp_config and parallelism_config into the launcher's arguments, so the launcher defines their keys.
     arguments = vars(launch_command_parser().parse_args(["script.py"]))
     for place, keys, known in (
         ("", config, {*ClusterConfig.__dataclass_fields__, "dynamo_backend", "fp16"}),  # the last two are deprecated

@@ -15,10 +15,10 @@ RATES = ("tokens_per_second", "tokens_per_second_per_device", "model_flops_per_s
 
 @dataclass(frozen=True)
 class MfuInputs:
-    """Inputs for computing FLOP/s, MFU and HFU; None if unknown."""
+    """Inputs for computing FLOP/s, MFU and HFU. A field is None if its value is unknown."""
 
     flops: ModelFlops | None = None
-    peak_flops: float | None = None  # dense peak of one device
+    peak_flops: float | None = None  # FLOP/s that one device reaches at most, without structured sparsity
     is_recomputed: bool = False  # whether activation checkpointing repeats the forward pass
 
 
@@ -32,18 +32,19 @@ def pack(counts: torch.Tensor, memory_bytes: Sequence[int], seconds: Mapping[str
     Args:
         counts: (3,) int64 on the rank's device: the fields of `TokenCounts`.
         memory_bytes: one value for each name in MEMORY.
-        seconds: time for each phase of the clock; the tensor holds it in microseconds.
+        seconds: for each phase of the clock, its time in seconds. The tensor holds it in microseconds.
     """
     integers = [*memory_bytes, *(round(seconds[phase] * 1e6) for phase in PHASES)]
     return torch.cat([counts, torch.tensor(integers, dtype=torch.int64).to(counts.device, non_blocking=True)])
 
 
 def summarize(rows: Sequence[Sequence[int]], num_steps: int, inputs: MfuInputs) -> dict[str, Any]:
-    """Combine the results of `pack` on all ranks for `num_steps` optimizer steps into an entry of metrics.jsonl.
+    """Combine the metrics that `pack` returned on each rank after `num_steps` optimizer steps.
 
     Returns:
-        Memory as lists with one value per rank, `seconds` per phase as the mean over ranks, `tokens` of all ranks, and
-        throughput and utilization over the training time. Unknown metrics are omitted.
+        An entry of metrics.jsonl. For each kind of memory it has a list with one value per rank. `seconds` is the time per
+        phase, averaged over the ranks, and `tokens` the sum over the ranks. Throughput and utilization refer to the time
+        without saves and evaluation. Unknown metrics are omitted.
     """
     counts = TokenCounts(*(sum(row[i] for row in rows) for i in range(NUM_COUNTS)))
     memory = {name: [row[NUM_COUNTS + i] for row in rows] for i, name in enumerate(MEMORY)}
@@ -74,7 +75,7 @@ def _rates(counts: TokenCounts, seconds: float, num_ranks: int, inputs: MfuInput
 
 
 def average(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the mean of each rate, weighted by training time, over all entries after the warm-up."""
+    """Return the mean of each metric in RATES over all entries after the warm-up, weighted by their training time."""
     means = {}
     for rate in RATES:
         spans = [

@@ -10,21 +10,21 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-MAX_MARKS = 4096  # marks kept before they are summed: a few hundred steps
+MAX_MARKS = 4096  # number of marks kept before they are summed; enough for a few hundred steps
 PHASES = ("data", "forward_backward", "optimizer", "save", "evaluation", "other")
 
 
 class Clock:
-    """Measures one rank's time per phase. Ignores marks until it is started."""
+    """Measures one rank's time per phase. Calls of `mark` before `start` have no effect."""
 
     def __init__(self) -> None:
         self._marks: list[tuple[str, Any]] = []  # (phase, end time)
-        self._seconds = dict.fromkeys(PHASES, 0.0)  # by phase, from marks that are already summed
+        self._seconds = dict.fromkeys(PHASES, 0.0)  # time per phase, from marks that are already summed
         self._device: Any = None
         self._is_running = False
 
     def start(self, device: Any = None) -> None:
-        """Start or restart. `device` is an accelerator's module, such as `torch.cuda`, or None to use the host's clock."""
+        """Start or restart timing. `device` is an accelerator's module, such as `torch.cuda`, or None to use the host's clock."""
         self._device = device if hasattr(device, "Event") else None
         self._is_running = True
         self._marks.clear()
@@ -32,12 +32,12 @@ class Clock:
         self.reset()
 
     def stop(self) -> None:
-        """Stop; later marks are ignored."""
+        """Stop timing. Calls of `mark` after this have no effect."""
         self._is_running = False
         self._marks.clear()
 
     def mark(self, phase: str) -> None:
-        """End a phase now."""
+        """End `phase` now: the time since the last mark counts as this phase."""
         if not self._is_running:
             return
         now: Any = time.perf_counter()
@@ -50,7 +50,7 @@ class Clock:
 
     @contextlib.contextmanager
     def spending(self, phase: str, after: str) -> Iterator[None]:
-        """Count the block's time as `phase`, and the time between the last mark and the block as `after`."""
+        """Count the time of a `with` block as `phase`, and the time from the last mark to the block as `after`."""
         self.mark(after)
         try:
             yield
@@ -58,12 +58,12 @@ class Clock:
             self.mark(phase)
 
     def reset(self) -> None:
-        """Forget the time before the last mark."""
+        """Discard all times measured so far. The next phase begins at the last mark."""
         del self._marks[:-1]
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
     def pop(self) -> dict[str, float]:
-        """Return the seconds of each phase up to the last mark, and reset. Synchronizes with the device."""
+        """Return the seconds of each phase up to the last mark, and set them to 0. Synchronizes with the device."""
         self._sum_marks()
         seconds = self._seconds
         self.reset()

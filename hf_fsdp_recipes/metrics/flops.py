@@ -104,7 +104,7 @@ def count_flops(model: nn.Module) -> ModelFlops:
 
 
 def _matmuls(model: nn.Module, config: Any) -> Iterator[tuple[nn.Module, int, bool]]:
-    """Yield (module, number of parameters in the matrix products of one token, whether they are trained)."""
+    """Yield, for each module that multiplies matrices, (module, number of parameters per token, whether they are trained)."""
     for name, module in model.named_modules():
         # PEFT's modules_to_save keeps the original of each replaced module, but the original no longer runs.
         if OTHER_MODALITIES.search(name) or "original_module" in name.split("."):
@@ -147,7 +147,7 @@ def _attention_width(config: Any) -> int:
 
 
 def _attention_layers(config: Any) -> tuple[int, int]:
-    """Return the numbers of layers with full and with windowed attention; others, such as state-space layers, do not count."""
+    """Return how many layers have full attention and how many have windowed attention. State-space layers have neither."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if not kinds:
         return (0, config.num_hidden_layers) if _window(config) else (config.num_hidden_layers, 0)
@@ -164,7 +164,7 @@ def _window(config: Any) -> int | None:
 # Used instead of Trainer's `include_num_input_tokens_seen` and TRL's `num_tokens`, which synchronize at every micro-batch. In
 # packed rows, which have no mask, Trainer omits all pad tokens, including real end-of-text tokens if both are the same token.
 def count_tokens(inputs: Mapping[str, Any], window: int | None = None) -> torch.Tensor:
-    """Count a batch's tokens without padding, and the pairs of tokens that attend to each other. Does not synchronize.
+    """Count a batch's tokens without padding, and the pairs of tokens that attend to each other. Does not wait for the device.
 
     Sequences in packed batches begin at `cu_seq_lens_q`, or else where `position_ids` restart at 0. A packed sequence of one
     token is taken for padding (from `pad_to_multiple_of`) and does not count.
@@ -196,8 +196,8 @@ def _from_lengths(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
 
 
 def _from_positions(positions: torch.Tensor, window: int | None) -> torch.Tensor:
-    # A sequence of n tokens has n * n pairs: 1 + 3 + 5 + ... + (2 n - 1), a sum over its positions. So the lengths, which would
-    # need a synchronization with the device, are not needed.
+    # A sequence of n tokens has n * n pairs, and n * n = 1 + 3 + 5 + ... + (2 n - 1). Adding 2 * position + 1 for each token
+    # therefore counts the pairs without the sequence lengths, which would need a synchronization with the device.
     odd = 2 * positions.long() + 1
     next_positions = torch.nn.functional.pad(positions[:, 1:], (0, 1))
     is_counted = ((positions != 0) | (next_positions != 0)).long()

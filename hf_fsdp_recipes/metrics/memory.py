@@ -15,7 +15,7 @@ SAMPLE_INTERVAL_SECONDS = 0.01
 
 
 def host_bytes(process: int | str = "self") -> int:
-    """Return the anonymous resident memory of a process."""
+    """Return the anonymous resident memory of a process in bytes."""
     total = 0
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith(("RssAnon:", "RssShmem:")):
@@ -24,14 +24,14 @@ def host_bytes(process: int | str = "self") -> int:
 
 
 def device_bytes() -> tuple[int, int]:
-    """Return (allocated now, peak allocated) on this rank's accelerator; zeros without an accelerator."""
+    """Return the bytes allocated on this rank's accelerator, now and at the peak; zeros without an accelerator."""
     if not torch.accelerator.is_available():
         return 0, 0
     return torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated()
 
 
 class DeviceMemory:
-    """Measures the memory allocated on this rank's accelerator between two logged steps; zeros on CPU ranks.
+    """Measures the memory allocated on this rank's accelerator between two logged steps. On CPU ranks all values are 0.
 
     Args:
         device: the accelerator's module (`torch.cuda`), or None. A module without memory counters (`torch.mps`) is treated as None.
@@ -42,13 +42,13 @@ class DeviceMemory:
         self._valley_bytes: int | None = None
 
     def sample_valley(self) -> None:
-        """Record the allocated memory; call it between steps, after activations and gradients are freed."""
+        """Record the allocated memory. Call this between steps, after activations and gradients are freed."""
         if self._device is not None:
             now = self._device.memory_allocated()
             self._valley_bytes = now if self._valley_bytes is None else min(now, self._valley_bytes)
 
     def pop(self) -> tuple[int, int, int, int]:
-        """Return (allocated now, lowest sample, peak, peak reserved) since the last `pop`, and reset the last three."""
+        """Return (allocated now, lowest sample, peak, peak reserved) in bytes; the last three since the previous `pop`."""
         if self._device is None:
             return 0, 0, 0, 0
         now, peak = self._device.memory_allocated(), self._device.max_memory_allocated()

@@ -28,7 +28,7 @@ LOGGED_MEMORY = {"host_memory_gb": "host_bytes", "device_peak_memory_gb": "devic
 
 
 def _mark(phase: str) -> Callable[..., None]:
-    """Return an event handler that ends a phase."""
+    """Return a handler for one of Trainer's events that ends `phase`."""
     return lambda self, args, state, control, **kwargs: clock.mark(phase)
 
 
@@ -48,7 +48,7 @@ class MetricsCallback(TrainerCallback):
     It also adds throughput, MFU, times and memory to Trainer's logs (docs/trackers.md lists them), and the average throughput
     and MFU to the final log. Call `place_before_reporters(trainer)` so that wandb, TensorBoard and other trackers log them too.
 
-    A step without logging costs no synchronization. At a logged step, 14 integers per rank are gathered, right after
+    Steps that are not logged cause no synchronization. At a logged step, 14 integers per rank are gathered, right after
     Trainer has gathered the loss. A failure to count tokens or to write a file is logged as a warning. Files are written
     from the first step on, after `ShardedCheckpointCallback` has locked and checked the output directory.
 
@@ -76,7 +76,7 @@ class MetricsCallback(TrainerCallback):
     # Trainer's events, in the order of a run.
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Count the model's FLOPs before it is sharded."""
+        """Count the model's FLOPs before the model is sharded."""
         self._count_model(kwargs["model"])
 
     def on_train_begin(
@@ -105,7 +105,7 @@ class MetricsCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """End the data phase; reset the measurements if the warm-up ends between two logged steps."""
+        """End the data phase. If the warm-up ends between two logged steps, discard its measurements."""
         self._begin(args, state, kwargs["model"])
         clock.mark("data")
         if self._logged_step < state.global_step == self._start_step + self._warmup_steps:
@@ -121,7 +121,10 @@ class MetricsCallback(TrainerCallback):
         self._memory.sample_valley()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write an entry and add the throughput to the logs. Collective: every rank must call this (Trainer does)."""
+        """Write an entry to metrics.jsonl, and add throughput and memory to Trainer's logs.
+
+        Collective: every rank must call this (Trainer does).
+        """
         logs = kwargs.get("logs") or {}
         if "train_runtime" not in logs:
             self._begin(args, state, kwargs["model"])  # eval_on_start logs before the first step
@@ -141,7 +144,7 @@ class MetricsCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write the time since the last log, and the report."""
+        """Write the time since the last logged step to metrics.jsonl, and write the report."""
         clock.mark("other")
         seconds = clock.pop()
         clock.stop()
@@ -156,7 +159,7 @@ class MetricsCallback(TrainerCallback):
             logger.warning("cannot write the report: %s", error)
 
     def _begin(self, args: TrainingArguments, state: TrainerState, model: torch.nn.Module) -> None:
-        """On the first call after a start, drop entries of steps that will be repeated, write `_first_entries`, print the model."""
+        """Once per start, drop entries of steps that a resumed run will repeat, write `_first_entries`, and print the model."""
         if self._first_entries is None:
             return
         entries, self._first_entries, self._is_recording = self._first_entries, None, distributed.is_main()
@@ -168,7 +171,7 @@ class MetricsCallback(TrainerCallback):
         self._write(lambda: metrics_file.append(Path(args.output_dir) / metrics_file.METRICS_FILE, entry))
 
     def _write(self, write: Callable[[], None]) -> None:
-        """Write a file on rank 0; the first failure is logged as a warning, so that metrics never end a run."""
+        """Write a file on rank 0. Log the first failure as a warning instead of raising it, so that metrics never end a run."""
         if not self._is_recording:
             return
         try:
@@ -216,7 +219,7 @@ class MetricsCallback(TrainerCallback):
     def _describe_run(
         self, args: TrainingArguments, state: TrainerState, model: torch.nn.Module, device: Any
     ) -> dict[str, Any]:
-        """Return the entry that describes this start, and set the inputs for MFU."""
+        """Return the entry of metrics.jsonl that describes this start of the run, and set the inputs for computing MFU."""
         from accelerate.state import AcceleratorState
 
         accelerate = AcceleratorState()

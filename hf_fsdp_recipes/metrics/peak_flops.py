@@ -22,13 +22,13 @@ PEAKS: dict[str, tuple[float | None, ...]] = {
     r"gb200": (2500, 2500, 1250, 80),  # NVIDIA GB200 NVL72 datasheet, per GPU, halved for sparsity
     r"b300( sxm6 ac)?": (2250, 2250, 1125, 75),  # NVIDIA HGX B300 specifications, one of 8 GPUs, halved for sparsity
     r"b200": (2250, 2250, 1125, 75),  # NVIDIA HGX B200 specifications, one of 8 GPUs, halved for sparsity
-    r"gh200( \d+gb| 144g hbm3e)?": (989.4, 989.4, 494.7, 67),  # NVIDIA GH200 datasheet, printed as dense
+    r"gh200( \d+gb| 144g hbm3e)?": (989.4, 989.4, 494.7, 67),  # NVIDIA GH200 datasheet, which gives dense figures
     r"h200( \d+gb hbm3e)?": (989.4, 989.4, 494.7, 67),  # NVIDIA H200 datasheet, SXM, halved for sparsity
     r"h200 nvl": (835.5, 835.5, 417.5, 60),  # NVIDIA H200 datasheet, NVL, halved for sparsity
     r"h100 (sxm5?|\d+gb hbm3)": (989.4, 989.4, 494.7, 66.9),  # NVIDIA H100 architecture white paper, SXM5
     r"h100 pcie": (756, 756, 378, 51.2),  # NVIDIA H100 architecture white paper, PCIe
     r"h100 nvl": (835.5, 835.5, 417.5, 60),  # NVIDIA H100 datasheet, NVL, halved for sparsity
-    r"a[18]00([- ](sxm4?|pcie|[48]0gb))*": (312, 312, 156, 19.5),  # NVIDIA A100 datasheet, same for A800
+    r"a[18]00([- ](sxm4?|pcie|[48]0gb))*": (312, 312, 156, 19.5),  # NVIDIA A100 datasheet, also used for A800
     r"a30( \d+gb)?": (165, 165, 82, 10.3),  # NVIDIA A30 datasheet
     r"a40": (149.7, 149.7, 74.8, 37.4),  # NVIDIA A40 datasheet
     r"a10": (125, 125, 62.5, 31.2),  # NVIDIA A10 datasheet
@@ -52,8 +52,8 @@ PEAKS: dict[str, tuple[float | None, ...]] = {
     r"rtx pro 6000 blackwell workstation edition": (503.8, 503.8, 251.9, 125.9),  # NVIDIA RTX Blackwell PRO white paper
     r"rtx 6000 ada( generation)?": (364.2, 364.2, 182.1, 91.1),  # NVIDIA Ada white paper, professional cards
     r"mi210": (181, 181, None, 45.3),  # AMD Instinct MI210 datasheet, matrix
-    r"mi250": (181.05, 181.05, None, 45.3),  # AMD Instinct MI250 datasheet, matrix, half a package: one PyTorch device
-    r"mi250x": (191.5, 191.5, None, 47.85),  # AMD Instinct MI250X datasheet, matrix, half a package: one PyTorch device
+    r"mi250": (181.05, 181.05, None, 45.3),  # AMD Instinct MI250 datasheet, matrix, halved: one card is two PyTorch devices
+    r"mi250x": (191.5, 191.5, None, 47.85),  # AMD Instinct MI250X datasheet, matrix, halved: one card is two PyTorch devices
     r"mi300a": (980.6, 980.6, 490.3, 122.6),  # AMD Instinct MI300A datasheet, matrix
     r"mi300x( (vf|oam))?": (1307.4, 1307.4, 653.7, 163.4),  # AMD Instinct MI300X datasheet, matrix
     r"mi325x( vf)?": (1307.4, 1307.4, 653.7, 163.4),  # AMD Instinct MI325X datasheet, matrix
@@ -79,8 +79,8 @@ def find_peak_flops(device_name: str, dtype: str) -> float | None:
 def matmul_dtype(mixed_precision: str, model: torch.nn.Module) -> str:
     """Return the dtype of a run's matrix products: bfloat16, float16, tf32, float32, or another such as fp8.
 
-    Without mixed precision ("no"), it is the model's most common parameter dtype, or tf32 if that is float32 and torch may
-    use TF32.
+    Without mixed precision ("no"), return the dtype of most of the model's parameters, or tf32 if that dtype is float32 and
+    torch may use TF32.
     """
     if mixed_precision != "no":
         return {"bf16": "bfloat16", "fp16": "float16"}.get(mixed_precision, mixed_precision)

@@ -49,7 +49,7 @@ def draw_throughput(entries: Sequence[Entry]) -> Figure:
 
 
 def draw_memory(entries: Sequence[Entry]) -> Figure:
-    """Plot every rank's host memory and, if there is an accelerator, its memory in another panel."""
+    """Plot the ranks' host memory and, if there are accelerators, the device memory of the rank that uses most."""
     has_device = any(any(entry.get("device_peak_bytes", ())) for entry in entries)
     figure, panels = _figure(2 if has_device else 1)
     if has_device:
@@ -73,7 +73,7 @@ def _draw_points_and_mean(axes: Axes, steps: Sequence[int], values: Sequence[flo
 
 
 def _moving_average(values: Sequence[float], width: int) -> list[float]:
-    """Return the centered moving average over `width` values, or fewer near the ends."""
+    """Return the centered moving average over `width` values, or over fewer values near the ends."""
     sums = [0.0, *accumulate(values)]
     means = []
     for i in range(len(values)):

@@ -1,7 +1,7 @@
 """Shows progress bars on rank 0's terminal, and nothing on other ranks or without a terminal.
 
-The bars are tqdm's, so that they look like Trainer's. Turning off the bars of transformers or of huggingface_hub also
-turns these off.
+The bars are tqdm's, so that they look like Trainer's. A user who turns off the bars of transformers or of
+huggingface_hub sees none of these bars either.
 """
 
 import sys

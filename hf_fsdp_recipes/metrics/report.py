@@ -60,7 +60,7 @@ def _render(output_dir: Path, entries: list[Entry]) -> list[str]:
 
 
 def _log_lines(rows: Sequence[Row], steps: list[Entry]) -> list[str]:
-    """Return the run's figures and its steps as text. Source: the log files of AMD's article on FSDP with ROCm."""
+    """Return the run's metrics and one line per logged step, in the format of the logs in AMD's article on FSDP with ROCm."""
     lines = [f"{name}: {value}" for name, value in rows]
     lines += ["", f"{'step':>8} {'loss':>10} {'seconds':>10} {'peak memory, largest rank':>26}"]
     for entry in steps:

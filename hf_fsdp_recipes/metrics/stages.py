@@ -1,4 +1,4 @@
-"""Measures memory and time of the loading stages before the first step, per rank.
+"""Measures each rank's memory and time in the loading stages before the first step.
 
 Each rank records its stages; `show` gathers and prints them as a table, modeled on the memory log in Hugging Face's
 Llama-2-70B FSDP article. MetricsCallback also writes them to metrics.jsonl for the report.
@@ -18,7 +18,7 @@ gathered: list["Stage"] = []  # the stages of all ranks; MetricsCallback writes 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage on one rank; the `host_*` fields count anonymous memory only."""
+    """Memory and time of one loading stage on one rank. The `host_*` fields count anonymous memory only."""
 
     stage: str
     rank: int
@@ -33,7 +33,7 @@ class Stage:
 
 @contextlib.contextmanager
 def record(name: str) -> Iterator[None]:
-    """Record the memory and time of a block on this rank."""
+    """Record the memory and time that a `with` block takes on this rank, as a loading stage with this name."""
     device_before, _ = memory.device_bytes()
     with memory.HostPeak() as host:
         yield
@@ -51,13 +51,13 @@ def show() -> None:
 
 
 def count_seconds(stages: Sequence[Stage]) -> float | None:
-    """Return the loading time of the slowest rank; None if nothing was recorded."""
+    """Return the slowest rank's loading time in seconds, or None if no stage was recorded."""
     ranks = {stage.rank for stage in stages}
     return max((sum(stage.seconds for stage in stages if stage.rank == rank) for rank in ranks), default=None)
 
 
 def format_table(stages: Sequence[Stage]) -> str:
-    """Return the stages of the first MAX_RANKS_SHOWN ranks as a table in MB."""
+    """Return a table with the time and the memory (in MB) of each stage on the first MAX_RANKS_SHOWN ranks."""
     has_device = any(stage.device_peak_bytes for stage in stages)
     columns = f"{'before':>8} {'after':>8} {'peak':>8}"
     lines = [f"{'stage':<16} {'rank':>4} {'seconds':>8}   host MB: {columns}" + f"   device MB: {columns}" * has_device]

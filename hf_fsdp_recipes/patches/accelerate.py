@@ -15,9 +15,9 @@ LOADER_ATTRIBUTE = "_meta_model_loader"
 
 
 def find_meta_model_loader(model: torch.nn.Module) -> Any:
-    """Return the loader attached to a model on meta, wrapped or not; None if the model has none.
+    """Return the loader that `load_model` attached to a model on meta, even if the model is wrapped; None if there is none.
 
-    Three methods of the loader are collective and return the model, sharded and filled:
+    Three methods of the loader are collective. Each shards the model, fills it from the checkpoint, and returns it:
 
     - `shard_fsdp2(accelerator, model, shard)`, which calls Accelerate's `shard(accelerator, model)`;
     - `prepare_fsdp1(accelerator, model, prepare)`, which calls `prepare()`;
@@ -69,7 +69,7 @@ def _turn_cpu_ranks_into_fsdp(original: Any, self: Any, *args: Any, **kwargs: An
 @Patch(
     "torch.distributed.fsdp.fully_shard(module, mesh)",
     feature="cpu ranks",
-    changes="Without a mesh, FSDP2 shards over the CPU ranks.",
+    changes="If Accelerate passes no mesh, FSDP2 shards over all CPU ranks.",
     reason="Accelerate passes a mesh only for hybrid sharding. torch's default mesh uses the machine's accelerator, which "
     "gloo ranks cannot use: 'No backend type associated with device type cuda'.",
     upstream="to file: `fully_shard` without a mesh ignores that the default process group is for CPU tensors",
@@ -103,7 +103,8 @@ def _wait_on_cpu_ranks(original: Any, self: Any) -> None:
 @Patch(
     "accelerate.utils.fsdp_utils.fsdp2_prepare_auto_wrap_policy(fsdp2_plugin, model)",
     feature="size wrap",
-    changes="SIZE_BASED_WRAP skips module lists, the decoder, the output head, and parts of PEFT's adapters of experts.",
+    changes="SIZE_BASED_WRAP makes no separate units of module lists, the decoder, the output head, or parts of PEFT's adapters of "
+    "experts.",
     reason="FSDP2 rejects module lists, which have no forward. Accelerate shards the final norm together with the head. The "
     "decoder contains this norm, so if the decoder were a unit, the norm would be sharded twice. TRL uses the head's weight "
     "without calling the head, so the head must stay in the root unit. PEFT's adapters of experts use the weights of their "
@@ -138,7 +139,7 @@ def is_size_based(policy: Any) -> bool:
 
 
 def find_heads(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the output head and, if it is tied, the input embedding."""
+    """Return a model's output head and, if they share their weight, also its input embedding."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     if head is None:
@@ -185,7 +186,7 @@ def _shard_then_fill(original: Any, accelerator: Any, model: torch.nn.Module) ->
     changes="Under FSDP1, a model from `load_model` is materialized one unit at a time. With `evaluation_mode`, it is sharded and "
     "filled, under FSDP1 and FSDP2.",
     reason="Under FSDP1, Accelerate keeps the full model in rank 0's memory and, while it synchronizes module states, in every "
-    "rank's memory. With `evaluation_mode` it does not shard at all, and parameters stay on meta.",
+    "rank's memory. With `evaluation_mode`, Accelerate does not shard the model at all, and its parameters stay on meta.",
     upstream="to file: `prepare_model(evaluation_mode=True)` does not shard under FSDP",
 )
 def _prepare_on_meta(

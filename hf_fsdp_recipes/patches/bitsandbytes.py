@@ -27,7 +27,10 @@ STEP_PARAMETERS = ["self", "group", "p", "gindex", "pindex"]
 
 
 def shard_optimizer_class(optimizer_class: type) -> type:
-    """Return a subclass of a bitsandbytes optimizer that also supports DTensors; raise a RecipeError if its methods changed."""
+    """Return a subclass of a bitsandbytes optimizer that also supports DTensors.
+
+    Raises a RecipeError if the optimizer's methods have other parameters than in the supported versions.
+    """
     for name in ("init_state", "update_step"):
         found = list(inspect.signature(getattr(optimizer_class, name, int)).parameters)
         if found != STEP_PARAMETERS:
@@ -78,7 +81,7 @@ class _LocalStep:
                 prefetch_tensor(value.to_local())
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """Load the state, and move it to paged memory if the optimizer is paged."""
+        """Load the state of the optimizer, and move it to paged memory if this is a paged optimizer."""
         super().load_state_dict(state_dict, move_to_device)  # type: ignore[misc]
         for p, state in self.state.items():
             if isinstance(p, DTensor) and self.is_paged:

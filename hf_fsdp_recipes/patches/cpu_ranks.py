@@ -14,7 +14,7 @@ def is_requested() -> bool:
     """Return whether the launcher requests FSDP on CPU ranks, or FSDP on a machine without an accelerator.
 
     The second case is needed because `accelerate launch` ignores `use_cpu: true` in FSDP configs: accelerate 1.15 sets
-    ACCELERATE_USE_CPU only in its simple launcher.
+    ACCELERATE_USE_CPU only in its function `simple_launcher`.
     """
     flag = os.environ.get("ACCELERATE_USE_CPU")
     return is_fsdp_requested() and (not torch.accelerator.is_available() if flag is None else is_true(flag))
@@ -33,13 +33,13 @@ def enable() -> None:
     if not is_requested():
         return
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    # bitsandbytes reports on every CPU rank that it found no GPU kernels.
+    # Hide the warning of bitsandbytes on every CPU rank that it found no GPU kernels.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     registry.apply("cpu ranks")
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
-    # An existing Accelerator has already dropped its FSDP plugin.
+    # An existing Accelerator has already dropped its FSDP plugin, so it is too late to patch.
     not_fsdp = (DistributedType.MULTI_CPU, DistributedType.NO)
     if AcceleratorState._shared_state.get("distributed_type") in not_fsdp:
         raise TemplateError(

@@ -96,7 +96,7 @@ def _set_state_with_adapters(
     original: Any, model: Any, state_dict: Any, adapter_only: bool = False, sd_options: Any = None
 ) -> Any:
     if adapter_only and sd_options is None and _is_fsdp1_peft(model):
-        # FSDP1 warns about every base weight that is not in an adapter-only state dict.
+        # Hide FSDP1's warnings about the base weights, which an adapter-only state dict does not contain.
         logger = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
         level = logger.level
         logger.setLevel(logging.ERROR)
@@ -152,7 +152,7 @@ def _load_into_allocated_state(
 
 
 def _read_names_with_state(directory: Path) -> set[str]:
-    """Return the names of the parameters with optimizer state in a directory; an empty set if it is not a DCP directory."""
+    """Return the names of the parameters whose optimizer state is in a DCP directory; an empty set for any other directory."""
     from torch.distributed.checkpoint import FileSystemReader
 
     if not (directory / ".metadata").is_file():
@@ -165,7 +165,7 @@ def _read_names_with_state(directory: Path) -> set[str]:
 @_patch(
     "torch.distributed.checkpoint.default_planner._flatten_sharded_tensors(state_dict)",
     feature="checkpointing",
-    changes="A tensor stays in the state dict of a rank that holds no part of it.",
+    changes="A sharded tensor stays in the state dict of a rank whose shard is empty.",
     reason="DCP drops such a tensor and mistakes the checkpoint for one written by torch 2.3, so a run cannot resume if an "
     "adapter has fewer rows than there are ranks.",
 )

@@ -64,7 +64,7 @@ def _defer_magnitude(original: Any, self: Any, *, base_layer: Any, lora_A: Any, 
     self.weight = torch.nn.Parameter(torch.empty(lora_B.shape[0], dtype=dtype, device="meta"))
 
 
-# Attribute of a LoRA layer: the adapter's name, and a function that calls PEFT's initialization on a layer.
+# Attribute of a LoRA layer that holds the adapter's name and a function, which runs PEFT's initialization on a given layer.
 DEFERRED_INIT = "_deferred_init"
 
 
@@ -85,7 +85,7 @@ def _defer_init(original: Any, self: Any, adapter_name: str, *args: Any) -> None
 for _init in ("pissa_init(self, adapter_name, init_lora_weights)", "olora_init(self, adapter_name)"):
     _patch(
         f"peft.tuners.lora.layer.LoraLayer.{_init}",
-        changes="An adapter computed from a base weight on meta is computed once that weight is loaded.",
+        changes="The computation of an adapter from a base weight on meta is delayed until the weight is loaded.",
         reason="PEFT would decompose a weight without values.",
     )(_defer_init)
 

@@ -49,7 +49,7 @@ class Patch:
     replacement: Callable[..., Any] = field(init=False)
 
     def __call__(self, replacement: Callable[..., Any]) -> Callable[..., Any]:
-        """Declare the replacement."""
+        """Declare the decorated function as the replacement, and return it unchanged."""
         self.replacement = replacement
         _declared.append(self)
         return replacement
@@ -61,7 +61,7 @@ class Patch:
 
     @property
     def package(self) -> str:
-        """The upstream distribution."""
+        """The upstream package that contains the function."""
         return self.target.partition(".")[0]
 
     @property
@@ -70,7 +70,10 @@ class Patch:
         return versions_of(self.package, *self.depends_on)
 
     def find(self) -> tuple[Any, str, Callable[..., Any]]:
-        """Return the function's owner, its name and the function; raise a PatchError if it is gone or its parameters differ."""
+        """Return the upstream function's module or class, its name, and the function.
+
+        Raises a PatchError if the function is gone or its parameters differ.
+        """
         path, _, name = self.target.rpartition(".")
         expected = self.signature.partition("(")[2].rstrip(")").split(", ")
         owner = found = None

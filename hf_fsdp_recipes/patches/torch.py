@@ -43,14 +43,14 @@ def wait_for_gloo_at_exit() -> None:
     Call this early: exit handlers run in reverse order, and this one must run after handlers that use collectives.
     """
     global _is_registered
-    # At shutdown, Python 3.14 suspends a thread that asks for the GIL instead of unwinding it.
+    # Python 3.14 does not need this: at shutdown, it suspends a thread that asks for the GIL instead of unwinding it.
     if not _is_registered and sys.version_info < (3, 14):
         atexit.register(wait_for_gloo_workers)
         _is_registered = True
 
 
 def wait_for_gloo_workers() -> None:
-    """Release the GIL until all gloo workers of this process are idle; not a collective.
+    """Sleep until all gloo workers of this process have taken the GIL and are idle, for at most 5 s; not a collective.
 
     Call this before the process group is destroyed.
     """
@@ -123,7 +123,7 @@ _ALLOWED = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles instances of the allowed classes. If the file alters a class, restores the class and raises an error."""
+    """Unpickles only instances of the allowed classes. If the pickle alters a class, restores the class and raises an error."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         super().__init__(stream)
@@ -219,9 +219,9 @@ def _load_bytes_safely(original: Any, self: Any, read_item: Any, value: Any) -> 
 
 
 def register_read_hook(hook: Callable[[Path, Chunks], None]) -> None:
-    """Set the function to call before a state is read, with the DCP directory and this rank's chunks.
+    """Set the function to call before DCP reads a state. It gets the DCP directory and the chunks that this rank will read.
 
-    Every rank calls the function, so it may use collectives.
+    Every rank calls the function, so the function may use collectives.
     """
     global _before_read
     _before_read = hook

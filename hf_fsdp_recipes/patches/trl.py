@@ -1,4 +1,4 @@
-"""Patches for TRL: reference models from `load_model`, and no full reference model on any rank."""
+"""Patches for TRL: `load_model` loads its reference models, so that no rank holds a full one."""
 
 from collections.abc import Callable
 from typing import Any
