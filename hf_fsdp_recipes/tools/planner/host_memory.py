@@ -9,7 +9,7 @@ from hf_fsdp_recipes.loading.distribute import BUCKET_BYTES, NUM_SLOTS, UPLOAD_B
 from hf_fsdp_recipes.tools.planner.memory_planner import OPTIMIZER, PARAMETERS, MemoryPlan
 
 # docs/planner.md explains these figures.
-# In Lambda's distributed training guide, a rank uses 926 or 933 MB before it loads anything.
+# In Hugging Face's Llama-2-70B FSDP article, a rank uses 926 or 933 MB before it loads anything.
 PROCESS_BYTES = 930_000_000
 LOADING_BYTES = 60_000_000  # per rank, in addition to its shard and the buckets, with any load_source
 QUANTIZING_BYTES = 500_000_000  # per rank, in addition to its shard and the largest weight, for 4-bit weights
