@@ -76,7 +76,7 @@ class Download:
         self._next = 0
 
     def to_host(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return 1-D `values` in host memory, cast to `dtype`. The second call after this one may overwrite the result."""
+        """Return 1-D `values` in host memory, cast to `dtype`. The result is valid until the next call but one."""
         if values.device.type == "cpu":
             return values.to(dtype).contiguous()
         if self._stream is None or self._buffers is None:

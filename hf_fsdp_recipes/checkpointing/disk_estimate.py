@@ -77,7 +77,7 @@ def _count_adapter_parameters(model: "PreTrainedModel", recipe: dict[str, Any]) 
 
 
 def _count_checkpoints(recipe: dict[str, Any]) -> tuple[int, bool]:
-    """Return the maximum number of checkpoints on disk and False. If it is unknown, return a lower bound and True."""
+    """Return (maximum number of checkpoints on disk, False), or (a lower bound, True) if the maximum is unknown."""
     limit, num_saves = recipe.get("save_total_limit"), _count_saves(recipe)
     if limit:
         num_kept = int(limit) + 1  # the oldest is deleted only after the new one is complete

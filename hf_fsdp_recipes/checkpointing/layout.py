@@ -90,7 +90,7 @@ def checksum(file: Path) -> str:
 
 
 def manifest_entries(directory: Path, files: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return {path: size and checksum} of files whose paths are relative to `directory`."""
+    """Return {path: size and checksum} for the given files; paths are relative to `directory`."""
     return {
         name: {"bytes": (directory / name).stat().st_size, "xxh3": checksum(directory / name)} for name in sorted(files)
     }

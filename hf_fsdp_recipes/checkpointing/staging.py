@@ -82,7 +82,7 @@ class HostStaging:
         self._can_pin = True
 
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of `state` in host memory, which overwrites the previous copy.
+        """Copy `state` to host memory, over the previous copy, and return the copy.
 
         Copies from an accelerator are queued on the current stream and may still be running when this returns.
         """

@@ -72,7 +72,7 @@ def check_once(directory: Path) -> None:
 
 
 def _verify(directory: Path) -> str | None:
-    """Return why a checkpoint cannot be resumed from, or None if it can. Each rank reads some of the files. Collective."""
+    """Return why a run cannot resume from a checkpoint, or None if it can. Each rank reads some of the files. Collective."""
     part, num_parts = (distributed.rank(), distributed.world_size()) if distributed.is_distributed() else (0, 1)
     with distributed.sync_errors(distributed.patient_group()):
         unseen = layout.validate(directory)

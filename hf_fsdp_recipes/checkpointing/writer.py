@@ -303,7 +303,7 @@ def describe_failure(step: int, error: BaseException, output_dir: str | Path) ->
 
 
 def _cause(error: BaseException) -> str:
-    """Return the most useful part of an error: the operating system's message, or else the last line."""
+    """Return the most useful part of an error: the operating system's message if it has one, otherwise its last line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     if "inline_container.cc" in str(error):  # torch's message gives only a position in the file

@@ -1,4 +1,4 @@
-"""Reads and writes adapters in PEFT's format: names of tensors, the config, and the class of the base model.
+"""Handles adapters in PEFT's format: tensor names, config, and the base model's class.
 
 Source: peft 0.21 `utils/save_and_load.py` (tensor names).
 """

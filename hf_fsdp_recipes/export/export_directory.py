@@ -138,7 +138,8 @@ def write_marker(directory: Path, checksums: Iterable[dict[str, Checksums]]) -> 
 
 def incomplete_directory_for(final: Path) -> Path:
     """Return the path that an export is written to until it is complete."""
-    return final.with_name(f".{final.name}.export")  # saving checkpoint-<step> uses another suffix
+    # The suffix differs from that of unfinished checkpoints, because an export may be named checkpoint-<step>, too.
+    return final.with_name(f".{final.name}.export")
 
 
 @contextlib.contextmanager

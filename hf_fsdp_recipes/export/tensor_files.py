@@ -128,7 +128,8 @@ class FileWriter:
 
     Attributes:
         checksums: the checksums of everything written so far.
-        borders: with `keeps_borders`, the starts and ends of writes that do not fill a page; rank 0 writes them.
+        borders: with `keeps_borders`, the bytes at the start or end of each write that fill only part of a page. `write` collects
+            them here, and rank 0 writes those of all ranks.
     """
 
     def __init__(self, plan: FilePlan, directory: Path, keeps_borders: bool = False) -> None:

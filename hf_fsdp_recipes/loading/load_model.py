@@ -341,7 +341,7 @@ def _read_custom_config(
 def _read_config(
     name_or_path: str, directory: Path, kwargs: dict[str, Any], is_quantizing: bool = False
 ) -> tuple["PreTrainedConfig", Any]:
-    """Return a model's config, and the config that dequantizes its checkpoint (None if it is not quantized)."""
+    """Return a model's config, and the config with which its checkpoint is dequantized, or None if that is not quantized."""
     from transformers import AutoConfig, PreTrainedConfig
 
     rest = {key: value for key, value in kwargs.items() if key not in (*REFUSED_ARGUMENTS, "revision", "token")}

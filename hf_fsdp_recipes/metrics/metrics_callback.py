@@ -159,7 +159,10 @@ class MetricsCallback(TrainerCallback):
             logger.warning("cannot write the report: %s", error)
 
     def _begin(self, args: TrainingArguments, state: TrainerState, model: torch.nn.Module) -> None:
-        """Once per start, drop entries of steps that a resumed run will repeat, write `_first_entries`, and print the model."""
+        """Prepare metrics.jsonl and print the model, once after each start or resume.
+
+        Drops the entries of steps that a resumed run will repeat, and appends `_first_entries`.
+        """
         if self._first_entries is None:
             return
         entries, self._first_entries, self._is_recording = self._first_entries, None, distributed.is_main()

@@ -17,7 +17,7 @@ BLUE, PALE_BLUE, ORANGE, GRAY = "#1f5a8c", "#9db4c8", "#d9822b", "#8a8f98"
 PHASE_COLORS = dict(zip(PHASES, ("#d9822b", "#1f5a8c", "#6fa3cf", "#7a4f9a", "#3b8f5c", "#c9ccd1"), strict=True))
 RANK_COLORS = ("#1f5a8c", "#d9822b", "#3b8f5c", "#7a4f9a", "#b8434e", "#4fa3b8", "#8c6d31", "#5f6770")
 MAX_BARS = 60
-MIN_SHARE = 0.01  # of the total time; shorter phases are not drawn, because their bar would be too small to see
+MIN_SHARE = 0.01  # of the total time; shorter phases are not drawn, because their bars would be too small to see
 STEP_LABEL = "optimizer step"
 
 Entry = dict[str, Any]
@@ -96,7 +96,10 @@ def _draw_phases(axes: Axes, bins: Sequence[tuple[float, float, dict[str, float]
 
 
 def _binned(entries: Sequence[Entry]) -> list[tuple[float, float, dict[str, float]]]:
-    """Group entries for at most MAX_BARS bars; return each group's (middle step, number of steps, seconds per step by phase)."""
+    """Divide entries into at most MAX_BARS groups, one per bar of the plot.
+
+    Returns each group's middle step, number of steps, and seconds per step by phase.
+    """
     size = max(1, -(-len(entries) // MAX_BARS))
     bins = []
     for group in (entries[i : i + size] for i in range(0, len(entries), size)):

@@ -129,7 +129,7 @@ def _apply(feature: Feature, packages: set[str]) -> None:
 
 @dataclass
 class _PatchOnImport(MetaPathFinder):
-    """Applies a feature's patches of a package right after the package is imported."""
+    """Applies the patches that a feature makes to a package, right after the package is imported."""
 
     package: str
     feature: Feature

@@ -223,7 +223,7 @@ def _recipe_facts(arguments: Arguments, rows: "TrainingRows") -> dict[str, Any]:
 
 
 def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[Trainer], list[TrainerCallback]]":
-    """Return the trainer class that fits the kind of run and its rows, and the run's callbacks."""
+    """Return two things: the trainer class for the kind of run and its rows, and the run's callbacks."""
     import trl
 
     from hf_fsdp_recipes.training.data.stream_trainer import PositionCallback, StreamTrainer

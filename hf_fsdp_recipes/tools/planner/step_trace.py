@@ -222,7 +222,7 @@ def _attend(query: Any, key: Any, value: Any, *mask_and_more: Any, **more: Any) 
 
 @contextlib.contextmanager
 def _patched_for_meta(on_cpu: bool) -> Iterator[None]:
-    """Replace what cannot run on meta: attention kernels, autocast and, for GPUs, the kernels of TRL's fused loss.
+    """Replace functions that cannot run on meta: attention kernels, autocast and, if the job runs on GPUs, TRL's fused loss.
 
     TRL's kernels can be skipped: they allocate nothing, but work in place on tiles that their caller allocates. Grouped
     matrix products of experts use transformers' own fallback, whose shapes can be computed on meta.

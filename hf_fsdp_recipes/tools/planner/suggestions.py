@@ -1,4 +1,4 @@
-"""Alternatives to a job: the smallest change that makes it fit, all sharding strategies, and the fastest setup."""
+"""Finds alternatives to a job: the smallest change that makes it fit, every sharding strategy, and the fastest setup."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
