@@ -25,7 +25,7 @@ def list_command(
 
 
 def format_table(checkpoints: Iterable[layout.Checkpoint]) -> str:
-    """Return a table with one row per checkpoint: step, size, number of ranks, loss, and whether it is complete or what is wrong with it."""
+    """Return a table with one row per checkpoint: step, size, number of ranks, loss, and `complete` or what is wrong."""
     lines = [f"{'step':>8}  {'size':>10}  {'ranks':>5}  {'loss':>8}  state"]
     for checkpoint in checkpoints:
         manifest = layout.read_manifest(checkpoint.path)

@@ -22,7 +22,7 @@ def is_bitsandbytes_optimizer(name: str) -> bool:
 
 
 def optimizer_errors(name: str, version: int | None) -> list[str]:
-    """Return the reasons why an optimizer does not work under an FSDP version, or without FSDP (`fsdp_version` is None)."""
+    """Return why an optimizer does not work under an FSDP version; [] if it works, and without FSDP (`version` is None)."""
     if version is None or name in SHARDABLE[version]:
         return []
     # AdEMAMix keeps two averages in one tensor, which cannot be sharded like the parameter. Under FSDP1, bitsandbytes 0.50 nests

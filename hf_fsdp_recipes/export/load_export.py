@@ -17,7 +17,8 @@ def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedMo
     """Return the model of an export, in evaluation mode, on the CPU unless `device_map` says otherwise.
 
     Adapters are loaded through PEFT's own class, because loading with transformers 5.23 alone silently leaves DoRA's magnitudes at
-    the base model's norms. Raises an ExportError if the export cannot be loaded, or its files differ from those listed when it was written.
+    the base model's norms.
+    Raises an ExportError if the export cannot be loaded, or its files have changed since it was written.
     """
     kwargs = {"trust_remote_code": False} | from_pretrained_kwargs  # otherwise transformers would ask on stdin
     is_adapter = (directory / ADAPTER_CONFIG_FILE).is_file()
