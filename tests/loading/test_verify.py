@@ -16,6 +16,10 @@ def test_non_finite_tensors_are_named(dtype, bad):
     assert find_non_finite(tensors.items()) == ["b"]
 
 
+def test_every_tensor_is_checked_when_names_repeat():
+    assert find_non_finite([("shard", torch.tensor([float("nan")])), ("shard", torch.ones(1))]) == ["shard"]
+
+
 def test_tensors_without_non_finite_values_pass():
     tensors = [
         torch.empty(0, 4), torch.arange(3), torch.tensor(True), torch.tensor(1.0), torch.ones(4).to(torch.float8_e4m3fn)
