@@ -25,7 +25,6 @@ from hf_fsdp_recipes.loading.shard_layout import ShardTarget
 from hf_fsdp_recipes.loading.shared_memory import share_memory
 
 BUCKET_BYTES = 16 * 1024 * 1024  # a multiple of ALIGNMENT
-MAX_PARTS = 8  # a tensor is split into up to this many parts, and each bucket takes elements from all of them
 NUM_SLOTS = 4  # number of buckets that fit into the memory that the ranks of a node share
 ALIGNMENT = 64  # bytes to which each tensor in a bucket is aligned; a multiple of every dtype's size
 UPLOAD_BYTES = 4 * 1024 * 1024  # size of a pinned buffer, of which each rank has two; a multiple of ALIGNMENT
@@ -84,8 +83,7 @@ class WeightStream:
 
         After each bucket, rank 0 calls `advance` with the bucket's number of bytes. A read error is kept until `check` raises it.
         """
-        spans = [span for target in targets for span in _interleave(target)]
-        self._send(spans, _copy, index or self._index, advance)
+        self._send([(target, 0, target.num_elements) for target in targets], _copy, index or self._index, advance)
 
     def verify(self, targets: Sequence[ShardTarget], index: SafetensorsIndex | None = None) -> None:
         """Read a sample of the targets again and compare it with the shards. `check` raises an error if they differ."""
@@ -268,21 +266,6 @@ def _spans(target: ShardTarget, is_full: bool) -> Iterator[Span]:
     for number in range(SAMPLE_SPANS):
         shift = zlib.crc32(f"{target.name} {number}".encode()) % (segment - SAMPLE_ELEMENTS)
         yield target, number * segment + shift, SAMPLE_ELEMENTS
-
-
-def _interleave(target: ShardTarget) -> Iterator[Span]:
-    """Yield a target's elements in an order in which every bucket holds elements for many ranks.
-
-    These ranks then copy their elements in parallel.
-    """
-    num_parts = min(distributed.world_size(), MAX_PARTS)
-    part = -(-target.num_elements // num_parts)
-    step = max(BUCKET_BYTES // num_parts, ALIGNMENT) // ALIGNMENT * ALIGNMENT // target.stored_dtype.itemsize
-    # The first `step` elements of every part, then the next ones, and so on.
-    for offset in range(0, part, step):
-        for start in range(offset, target.num_elements, part):
-            end = min(start + step, start - offset + part, target.num_elements)
-            yield target, start, end - start
 
 
 def _buckets(spans: Iterable[Span]) -> Iterator[_Bucket]:

@@ -55,20 +55,6 @@ def test_buckets_hold_every_element_once_in_order_and_aligned(bucket_bytes, monk
     assert seen == {target.name: target.num_elements for target in targets}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 100])
-def test_buckets_hold_elements_for_many_ranks_and_each_element_once(num_ranks, monkeypatch):
-    monkeypatch.setattr(distribute, "BUCKET_BYTES", 1024)
-    monkeypatch.setattr(distribute.distributed, "world_size", lambda: num_ranks)
-    for target in make_targets():
-        spans = list(distribute._interleave(target))
-        elements = sorted(element for _, start, count in spans for element in range(start, start + count))
-        assert elements == list(range(target.num_elements))
-    large = make_targets()[0]
-    firsts = [start for _, start, _ in distribute._interleave(large)][: min(num_ranks, distribute.MAX_PARTS)]
-    parts = [start * len(firsts) // large.num_elements for start in firsts]
-    assert parts == list(range(len(firsts)))
-
-
 @pytest.mark.parametrize("verifies_all", [True, False])
 def test_a_changed_element_is_found(monkeypatch, verifies_all):
     monkeypatch.setattr(distribute, "BUCKET_BYTES", 1024)

@@ -10,6 +10,7 @@ import functools
 import io
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -83,9 +84,12 @@ def _stack_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+    """Return a free port below those that the kernel gives to connections, so that none can take it before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return port
 
 
 def start_ranks(
