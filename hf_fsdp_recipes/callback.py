@@ -141,7 +141,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         with distributed.sync_errors():
             if self._plugin is not None:
                 check_arguments(args, self._plugin)
-            # Under FSDP, check despite `ignore_data_skip`: recipes set it for streams, whose position depends on the batch size.
+            # With `ignore_data_skip`, Trainer starts at the first row again, so no row can be skipped. Under FSDP the check runs
+            # even then, because recipes that stream their rows also set it, after they have restored the stream's position.
             if state.global_step > 0 and not (self._is_completing and args.ignore_data_skip):
                 resume.check_data_position(args, state)
             if distributed.is_main():

@@ -58,7 +58,7 @@ _groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks, or None if the default group is already a gloo group.
+    """Return a gloo group of all ranks, or None if the default group is already one or does not exist.
 
     Use it to send Python objects: an accelerator's group (such as NCCL) would copy them to the accelerator, and the copy
     would wait for all work that is queued there.

@@ -21,7 +21,7 @@ def fsdp_version() -> int | None:
 
 
 def parallel_sizes() -> dict[str, str]:
-    """Return the sizes of the launcher's parallelism_config, such as {"tp_size": "2"}."""
+    """Return the settings of the launcher's parallelism_config as strings, such as {"tp_size": "2"}."""
     prefix = "PARALLELISM_CONFIG_"
     return {key.removeprefix(prefix).lower(): os.environ[key] for key in os.environ if key.startswith(prefix)}
 

@@ -33,7 +33,7 @@ class TemplateError(RecipeError):
 
 
 class PreflightError(RecipeError):
-    """The nodes of a job cannot work together; the message names the node."""
+    """The nodes of a job cannot work together, and the message names the node; or preflight was started with invalid flags."""
 
 
 class LoadError(RecipeError):

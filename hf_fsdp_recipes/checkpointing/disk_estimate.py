@@ -24,12 +24,12 @@ class DiskEstimate:
 
     checkpoint_bytes: int  # bytes of one checkpoint
     export_bytes: int  # bytes of all exports together
-    num_checkpoints: int  # maximum number of checkpoints on disk, including the one being written
+    num_checkpoints: int  # maximum number of checkpoints on disk, including the one being written; 2 if unknown
     is_lower_bound: bool  # whether the number of checkpoints is unknown, so the run may need more space
 
     @property
     def total_bytes(self) -> int:
-        """Maximum number of bytes that the run's checkpoints and exports take on disk."""
+        """The most bytes that the run's checkpoints and exports take on disk; the least if `is_lower_bound`."""
         return self.checkpoint_bytes * self.num_checkpoints + self.export_bytes
 
     def __str__(self) -> str:

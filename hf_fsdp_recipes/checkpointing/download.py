@@ -51,8 +51,9 @@ def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path 
         The downloaded checkpoint in `output_dir`, or `newest` if there is nothing to download.
 
     Raises:
-        CheckpointError: the checkpoint at `url` is not complete, or its files do not match its manifest. Loading the returned
-            directory can raise this too.
+        CheckpointError: the checkpoint at `url` is not complete or cannot be downloaded, its manifest names files outside it, its
+            files do not match the manifest, or the output directory cannot be written. Loading the returned directory can raise
+            this too.
     """
     group = distributed.patient_group()
     chosen = distributed.run_on_main(lambda: _choose(url, newest), group)

@@ -1,7 +1,8 @@
 """Records facts about a run in its checkpoints, and checks whether another run may resume from them.
 
 A checkpoint's position in the data is the number of global batches trained so far, in an order that the seed determines. It is
-valid on any number of ranks if the global batch size stays the same, which `keep_global_batch` ensures.
+valid on any number of ranks if the global batch size stays the same, which `keep_global_batch` ensures. Streams record their
+position themselves.
 """
 
 import functools

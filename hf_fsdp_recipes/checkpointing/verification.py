@@ -13,7 +13,9 @@ from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.errors import CheckpointError, summarize
 
 read_tensor_file = functools.partial(torch.load, map_location="cpu", weights_only=True)
-verified: set[Path] = set()  # resolved paths of the checkpoints that this process has verified
+verified: set[Path] = (
+    set()
+)  # resolved paths of checkpoints that this process has verified, or verifies while it downloads them
 
 
 def latest_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:

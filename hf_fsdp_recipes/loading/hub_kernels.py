@@ -35,7 +35,11 @@ class HubKernels:
     def building(
         self, config: "PreTrainedConfig", auto_class: model_class.AutoClass, trust_remote_code: bool
     ) -> Iterator[None]:
-        """In models built inside this context, replace layers whose kernels have their own weights. Not a collective."""
+        """Make transformers build models with the layer classes that some of the kernels in `kernel_config` need.
+
+        These kernels expect other parameters than the original layers, for example those of several layers in one. `apply`
+        then sets the kernels. Not a collective.
+        """
         from transformers.integrations import hub_kernels
 
         with hub_kernels.allow_all_hub_kernels() if self.allows_all else contextlib.nullcontext():

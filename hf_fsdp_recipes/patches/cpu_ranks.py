@@ -27,7 +27,7 @@ def enable() -> None:
     collective, because the ranks then start their process group here.
 
     Raises:
-        TemplateError: an Accelerator already exists.
+        TemplateError: an Accelerator without FSDP already exists.
         PatchError: this version of Accelerate or torch is not supported.
     """
     if not is_requested():

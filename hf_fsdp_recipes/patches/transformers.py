@@ -72,7 +72,10 @@ def _check_then_load(original: Any, self: Any, resume_from_checkpoint: Any, mode
 
 
 def _refuse_presharded(trainer: Any, is_needed: bool = True) -> None:
-    """Raise a CheckpointError if `is_needed` and transformers has sharded the model on load: Trainer would fail later."""
+    """Raise a CheckpointError if transformers has already sharded the model on load.
+
+    Trainer can neither shard such a model again nor load a checkpoint into it. `is_needed` is whether this run does either.
+    """
     if is_needed and getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise CheckpointError(
             "from_pretrained(distributed_config=...) has sharded the model, so an FSDP template cannot shard it again, and Trainer "

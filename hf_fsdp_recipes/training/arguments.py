@@ -116,7 +116,9 @@ class RecipeArguments:
     )
     append_concat_token: bool = _argument(True, "Append the end-of-sequence token to each text row.")
     shuffle_buffer_size: int = _argument(
-        1000, "Number of streamed rows to shuffle and pack together; 0 keeps the order of the files."
+        1000,
+        "Number of streamed rows to shuffle and pack together; 0 does not shuffle them. `datasets` reorders the files in every "
+        "pass but the first.",
     )
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = _argument(
         "first_exhausted", "When a mixture with fractions ends; see datasets.interleave_datasets. Streams never end."

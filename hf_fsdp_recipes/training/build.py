@@ -126,8 +126,8 @@ def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "Tr
     """Load the training and evaluation rows of a run, and set arguments so that SFTTrainer does not prepare the rows again.
 
     TRL's other trainers prepare rows themselves. Collective: every rank must call this. Rank 0 prepares the rows first; the
-    other ranks wait without a timeout, then load them from the cache of `datasets`. Rank 0 prints how many rows were dropped
-    and truncated.
+    other ranks wait without a timeout, then load them from the cache of `datasets`. For SFT without streaming, rank 0 prints
+    how many rows were dropped and truncated.
     """
     from hf_fsdp_recipes.training.data import cache
     from hf_fsdp_recipes.training.data.filtering import print_counts
@@ -258,8 +258,9 @@ def find_resume(arguments: Arguments) -> str | None:
     """Return the checkpoint to resume from, or None to start at step 0, and lock the output directory until the process exits.
 
     `resume_from_checkpoint` is a path, a URL to download from, or `auto` for the newest complete checkpoint, if any, in
-    `output_dir` or the mirror. If the number of ranks has changed, adjusts gradient accumulation so that the global batch
-    size stays the same. Collective: every rank must call this; each rank verifies a part of the checkpoint.
+    `output_dir` or the mirror. If the number of ranks or the batch size of a rank has changed, adjusts gradient
+    accumulation so that the global batch size stays the same. Collective: every rank must call this; each rank verifies a
+    part of the checkpoint.
     """
     output_dir, url = arguments.training.output_dir, arguments.recipe.checkpoint_mirror
     mirror = Mirror(url)

@@ -16,7 +16,7 @@ def run(name: str, plan: Callable[["Arguments"], None] | None = None) -> None:
     """Run the recipe that the command line names. Collective: every rank must call this.
 
     Args:
-        name: the trainer, as a command of `hf-fsdp`: sft, dpo, kto, reward or grpo.
+        name: the trainer's command in `hf-fsdp`: sft, dpo, kto, reward or grpo.
         plan: function that is called with the arguments, instead of training, if the recipe sets `dry_run`.
     """
     from hf_fsdp_recipes.training.arguments import parse_arguments

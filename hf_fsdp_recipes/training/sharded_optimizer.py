@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def sharded_optimizer(args: "TrainingArguments") -> "tuple[type[torch.optim.Optimizer], dict[str, Any]] | None":
     """Make `optim: adamw_8bit` and bitsandbytes' other optimizers work under FSDP2.
 
-    Without this, they fail on sharded parameters in the first step. On each rank, the returned class updates the rank's
+    Unchanged, these optimizers fail on sharded parameters in the first step. On each rank, the returned class updates the rank's
     own rows of every parameter. Checkpoints include the optimizer's state. Pass the result to any Trainer:
 
         trainer = SFTTrainer(..., args=args, optimizer_cls_and_kwargs=sharded_optimizer(args))

@@ -15,7 +15,8 @@ MAX_EXPERTS = 4
 PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers", "attention_layers")
 # Fields of Mamba layers: the number and size of the heads, and the factor by which these layers widen the hidden size.
 STATE_SPACE_HEADS = (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand"))
-# Fields of a vision or audio tower: its number of layers, lists of layer numbers, and the text model's hidden size.
+# Fields of a vision or audio tower: its number of layers, lists of layer indices, and the text model's hidden size, to which
+# the tower's output is projected.
 TOWER_LAYERS = ("num_hidden_layers", "depth", "encoder_layers", "num_global_layers")
 TOWER_LAYER_LISTS = ("fullatt_block_indexes", "deepstack_visual_indexes")
 TEXT_HIDDEN_SIZES = ("out_hidden_size", "projection_dim", "hidden_size", "text_hidden_size", "vision_output_dim")

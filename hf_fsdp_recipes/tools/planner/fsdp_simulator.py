@@ -58,13 +58,13 @@ class Fsdp2Simulator:
         self._is_backward = False
         # Without a reduction after each micro-batch, unsharded gradients of the full model accumulate.
         self._accumulates = job.accumulation > 1 and not job.sync_each_batch
-        # Accumulated gradients have the dtype of the reduction.
+        # Accumulated gradients have the dtype in which they will be reduced (`reduce_dtype`).
         factor = job.reduction_factor if self._accumulates else 0
         self._gradient_bytes = {unit: round(unit.unsharded_gradient_bytes * factor) for unit in units}
         timeline.add(UNSHARDED_GRADIENTS, sum(self._gradient_bytes.values()))
 
     def run(self, events: Iterable[TraceEvent]) -> None:
-        """Process the events of one step."""
+        """Replay the events of one step, and add the memory that FSDP allocates and frees to the timeline."""
         if self._root is not None:
             self._pre_forward(self._root, ROOT)
         for event in events:

@@ -105,7 +105,7 @@ def _split_variable(name: str) -> list[str] | None:
 
 
 def _query_nvidia(found: Hardware) -> list[ElementTree.Element]:
-    """Return nvidia-smi's report on each GPU. If the driver is loaded, output without a report is recorded as a fault."""
+    """Return nvidia-smi's report on each GPU. If the driver is loaded but nvidia-smi prints no report, record a fault."""
     text = _run(found, "nvidia-smi", "-q", "-x").strip()
     start, end_tag = text.find("<nvidia_smi_log"), "</nvidia_smi_log>"
     if start >= 0:  # other text may surround the report

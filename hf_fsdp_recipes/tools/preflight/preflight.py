@@ -1,4 +1,4 @@
-"""Finds out within a minute whether the nodes of a job can work together, and names the node that cannot.
+"""Finds out, usually within a minute, whether the nodes of a job can work together, and names the node that cannot.
 
 Run this once on every node:
 
