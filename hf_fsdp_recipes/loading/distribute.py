@@ -134,7 +134,7 @@ class WeightStream:
     def _take_all(self, buckets: Iterable[tuple[int, _Bucket]], use: Use, upload: Upload) -> None:
         """Use this rank's elements of every bucket that the first rank of its node passes on."""
         first_of_node = self._node.ranks[0]
-        # Post receives ahead: if a message arrives before its receive is posted, gloo's thread busy-waits until then.
+        # Post receives ahead: gloo sends a message only when its receive is posted, so this saves a round trip per bucket.
         posted: deque[tuple[int, _Bucket, dist.Work]] = deque()
         replies: deque[dist.Work] = deque()
 
