@@ -44,7 +44,7 @@ class Mirror:
         self._added: list[tuple[Path, str]] = []  # (directory, name of its manifest)
         # Positions in `_added`, counted from 1: the last directory that is finished or skipped, and the current upload.
         self._num_done = self._current = 0
-        # For each manifest name, why its last upload failed, or None if it succeeded.
+        # For checkpoints together, and for each export's directory: why the last upload failed, or None if it succeeded.
         self._failures: dict[str, str | None] = {}
         self._has_skipped = False
 
@@ -157,13 +157,14 @@ class Mirror:
                         f"uploads to {self._url} are slower than saves; older checkpoints are skipped"
                     )
                 self._upload(directory, manifest)
-                self._failures[manifest] = None
+                self._failures[_failure_key(directory, manifest)] = None
             except Exception as error:  # the upload failed on every rank, or another rank has exited
-                self._failures[manifest] = (
+                failure = (
                     f"{directory} was not uploaded to {self._url}: {summarize(error)}. It is complete on this machine. Check the "
                     f"network and the credentials, then start the same command again to upload it."
                 )
-                distributed.warn_main(str(self._failures[manifest]))
+                self._failures[_failure_key(directory, manifest)] = failure
+                distributed.warn_main(failure)
             with self._changed:
                 self._num_done = self._current
                 self._changed.notify_all()
@@ -220,3 +221,8 @@ class Mirror:
                 self._storage.remove(checkpoint)
         except CheckpointError as error:
             logger.warning("old checkpoints were not deleted: %s", error)
+
+
+def _failure_key(directory: Path, manifest: str) -> str:
+    """Return the key of a directory's failure: a later checkpoint makes up for an earlier one, but no export for another."""
+    return manifest if manifest == layout.MANIFEST else str(directory)

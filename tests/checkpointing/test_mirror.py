@@ -12,6 +12,7 @@ from hf_fsdp_recipes.checkpointing.download import fetch_checkpoint
 from hf_fsdp_recipes.checkpointing.mirror import Mirror
 from hf_fsdp_recipes.checkpointing.storage import Storage
 from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.loading.export_marker import MARKER
 from tests.checkpointing.object_storage import BUCKET
 
 
@@ -28,6 +29,13 @@ def make_checkpoint(output, step, run="mine", size=1000):
     files = layout.manifest_entries(incomplete, layout.files_in(incomplete))
     layout.commit(incomplete, layout.directory_for(output, step), files, {"step": step, "run": run})
     return layout.directory_for(output, step)
+
+
+def make_export(directory):
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(b"weights")
+    (directory / MARKER).write_text(json.dumps({"format": 1}))
+    return directory
 
 
 def start_mirror(url, output, run="mine", step=0, keep=None, best=None):
@@ -177,6 +185,26 @@ def test_failed_upload_is_retried_then_reported(storage, tmp_path, caplog):
     failure = str(own.wait())
     assert f"checkpoint-2 was not uploaded to s3://{BUCKET}/run: " in failure and "connect" in failure
     assert failure in caplog.text
+
+
+def test_an_export_does_not_make_up_for_another_whose_upload_failed(tmp_path, monkeypatch):
+    own = start_mirror(tmp_path / "mount", tmp_path)
+    put, is_down = own._put, True
+
+    def put_unless_down(directory, name):
+        if is_down:
+            raise OSError(5, "Input/output error")
+        put(directory, name)
+
+    monkeypatch.setattr(own, "_put", put_unless_down)
+    adapter, merged = make_export(tmp_path / "export"), make_export(tmp_path / "export_merged")
+    own.add(adapter, MARKER)
+    assert "export was not uploaded" in str(own.wait())
+    is_down = False
+    own.add(merged, MARKER)
+    assert f"{adapter} was not uploaded" in str(own.wait())
+    own.add(adapter, MARKER)
+    assert own.wait() is None
 
 
 @pytest.mark.parametrize(
