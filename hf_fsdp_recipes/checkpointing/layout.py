@@ -199,7 +199,7 @@ def set_aside(path: Path) -> Path:
     while (target := path.with_name(f"{path.name}.set-aside-{number}")).exists():
         number += 1
     path.rename(target)
-    logger.warning("renamed %s to %s", path, target.name)
+    logger.warning("renamed %s to %s, which is kept but not resumed from", path, target.name)
     return target
 
 
@@ -216,14 +216,14 @@ def validate(directory: Path, verify: bool = False, part: int = 0, num_parts: in
         manifest = json.loads((directory / MANIFEST).read_text())
         files = {str(name): (int(entry["bytes"]), str(entry["xxh3"])) for name, entry in manifest["files"].items()}
     except FileNotFoundError:
-        return f"no {MANIFEST}: the save did not finish, or another program wrote it"
+        return f"no {MANIFEST}: the save did not finish, or another program wrote the checkpoint"
     except UNREADABLE as error:
         if isinstance(error, OSError) and not isinstance(error, IsADirectoryError | NotADirectoryError):
             raise _unreadable(directory / MANIFEST, error) from error
         return f"{MANIFEST} cannot be read ({error!r})"
     match = _NAME.fullmatch(directory.name)
     if match and manifest.get("step") != int(match.group(1)):
-        return f"{MANIFEST} is for step {manifest.get('step')}"
+        return f"{MANIFEST} is for step {manifest.get('step')}, not {match.group(1)}"
     by_size = sorted(files.items(), key=lambda item: (-item[1][0], item[0]))
     for number, (name, (num_bytes, expected)) in enumerate(by_size):
         file = directory / name
@@ -295,7 +295,7 @@ def remove_old(
     old = find_old([one for one in list_checkpoints(output_dir) if one.run == run], keep, protect)
     links = [checkpoint.path for checkpoint in old if checkpoint.path.is_symlink()]
     if links:
-        logger.warning("%s is a symbolic link and is not deleted", ", ".join(map(str, links)))
+        logger.warning("old checkpoints that are symbolic links are not deleted: %s", ", ".join(map(str, links)))
     removed = [checkpoint.path for checkpoint in old if checkpoint.path not in links]
     for path in removed:
         shutil.rmtree(path)

@@ -83,14 +83,16 @@ class Mirror:
         if step == 0 and not complete:
             others = [name for name in EXPORTS if storage.attempt("exists", f"{storage.root}/{name}")]
         if others:
-            raise CheckpointError(
-                f"{self._url} holds {others[0]} of another run. Resume that run with resume_from_checkpoint={self._url}/auto, "
-                f"or choose another checkpoint_mirror."
+            resume = (
+                f"Resume that run with resume_from_checkpoint={self._url}/auto, or choose" if complete else "Choose"
             )
+            raise CheckpointError(f"{self._url} holds {others[0]} of another run. {resume} another checkpoint_mirror.")
         for checkpoint in complete if is_starting else ():
             if checkpoint.step > step:
                 storage.rename_manifest(checkpoint, f"{layout.MANIFEST}.set-aside")
-                logger.warning("%s/%s is set aside, because the run repeats its step", self._url, checkpoint.path)
+                logger.warning(
+                    "%s/%s can no longer be resumed from, because the run repeats its step", self._url, checkpoint.path
+                )
 
     def start(self, output_dir: str, step: int, keep: int | None, best: Callable[[], str | None]) -> None:
         """Start the upload thread, and upload the checkpoint that the run resumes from if it is not in the mirror. Collective.

@@ -40,7 +40,10 @@ class SignalWatch:
         Python allows handlers only in the main thread. In another thread, as in Ray Train, this prints a note instead.
         """
         if threading.current_thread() is not threading.main_thread():
-            distributed.print_main("not the main thread: SIGTERM and SIGUSR1 end the run without a last checkpoint")
+            distributed.print_main(
+                "note: training does not run in the main thread, where alone Python allows signal handlers, so SIGTERM and "
+                "SIGUSR1 end the run without a last checkpoint"
+            )
             return
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._record)

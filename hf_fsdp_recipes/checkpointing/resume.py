@@ -128,7 +128,7 @@ def read_train_params(checkpoint: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{checkpoint}/{PARAMS_FILE} cannot be read: {error}") from error
+        raise CheckpointError(f"{checkpoint}/{PARAMS_FILE} cannot be read: {error}. Use another checkpoint.") from error
     if not isinstance(params, dict):
         raise CheckpointError(f"{checkpoint}/{PARAMS_FILE} is not a mapping of arguments. Use another checkpoint.")
     return params

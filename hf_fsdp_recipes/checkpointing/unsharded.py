@@ -42,6 +42,8 @@ def complete_checkpoint(
     try:
         (directory / resume.PARAMS_FILE).write_bytes(small_files.format_params(args, model))
     except OSError as error:
-        raise CheckpointError(f"{directory / resume.PARAMS_FILE} cannot be written: {error.strerror}.") from error
+        raise CheckpointError(
+            f"{directory / resume.PARAMS_FILE} cannot be written: {error.strerror}. Check permissions and free space."
+        ) from error
     layout.complete_in_place(directory, {"step": state.global_step, **facts})
     return directory

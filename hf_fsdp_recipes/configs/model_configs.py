@@ -30,5 +30,5 @@ def describe_source(name: str) -> list[str]:
     if find_config(name) == name:
         return []
     return [
-        f"The config of {name} cannot be read (no network, or no access), so the shapes are those shipped with hf-fsdp."
+        f"The config of {name} cannot be read (no network, or no access), so the copy shipped with hf-fsdp is used."
     ]

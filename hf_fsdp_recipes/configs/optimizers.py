@@ -31,5 +31,5 @@ def optimizer_errors(name: str, version: int | None) -> list[str]:
         return []
     others = "adamw_8bit or paged_adamw_32bit, or " if version == 2 else ""
     return [
-        f"optim: {name} does not train, save and resume under FSDP{version}. Use {others}one of {', '.join(SHARDABLE[version])}."
+        f"optim: {name} fails to train, save or resume under FSDP{version}. Use {others}one of {', '.join(SHARDABLE[version])}."
     ]

@@ -50,8 +50,13 @@ def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[st
         save_embedding_layers=False,
     )
     found = {by_identity[id(tensor)]: stored for stored, tensor in kept.items() if id(tensor) in by_identity}
-    if not found or len(found) != len(kept):
-        raise ExportError(f"PEFT lists {len(kept)} adapter tensors, but the model has {len(found)} of them")
+    if not kept:
+        raise ExportError("PEFT finds no tensors of the adapter to save. Please report this with the adapter's config.")
+    if len(found) != len(kept):
+        raise ExportError(
+            f"PEFT lists {len(kept)} tensors of the adapter, of which {len(found)} are parameters of this model, so the adapter "
+            f"cannot be exported. Please report this with the adapter's config."
+        )
     return found
 
 
@@ -90,8 +95,8 @@ def save_config(model: torch.nn.Module, directory: Path) -> None:
     config.save_pretrained(str(directory))
     if (start := str(config.init_lora_weights).lower()).startswith(CHANGES_BASE):
         logger.warning(
-            "%s: the adapter was initialized with %s, so load it with PEFT, which changes the base weights again; vLLM does not. "
-            "The merged model (merge_adapter) works everywhere.",
+            "%s: the adapter was initialized with %s, which changed the base weights. PEFT repeats this change when it loads the "
+            "adapter, but vLLM does not. The merged model (merge_adapter) works everywhere.",
             directory.name,
             start,
         )
@@ -142,5 +147,7 @@ def read_adapter(directory: Path) -> tuple["PeftConfig", dict[str, FileTensor]]:
         config = PeftConfig.from_pretrained(str(directory))
         index = SafetensorsIndex(read_header(directory / ADAPTER_FILE))
     except (LoadError, OSError, ValueError) as error:
-        raise ExportError(f"the adapter in {directory} cannot be read: {summarize(error, 'line')}") from error
+        raise ExportError(
+            f"the adapter in {directory} cannot be read: {summarize(error, 'line')}. Export or copy it again."
+        ) from error
     return config, {name: FileTensor(t.shape, t.dtype, index, name) for name, t in index.tensors.items()}

@@ -60,7 +60,9 @@ def check_target(
             _check_replaceable(final)
         parent = next(folder for folder in final.parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise ExportError(f"{final} cannot be created: {parent} is not a writable directory.")
+            raise ExportError(
+                f"{final} cannot be created: {parent} is not a writable directory. Choose another output directory."
+            )
         if num_bytes is not None:
             check_free_space(parent, num_bytes)
     except (OSError, RuntimeError) as error:  # Python 3.12 raises RuntimeError for a loop of links
@@ -106,9 +108,10 @@ def _check_replaceable(final: Path) -> None:
     known = {final / name for name in [MARKER, *files]} | set(_folders(final, files))
     foreign = sorted(path for path in final.rglob("*") if path not in known)
     if foreign:
+        extra = foreign[0].relative_to(final)
         raise ExportError(
-            f"{final} contains {foreign[0].relative_to(final)}, which is not part of its export, so it will not be replaced. "
-            f"Move that, or choose another directory."
+            f"{final} contains {extra}, which is not part of the export there, so the directory will not be replaced. Move "
+            f"{extra}, or choose another directory."
         )
 
 

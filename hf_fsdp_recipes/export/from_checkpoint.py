@@ -270,8 +270,8 @@ def _adapter_config(params: dict[str, Any], name: str) -> "PeftConfig":
 
     if "adapter" not in params:
         raise ExportError(
-            f"the checkpoint holds an adapter but no {PARAMS_FILE} with its PEFT config. Resume it for one step with "
-            f"ShardedCheckpointCallback, or write adapter_config.json by hand."
+            f"the checkpoint holds an adapter, but no {PARAMS_FILE} with the adapter's PEFT config. Resume the run for one step "
+            f"with ShardedCheckpointCallback, which records the config, and export the new checkpoint."
         )
     config = PeftConfig.from_peft_type(**params["adapter"])
     config.inference_mode = True
@@ -295,7 +295,9 @@ def _describe_merged(
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items() if key not in tied}
     for number, (key, parts) in enumerate(split_parameters(model, shapes).items()):
         if key not in ranges and not adapter.replaces(key):
-            raise ExportError(f"the base model {name} lacks {key}")
+            raise ExportError(
+                f"the base model {name} lacks {key}. Pass the base model that the adapter was trained on."
+            )
         stored = ranges[key][0].tensor if key in ranges else next(iter(index.tensors))
         shape, held = shapes[key], index.tensors[stored].dtype
 

@@ -37,7 +37,8 @@ def generate_timed(
     network = load_export(model)
     if not network.can_generate():
         raise ExportError(
-            f"{model} is a {network.config.architectures[0]}, which classifies text. Load it with from_pretrained instead."
+            f"{model} is a {network.config.architectures[0]}, which classifies text and cannot generate. Load it with "
+            f"from_pretrained instead."
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)

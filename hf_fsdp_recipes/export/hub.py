@@ -133,7 +133,7 @@ class Pusher:
         else:
             repo = self.target.repo_id
             logger.warning(
-                "push to %s failed: %s The files are intact. To retry: hf upload %s %s",
+                "push to %s failed (%s). The files are intact. To retry: hf upload %s %s",
                 *(repo, lines[-1], repo, self._source),
             )
         self._process = None

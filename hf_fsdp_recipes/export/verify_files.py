@@ -40,7 +40,9 @@ def check_adapter_rows(directory: Path, plan: FilePlan) -> None:
         with safe_open(directory / file, "pt") as stored:
             for name in stored.keys():  # noqa: SIM118 - safetensors' handle is not a mapping
                 if ".lora_A." in name and not stored.get_tensor(name).any(dim=1).all():
-                    raise ExportError(f"{directory}: {name} has rows of zeros, so a rank's shard is missing")
+                    raise ExportError(
+                        f"{directory}: {name} has rows of zeros, so a rank's shard is missing. Export again."
+                    )
 
 
 def check_config(directory: Path, plan: FilePlan) -> None:
@@ -65,7 +67,7 @@ def check_config(directory: Path, plan: FilePlan) -> None:
     if missing or unexpected or mismatched:
         raise ExportError(
             f"{directory} does not match its config.json: missing {missing[:3]}, unexpected {unexpected[:3]}, wrong size "
-            f"{mismatched[:3]}"
+            f"{mismatched[:3]}. Export again."
         )
 
 

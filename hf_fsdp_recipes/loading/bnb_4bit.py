@@ -135,9 +135,9 @@ def check_experts(model: torch.nn.Module, skipped: Collection[str] = ()) -> None
     num_bytes, all_bytes = (sum(p.nbytes for p in parameters) for parameters in (experts.values(), model.parameters()))
     name, parameter = next(iter(experts.items()))
     raise LoadError(
-        f"bitsandbytes packs linear layers only: fused experts, such as {name}, would stay in {parameter.dtype}, "
-        f"{format_bytes(num_bytes)} of {format_bytes(all_bytes)}. Remove load_in_4bit; or, to pack the other layers only, "
-        f'pass load_model a BitsAndBytesConfig with llm_int8_skip_modules=["experts", "lm_head"].'
+        f"bitsandbytes quantizes linear layers only: fused experts, such as {name}, would stay in {parameter.dtype} "
+        f"({format_bytes(num_bytes)} of the model's {format_bytes(all_bytes)}). Remove load_in_4bit; or, to quantize only the "
+        f'other layers, pass load_model a BitsAndBytesConfig with llm_int8_skip_modules=["experts", "lm_head"].'
     )
 
 

@@ -60,8 +60,8 @@ def check_sources(model: torch.nn.Module, source: CheckpointSource) -> None:
             unfilled.append(name)
     if unfilled:
         raise LoadError(
-            f"{len(unfilled)} parameters are on meta and not in the checkpoint: {unfilled[:3]}. If you add "
-            f"modules after load_model, create them on the CPU, or load the model with from_pretrained."
+            f"{len(unfilled)} parameters are on the meta device, and the checkpoint has no values for them: {unfilled[:3]}. If you "
+            f"add modules after load_model, create them on the CPU, or load the model with from_pretrained."
         )
 
 

@@ -183,7 +183,7 @@ def describe_dequantized(
         if quantization is None or shape is None:
             raise LoadError(
                 f"{packed.name} is {packed.dtype} of shape {list(packed.shape)}, with scales in {scales.dtype} of shape "
-                f"{list(scales.shape)}; this does not fit the quantization_config in its config.json "
+                f"{list(scales.shape)}; this does not fit the quantization_config in the model's config.json "
                 f"({quantization and quantization.to_dict()}). Download the checkpoint again, or use the unquantized model's id."
             )
         del result[name], result[packed.name]

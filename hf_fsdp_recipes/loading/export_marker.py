@@ -35,12 +35,18 @@ def read_marker(directory: Path) -> dict[str, tuple[int, Checksums]]:
             for name, entry in marker["files"].items()
         }
     except UNREADABLE as error:
-        raise LoadError(f"{directory / MARKER} cannot be read ({error!r}). Move the directory.") from error
+        raise _unusable(directory, f"cannot be read ({error!r})") from error
     outside = [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
     if outside or marker.get("format") != MARKER_FORMAT:
         what = f"lists {outside[0]!r}" if outside else f"has format {marker.get('format')!r}, not {MARKER_FORMAT}"
-        raise LoadError(f"{directory / MARKER} {what}. Move the directory.")
+        raise _unusable(directory, what)
     return files
+
+
+def _unusable(directory: Path, what: str) -> LoadError:
+    return LoadError(
+        f"{directory / MARKER} {what}, so this export cannot be checked or replaced. Export again into a new directory."
+    )
 
 
 def check_together(

@@ -81,8 +81,9 @@ def _compute(layer: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     found = [matrix.weight.detach().float().contiguous() for matrix in (a, b)]
     if [matrix.shape for matrix in found] != expected:
         raise LoadError(
-            f"PEFT computes adapter matrices of shapes {[list(matrix.shape) for matrix in found]} from a weight of shape "
-            f"{list(weight.shape)}, not {[list(shape) for shape in expected]}. Lower lora_r, or leave this layer out."
+            f"from a weight of shape {list(weight.shape)}, PEFT computes initial adapter matrices of shapes "
+            f"{[list(matrix.shape) for matrix in found]}, but this adapter needs {[list(shape) for shape in expected]}. "
+            f"Lower lora_r, or remove this layer from lora_target_modules."
         )
     return found[0], found[1]
 

@@ -114,8 +114,8 @@ class MetaModelLoader:
         """
         if has_adapter(model):
             raise LoadError(
-                "precompute_ref_log_probs needs the base model before TRL shards the model with adapters. Pass "
-                "ref_model=load_model(...) to the trainer."
+                "precompute_ref_log_probs needs the base model's outputs before the model with its adapter is sharded and its "
+                "weights are loaded. Pass ref_model=load_model(...) to the trainer."
             )
         if self.source.index is None:
             return ""

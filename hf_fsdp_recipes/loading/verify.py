@@ -18,7 +18,10 @@ def check_model(model: torch.nn.Module) -> None:
     with distributed.sync_errors():
         left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
         if left:
-            raise LoadError(f"{len(left)} tensors are still on meta after loading: {left[:3]}")
+            raise LoadError(
+                f"{len(left)} parameters or buffers have no values after loading: {left[:3]}. Please report this with the model's "
+                f"id."
+            )
         _check_ties(model)
     check_buffers(model)
 
@@ -33,7 +36,10 @@ def _check_ties(model: torch.nn.Module) -> None:
             except AttributeError:
                 continue  # PEFT has wrapped one of the two and handles the tie
             if pair[0] is not pair[1]:
-                raise LoadError(f"{target} and {origin} are tied by the config but are two tensors after loading")
+                raise LoadError(
+                    f"{target} and {origin} are tied by the config but are two tensors after loading. Please report this with "
+                    f"the model's id."
+                )
 
 
 def check_finite(parameters: Iterable[tuple[str, torch.Tensor]], name_or_path: str) -> None:
@@ -83,4 +89,7 @@ def check_buffers(model: torch.nn.Module) -> None:
     with distributed.sync_errors():
         different = [name for name in own if of_rank_0.get(name) != own[name]]
         if different:
-            raise LoadError(f"buffer {different[0]!r} differs between ranks 0 and {distributed.rank()}")
+            raise LoadError(
+                f"buffer {different[0]!r} differs between rank 0 and rank {distributed.rank()}. Install the same packages on "
+                f"every node; if they are the same, please report this with the model's id."
+            )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.units import count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -197,8 +198,9 @@ def _first_row(rows: torch.Tensor) -> int:
 
 
 def _unsupported(target: str, sources: list[str], reason: str) -> LoadError:
+    others = f" and {count(len(sources) - 1, 'more tensor')}" if len(sources) > 1 else ""
     return LoadError(
-        f"transformers builds {target!r} from {sources[0]!r} and {len(sources) - 1} more tensors in a way that cannot be read "
+        f"transformers builds {target!r} from {sources[0]!r}{others} in a way that cannot be read "
         f"shard by shard ({reason}). Load the model once with from_pretrained, save it with "
         f"save_pretrained(save_original_format=False), and load that."
     )

@@ -57,8 +57,8 @@ def _defer_magnitude(original: Any, self: Any, *, base_layer: Any, lora_A: Any, 
     kind = type(base_layer).__name__
     if type(self).__name__ != "DoraLinearLayer" or self.fan_in_fan_out or kind == "Linear4bit":
         raise LoadError(
-            f"use_dora is not supported for {kind} layers: load_model only computes DoRA's magnitudes for unquantized linear "
-            f"layers. Remove these layers from lora_target_modules, or use LoRA."
+            f"use_dora is not supported for {kind} layers: load_model computes DoRA's magnitudes only for unquantized linear "
+            f"layers. Remove these layers from lora_target_modules, or drop use_dora."
         )
     dtype = torch.promote_types(base_layer.weight.dtype, lora_A.dtype)
     self.weight = torch.nn.Parameter(torch.empty(lora_B.shape[0], dtype=dtype, device="meta"))
@@ -76,8 +76,8 @@ def _defer_init(original: Any, self: Any, adapter_name: str, *args: Any) -> None
     kind = type(base).__name__
     if kind not in ("Linear", "Conv1D"):
         raise LoadError(
-            f"PiSSA and OLoRA are not supported for {kind} layers: load_model only computes their adapters for unquantized linear "
-            f"layers. Remove these layers from target_modules, or use LoRA."
+            f"PiSSA and OLoRA are not supported for {kind} layers: load_model computes their adapters only for unquantized linear "
+            f"layers. Remove these layers from lora_target_modules, or use the default init_lora_weights."
         )
     setattr(self, DEFERRED_INIT, (adapter_name, lambda layer: original(layer, adapter_name, *args)))
 

@@ -82,8 +82,8 @@ class Patch:
             found = getattr(owner, name)
         if found is None or list(inspect.signature(found).parameters)[: len(expected)] != expected:
             raise PatchError(
-                f"{self.package} {version(self.package)} has no {self.signature}, which {self.feature} needs to patch. Install "
-                f"{self.tested_with}, the versions it was tested with."
+                f"{self.package} {version(self.package)} has no {self.signature}, which hf-fsdp-recipes patches for "
+                f"{self.feature}. Install {self.tested_with}, the versions that it was tested with."
             )
         return owner, name, found
 

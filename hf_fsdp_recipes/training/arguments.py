@@ -96,7 +96,8 @@ class RecipeArguments:
     )
     reduce_dtype: Literal["float32", "bfloat16"] = _argument(
         "float32",
-        "Dtype in which ranks add their gradients in mixed precision; bfloat16 halves communication but keeps only 8 bits.",
+        "Dtype in which ranks add their gradients in mixed precision; bfloat16 halves communication but keeps only 8 bits of "
+        "precision.",
     )
     verify_export: Literal["auto", "logits", "off"] = _argument(
         "auto", "Compare the export's logits with the trained model's; auto does so below 3 billion parameters."
@@ -117,11 +118,12 @@ class RecipeArguments:
     append_concat_token: bool = _argument(True, "Append the end-of-sequence token to each text row.")
     shuffle_buffer_size: int = _argument(
         1000,
-        "Number of streamed rows to shuffle and pack together; 0 does not shuffle them. `datasets` reorders the files in every "
-        "pass but the first.",
+        "Number of streamed rows to shuffle and pack together; with 0, rows are packed 1000 at a time and not shuffled. In either "
+        "case, `datasets` reorders the files in each pass after the first.",
     )
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = _argument(
-        "first_exhausted", "When a mixture with fractions ends; see datasets.interleave_datasets. Streams never end."
+        "first_exhausted",
+        "When a mixture with fractions ends, as in datasets.interleave_datasets; ignored for streams, which never end.",
     )
     previous_run: Literal["refuse", "archive"] = _argument(
         "refuse",
@@ -280,7 +282,9 @@ def _check_model(arguments: Arguments) -> None:
         )
     if recipe.config_name is None:
         if recipe.config_overrides is not None:
-            raise RecipeError("config_overrides applies to new models only. Set config_name, or drop it.")
+            raise RecipeError(
+                "config_overrides applies only to a new model. Set config_name, or drop config_overrides."
+            )
         return
     if recipe.tokenizer_name is None:
         raise RecipeError("a new model (config_name) needs a tokenizer. Set tokenizer_name to a directory or Hub id.")
@@ -289,9 +293,10 @@ def _check_model(arguments: Arguments) -> None:
             "a new model (config_name) cannot use adapters or 4-bit weights. Drop use_peft and load_in_4bit."
         )
     if ignored := (arguments.training.model_init_kwargs or {}).keys() - {"auto_class", "experts_implementation"}:
+        keys = ", ".join(sorted(ignored))
         raise RecipeError(
-            f"model_init_kwargs: {', '.join(sorted(ignored))} does not apply to a new model (config_name). Drop it, "
-            f"or use config_overrides to change fields of the config."
+            f"model_init_kwargs: {keys} does not apply to a new model (config_name). Drop {keys}, or use config_overrides to "
+            f"change fields of the config."
         )
 
 
@@ -315,7 +320,8 @@ def _check_data(arguments: Arguments) -> None:
     if not is_streaming(arguments):
         return
     if training.max_steps <= 0:
-        raise DataError("a stream has no end, so max_steps is required. Set it, or set dataset_streaming: false.")
+        setting = "streaming" if mixture.datasets else "dataset_streaming"
+        raise DataError(f"a stream has no end, so max_steps is required. Set max_steps, or set {setting}: false.")
     if len(mixture.datasets) > 1 and not fractions:
         raise DataError("streams are mixed by fraction. Give each part of datasets a fraction.")
 

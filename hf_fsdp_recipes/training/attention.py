@@ -144,7 +144,7 @@ def check_packing(config: "PretrainedConfig", implementation: str) -> None:
     if leak > LEAK_TOLERANCE:
         raise RecipeError(
             f"packing leaks between documents in {config.model_type} models with {implementation} attention: the first document "
-            f"changes the second one's logits by {leak:.1e} of the largest. Use "
+            f"changes the second one's logits by {leak:.1e} relative to the largest logit. Use "
             f"{'attention: flash, ' * (not is_flash and _is_safe_with_flash(config))}{advice}"
         )
 

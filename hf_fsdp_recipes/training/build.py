@@ -139,7 +139,7 @@ def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "Tr
     if find_kind(training).name != "sft":
         rows = distributed.main_first(lambda: read_rows(arguments))
         distributed.print_main(
-            f"{len(rows.train):,} rows, tokenized by TRL, which may drop or truncate some without a count"
+            f"{len(rows.train):,} rows, tokenized by TRL, which may drop or truncate some without reporting how many"
         )
         return rows
 
@@ -369,5 +369,7 @@ def _export_merged(trainer: "Trainer", arguments: Arguments, adapter: Path, opti
         tokenizer = trainer.processing_class
         return export_model(trainer.model, merged, merge_adapter=True, tokenizer=tokenizer, **options)
     base = arguments.model.model_name_or_path
-    distributed.print_main(f"merge: into the original weights of {base}, not the 4-bit ones of training")
+    distributed.print_main(
+        f"merge: the adapter is merged into the original weights of {base}, not into the 4-bit weights used in training"
+    )
     return export_checkpoint(adapter, merged, base_model=base, merge_adapter=True, **options)

@@ -70,7 +70,7 @@ def set_reduction_dtype(plugin: Any, reduce_dtype: str = "float32") -> None:
     plugin.mixed_precision_policy = replace(policy, reduce_dtype=dtype, **kept)
     if dtype != torch.float32:
         distributed.print_main(
-            f"gradients are reduced in {reduce_dtype}: faster on slow networks, but each sum keeps only 8 bits"
+            f"gradients are reduced in {reduce_dtype}: faster on slow networks, but each sum keeps only 8 bits of precision"
         )
 
 
@@ -106,8 +106,8 @@ class DtypesCallback(TrainerCallback):
         lower = [f"{name} ({p.dtype})" for name, p in trainable.items() if p.dtype != torch.float32]
         if lower:
             raise TemplateError(
-                f"{len(lower)} trainable parameters have no fp32 master weights: {', '.join(lower[:3])}. If that is intended, "
-                f"set mixed_precision: 'no' in the template, or adapter_dtype in the recipe."
+                f"{len(lower)} trainable parameters have no fp32 master weights: {', '.join(lower[:3])}. Set dtype: float32; or, "
+                f"if the lower precision is intended, set mixed_precision: 'no' in the template, or adapter_dtype for an adapter."
             )
         num_elements = sum(parameter.numel() for parameter in trainable.values())
         distributed.print_main(f"fp32 master weights: {num_elements:,} elements")
@@ -136,5 +136,5 @@ def _check_fsdp1(model: torch.nn.Module) -> None:
     if isinstance(head, ModulesToSaveWrapper):
         raise TemplateError(
             "lora_modules_to_save includes the output head, which TRL's fused loss cannot read under FSDP1. Use an fsdp2 "
-            "template, or remove the head."
+            "template, or remove the head from lora_modules_to_save."
         )

@@ -136,8 +136,8 @@ def _check_same_attention(implementation: str) -> None:
     found = sorted(set(distributed.gather_objects(implementation)))
     if len(found) > 1:
         raise RecipeError(
-            f"the ranks found different attention: {', '.join(found)}. Install the same packages on every node, or set "
-            f"attention: sdpa."
+            f"the ranks found different attention implementations: {', '.join(found)}. Install the same packages on every node, "
+            f"or set attention: sdpa."
         )
 
 

@@ -89,12 +89,12 @@ def check_trainer(arguments: "Arguments", given: Collection[str]) -> None:
         return
     refused = [name for name in SFT_ONLY if name in given]
     if refused:
-        verb = "applies" if len(refused) == 1 else "apply"
-        raise RecipeError(f"{', '.join(refused)} {verb} to hf-fsdp sft only, not to {kind.name}. Drop {refused[0]}.")
+        verb, names = "applies" if len(refused) == 1 else "apply", ", ".join(refused)
+        raise RecipeError(f"{names} {verb} to hf-fsdp sft only, not to {kind.name}. Drop {names}.")
     if getattr(training, "sync_ref_model", False):
         raise RecipeError(
-            "sync_ref_model changes the reference model, which checkpoints do not contain, so a resumed run would go back to "
-            "the first one. Drop it."
+            "sync_ref_model changes the reference model, but checkpoints do not contain it, so a resumed run would go back to the "
+            "original one. Drop sync_ref_model."
         )
     if kind.name != "grpo":
         return

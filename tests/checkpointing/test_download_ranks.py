@@ -193,8 +193,8 @@ def test_killed_or_failed_download_leaves_nothing_that_counts_and_the_next_one_w
         messages[0]
         == messages[1]
         == (
-            f"CheckpointError: s3://{BUCKET}/run/checkpoint-4 cannot be resumed from: optimizer_0/__1_0.distcp is missing or has "
-            f"changed: its checksum differs. Start again, or use another checkpoint."
+            f"CheckpointError: s3://{BUCKET}/run/checkpoint-4 cannot be resumed from: optimizer_0/__1_0.distcp is missing, or "
+            f"its checksum differs from the manifest's. Start again, or use another checkpoint."
         )
     )
     assert latest_checkpoint(run) is None

@@ -242,7 +242,7 @@ def _without_manifest(checkpoint, damage):
         (lambda c: _file(c).unlink(), r"__1_0\.distcp is missing"),
         (
             lambda c: _file(c).write_bytes(_file(c).read_bytes()[:-100]),
-            r"__1_0\.distcp is missing or does not have the size",
+            r"__1_0\.distcp is missing or does not have the [\d,]+ bytes that manifest\.json lists",
         ),
         (lambda c: _flip(_file(c)), r"__1_0\.distcp has changed"),
         (lambda c: _flip(c / "config.json"), r"config\.json has changed"),

@@ -86,7 +86,7 @@ def weights(shape=(32, 32), scales=(2, 2), dtype=torch.float8_e4m3fn, scale_dtyp
         (weights(scales=()), quantized.FP8, "does not fit"),
         (weights(dtype=torch.int8), quantized.FP8, "q.weight is torch.int8"),
         (weights(scale_dtype=torch.uint8), quantized.FP8, "scales in torch.uint8"),
-        (weights(), None, "does not fit the quantization_config in its config.json .None"),
+        (weights(), None, "does not fit the quantization_config in the model's config.json .None"),
         (weights(suffix="_scale"), quantized.FP8, "the checkpoint has no q.weight_scale_inv"),
         (weights(shape=(32,), scales=(1,)), quantized.FP8, "without scales that can be read"),
         ({"w_blocks": torch.zeros(2, 4, 1, 8).byte(), "w_scales": torch.zeros(2, 4, 1).byte()}, quantized.MXFP4, "w_blocks"),

@@ -112,7 +112,7 @@ def test_recipe_is_valid_at_full_size(recipe, tmp_path):
         timeout_seconds=240,
     )
     assert "nothing is loaded or trained" in said
-    assert ("config_name" in settings) != ("so the shapes are those shipped with hf-fsdp" in said)
+    assert ("config_name" in settings) != ("so the copy shipped with hf-fsdp is used" in said)
     assert settings.get("push_to_hub", False) == ("note: push_to_hub is on, but HF_HUB_OFFLINE is set." in said)
     assert f"batch: {settings['per_device_train_batch_size']} rows x" in said
     assert "memory per rank" in said and "parameters" in said

@@ -428,7 +428,7 @@ def test_settings_without_recomputation_are_proposed_if_they_fit(planners):
     assert larger.label == "gradient_checkpointing: false, batch 2, accumulation 2"
     assert (larger.plan.job.batch, larger.plan.job.accumulation) == (2, 2)
     text = format_plan(plan, [], [kept, larger])
-    assert "faster, and fits too" in text and "gradient_checkpointing: false" in text
+    assert "faster changes that also fit" in text and "gradient_checkpointing: false" in text
     exact = planner.plan(job.replace(gpu_bytes=kept.plan.needed_bytes))
     assert [one.label for one in find_changes(planner, exact)] == [kept.label]
     assert find_changes(planner, planner.plan(job.replace(gpu_bytes=None))) == []
@@ -509,7 +509,7 @@ def test_fused_experts_in_4_bits_are_refused_and_not_suggested(tmp_path):
     job = ["plan", "--model", str(tmp_path), "--lora", "4"]
     refused = run(app, [*job, "--quantized", "4bit"])
     assert refused.exit_code != 0
-    assert "bitsandbytes packs linear layers only: fused experts" in str(refused.exception)
+    assert "bitsandbytes quantizes linear layers only: fused experts" in str(refused.exception)
     assert "4-bit" not in run(app, [*job, "--gpu-memory", "0.001GB"]).output
 
 
@@ -531,7 +531,7 @@ def test_suggestion_is_printed_before_its_plan(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama").to_dict()))
     result = run(app, ["plan", "--model", str(tmp_path), "--gpus", "16", "--interconnect", "100Gb/s", "--suggest"])
     assert result.exit_code == 0
-    assert result.output.startswith("suggested: ") and "strategies, fastest that fits first" in result.output
+    assert result.output.startswith("suggested: ") and "strategies, sorted by fit and then by speed" in result.output
 
 
 def test_all_errors_are_reported_together(tmp_path):

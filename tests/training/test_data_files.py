@@ -118,7 +118,7 @@ def test_folder_below_a_hidden_folder_is_read(tmp_path):
     (folder / "a.jsonl").write_text(TEXT)
     assert len(read_splits(str(folder))["train"]) == 2
     os.rename(folder / "a.jsonl", folder / ".a.jsonl")
-    with pytest.raises(DataError, match="has no readable data, no files"):
+    with pytest.raises(DataError, match="has no readable data, because it has no files"):
         read_splits(str(folder))
     assert len(read_splits(str(folder / ".a.jsonl"))["train"]) == 2  # asked for by name
 

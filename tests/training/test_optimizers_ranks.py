@@ -65,7 +65,7 @@ def test_own_scripts_with_other_optimizers_are_refused(version, tiny_model, text
     )
     assert errors[0] == errors[1]
     for optimizer, message in zip(REFUSED, errors[0], strict=True):
-        assert f"optim: {optimizer} does not train, save and resume under FSDP{version}. Use " in message
+        assert f"optim: {optimizer} fails to train, save or resume under FSDP{version}. Use " in message
         assert "adamw_torch_fused" in message
 
 

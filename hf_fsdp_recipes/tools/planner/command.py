@@ -36,7 +36,8 @@ def plan(
         Optional[float], typer.Option(help="Peak dense bf16 TFLOP/s of one GPU; default: 312.")
     ] = None,
     batch: Annotated[
-        Optional[int], typer.Option(help="Rows per rank and micro-batch; default: 1, or with a recipe Trainer's 8.")
+        Optional[int],
+        typer.Option(help="Rows per rank and micro-batch; default: 1, or 8 with a recipe, as in Trainer."),
     ] = None,
     length: Annotated[Optional[int], typer.Option(help="Tokens per row; default: 1024.")] = None,
     accumulation: Annotated[Optional[int], typer.Option(help="Micro-batches per step; default: 1.")] = None,
@@ -52,7 +53,10 @@ def plan(
     gradient_checkpointing: Annotated[
         Optional[bool], typer.Option(help="Recompute layers in backward; on by default.")
     ] = None,
-    attention: Annotated[Optional[str], typer.Option(help="sdpa, sdpa_padded, flash or eager; default: sdpa.")] = None,
+    attention: Annotated[
+        Optional[str],
+        typer.Option(help="sdpa, sdpa_padded (with a mask for padded rows), flash or eager; default: sdpa."),
+    ] = None,
     fused_loss: Annotated[
         Optional[bool], typer.Option(help="Compute the loss in tiles, as TRL's trainer does; on by default.")
     ] = None,
@@ -95,8 +99,9 @@ def run(
         planner = MemoryPlanner(read_config(find_config(name), overrides, job.is_4bit))
         suggestion = suggestions.suggest(planner, job) if is_suggesting else None
         if is_suggesting and suggestion is None:
+            smaller = ", or LoRA (--lora 16)" if not job.lora_rank else ", or 4-bit base weights (--quantized 4bit)"
             raise PlanError(
-                "Nothing fits, even at batch 1 with offloading or an 8-bit optimizer. Use more GPUs, or LoRA (--lora 16)."
+                f"Nothing fits, even at batch 1 with offloading or an 8-bit optimizer. Use more GPUs{smaller * (not job.is_4bit)}."
             )
         planned = suggestion.plan if suggestion else planner.plan(job)
         job = planned.job

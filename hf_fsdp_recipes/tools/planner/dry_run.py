@@ -26,7 +26,7 @@ from hf_fsdp_recipes.tools.planner import plan_table, suggestions
 from hf_fsdp_recipes.tools.planner.job_options import flatten_arguments, make_job, to_options
 from hf_fsdp_recipes.tools.planner.memory_planner import MemoryPlanner
 from hf_fsdp_recipes.tools.planner.training_job import TrainingJob
-from hf_fsdp_recipes.units import format_bytes
+from hf_fsdp_recipes.units import count, format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -47,7 +47,7 @@ def describe(arguments: "Arguments", num_ranks: int) -> list[str]:
     if template["distributed_type"] == "FSDP":
         faults = template_faults(template, build_on_meta(config, torch.float32))
         if faults:
-            raise TemplateError(f"the template has {len(faults)} errors:\n  - " + "\n  - ".join(faults))
+            raise TemplateError(f"the template has {count(len(faults), 'error')}:\n  - " + "\n  - ".join(faults))
     planner = MemoryPlanner(config)
     plan = planner.plan(_make_job(arguments, template, num_ranks))
     space = estimate_space(arguments)

@@ -47,9 +47,9 @@ def format_plan(plan: MemoryPlan, strategies: Sequence[Alternative], changes: Se
     if not plan.job.strategy.on_cpu:
         lines += ["", *_traffic_table(plan)]
     if len(strategies) > 1:
-        lines += ["", "strategies, fastest that fits first", *_comparison(strategies)]
+        lines += ["", "strategies, sorted by fit and then by speed", *_comparison(strategies)]
     if changes and plan.fits:
-        lines += ["", "faster, and fits too", *_comparison(changes)]
+        lines += ["", "faster changes that also fit", *_comparison(changes)]
     elif changes:
         lines += ["", "changes tried to make it fit, in this order", *_comparison(changes)]
         is_enough = changes[-1].plan.fits

@@ -47,7 +47,7 @@ def check_devices(devices_by_node: list[list[DeviceInfo]], names: list[str], ran
 def _find_memory_errors(labeled: list[tuple[str, DeviceInfo]]) -> list[str]:
     errors = [
         f"{label} is busy: {device['free_bytes'] / 1e9:.1f} of {device['total_bytes'] / 1e9:.1f} GB free. Stop the process "
-        f"that uses it (nvidia-smi lists it)."
+        f"that uses the device (nvidia-smi lists it)."
         for label, device in labeled
         if device["free_bytes"] < device["total_bytes"] * MIN_FREE_FRACTION
     ]

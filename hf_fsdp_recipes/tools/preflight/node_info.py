@@ -88,7 +88,7 @@ def find_low_limits(num_ranks: int) -> list[str]:
     found = []
     if shm_bytes < MIN_SHM_BYTES:
         found.append(
-            f"/dev/shm is smaller than {MIN_SHM_BYTES >> 30} GiB, which NCCL and data loaders share. Start the container with "
+            f"/dev/shm, which NCCL and data loaders share, is smaller than {MIN_SHM_BYTES >> 30} GiB. Start the container with "
             f"docker run --shm-size=8g or --ipc=host."
         )
     if max_open_files != resource.RLIM_INFINITY and max_open_files < wanted_files:

@@ -150,7 +150,7 @@ def check_data(rehearsal: Rehearsal) -> str:
     """Tokenize the rows as the run will, to detect missing columns or a missing chat template."""
     arguments = parse_arguments(["--config", str(rehearsal.directory / tiny_recipe.RECIPE_FILE), "--use_cpu", "true"])
     if is_streaming(arguments) or cache.is_cache(arguments.script.dataset_name):
-        return "rows are streamed or already tokenized, so only the run reads them"
+        return "not checked, because the rows are streamed or already tokenized"
     rows = prepare(arguments, tokenizer_for_rows(load_tokenizer(arguments), arguments.training))
     return "; ".join(counts.describe(arguments.training.max_length) for counts in rows.counts.values())
 

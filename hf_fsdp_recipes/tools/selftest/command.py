@@ -12,7 +12,9 @@ from hf_fsdp_recipes.errors import RecipeError
 
 def selftest(
     output: Annotated[Path, typer.Option(help="The report to write.")] = Path("selftest.md"),
-    minutes: Annotated[float, typer.Option(min=0.1, help="Time limit; what would exceed it is skipped.")] = 5.0,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="Time limit; measurements that would exceed it are skipped.")
+    ] = 5.0,
     script: Annotated[Optional[Path], typer.Option(help="Script to launch; default: the shipped sft.py.")] = None,
 ) -> None:
     """Measure copies, saving and loading on this machine's devices, and check that a killed run resumes exactly."""

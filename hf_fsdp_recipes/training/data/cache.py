@@ -55,12 +55,15 @@ def write_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, output
         raise DataError(f"{output} already exists. Delete it, or choose a different --output.")
     if is_streaming(arguments):
         raise DataError(
-            "a stream cannot be prepared in advance. Add --dataset_streaming false (--streaming for a mixture)."
+            "a stream cannot be prepared in advance. Add --dataset_streaming false (--streaming false for a mixture)."
         )
     tokenizer = tokenizer_for_rows(tokenizer, arguments.training)
     rows = prepare(arguments, tokenizer)
     if rows.has_images:
-        raise DataError("rows with images are tokenized while training. Train on the dataset itself.")
+        raise DataError(
+            "rows with images cannot be prepared in advance, because they are tokenized during training. Pass the original dataset "
+            "to the training command."
+        )
     splits = {"train": rows.train} | ({} if rows.evaluation is None else {"test": rows.evaluation})
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     try:

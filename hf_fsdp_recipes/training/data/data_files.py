@@ -34,7 +34,7 @@ def find_files(path: Path) -> dict[str, list[Path]]:
     if not files:
         others = ", ".join(sorted({file.suffix or file.name for file in visible})[:9])
         has = f"only {others} files. Convert them to" if others else "no files. Add"
-        raise DataError(f"{path} has no readable data, {has} {FILE_TYPES}.")
+        raise DataError(f"{path} has no readable data, because it has {has} {FILE_TYPES}.")
     by_reader = {reader_for(file): file for file in files}
     if len(by_reader) > 1:
         mixed = ", ".join(file.name for file in by_reader.values())

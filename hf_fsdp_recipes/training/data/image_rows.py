@@ -77,7 +77,7 @@ def load_processor(arguments: "Arguments", tokenizer: "PreTrainedTokenizerBase")
     processor = distributed.main_first(read)
     if not isinstance(processor, ProcessorMixin):
         raise LoadError(
-            f"the rows have images, but {name} has no processor for them. Use an image-text model, or remove the column."
+            f"the rows have images, but {name} has no processor for them. Use an image-text model, or remove the image column."
         )
     processor.tokenizer = tokenizer
     processor.chat_template = tokenizer.chat_template or processor.chat_template

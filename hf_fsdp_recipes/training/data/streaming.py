@@ -223,7 +223,8 @@ def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Tr
     training = arguments.training
     preparation, parts = Preparation(arguments, tokenizer), load_parts(arguments)
     if any(has_images(part.train) for part in parts):
-        raise DataError("rows with images cannot be streamed. Set dataset_streaming: false, or remove the column.")
+        setting = "streaming" if arguments.mixture.datasets else "dataset_streaming"
+        raise DataError(f"rows with images cannot be streamed. Set {setting}: false, or remove the image column.")
     rank, num_ranks = distributed.rank(), distributed.world_size()
     sources = [StreamSource(part.name, part.train, part.fraction, rank, num_ranks) for part in parts]
     train = RowStream(sources, preparation, training.packing, training.seed, arguments.recipe.shuffle_buffer_size)
