@@ -1,6 +1,6 @@
 """Patches for Accelerate: FSDP on CPU ranks, size-based wrapping, and models with parameters on meta.
 
-Patches of Accelerate for FSDP1 are in fsdp1.py.
+Most patches of Accelerate for FSDP1 are in fsdp1.py.
 """
 
 import functools
