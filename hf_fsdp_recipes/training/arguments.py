@@ -13,6 +13,7 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 
+PREPARED_FILE = "prepared.json"  # describes a directory of prepared rows
 PARSE_ADVICE = "Correct the recipe or the command line; docs/reference.md lists the arguments."
 
 
@@ -207,6 +209,9 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
     config = arguments.training.accelerator_config
     if arguments.training.dataloader_pin_memory and "accelerator_config" not in values:
         config.non_blocking = True  # batches are copied to the device while the host continues
+    if is_streaming(arguments) and config.dispatch_batches is None:
+        # By default, rank 0 would read the evaluation rows of a stream for all ranks, which fails if batches differ in length.
+        config.dispatch_batches = False
     check_arguments(arguments, values.keys() | _flag_names(argv))
     return arguments
 
@@ -259,9 +264,15 @@ def check_arguments(arguments: Arguments, given: Collection[str]) -> None:
     check_scheduler(arguments.training)
     _check_model(arguments)
     check_adapter(arguments.model, given)
+    if arguments.recipe.adapter_dtype != "auto" and not arguments.model.use_peft:
+        raise RecipeError(
+            f"adapter_dtype is {arguments.recipe.adapter_dtype}, but there is no adapter. Set use_peft: true, or drop "
+            f"adapter_dtype."
+        )
     _check_data(arguments)
     _check_export(arguments)
     check_features(arguments)
+    _check_precision(arguments.training, given)
     read_target(arguments.training, needs_access=not arguments.recipe.dry_run)
     check_launch(arguments.training)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -271,6 +282,17 @@ def check_arguments(arguments: Arguments, given: Collection[str]) -> None:
             f"{find_kind(arguments.training).name} --accelerate_config fsdp2_full_shard (fsdp2_cpu without a GPU), or set "
             f"distributed_type: FSDP in your Accelerate config."
         )
+
+
+def _check_precision(training: "SFTConfig", given: Collection[str]) -> None:
+    """Raise a TemplateError if `bf16: false` or `fp16: false` would be ignored, because the launch sets a mixed precision."""
+    is_mixed = training.bf16 or training.fp16
+    for name in sorted({"bf16", "fp16"} & set(given)):
+        if not is_mixed and mixed_precision() == name:
+            raise TemplateError(
+                f"{name} is false, but the launch sets mixed_precision: {name}, which Trainer would use. Launch with "
+                f"--mixed_precision no, or drop {name}."
+            )
 
 
 def _check_model(arguments: Arguments) -> None:
@@ -306,12 +328,27 @@ def _check_data(arguments: Arguments) -> None:
         raise DataError(
             "there is no dataset. Set dataset_name to a Hub id, file or directory, or datasets to a list of them."
         )
+    if script.dataset_name is not None and mixture.datasets and not is_prepared(script.dataset_name):
+        raise DataError(
+            f"dataset_name is {script.dataset_name}, but the recipe's datasets would be used instead. Drop one of the two."
+        )
+    ignored = "dataset_streaming" if mixture.datasets else "streaming"
+    if script.dataset_streaming if mixture.datasets else mixture.streaming:
+        used = "streaming" if mixture.datasets else "dataset_streaming"
+        raise DataError(
+            f"{ignored} has no effect {'on' if mixture.datasets else 'without'} datasets. Set {used} instead."
+        )
     if not 0 <= recipe.validation_split_percentage < 100:
         raise DataError(
             f"validation_split_percentage is {recipe.validation_split_percentage}. Choose a value from 0 to below 100."
         )
     if getattr(training, "packing", False) and training.max_length is None:
         raise DataError("packing: true needs a sequence length. Set max_length.")
+    if getattr(training, "eval_packing", False) and not training.packing and not training.padding_free:
+        raise DataError(
+            "eval_packing: true needs packing: true; otherwise packed documents would attend to each other. Set packing: true, or "
+            "drop eval_packing."
+        )
     fractions = [part.fraction for part in mixture.datasets if part.fraction is not None]
     if fractions and (len(fractions) < len(mixture.datasets) or min(fractions) <= 0):
         raise DataError(
@@ -324,6 +361,11 @@ def _check_data(arguments: Arguments) -> None:
         raise DataError(f"a stream has no end, so max_steps is required. Set max_steps, or set {setting}: false.")
     if len(mixture.datasets) > 1 and not fractions:
         raise DataError("streams are mixed by fraction. Give each part of datasets a fraction.")
+
+
+def is_prepared(name: str | None) -> bool:
+    """Return whether a dataset name is a directory of prepared rows, which `hf-fsdp prepare-data` has written."""
+    return name is not None and (Path(name) / PREPARED_FILE).is_file()
 
 
 def is_streaming(arguments: Arguments) -> bool:

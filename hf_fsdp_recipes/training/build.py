@@ -33,7 +33,7 @@ from hf_fsdp_recipes.loading.build_on_meta import resolve_directory
 from hf_fsdp_recipes.metrics.metrics_callback import MetricsCallback, place_before_reporters
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training import dtypes, feature_checks
-from hf_fsdp_recipes.training.arguments import Arguments, is_streaming
+from hf_fsdp_recipes.training.arguments import Arguments, is_prepared, is_streaming
 from hf_fsdp_recipes.training.model import build_model, build_reference
 from hf_fsdp_recipes.training.sharded_optimizer import sharded_optimizer
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows
@@ -41,6 +41,7 @@ from hf_fsdp_recipes.training.trainers import find_kind, load_rewards, needs_ref
 from hf_fsdp_recipes.training.value_checks import name_settings
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
     from trl import SFTConfig
 
@@ -82,8 +83,10 @@ def build_trainer(arguments: Arguments) -> "Trainer":
     model = build_model(arguments, tokenizer)
     if needs_reference(arguments):
         specific["ref_model"] = build_reference(model, arguments, tokenizer)
+    peft_config = get_peft_config(arguments.model)
     if kind.name != "grpo":  # GRPOTrainer builds its reference model with these arguments
         arguments.training.model_init_kwargs = None
+    _pass_revision(arguments, peft_config)
     if arguments.recipe.verify_export == "auto":  # decide before sharding, while every rank can count all parameters
         is_small = model.num_parameters() < MAX_VERIFIED_PARAMETERS
         arguments.recipe.verify_export = "logits" if is_small else "off"
@@ -100,7 +103,7 @@ def build_trainer(arguments: Arguments) -> "Trainer":
             train_dataset=rows.train,
             eval_dataset=rows.evaluation,
             processing_class=processor,
-            peft_config=get_peft_config(arguments.model),
+            peft_config=peft_config,
             callbacks=callbacks,
             **specific,
         )
@@ -120,6 +123,17 @@ def build_trainer(arguments: Arguments) -> "Trainer":
     if arguments.recipe.export:
         _check_exports(trainer.model, arguments)
     return trainer
+
+
+def _pass_revision(arguments: Arguments, peft_config: "PeftConfig | None") -> None:
+    """Pass model_revision on to those that load the base model again: GRPO's reference model, and merges of the adapter."""
+    revision = arguments.model.model_revision
+    if revision in (None, "main"):
+        return
+    if find_kind(arguments.training).name == "grpo":
+        arguments.training.model_init_kwargs = {"revision": revision} | (arguments.training.model_init_kwargs or {})
+    if peft_config is not None:
+        peft_config.revision = revision
 
 
 def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "TrainingRows":
@@ -144,7 +158,7 @@ def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "Tr
         return rows
 
     def load() -> "TrainingRows":
-        if cache.is_cache(arguments.script.dataset_name) and not arguments.mixture.datasets:
+        if is_prepared(arguments.script.dataset_name):
             return cache.read_cache(arguments, tokenizer)
         for_rows = tokenizer_for_rows(tokenizer, training)
         return open_streams(arguments, for_rows) if is_streaming(arguments) else prepare(arguments, for_rows)

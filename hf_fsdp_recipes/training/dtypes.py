@@ -41,8 +41,8 @@ def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dty
     TemplateError if parameters have more than one dtype, or if the output head is in lora_modules_to_save.
     """
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    if frozen and fsdp_version is not None:
-        default = torch.float32 if fsdp_version == 2 else frozen[0].dtype
+    if frozen and (fsdp_version is not None or adapter_dtype != "auto"):
+        default = frozen[0].dtype if fsdp_version == 1 else torch.float32
         dtype = default if adapter_dtype == "auto" else getattr(torch, adapter_dtype)
         for parameter in model.parameters():
             if parameter.requires_grad:

@@ -4,9 +4,11 @@ from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
-from hf_fsdp_recipes.errors import DataError, RecipeError
+from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError
+from hf_fsdp_recipes.training import build, dtypes
 from hf_fsdp_recipes.training.arguments import parse_arguments
 from hf_fsdp_recipes.training.build import default_run_name
 
@@ -106,6 +108,55 @@ def test_schedule_that_can_be_built_passes(tmp_path, kind, kwargs):
 def test_precision_follows_the_template(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert parse_arguments(NEEDED).training.bf16 is False
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_precision_that_the_launch_would_override_is_refused(name, monkeypatch, tmp_path):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", name)
+    other = {"bf16": "fp16", "fp16": "bf16"}[name]
+    for arguments in ([*NEEDED, f"--{name}", "false"], [*write(tmp_path, **{name: False}), *NEEDED]):
+        with pytest.raises(TemplateError, match=f"{name} is false, but the launch sets mixed_precision: {name}"):
+            parse_arguments(arguments)
+    assert parse_arguments([*NEEDED, f"--{other}", "false"]).training.mixed_precision == name
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"dataset_name": "mine", "datasets": [{"path": "a"}]},
+            "dataset_name is mine, but the recipe's datasets would be",
+        ),
+        ({"dataset_streaming": True, "datasets": [{"path": "a"}]}, "Set streaming instead"),
+        ({"dataset_name": "mine", "streaming": True}, "Set dataset_streaming instead"),
+        ({"dataset_name": "mine", "eval_packing": True}, "eval_packing: true needs packing: true"),
+        ({"dataset_name": "mine", "adapter_dtype": "float32"}, "there is no adapter"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(settings, words, tmp_path):
+    with pytest.raises(RecipeError, match=words):
+        parse_arguments(write(tmp_path, model_name_or_path="m", **settings))
+
+
+def test_reference_models_and_adapters_get_the_models_revision():
+    from trl import get_peft_config
+
+    adapter = parse_arguments([*NEEDED, "--use_peft", "true", "--model_revision", "v2"])
+    config = get_peft_config(adapter.model)
+    build._pass_revision(adapter, config)
+    assert config.revision == "v2" and adapter.training.model_init_kwargs is None
+    rewards = ["--reward_model_name_or_path", "r", "--model_revision", "v2"]
+    grpo = parse_arguments([*NEEDED, *rewards], trainer="grpo")
+    build._pass_revision(grpo, None)
+    assert grpo.training.model_init_kwargs == {"revision": "v2"}
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.bfloat16), ("float32", torch.float32)])
+def test_adapter_dtype_works_without_fsdp(dtype, expected):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(torch.bfloat16)
+    model[0].requires_grad_(False)
+    dtypes.cast_trainable(model, None, dtype)
+    assert (model[0].weight.dtype, model[1].weight.dtype) == (torch.bfloat16, expected)
 
 
 def test_run_is_named_like_the_log_files_of_the_amd_article(monkeypatch):

@@ -49,7 +49,7 @@ def test_directory_loads_with_datasets_and_records_its_settings(directory, argv,
     from datasets import load_from_disk
 
     splits = load_from_disk(directory)
-    manifest = json.loads((directory / cache.MANIFEST).read_text())
+    manifest = json.loads((directory / cache.PREPARED_FILE).read_text())
     assert manifest["num_sequences"] == {"train": len(splits["train"]), "test": 0}
     assert (manifest["max_length"], manifest["packing"], manifest["packing_strategy"]) == (48, True, "bfd")
     assert manifest["tokenizer"]["name"] == str(tiny_model("llama"))
@@ -63,6 +63,8 @@ OTHERS = {
     "packing was True and is now False": ["--packing", "false"],
     "packing_strategy was bfd and is now wrapped": ["--packing_strategy", "wrapped"],
     "completion_only_loss was None and is now False": ["--completion_only_loss", "false"],
+    "prompt_template was alpaca and is now chat": ["--prompt_template", "chat"],
+    "shuffle_dataset was False and is now True": ["--shuffle_dataset", "true"],
     "the tokenizer was different": ["--eos_token", "<|bos|>"],
 }
 
@@ -77,7 +79,7 @@ def test_run_with_other_settings_is_refused(words, argv, directory):
 
 @pytest.mark.parametrize("text", ["{}", "[]", "3", '{"tokenizer": "x"}', "{"])
 def test_damaged_settings_are_refused(text, argv, tmp_path):
-    (tmp_path / cache.MANIFEST).write_text(text)
+    (tmp_path / cache.PREPARED_FILE).write_text(text)
     with pytest.raises(DataError, match=r"prepared\.json is damaged: .*Prepare the rows again"):
         load(parse_arguments(argv(dataset=tmp_path)))
 
@@ -103,10 +105,10 @@ def test_interrupted_preparation_leaves_nothing(argv, tmp_path, monkeypatch):
 
 
 def test_existing_directory_is_not_overwritten(argv, directory):
-    before = (directory / cache.MANIFEST).read_text()
+    before = (directory / cache.PREPARED_FILE).read_text()
     with pytest.raises(DataError, match="already exists"):
         cache.prepare_directory(argv("--max_length", "64"), directory)
-    assert (directory / cache.MANIFEST).read_text() == before
+    assert (directory / cache.PREPARED_FILE).read_text() == before
 
 
 def test_stream_is_not_prepared(argv, tmp_path):
@@ -126,4 +128,4 @@ def test_command_takes_a_recipe_and_any_field(argv, tmp_path):
     assert done.exit_code == 0, done.output
     assert "kept 72 of 72 rows" in done.output
     assert f"prepared: {output} (" in done.output
-    assert json.loads((output / cache.MANIFEST).read_text())["max_length"] == 32
+    assert json.loads((output / cache.PREPARED_FILE).read_text())["max_length"] == 32

@@ -107,6 +107,11 @@ def test_files_without_rows_among_others_are_skipped_with_a_warning(name, stream
     assert f"skipped 2 of 3 files, which have no rows: b{name[1:]}, test{name[1:]}" in caplog.text
 
 
+def test_data_files_of_other_types_are_named(read, caplog):
+    read({"a.jsonl": TEXT, "b.jsonl.gz": "", "c.csv": "", "README.md": ""}, False)
+    assert "2 data files are not read" in caplog.text and "b.jsonl.gz, c.csv" in caplog.text
+
+
 def test_conversation_in_one_object_is_a_row(read):
     row = {"messages": [{"role": "user", "content": "a"}]}
     assert read({"a.json": json.dumps(row)}, False) == [row]

@@ -84,6 +84,23 @@ def train_recording(argv):
     return train(argv, record="batches")
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_of_any_length_are_evaluated_from_a_stream(packing, argv, tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write_rows(folder / "train.jsonl", numbered(24))
+    write_rows(folder / "test.jsonl", [{"text": "row" + " again" * number} for number in range(1, 13)])
+    settings = STREAM | {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "max_steps": 1,
+        "packing": packing,
+        "max_length": 32,
+    }
+    results = launch(argv(folder, **settings, per_device_eval_batch_size=2, report=True), tmp_path)
+    assert results[0]["evaluations"] and results[0]["evaluations"] == results[1]["evaluations"]
+
+
 @pytest.mark.slow
 def test_evaluation_on_a_stream_equals_evaluation_on_a_dataset(argv, tmp_path):
     folder = tmp_path / "rows"

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from trl import DatasetMixtureConfig
+from trl.scripts.utils import DatasetConfig
 
 from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.data import dataset_parts, row_formats
@@ -130,6 +131,12 @@ def test_columns_that_are_not_used_are_printed(tmp_path, capsys):
     assert "not used" not in capsys.readouterr().out
 
 
+def test_prompt_and_completion_precede_messages_as_in_sfttrainer(tmp_path, capsys):
+    row = {"messages": [{"role": "user", "content": "hi"}], "prompt": "a", "completion": "b"}
+    load(arguments(write(tmp_path / "rows.jsonl", [row] * 4)))
+    assert "unused columns: messages" in capsys.readouterr().out
+
+
 def test_other_text_column_by_name(tmp_path):
     file = write(tmp_path / "rows.jsonl", [{"content": "a"}] * 2)
     rows, _ = load(arguments(file, dataset_text_field="content"))
@@ -187,6 +194,16 @@ def test_evaluation_without_a_split_is_refused(tmp_path):
     file = write(tmp_path / "rows.jsonl", [{"text": "a"}] * 4)
     with pytest.raises(DataError, match="validation_split_percentage"):
         load(arguments(file, eval_strategy="steps"))
+
+
+def test_evaluation_of_a_mixture_without_held_out_rows_is_refused(tmp_path):
+    (tmp_path / "rows").mkdir()
+    for name in ("train", "test"):
+        write(tmp_path / "rows" / f"{name}.jsonl", [{"text": "a"}] * 4)
+    mixed = arguments("unused", eval_strategy="steps")
+    mixed.mixture = DatasetMixtureConfig(datasets=[DatasetConfig(path=str(tmp_path / "rows"))])
+    with pytest.raises(DataError, match="Set test_split_size"):
+        load(mixed)
 
 
 def test_missing_split_is_named(tmp_path):

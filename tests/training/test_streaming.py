@@ -37,9 +37,11 @@ def recipe(tiny_model, folder, tmp_path, monkeypatch):
     def parse(**settings):
         defaults = {
             "model_name_or_path": str(tiny_model("llama")), "output_dir": str(tmp_path / "run"), "max_length": 64,
-            "report_to": "none", "dataset_streaming": True, "streaming": True, "max_steps": 5, "shuffle_buffer_size": 10,
-            "dataset_name": str(folder),
+            "report_to": "none", "max_steps": 5, "shuffle_buffer_size": 10,
         }  # fmt: skip
+        defaults |= (
+            {"streaming": True} if "datasets" in settings else {"dataset_streaming": True, "dataset_name": str(folder)}
+        )
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(defaults | settings))
         return parse_arguments(["--config", str(tmp_path / "recipe.yaml")])
 
@@ -135,6 +137,21 @@ def test_streams_are_mixed_by_fraction_and_resumed(recipe, tmp_path):
     later, _ = open_rank(arguments)
     later.load_state_dict(stream.state_dict())
     assert texts(later, tokenizer, 95) == expected[105:]
+
+
+@pytest.mark.parametrize("num_rows", [20, 130])
+def test_fractions_hold_although_a_part_has_fewer_rows_than_a_block_needs(num_rows, recipe, tmp_path):
+    write(tmp_path / "a.jsonl", numbered(2000, "a"))
+    write(tmp_path / "b.jsonl", numbered(num_rows, "b"))
+    parts = [{"path": str(tmp_path / f"{name}.jsonl"), "fraction": 0.5} for name in "ab"]
+    arguments = recipe(datasets=parts, shuffle_buffer_size=400)
+    expected = texts(*open_rank(arguments), 1200)
+    assert sum(text.startswith("b") for text in expected) == pytest.approx(600, abs=60)
+    stream, tokenizer = open_rank(arguments)
+    texts(stream, tokenizer, 500)
+    later, _ = open_rank(arguments)
+    later.load_state_dict(stream.state_dict())
+    assert texts(later, tokenizer, 700) == expected[500:]
 
 
 def test_unusable_rows_of_a_stream_are_dropped_and_counted(recipe, folder):
@@ -237,6 +254,7 @@ def test_another_number_of_ranks_skips_the_rows_read(recipe, folder, tmp_path, c
     arguments = recipe()
     save_positions(tmp_path / "checkpoint", arguments, 2, 20)  # 40 rows in all: 2 full blocks of 10 per rank
     stream, tokenizer = open_rank(arguments)
+    stream.first_block()  # a run reads the first block before it looks for a checkpoint
     assert restore_position(stream, tmp_path / "checkpoint")
     said = capsys.readouterr().out
     assert "was split over 2 ranks and is now split over 1" in said
@@ -255,3 +273,15 @@ def test_checkpoint_of_another_stream_or_of_none_is_reported(recipe, folder, tmp
     said = capsys.readouterr().out
     assert "has no stream position" in said
     assert "starting at its first row" in said
+
+
+def test_other_settings_repeat_the_block_and_say_so(recipe, folder, tmp_path, capsys):
+    write(folder / "rows.jsonl", numbered(80))
+    save_positions(tmp_path / "checkpoint", recipe(), 1, 25)  # stopped in the third block of 10 rows
+    stream, tokenizer = open_rank(recipe(shuffle_buffer_size=0))
+    assert restore_position(stream, tmp_path / "checkpoint")
+    assert (
+        "shuffle_buffer_size 10 -> 0, so each rank's last block is prepared and trained again"
+        in capsys.readouterr().out
+    )
+    assert texts(stream, tokenizer, 60) == numbered(80)[20:]

@@ -34,8 +34,7 @@ from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, read_metrics
 from hf_fsdp_recipes.tools.planner import dry_run
 from hf_fsdp_recipes.tools.rehearsal import tiny_recipe
 from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT, Run, launch
-from hf_fsdp_recipes.training.arguments import Arguments, is_streaming, parse_arguments
-from hf_fsdp_recipes.training.data import cache
+from hf_fsdp_recipes.training.arguments import Arguments, is_prepared, is_streaming, parse_arguments
 from hf_fsdp_recipes.training.data.preparation import prepare
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows
 from hf_fsdp_recipes.units import count
@@ -149,7 +148,7 @@ def write_tiny_recipe(rehearsal: Rehearsal) -> str:
 def check_data(rehearsal: Rehearsal) -> str:
     """Tokenize the rows as the run will, to detect missing columns or a missing chat template."""
     arguments = parse_arguments(["--config", str(rehearsal.directory / tiny_recipe.RECIPE_FILE), "--use_cpu", "true"])
-    if is_streaming(arguments) or cache.is_cache(arguments.script.dataset_name):
+    if is_streaming(arguments) or is_prepared(arguments.script.dataset_name):
         return "not checked, because the rows are streamed or already tokenized"
     rows = prepare(arguments, tokenizer_for_rows(load_tokenizer(arguments), arguments.training))
     return "; ".join(counts.describe(arguments.training.max_length) for counts in rows.counts.values())

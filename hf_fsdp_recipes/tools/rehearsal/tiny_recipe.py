@@ -19,8 +19,7 @@ from hf_fsdp_recipes.configs.yaml_file import parse_yaml
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.tools.planner.dry_run import read_model_config
 from hf_fsdp_recipes.tools.rehearsal import stand_ins
-from hf_fsdp_recipes.training.arguments import Arguments
-from hf_fsdp_recipes.training.data import cache
+from hf_fsdp_recipes.training.arguments import Arguments, is_prepared
 from hf_fsdp_recipes.training.data.image_rows import has_images
 from hf_fsdp_recipes.training.tiny_config import tiny_config
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer
@@ -75,7 +74,7 @@ def _make_tokenizer(arguments: Arguments) -> tuple[Any, str]:
 def write_rows(arguments: Arguments, directory: Path) -> str:
     """Write the first rows of the recipe's dataset with all their columns; return a description."""
     script = arguments.script
-    if arguments.mixture.datasets or cache.is_cache(script.dataset_name):
+    if arguments.mixture.datasets or is_prepared(script.dataset_name):
         return "the full dataset"  # a mixture, or rows that are already tokenized
     splits, description = stand_ins.read_rows(script, NUM_ROWS)
     if any(has_images(rows) for rows in splits.values()):

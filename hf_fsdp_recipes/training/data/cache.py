@@ -14,12 +14,11 @@ from datasets import DatasetDict, load_from_disk
 from transformers import PreTrainedTokenizerBase
 
 from hf_fsdp_recipes.errors import DataError
-from hf_fsdp_recipes.training.arguments import Arguments, is_streaming, parse_arguments
+from hf_fsdp_recipes.training.arguments import PREPARED_FILE, Arguments, is_streaming, parse_arguments
 from hf_fsdp_recipes.training.data.dataset_parts import check_num_rows
 from hf_fsdp_recipes.training.data.preparation import TrainingRows, prepare
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer, tokenizer_for_rows, tokenizer_hash
 
-MANIFEST = "prepared.json"
 # The machine that prepares the rows may not support the recipe's precision, which has no effect on the rows.
 CPU_OVERRIDES = ("--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--tf32", "false")
 # Together with the tokenizer, these determine a row's tokens and labels.
@@ -31,17 +30,15 @@ TRAINING_SETTINGS = (
     "truncation_mode",
     "completion_only_loss",
     "assistant_only_loss",
+    "dataset_text_field",
+    "shuffle_dataset",
 )
-RECIPE_SETTINGS = ("add_special_tokens", "append_concat_token")
-
-
-def is_cache(name: str | None) -> bool:
-    """Return whether a dataset name is a directory of prepared rows."""
-    return name is not None and (Path(name) / MANIFEST).is_file()
+RECIPE_SETTINGS = ("add_special_tokens", "append_concat_token", "prompt_template")
 
 
 def prepare_directory(argv: list[str], output: Path) -> list[str]:
     """Prepare a recipe's rows in a new directory, without a GPU or a process group. Return the lines to print about them."""
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # a launcher's precision, which CPU_OVERRIDES turns off
     arguments = parse_arguments([*argv, *CPU_OVERRIDES])
     rows = write_cache(arguments, load_tokenizer(arguments), output)
     lines = [f"{name}: {counts.describe(arguments.training.max_length)}" for name, counts in rows.counts.items()]
@@ -68,7 +65,7 @@ def write_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, output
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     try:
         DatasetDict(splits).save_to_disk(partial)
-        (partial / MANIFEST).write_text(json.dumps(_manifest(arguments, tokenizer, rows), indent=2) + "\n")
+        (partial / PREPARED_FILE).write_text(json.dumps(_manifest(arguments, tokenizer, rows), indent=2) + "\n")
         partial.rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -98,10 +95,10 @@ def read_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Trai
     directory, training = Path(arguments.script.dataset_name), arguments.training
     expected_hash = tokenizer_hash(tokenizer_for_rows(tokenizer, training))
     try:
-        manifest = json.loads((directory / MANIFEST).read_text())
+        manifest = json.loads((directory / PREPARED_FILE).read_text())
         _check_settings(directory, manifest, arguments, expected_hash)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"{directory / MANIFEST} is damaged: {error!r}. Prepare the rows again.") from error
+        raise DataError(f"{directory / PREPARED_FILE} is damaged: {error!r}. Prepare the rows again.") from error
     splits = load_from_disk(directory)
     check_num_rows(splits["train"], str(directory), training.world_size)
     if training.eval_strategy == "no":

@@ -14,6 +14,8 @@ from hf_fsdp_recipes.training.data.row_formats import find_format
 
 FILE_READERS = {".json": "json", ".jsonl": "json", ".txt": "text", ".parquet": "parquet"}
 FILE_TYPES = ".json, .jsonl, .txt or .parquet"
+# Types of data files that are not read, even if a folder also has files that are.
+OTHER_DATA = frozenset([".arrow", ".bz2", ".csv", ".gz", ".tsv", ".xz", ".zip", ".zst"])
 JSON_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", list: "list", dict: "object"}
 
 
@@ -39,6 +41,11 @@ def find_files(path: Path) -> dict[str, list[Path]]:
     if len(by_reader) > 1:
         mixed = ", ".join(file.name for file in by_reader.values())
         raise DataError(f"{path} mixes file types: {mixed}. Keep one of json/jsonl, txt and parquet per folder.")
+    unread = [str(file.relative_to(path)) for file in visible if file.suffix in OTHER_DATA and not reader_for(file)]
+    if unread:
+        distributed.warn_main(
+            f"{path}: {len(unread)} data files are not read, because only {FILE_TYPES} files are: {', '.join(unread[:3])}"
+        )
     empty = [file for file in files if not _has_rows(file)]
     if len(empty) == len(files):
         raise DataError(f"{path} has no rows. Add some, or choose another dataset.")

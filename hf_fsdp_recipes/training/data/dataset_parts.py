@@ -43,7 +43,7 @@ def _load_part(part: Any, streaming: bool, arguments: Arguments) -> DatasetPart:
     from trl import DatasetMixtureConfig, get_dataset
 
     if part.data_files is None and part.data_dir is None and _is_local(part.path):
-        rows = _select_split(read_splits(part.path, part.name, streaming), part.split, part.path)
+        rows = _select_split(read_splits(part.path, part.name, streaming), part.split, part.path, "the part's split")
         rows = rows if part.columns is None else rows.select_columns(part.columns)
     else:
         with explain_errors(part.path):
@@ -69,6 +69,11 @@ def _split_rows(train: Any, test: Any, name: str, arguments: Arguments) -> tuple
     share = recipe.validation_split_percentage / 100
     if not share and arguments.mixture.datasets:
         share = arguments.mixture.test_split_size
+        if not share or not hasattr(train, "train_test_split"):
+            raise DataError(
+                "eval_strategy is set, but a mixture (datasets) has no test split. Set test_split_size to hold rows out, which "
+                "streams do not support, or set eval_strategy: no."
+            )
     if not share:
         raise DataError(
             f"eval_strategy is set, but {name} has no split {script.dataset_test_split!r}. Set dataset_test_split, or "
@@ -117,11 +122,9 @@ def _decoding(reader: str) -> dict[str, str]:
     return {"encoding": "utf8", "encoding_errors": "hf_fsdp_recipes.mark"}
 
 
-def _select_split(splits: dict[str, Any], split: str, name: str) -> Any:
+def _select_split(splits: dict[str, Any], split: str, name: str, setting: str = "dataset_train_split") -> Any:
     if split not in splits:
-        raise DataError(
-            f"{name} has no split {split!r}, only {sorted(splits)}. Set dataset_train_split to one of them."
-        )
+        raise DataError(f"{name} has no split {split!r}, only {sorted(splits)}. Set {setting} to one of them.")
     return splits[split]
 
 

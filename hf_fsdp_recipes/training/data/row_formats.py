@@ -11,8 +11,8 @@ CHAT_OPTIONS = ("tools", "chat_template_kwargs")
 # Required and optional columns of the known formats. The first matching format is used.
 FORMATS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("input_ids",), ("labels", "attention_mask", "completion_mask", "assistant_masks")),
-    (("messages",), CHAT_OPTIONS),
     (("prompt", "completion"), CHAT_OPTIONS),
+    (("messages",), CHAT_OPTIONS),
     (("conversations",), ("system", *CHAT_OPTIONS)),
     (("instruction", "output"), ("input", "history", "system")),
 ]

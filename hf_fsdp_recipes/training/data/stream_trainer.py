@@ -123,6 +123,16 @@ def restore_position(stream: RowStream, checkpoint: Path) -> bool:
     elif first["world_size"] == distributed.world_size():
         stream.load_state_dict(_read_position(checkpoint, distributed.rank()))
         num_read = sum(source["num_read"] for source in first["start"]["sources"])
+        settings = first.get("settings", stream.settings)
+        changed = [
+            f"{name} {settings[name]} -> {new}" for name, new in stream.settings.items() if settings[name] != new
+        ]
+        if changed:
+            distributed.print_main(
+                f"resume: {', '.join(changed)}, so each rank's last block is prepared and trained again; rank 0's starts after row "
+                f"{num_read:,}"
+            )
+            return True
         distributed.print_main(
             f"resume: rank 0's stream continues with sequence {first['offset'] + 1:,} of the block after row {num_read:,}"
         )

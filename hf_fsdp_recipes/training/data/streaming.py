@@ -56,20 +56,25 @@ class StreamSource:
         # Keep the start state: until the first row is read, `datasets` still reports the state of the previous iteration.
         self._start_state, self._has_read = state, False
 
-    def read(self, count: int) -> list[dict[str, Any]]:
-        """Return the next `count` rows, or fewer at the end of a pass; raise a DataError if an endless source has no rows."""
-        if count == 0:
-            return []
-        for _ in range(2 if self.is_endless else 1):
+    def read(self, count: int, across_passes: bool = False) -> list[dict[str, Any]]:
+        """Return the next `count` rows. At the end of a pass, return fewer, unless `across_passes` continues with the next pass.
+
+        Raises a DataError if an endless source has no rows.
+        """
+        found: list[dict[str, Any]] = []
+        num_empty = 0  # passes without a row, one after the other
+        while len(found) < count and num_empty < (2 if self.is_endless else 1):
+            wanted = count - len(found)
             with explain_errors(self.name):
-                rows = list(islice(self._iterator, count))
+                rows = list(islice(self._iterator, wanted))
             self.num_read, self._has_read = self.num_read + len(rows), True
-            if len(rows) < count:
+            found, num_empty = found + rows, 0 if rows else num_empty + 1
+            if len(rows) < wanted:
                 self._start_pass(self.num_passes + 1, None)
-            if rows:
-                return rows
-        if not self.is_endless:
-            return []
+            if found and not across_passes:
+                break
+        if found or count == 0 or not self.is_endless:
+            return found
         raise DataError(
             f"{self.name} has no rows for rank {distributed.rank()}; every rank needs a part of the stream. Use fewer ranks."
         )
@@ -118,6 +123,13 @@ class RowStream(IterableDataset):
         self._seed, self._shuffles = seed, shuffle_rows > 0
         self._block_rows = shuffle_rows or DEFAULT_BLOCK_ROWS
         self._is_endless = sources[0].is_endless
+        # What a block's rows depend on, besides its position in the sources.
+        self.settings: dict[str, Any] = {
+            "shuffle_buffer_size": shuffle_rows,
+            "seed": seed,
+            "max_length": preparation.training.max_length,
+            "packing": preparation.training.packing_strategy if packing else False,
+        }
         self._reset(0, 0)
 
     def _reset(self, num_blocks: int, offset: int) -> None:
@@ -158,7 +170,9 @@ class RowStream(IterableDataset):
         while self._is_endless or self._num_passes() == 0:
             start = {"num_blocks": self._num_blocks, "sources": [source.state_dict() for source in self.sources]}
             rng = np.random.default_rng([self._seed, self._num_blocks])
-            rows, counts_of_block = self._prepare([source.read(count) for source, count in self._draw(rng)])
+            # A mixture keeps its fractions even if a block has more rows of a source than the source's pass has left.
+            drawn = [source.read(count, across_passes=len(self.sources) > 1) for source, count in self._draw(rng)]
+            rows, counts_of_block = self._prepare(drawn)
             self._num_blocks += 1
             counts, seen = counts + counts_of_block, seen + counts_of_block
             if rows is not None and len(rows):
@@ -200,17 +214,24 @@ class RowStream(IterableDataset):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next row as a JSON-serializable dict."""
         block = self.first_block()
-        return {"start": block.start if block else None, "offset": self._offset}
+        return {"start": block.start if block else None, "offset": self._offset, "settings": self.settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a position from `state_dict`, which must have been saved with the same number of ranks."""
+        """Continue at a position from `state_dict`, which must have been saved with the same number of ranks.
+
+        If the settings have changed, continue at the start of the block, because its rows have changed.
+        """
         for source, position in zip(self.sources, state["start"]["sources"], strict=True):
             source.load_state_dict(position)
-        self._reset(state["start"]["num_blocks"], state["offset"])
+        is_same = state.get("settings", self.settings) == self.settings
+        self._reset(state["start"]["num_blocks"], state["offset"] if is_same else 0)
 
     def skip(self, num_rows: list[int]) -> None:
-        """Skip the given number of rows of each source, without preparing them."""
+        """Skip the given number of rows of each source, from its first row, without preparing them."""
         for source, count in zip(self.sources, num_rows, strict=True):
+            source.load_state_dict(
+                {"num_read": 0, "num_passes": 0, "state": None}
+            )  # the first block may have been read
             source.skip(count)
         self._reset(0, 0)
 
@@ -237,13 +258,13 @@ def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Tr
     if distributed.is_main():  # one rank's check is enough, because all ranks open the same evaluation rows
         for each in options:
             _evaluation_stream(**each).first_block()
-    # These are streams of `datasets`, which Accelerate splits over the ranks.
+    # These are streams of `datasets`. Every rank reads all of their rows, and Accelerate gives each rank its batches.
     streams = [HubIterableDataset.from_generator(_evaluation_stream, gen_kwargs=each) for each in options]
     return TrainingRows(train, concatenate_datasets(streams) if streams else None)
 
 
 def _evaluation_stream(part: DatasetPart, preparation: Preparation, packing: bool) -> RowStream:
-    """Return a stream that passes once over all evaluation rows; Accelerate splits it over the ranks."""
+    """Return a stream that passes once over all evaluation rows."""
     return RowStream(
         [StreamSource(part.name, part.evaluation, None, 0, 1, is_endless=False)], preparation, packing, 0, 0
     )
