@@ -346,6 +346,8 @@ def _read_config(
 
     rest = {key: value for key, value in kwargs.items() if key not in (*REFUSED_ARGUMENTS, "revision", "token")}
     config = copy.deepcopy(rest.pop("config", None))  # as from_pretrained does
+    if config is None:
+        rest.pop("subfolder", None)  # `directory` includes it
     try:
         if not isinstance(config, PreTrainedConfig):
             config, unused = AutoConfig.from_pretrained(config or directory, return_unused_kwargs=True, **rest)
