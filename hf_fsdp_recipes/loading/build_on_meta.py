@@ -1,5 +1,6 @@
 """Builds a model from its config, with parameters on meta and real buffers."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", 
 def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
     """Return a model's local directory. If `name_or_path` is a Hub id, download the model; raise a LoadError if that fails.
 
-    `kwargs` are those of `from_pretrained`.
+    `kwargs` are those of `from_pretrained`; the result includes their `subfolder`.
     """
     if Path(name_or_path).is_dir():
         return Path(name_or_path) / (kwargs.get("subfolder") or "")
@@ -28,11 +29,10 @@ def resolve_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(
-                name_or_path, allow_patterns=HUB_PATTERNS, revision=kwargs.get("revision"), token=kwargs.get("token")
-            )
+        directory = snapshot_download(
+            name_or_path, allow_patterns=HUB_PATTERNS, revision=kwargs.get("revision"), token=kwargs.get("token")
         )
+        return Path(directory) / (kwargs.get("subfolder") or "")
     except HFValidationError as error:
         raise LoadError(f"{name_or_path} is neither a directory nor a Hub id. Check the path.") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -117,8 +117,9 @@ def build_on_meta(
         module._is_hf_initialized = next(module.buffers(recurse=False), None) is None
     model.initialize_weights()
     model.tie_weights()  # init_empty_weights unties parameters
+    stored = model.state_dict().keys()
     for pattern, kept_dtype in model._get_dtype_plan(dtype).items():
-        for name, parameter in model.named_parameters():
-            if pattern in name:
-                parameter.data = parameter.data.to(kept_dtype)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name in stored and re.search(pattern.replace("*", ".*"), name):  # as in transformers' core_model_loading
+                tensor.data = tensor.data.to(kept_dtype)
     return model.eval()

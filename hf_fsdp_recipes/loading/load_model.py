@@ -215,8 +215,10 @@ def _load_without_fsdp(
         except UNREADABLE as error:
             raise LoadError(f"{adapter_file} cannot be read ({error!r}). Export or copy the adapter again.") from error
     base = adapter.get("base_model_name_or_path")  # transformers loads the adapter onto this model
-    for source in (Path(name_or_path, kwargs.get("subfolder") or ""), base or ""):
-        check_together(source, is_read_by_all=True)
+    check_together(Path(name_or_path, kwargs.get("subfolder") or ""), is_read_by_all=True)
+    # Ranks may see different copies, but all of them must call check_together.
+    if distributed.first_rank(bool(base)) is not None:
+        check_together(base or directory, is_read_by_all=True)
     if adapter.get("revision") and Path(name_or_path).is_dir():
         kwargs.setdefault("revision", adapter["revision"])  # the base model's revision
     with distributed.sync_errors(distributed.patient_group()):
@@ -300,6 +302,7 @@ def _load_on_meta(
         dtype = resolve_dtype(dtype, config, stored)
         if is_direct and index is None:
             index = SafetensorsIndex(stored.values()) if directory is None else open_index(directory)
+            _check_copy(name_or_path, index.tensors, stored)
         stored = describe_dequantized(stored, stored_as, dtype)
         if index is not None:
             index.tensors = describe_dequantized(index.tensors, stored_as, dtype)
@@ -308,12 +311,13 @@ def _load_on_meta(
             model = build_on_meta(config, dtype, kwargs["trust_remote_code"], auto_class)
         if type(model.config) is not type(config):
             _print_text_part(config, type(model))
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         quantizer = None
-        if is_quantizing:
+        if is_quantizing:  # transposes the weights of Conv1D layers
             quantizer = bnb_4bit.replace_linears(model, quantization, dtype)
         if generation_config is not None:
             model.generation_config = generation_config
-        ranges = _map_ranges(model, stored, name_or_path, ignore_mismatched)
+        ranges = _map_ranges(model, shapes, stored, name_or_path, ignore_mismatched)
         found = CheckpointSource(name_or_path, index, stored, ranges, is_direct, verify)
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(random_state)  # every rank that reads creates the same new values
@@ -346,6 +350,8 @@ def _read_config(
 
     rest = {key: value for key, value in kwargs.items() if key not in (*REFUSED_ARGUMENTS, "revision", "token")}
     config = copy.deepcopy(rest.pop("config", None))  # as from_pretrained does
+    if config is None:
+        rest.pop("subfolder", None)  # `directory` includes it
     try:
         if not isinstance(config, PreTrainedConfig):
             config, unused = AutoConfig.from_pretrained(config or directory, return_unused_kwargs=True, **rest)
@@ -385,19 +391,35 @@ def _do_all_ranks_see(stored: dict[str, StoredTensor]) -> bool:
     return not blind
 
 
+def _check_copy(name_or_path: str, own: dict[str, StoredTensor], of_rank_0: dict[str, StoredTensor]) -> None:
+    """Raise a LoadError if this rank's copy of a checkpoint has other tensors than rank 0's copy. Compares no values."""
+    own_headers, headers = (
+        {name: f"{tensor.dtype} of shape {list(tensor.shape)}" for name, tensor in tensors.items()}
+        for tensors in (own, of_rank_0)
+    )
+    different = [name for name in headers | own_headers if own_headers.get(name) != headers.get(name)]
+    if different:
+        name = different[0]
+        raise LoadError(
+            f"the copy of {name_or_path} that rank {distributed.rank()} reads differs from rank 0's copy: {name} is "
+            f"{own_headers.get(name, 'missing')}, not {headers.get(name, 'missing')}. Copy the model again, or use "
+            f'source="rank0" (in a recipe, load_source: rank0).'
+        )
+
+
 def _map_ranges(
-    model: "PreTrainedModel", stored: dict[str, StoredTensor], name_or_path: str, ignore_mismatched: bool
+    model: "PreTrainedModel",
+    shapes: dict[str, tuple[int, ...]],
+    stored: dict[str, StoredTensor],
+    name_or_path: str,
+    ignore_mismatched: bool,
 ) -> dict[str, list[TensorRange]]:
-    state = model.state_dict()
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    ranges, unexpected = WeightMapping(model).to_parameters({n: t.shape for n, t in stored.items()}, shapes)
+    mapping = WeightMapping(model)
+    ranges, unexpected = mapping.to_parameters({n: t.shape for n, t in stored.items()}, shapes)
     mismatched = {
-        name: f"{name}: {list(stored[r[0].tensor].shape)} in the checkpoint, {list(shapes[name])} in the config"
+        name: f"{name}: {list(r[0].shape)} in the checkpoint, {list(shapes[name])} in the config"
         for name, r in ranges.items()
-        if len(r) == 1
-        and tuple(stored[r[0].tensor].shape) != shapes[name]
-        and r[0].shape == stored[r[0].tensor].shape
-        and r[0].num_elements != state[name].numel()
+        if name in mapping.mismatched
     }
     if mismatched and not ignore_mismatched:
         raise LoadError(
@@ -406,6 +428,14 @@ def _map_ranges(
             f"ignore_mismatched=True to initialize them."
         )
     ranges = {name: parts for name, parts in ranges.items() if name not in mismatched}
+    for name, parts in ranges.items():
+        dtypes = {stored[part.tensor].dtype: part.tensor for part in parts}
+        if len(dtypes) > 1:
+            listed = ", ".join(f"{tensor} in {dtype}" for dtype, tensor in dtypes.items())
+            raise LoadError(
+                f"{name} is made of tensors of {name_or_path} that have different dtypes: {listed}. Convert the checkpoint to one "
+                f"dtype, with from_pretrained(...).save_pretrained(...), and load the result."
+            )
     unused = [name for name in unexpected if "rotary_emb.inv_freq" not in name and "position_ids" not in name]
     if unused:
         distributed.warn_main(

@@ -206,10 +206,10 @@ def read_header(file: Path) -> list[StoredTensor]:
 
 
 def _find_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
+    if (directory / SINGLE_FILE).is_file():  # before the index, as in from_pretrained
+        return [directory / SINGLE_FILE], None
     if (directory / INDEX_FILE).is_file():
         return _read_weight_map(directory)
-    if (directory / SINGLE_FILE).is_file():
-        return [directory / SINGLE_FILE], None
     for name in PICKLE_FILES:
         if (directory / name).is_file():
             raise LoadError(

@@ -34,12 +34,17 @@ class TensorRange:
 
 
 class WeightMapping:
-    """The weight conversions of one transformers model."""
+    """The weight conversions of one transformers model.
+
+    Attributes:
+        mismatched: names of the parameters and buffers for which `to_parameters` found one tensor, but in another shape.
+    """
 
     def __init__(self, model: "PreTrainedModel") -> None:
         from transformers import conversion_mapping, core_model_loading
 
         self._upstream = core_model_loading
+        self.mismatched: set[str] = set()
         self._model = model
         self._transforms = conversion_mapping.get_model_conversion_mapping(model)
         self._renamings = [t for t in self._transforms if isinstance(t, core_model_loading.WeightRenaming)]
@@ -64,6 +69,8 @@ class WeightMapping:
             elif pattern is None:
                 shape = tuple(stored_shapes[stored])
                 ranges[target] = [TensorRange(stored, shape, 0, math.prod(shape))]
+                if shape != tuple(parameter_shapes[target]):
+                    self.mismatched.add(target)
             else:
                 converted.setdefault(target, (pattern, []))[1].append(stored)
         # save_pretrained and `stored_ranges` revert the conversions that are recorded here.
@@ -96,7 +103,7 @@ class WeightMapping:
         parameter_shapes: Mapping[str, tuple[int, ...]],
     ) -> dict[str, list[TensorRange]]:
         if len(sources) == 1:
-            return self._split(target, pattern, sources[0], stored_shapes[sources[0]])
+            return self._split(target, pattern, sources[0], stored_shapes[sources[0]], parameter_shapes)
         try:
             parts = stored_ranges(self._model, target, parameter_shapes[target])
         except Exception as error:
@@ -112,7 +119,14 @@ class WeightMapping:
                 )
         return {target: [TensorRange(part.tensor, part.shape, 0, part.num_elements) for part in parts]}
 
-    def _split(self, target: str, pattern: str, source: str, shape: tuple[int, ...]) -> dict[str, list[TensorRange]]:
+    def _split(
+        self,
+        target: str,
+        pattern: str,
+        source: str,
+        shape: tuple[int, ...],
+        parameter_shapes: Mapping[str, tuple[int, ...]],
+    ) -> dict[str, list[TensorRange]]:
         """Find which rows of one stored tensor, such as a fused qkv, belong to each parameter."""
         converter = copy.deepcopy(next(c for c in self._converters if pattern in c.source_patterns))
         converter.add_tensor(target, source, pattern, _row_numbers(shape))
@@ -123,6 +137,8 @@ class WeightMapping:
             for name, rows in outputs.items():
                 rows = _without_columns(rows[0] if isinstance(rows, list) else rows, shape)
                 result[name] = [TensorRange(source, tuple(shape), _first_row(rows) * width, rows.numel() * width)]
+                if _without_ones((*rows.shape, width)) != _without_ones(parameter_shapes[name]):
+                    self.mismatched.add(name)
             return result
         except Exception as error:
             raise _unsupported(target, [source], str(error)) from error
@@ -187,6 +203,11 @@ def _row_numbers(shape: Sequence[int]) -> torch.Tensor:
 def _without_columns(numbers: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return one number per row from what a conversion has made of `_row_numbers(shape)`."""
     return numbers[..., 0] if len(shape) > 1 else numbers
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    """Drop the dimensions of size 1, as transformers before 5.23 does when it splits experts."""
+    return [size for size in shape if size != 1]
 
 
 def _first_row(rows: torch.Tensor) -> int:

@@ -180,7 +180,7 @@ def test_fused_experts_are_refused_on_all_ranks_unless_they_are_skipped_by_name(
     num_bytes = 2 * 3 * (32 * 96 + 48 * 32) * 2  # layers x experts x (sizes of both weights) x bytes of bfloat16
     assert messages[0] == messages[1]
     assert (
-        f"such as model.layers.0.mlp.experts.gate_up_proj, would stay in torch.bfloat16, {format_bytes(num_bytes)} of"
+        f"such as model.layers.0.mlp.experts.gate_up_proj, would stay in torch.bfloat16 ({format_bytes(num_bytes)} of"
         in messages[0]
     )
     assert 'llm_int8_skip_modules=["experts", "lm_head"]' in messages[0]

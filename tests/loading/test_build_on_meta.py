@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
+from hf_fsdp_recipes.loading.build_on_meta import build_on_meta, resolve_directory
 
 SMALL = {
     "vocab_size": 64,
@@ -74,3 +75,45 @@ def test_buffer_that_only_the_models_init_fills_is_filled():
     model = build_on_meta(FilledLaterConfig(), torch.float32)
     assert model.table.values.tolist() == [1.0, 2.0, 3.0]
     assert model.linear.weight.is_meta
+
+
+DEEPSEEK = {
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_parameters_and_buffers_have_the_dtypes_of_from_pretrained(tmp_path, dtype):
+    config = AutoConfig.for_model("deepseek_v3", **SMALL | DEEPSEEK)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).state_dict()
+    ours = build_on_meta(config, dtype).state_dict()
+    assert {name: tensor.dtype for name, tensor in ours.items()} == {name: t.dtype for name, t in stock.items()}
+    assert ours["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+
+
+def test_subfolder_of_a_hub_model_is_where_its_files_are(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **kwargs: asked.append((name, kwargs)) or str(tmp_path)
+    )
+    assert resolve_directory("owner/name", {"subfolder": "part", "revision": "v1"}) == tmp_path / "part"
+    assert resolve_directory("owner/name", {"subfolder": None}) == tmp_path
+    name, kwargs = asked[0]
+    assert (name, kwargs["revision"]) == ("owner/name", "v1")
+    found = filter_repo_objects(["part/config.json", "part/model.safetensors"], allow_patterns=kwargs["allow_patterns"])
+    assert list(found) == ["part/config.json", "part/model.safetensors"]

@@ -28,6 +28,8 @@ def find_fault(config):
         ranges, unexpected = reader.to_parameters(shapes, {name: tuple(tensor.shape) for name, tensor in state.items()})
         if unexpected:
             return f"not read: {unexpected[:3]}"
+        if reader.mismatched:
+            return f"of another shape: {sorted(reader.mismatched)[:3]}"
         num_read = {name: sum(part.num_elements for part in ranges.get(name, [])) for name in own}
         if incomplete := [name for name, tensor in own.items() if num_read[name] != tensor.numel()]:
             return f"incomplete: {incomplete[:3]}"

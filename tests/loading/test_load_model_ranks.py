@@ -343,6 +343,64 @@ def _copy_changed(directory, tmp_path, change):
     return tmp_path / "changed"
 
 
+def test_copy_with_other_dtypes_than_rank_0s_is_refused_if_ranks_read_directly(tiny_model, tmp_path):
+    for name, dtype in (("one", "bfloat16"), ("two", "float32")):  # two nodes' disks
+        shutil.copytree(tiny_model("llama", dtype), tmp_path / name / "export")
+    places = [tmp_path / "one", tmp_path / "two"]
+    results = run_ranks(_load_exports, 2, places, [*SOURCES, {"source": "auto"}], environment=fsdp_environment(FSDP2))
+    errors = [[error for error, _ in found] for found in results]
+    assert errors[0] == errors[1]
+    through_rank_0, direct, auto = errors[0]
+    assert through_rank_0 is None and auto is None
+    assert "that rank 1 reads differs from rank 0's copy" in direct
+    assert "is torch.float32 of shape" in direct and "not torch.bfloat16 of shape" in direct
+
+
+def test_export_in_the_working_directory_is_not_verified_when_another_model_is_loaded(export, tiny_model):
+    _flip_last_byte(export / "config.json")
+    shutil.copytree(tiny_model("llama"), export / "export")
+    results = run_ranks(_load_exports, 2, [export] * 2, [{}], environment={"ACCELERATE_USE_CPU": "true"})
+    assert results == [[(None, 0)]] * 2
+
+
+def _type_in_subfolder(directory):
+    from hf_fsdp_recipes import load_model
+
+    return load_model(str(directory), subfolder="part").config.model_type
+
+
+@pytest.mark.parametrize("is_fsdp", [True, False])
+def test_model_in_a_subfolder_is_loaded(tiny_model, tmp_path, is_fsdp):
+    shutil.copytree(tiny_model("gpt2"), tmp_path / "model")
+    shutil.copytree(tiny_model("llama"), tmp_path / "model" / "part")
+    environment = fsdp_environment(FSDP2) if is_fsdp else {}
+    assert run_ranks(_type_in_subfolder, 2, tmp_path / "model", environment=environment) == ["llama"] * 2
+
+
+def _transpose(tensors):
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].T.contiguous()
+
+
+def _cast_an_expert(tensors):
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    tensors[name] = tensors[name].bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("llama", _transpose, "up_proj.weight: [32, 52] in the checkpoint, [52, 32] in the config"),
+        ("qwen3_moe", _cast_an_expert, "experts.3.up_proj.weight in torch.bfloat16"),
+    ],
+)
+def test_tensor_of_another_shape_or_dtype_is_refused_by_name(tiny_model, tmp_path, kind, change, words):
+    directory = _copy_changed(tiny_model(kind), tmp_path, change)
+    errors = run_ranks(_load_only, 2, directory, {}, environment=fsdp_environment(FSDP2), expect_failure=True)
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "LoadError"
+    assert words in errors[0][1]
+
+
 @pytest.mark.parametrize("loader", ["rank0", "direct"])
 @pytest.mark.parametrize(
     ("fsdp", "value"), [(FSDP2, "nan"), (FSDP2, "-inf"), pytest.param(FSDP1, "nan", marks=pytest.mark.slow)]

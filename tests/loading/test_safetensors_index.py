@@ -17,9 +17,9 @@ TENSORS = {
 }
 
 
-def write(path):
-    save_file(TENSORS, path / "model.safetensors")
-    return path / "model.safetensors"
+def write(path, name="model.safetensors"):
+    save_file(TENSORS, path / name)
+    return path / name
 
 
 def rewrite(file, change):
@@ -102,15 +102,22 @@ def test_directory_without_weights_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("target", ["/etc/passwd", "../x.safetensors", "sub/x.safetensors", "", "none.safetensors"])
 def test_index_that_points_outside_the_directory_is_refused(tmp_path, target):
-    write(tmp_path)
+    write(tmp_path, "part.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": target}}))
     with pytest.raises(LoadError, match=r"index\.json is broken"):
         open_index(tmp_path)
 
 
+def test_single_file_is_read_rather_than_the_index_as_in_from_pretrained(tmp_path):
+    write(tmp_path, "part.safetensors")
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
+    assert open_index(tmp_path).tensors["a"].file.name == "model.safetensors"
+
+
 def test_index_that_lists_a_tensor_its_file_lacks_is_refused(tmp_path):
-    write(tmp_path)
-    weight_map = {"a": "model.safetensors", "ghost": "model.safetensors"}
+    write(tmp_path, "part.safetensors")
+    weight_map = {"a": "part.safetensors", "ghost": "part.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(LoadError, match="ghost"):
         open_index(tmp_path)

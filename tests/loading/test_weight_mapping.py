@@ -10,6 +10,7 @@ from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
 from hf_fsdp_recipes.loading.weight_mapping import WeightMapping, stored_ranges
 from tests.conftest import tiny_config
+from tests.loading.families import small_config
 
 KINDS = ["llama", "llama_tied", "gpt2", "qwen3_moe", "mixtral"]
 
@@ -73,3 +74,25 @@ def test_unknown_tensors_are_reported_not_loaded():
     pieces, unexpected = WeightMapping(model).to_parameters(shapes | {"visual.patch": (3, 3)}, shapes)
     assert unexpected == ["visual.patch"]
     assert all(sum(p.num_elements for p in parts) == math.prod(shapes[name]) for name, parts in pieces.items())
+
+
+def test_tensor_of_another_shape_with_as_many_elements_is_a_mismatch():
+    model, name = on_meta("llama"), "model.layers.1.mlp.up_proj.weight"
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    mapping = WeightMapping(model)
+    mapping.to_parameters(shapes | {name: shapes[name][::-1]}, shapes)
+    assert mapping.mismatched == {name}
+
+
+@pytest.mark.parametrize("is_transposed", [True, False])
+def test_parts_of_a_fused_tensor_are_mismatches_if_it_is_transposed(is_transposed):
+    model = build_on_meta(small_config("AutoModelForCausalLM", "hrm_text")[1], torch.float32)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    prefix = "model.H_module.layers.0"
+    parts = {f"{prefix}.self_attn.{part}_proj.weight" for part in ("gate", "q", "k", "v")}
+    rows, columns = shapes[f"{prefix}.self_attn.q_proj.weight"]
+    mapping = WeightMapping(model)
+    stored = (columns, 4 * rows) if is_transposed else (4 * rows, columns)
+    ranges, _ = mapping.to_parameters({f"{prefix}.attn.gqkv_proj.weight": stored}, shapes)
+    assert ranges.keys() == parts
+    assert mapping.mismatched == (parts if is_transposed else set())
