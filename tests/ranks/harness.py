@@ -84,9 +84,9 @@ def _stack_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def free_port() -> int:
-    """Return a free port below those that the kernel gives to connections, so that none can take it before it is used."""
+    """Return a free port above those that Linux gives to connections by default, so that none takes it before it is used."""
     while True:
-        port = random.SystemRandom().randrange(15_000, 32_000)
+        port = random.SystemRandom().randrange(61_000, 65_536)
         with socket.socket() as server, contextlib.suppress(OSError):
             server.bind(("127.0.0.1", port))
             return port
