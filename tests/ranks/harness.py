@@ -1,7 +1,7 @@
 """Runs a function on several gloo ranks quickly, with a timeout and every rank's traceback.
 
-A fork server imports torch, transformers and TRL once; each rank is a fork of it. The environment of a rank
-is what `accelerate launch` gives it for a config file, taken from Accelerate itself.
+A fork server imports torch, transformers and TRL once; each rank is a fork of that server. Accelerate's own code
+gives a rank the environment that `accelerate launch` would set for a config file.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def template_environment(template: Path) -> dict[str, str]:
 
 @functools.cache
 def _stack_directory() -> tempfile.TemporaryDirectory[str]:
-    """Return where ranks that hang write their stacks. Not made on import, because the ranks import this module too."""
+    """Return the directory for the stacks of hanging ranks. Created on first use, because the ranks import this module too."""
     return tempfile.TemporaryDirectory()
 
 
@@ -123,7 +123,7 @@ def run_ranks(
 ) -> list[Any]:
     """Run `function(*arguments)` on every rank; return the results in rank order.
 
-    Fails the test with every rank's traceback if one raises, dies or outlasts the timeout. With
+    If a rank raises, dies or outlasts the timeout, the test fails with every rank's traceback. With
     `expect_failure` every rank must raise, and the exceptions' (class name, text) are returned.
     """
     processes, results = start_ranks(function, world_size, *arguments, environment=environment)
@@ -141,7 +141,7 @@ def run_ranks(
         for process in processes:
             process.join(timeout=5 if len(outcomes) == world_size else 0.1)
             if process.is_alive():
-                os.kill(process.pid, signal.SIGUSR1)  # writes its stacks
+                os.kill(process.pid, signal.SIGUSR1)  # the rank writes its stacks
                 process.join(timeout=1)
                 process.kill()
                 process.join()
@@ -152,7 +152,7 @@ def run_ranks(
 
 
 def printed_by(function: Callable[..., Any], *arguments: Any) -> str:
-    """Call a function as a rank of `run_ranks`; return what it printed."""
+    """Call a function on a rank of `run_ranks`; return its output."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         function(*arguments)
     return printed.getvalue()
