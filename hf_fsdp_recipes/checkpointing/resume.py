@@ -24,7 +24,7 @@ from hf_fsdp_recipes.checkpointing.dcp_metadata import (
     read_dcp_metadata,
     stored_tensors,
 )
-from hf_fsdp_recipes.checkpointing.layout import PARTS, find_resumed
+from hf_fsdp_recipes.checkpointing.layout import PARTS
 from hf_fsdp_recipes.checkpointing.run_end import PATIENCE, read_patience
 from hf_fsdp_recipes.checkpointing.run_identity import read_run
 from hf_fsdp_recipes.checkpointing.run_inputs import checksum_weights, describe_rows
@@ -199,10 +199,9 @@ def _check_optimizer(params: dict[str, Any], checkpoint: Path) -> None:
         )
 
 
-def check_data_position(args: "TrainingArguments", state: "TrainerState") -> None:
+def check_data_position(args: "TrainingArguments", checkpoint: Path) -> None:
     """Raise a CheckpointError if a resumed run would skip or repeat rows, because its global batch size has changed."""
-    checkpoint = find_resumed(args.output_dir, state.global_step)
-    params = _read_batch_facts(checkpoint) if checkpoint.is_dir() else None
+    params = _read_batch_facts(checkpoint)
     if params is None:
         return
     _check_optimizer(params, checkpoint)
