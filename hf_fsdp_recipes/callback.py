@@ -135,6 +135,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         """Claim the output directory for this run and, under FSDP, take over Trainer's saves."""
         # Trainer has not called `on_init_end` if the callback was added to an existing trainer.
         self.on_init_end(args, state, control, **kwargs)
+        self._restore_arguments(args)  # an earlier train() that was interrupted has not
         if not args.push_to_hub or self._plugin is not None:  # otherwise Trainer pushes what it saves
             self.exports.start(args)
         self._is_unsharded = self._plugin is None and unsharded.is_supported(args, state)
@@ -161,8 +162,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         if end is not None:
             distributed.print_main(f"finished: {end}, so there is nothing to do")
             control.should_training_stop = True
-        # An earlier train() that was interrupted has left args.save_total_limit at None (see below); keep the limit from then.
-        self._save_total_limit = args.save_total_limit or self._save_total_limit
+        self._save_total_limit = args.save_total_limit
         if self._is_completing:
             args.save_total_limit = None  # Trainer would delete old checkpoints before the new one has its manifest
         if self._plugin is None:
@@ -261,10 +261,9 @@ class ShardedCheckpointCallback(TrainerCallback):
         If the last save or upload failed, raises its error.
         """
         delete_partial()
-        if self._save_total_limit is not None:
-            args.save_total_limit = self._save_total_limit
         if self._writer is None:
             self._save_if_due(args, state, kwargs)
+            self._restore_arguments(args)
             if self.exports.directory is not None:
                 divergence.check_run(kwargs["model"], state, args.output_dir)
             self._end(kwargs)
@@ -275,8 +274,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self.exports.push_checkpoint(self._writer.completed)
         if not self.exports.is_finished:
             self._prune(args, state)
-        if self._schedule is not None:
-            args.save_strategy = self._schedule.strategy
+        self._restore_arguments(args)
         if self._signals is not None:
             self._signals.stop()
             if self._signals.is_stopping:
@@ -324,6 +322,15 @@ class ShardedCheckpointCallback(TrainerCallback):
         with distributed.sync_errors():
             if distributed.is_main() and self._lock is None:
                 self._lock = lock_directory(args.output_dir)
+
+    def _restore_arguments(self, args: TrainingArguments) -> None:
+        """Undo the changes to Trainer's arguments for this run, so that a later train() starts from the user's values."""
+        if args.save_total_limit is None:
+            args.save_total_limit = self._save_total_limit
+        self._save_total_limit = None
+        if self._schedule is not None:
+            args.save_strategy = self._schedule.strategy
+            self._schedule = None
 
     def _end(self, kwargs: dict[str, Any]) -> None:
         """Export, unlock the output directory, and raise a SaveError if the last save or upload failed."""

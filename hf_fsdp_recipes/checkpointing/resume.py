@@ -24,7 +24,7 @@ from hf_fsdp_recipes.checkpointing.dcp_metadata import (
     read_dcp_metadata,
     stored_tensors,
 )
-from hf_fsdp_recipes.checkpointing.layout import PARTS
+from hf_fsdp_recipes.checkpointing.layout import PARTS, SCALER_FILE
 from hf_fsdp_recipes.checkpointing.run_end import PATIENCE, read_patience
 from hf_fsdp_recipes.checkpointing.run_identity import read_run
 from hf_fsdp_recipes.checkpointing.run_inputs import checksum_weights, describe_rows
@@ -233,6 +233,7 @@ def _check_checkpoint(trainer: "Trainer", checkpoint: Path, is_sharded: bool) ->
     check_once(checkpoint)
     with distributed.sync_errors():
         check_small_files(checkpoint)
+        _check_scaler(trainer, checkpoint)
         record_rows(trainer)
     model: Any = trainer.model
     if not trainer.is_fsdp_enabled:  # without FSDP, Trainer itself compares the model's tensors when it loads them
@@ -255,6 +256,14 @@ def _check_checkpoint(trainer: "Trainer", checkpoint: Path, is_sharded: bool) ->
         _compare_runs(checkpoint, trainer)
 
     distributed.run_on_main(check)
+
+
+def _check_scaler(trainer: "Trainer", checkpoint: Path) -> None:
+    if (checkpoint / SCALER_FILE).is_file() and trainer.accelerator.scaler is None:
+        raise CheckpointError(
+            f"{checkpoint} was trained in fp16 and holds a gradient scaler, which this run's precision does not use. Set fp16 "
+            f"as in that run, or start a new run from its export."
+        )
 
 
 def _compare_runs(checkpoint: Path, trainer: "Trainer") -> None:

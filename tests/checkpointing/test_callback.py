@@ -1,13 +1,14 @@
-"""What the callback does after saves that fail, tested without ranks."""
+"""What the callback saves, and what it does after saves that fail, tested without ranks."""
 
 import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import TrainerControl, TrainerState
 
 from hf_fsdp_recipes import ShardedCheckpointCallback, callback
-from hf_fsdp_recipes.checkpointing import layout
+from hf_fsdp_recipes.checkpointing import layout, resume, small_files
 from hf_fsdp_recipes.checkpointing.save_schedule import SaveSchedule
 from hf_fsdp_recipes.errors import CheckpointError
 
@@ -107,3 +108,29 @@ def test_failed_save_without_fsdp_is_not_completed_even_if_it_cannot_be_deleted(
     saving.end_save(*run, None, None)
     saving.on_save(*run, TrainerControl())
     assert saving._has_saved
+
+
+def test_arguments_that_a_run_changes_are_restored_once():
+    saving = ShardedCheckpointCallback(signals=False)
+    args = SimpleNamespace(save_strategy="best", save_total_limit=2)
+    saving._schedule, saving._save_total_limit = SaveSchedule(args, last_saved_step=0), 2
+    args.save_total_limit = None
+    saving._restore_arguments(args)
+    assert (args.save_strategy, args.save_total_limit) == ("best", 2)
+    args.save_strategy, args.save_total_limit = "steps", None  # the user's own changes
+    saving._restore_arguments(args)
+    assert (args.save_strategy, args.save_total_limit) == ("steps", None)
+
+
+def test_gradient_scaler_of_fp16_is_saved_and_needed_to_resume(tmp_path, monkeypatch):
+    monkeypatch.setattr(small_files.resume, "train_params", lambda *arguments: {})
+    scheduler = SimpleNamespace(state_dict=dict)
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=8.0)):
+        event = {"optimizer": SimpleNamespace(scaler=scaler), "lr_scheduler": scheduler, "model": None}
+        files = small_files.collect(None, TrainerState(), event, {}, {}, {})
+        assert ("scaler.pt" in files) == (scaler is not None)
+    (tmp_path / "scaler.pt").write_bytes(files["scaler.pt"])
+    assert torch.load(tmp_path / "scaler.pt")["scale"] == 8.0
+    resume._check_scaler(SimpleNamespace(accelerator=SimpleNamespace(scaler=scaler)), tmp_path)
+    with pytest.raises(CheckpointError, match="was trained in fp16 and holds a gradient scaler"):
+        resume._check_scaler(SimpleNamespace(accelerator=SimpleNamespace(scaler=None)), tmp_path)
