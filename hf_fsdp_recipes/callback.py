@@ -103,7 +103,9 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._is_completing = False  # whether to add manifests to the checkpoints that Trainer writes without FSDP
         self._has_saved = False  # whether Trainer has saved a checkpoint that has no manifest yet
         self._failure: Exception | None = None  # the last finished save's error; None if it succeeded
+        self._previous_best: str | None = None  # `state.best_model_checkpoint` before the last save
         self._callbacks: list[object] = []  # the trainer's callbacks and its control
+        self._resumed: Path | None = None  # the checkpoint that this run resumes from
         self._save_total_limit: int | None = None
         self._random_state: dict[str, Any] = {}
         self._model_assets: dict[str, bytes] = {}
@@ -133,18 +135,21 @@ class ShardedCheckpointCallback(TrainerCallback):
         """Claim the output directory for this run and, under FSDP, take over Trainer's saves."""
         # Trainer has not called `on_init_end` if the callback was added to an existing trainer.
         self.on_init_end(args, state, control, **kwargs)
+        self._restore_arguments(args)  # an earlier train() that was interrupted has not
         if not args.push_to_hub or self._plugin is not None:  # otherwise Trainer pushes what it saves
             self.exports.start(args)
         self._is_unsharded = self._plugin is None and unsharded.is_supported(args, state)
         self._is_completing = self._is_unsharded and args.save_strategy != "no" and not args.save_only_model
         self._lock_directory(args)
+        self._failure, self._previous_best = None, state.best_model_checkpoint
         with distributed.sync_errors():
             if self._plugin is not None:
                 check_arguments(args, self._plugin)
             # With `ignore_data_skip`, Trainer starts at the first row again, so no row can be skipped. Under FSDP the check runs
             # even then, because recipes that stream their rows also set it, after they have restored the stream's position.
-            if state.global_step > 0 and not (self._is_completing and args.ignore_data_skip):
-                resume.check_data_position(args, state)
+            is_skipping = state.global_step > 0 and not (self._is_completing and args.ignore_data_skip)
+            if is_skipping and self._resumed is not None:
+                resume.check_data_position(args, self._resumed)
             if distributed.is_main():
                 self.mirror.claim(read_run(state) or self._run, state.global_step, is_starting=False)
                 claim_directory(args.output_dir, state, self._previous_run, self._run)
@@ -152,13 +157,12 @@ class ShardedCheckpointCallback(TrainerCallback):
                 self.mirror.claim(self._run, state.global_step)
                 if self._writer is None:  # otherwise an earlier train() may still be writing
                     layout.remove_interrupted(args.output_dir)
-        end = distributed.run_on_main(lambda: find_end(args, state, self._callbacks))
+        end = distributed.run_on_main(lambda: find_end(state, self._resumed, self._callbacks))
         self.exports.is_finished = end is not None
         if end is not None:
             distributed.print_main(f"finished: {end}, so there is nothing to do")
             control.should_training_stop = True
-        # An earlier train() that was interrupted has left args.save_total_limit at None (see below); keep the limit from then.
-        self._save_total_limit = args.save_total_limit or self._save_total_limit
+        self._save_total_limit = args.save_total_limit
         if self._is_completing:
             args.save_total_limit = None  # Trainer would delete old checkpoints before the new one has its manifest
         if self._plugin is None:
@@ -195,13 +199,13 @@ class ShardedCheckpointCallback(TrainerCallback):
             return control
         failure = self._writer.failure
         if failure is not None and not isinstance(failure, DivergenceError):
-            self._record_failure(failure)
+            self._record_failure(state, failure)
         self.exports.push_checkpoint(self._writer.completed)
         self._schedule.take_flag(state, control, SaveStrategy.STEPS)
         if self._signals is not None:
             is_signaled, has_diverged = self._signals.finish_exchange(state.global_step)
             if has_diverged:
-                self._finish()  # raises on every rank
+                self._finish(state)  # raises on every rank
             if is_signaled:
                 self._schedule.request(state)
                 control.should_training_stop = True
@@ -217,9 +221,8 @@ class ShardedCheckpointCallback(TrainerCallback):
                 args.save_total_limit = None
             self._save_if_due(args, state, kwargs)
             if self._writer is not None:
-                self._finish()
-            if state.best_model_checkpoint is not None and not Path(state.best_model_checkpoint).is_dir():
-                state.best_model_checkpoint = None  # its save failed
+                self._finish(state)
+            self._check_best(args, state)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Record the random state after an evaluation, for the next save."""
@@ -247,7 +250,8 @@ class ShardedCheckpointCallback(TrainerCallback):
 
         The manifest is added later, because other callbacks may change the checkpoint in this event.
         """
-        self._has_saved = self._is_completing and distributed.is_main()
+        # Trainer also calls this after a failed save, whose directory `_discard` may have been unable to delete.
+        self._has_saved = self._is_completing and distributed.is_main() and self._failure is None
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -257,22 +261,20 @@ class ShardedCheckpointCallback(TrainerCallback):
         If the last save or upload failed, raises its error.
         """
         delete_partial()
-        if self._save_total_limit is not None:
-            args.save_total_limit = self._save_total_limit
         if self._writer is None:
             self._save_if_due(args, state, kwargs)
+            self._restore_arguments(args)
             if self.exports.directory is not None:
                 divergence.check_run(kwargs["model"], state, args.output_dir)
             self._end(kwargs)
             return
         self._save_if_due(args, state, kwargs)
-        completed = self._finish()
+        completed = self._finish(state)
         divergence.check_run(kwargs["model"], state, args.output_dir)
         self.exports.push_checkpoint(self._writer.completed)
         if not self.exports.is_finished:
             self._prune(args, state)
-        if self._schedule is not None:
-            args.save_strategy = self._schedule.strategy
+        self._restore_arguments(args)
         if self._signals is not None:
             self._signals.stop()
             if self._signals.is_stopping:
@@ -286,9 +288,13 @@ class ShardedCheckpointCallback(TrainerCallback):
         if "SHARDED" in str(getattr(self._plugin, "state_dict_type", "")):
             self.exports.save_model(trainer, Path(output_dir))
 
-    def see_trainer(self, trainer: "Trainer") -> None:
-        """When training starts, keep the callbacks, whose states are saved, and record the number and checksum of the rows."""
+    def see_trainer(self, trainer: "Trainer", checkpoint: Path | None = None) -> None:
+        """When training starts, keep the callbacks, whose states are saved, and record the number and checksum of the rows.
+
+        `checkpoint` is the one to resume from, which may be outside `output_dir`.
+        """
         self._callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+        self._resumed = checkpoint
         resume.record_rows(trainer)
 
     @property
@@ -296,8 +302,14 @@ class ShardedCheckpointCallback(TrainerCallback):
         """Whether Trainer must call `end_save` after each of its own saves."""
         return self._is_unsharded
 
-    def end_save(self, args: TrainingArguments, state: TrainerState, error: Exception | None) -> None:
-        """If Trainer's own save failed on any rank, delete what it wrote, and keep training. Collective."""
+    def end_save(
+        self, args: TrainingArguments, state: TrainerState, error: Exception | None, previous_best: str | None
+    ) -> None:
+        """If Trainer's own save failed on any rank, delete what it wrote, and keep training. Collective.
+
+        `previous_best` is `state.best_model_checkpoint` before the save.
+        """
+        self._previous_best = previous_best
         own = None if error is None else describe_failure(state.global_step, error, args.output_dir)
         reasons = list(filter(None, distributed.gather_objects(own)))
         self._failure = None
@@ -310,6 +322,15 @@ class ShardedCheckpointCallback(TrainerCallback):
         with distributed.sync_errors():
             if distributed.is_main() and self._lock is None:
                 self._lock = lock_directory(args.output_dir)
+
+    def _restore_arguments(self, args: TrainingArguments) -> None:
+        """Undo the changes to Trainer's arguments for this run, so that a later train() starts from the user's values."""
+        if args.save_total_limit is None:
+            args.save_total_limit = self._save_total_limit
+        self._save_total_limit = None
+        if self._schedule is not None:
+            args.save_strategy = self._schedule.strategy
+            self._schedule = None
 
     def _end(self, kwargs: dict[str, Any]) -> None:
         """Export, unlock the output directory, and raise a SaveError if the last save or upload failed."""
@@ -330,8 +351,9 @@ class ShardedCheckpointCallback(TrainerCallback):
 
     @clock.spending("save", after="data")
     def _save(self, step: int, args: TrainingArguments, state: TrainerState, kwargs: dict[str, Any]) -> None:
-        self._finish()
+        self._finish(state)
         assert self._writer is not None
+        self._previous_best = state.best_model_checkpoint
         if state.best_global_step is not None and state.best_global_step == step:
             state.best_model_checkpoint = str(layout.directory_for(args.output_dir, step))
         sharded = capture(kwargs["model"], kwargs["optimizer"], self._plugin)
@@ -342,8 +364,10 @@ class ShardedCheckpointCallback(TrainerCallback):
                 files = small_files.collect(args, state, kwargs, self._random_state, rank_files, self._model_assets)
             facts = resume.manifest_facts(args, state, self._callbacks)
             self._writer.save(Snapshot(step, sharded, files, facts))
+            if not self._writer.has_started:  # a synchronous save, which is complete
+                self._failure = None
         except (CheckpointError, UnexpectedError) as error:
-            self._record_failure(error)
+            self._record_failure(state, error)
 
     def _complete(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Complete the checkpoint that Trainer has just written, push it and delete old ones. Rank 0 only."""
@@ -359,10 +383,11 @@ class ShardedCheckpointCallback(TrainerCallback):
         """Delete a checkpoint that Trainer could not write completely, and record the error."""
         if distributed.is_main():
             shutil.rmtree(layout.directory_for(args.output_dir, state.global_step), ignore_errors=True)
-        self._record_failure(error)
+        self._record_failure(state, error)
 
-    def _record_failure(self, error: Exception) -> None:
+    def _record_failure(self, state: TrainerState, error: Exception) -> None:
         # Training continues: the earlier checkpoint is intact and the next save may succeed.
+        state.best_model_checkpoint = self._previous_best
         if isinstance(error, DivergenceError):
             self.mirror.wait()
             raise error
@@ -370,18 +395,31 @@ class ShardedCheckpointCallback(TrainerCallback):
             logger.warning("%s Training continues.", error)
         self._failure = error
 
-    def _finish(self) -> Path | None:
+    def _finish(self, state: TrainerState) -> Path | None:
         """Wait for the save in flight; return the last completed checkpoint, or None if the save failed."""
         assert self._writer is not None
         was_writing = self._writer.has_started
         try:
             completed = self._writer.wait()
         except CheckpointError as error:
-            self._record_failure(error)
+            self._record_failure(state, error)
             return None
         if was_writing:
             self._failure = None
         return completed
+
+    def _check_best(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Forget a best checkpoint that does not exist. If Trainer is to load it: on every rank, and with a warning."""
+        best = state.best_model_checkpoint
+
+        def find() -> str | None:
+            return best if best is not None and Path(best).is_dir() else None
+
+        state.best_model_checkpoint = distributed.run_on_main(find) if args.load_best_model_at_end else find()
+        if args.load_best_model_at_end and state.best_model_checkpoint is None and state.best_global_step is not None:
+            distributed.warn_main(
+                f"there is no checkpoint of the best step, {state.best_global_step}, so the last weights are kept"
+            )
 
     def _on_complete(self, args: TrainingArguments, state: TrainerState, checkpoint: Path) -> None:
         """Upload a complete checkpoint and delete old ones. Called from the thread that wrote it."""

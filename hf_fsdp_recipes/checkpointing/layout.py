@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 STATE_FILE = "trainer_state.json"
+SCALER_FILE = "scaler.pt"  # state of the gradient scaler; in checkpoints of fp16 runs only
 STATE_KEY = "hf_fsdp_recipes"  # key in TrainerState's `stateful_callbacks`, which Trainer saves and restores
 MODEL_DIRECTORY = "pytorch_model_fsdp_0"
 PARTS = {"model": MODEL_DIRECTORY, "optimizer": "optimizer_0"}  # directories of DCP files, in the order of writing
@@ -75,12 +76,6 @@ def incomplete_directory_for(output_dir: str | os.PathLike[str], step: int) -> P
 def download_directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
     """Return the path to which a step's checkpoint is downloaded. It is renamed when complete; a partial download is not."""
     return Path(output_dir) / f".checkpoint-{step}.download"
-
-
-def find_resumed(output_dir: str | os.PathLike[str], step: int) -> Path:
-    """Return the directory from which a run resumes at a step: a complete checkpoint, or else a partial download."""
-    final = directory_for(output_dir, step)
-    return final if final.is_dir() else download_directory_for(output_dir, step)
 
 
 def checksum(file: Path) -> str:

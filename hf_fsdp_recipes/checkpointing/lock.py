@@ -43,15 +43,20 @@ def lock_directory(output_dir: str | os.PathLike[str], wait_seconds: float = 60.
 
 
 def check_lock(output_dir: str | os.PathLike[str]) -> None:
-    """Raise a RecipeError if another run has taken over this process's lock of a directory. Not a collective."""
+    """Raise a RecipeError if this process has lost its lock of a directory, for example to another run. Not a collective."""
     lock = _locks.get(Path(output_dir).absolute())
     if lock is None or not lock.is_locked:
         return
     owner = lock.owner
-    if lock.compromise is not None or (owner is not None and owner.token != lock.token):
+    if owner is not None and owner.token != lock.token:
         raise RecipeError(
             f"{output_dir} was taken over by {_describe_owner(lock)}, because this process stalled for {STALE_SECONDS:.0f} s. "
             f"This run ends; let the other one continue."
+        )
+    if lock.compromise is not None:  # the file was deleted, or could not be updated
+        raise RecipeError(
+            f"the lock of {output_dir} was lost ({lock.compromise.reason}), so another run could start in it. This run ends; "
+            f"start the same command again."
         )
 
 

@@ -21,6 +21,7 @@ from hf_fsdp_recipes import distributed
 EXIT_PREEMPTED = 85  # exit status of a run that a signal stopped after a checkpoint; the same command continues it
 PR_SET_PDEATHSIG = 1  # prctl(2), linux/prctl.h
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_AT_IMPORT = os.getpid(), os.getppid()  # this process and the launcher that started it
 
 
 class SignalWatch:
@@ -107,9 +108,11 @@ def _end_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    parent = os.getppid()
+    process, parent = _AT_IMPORT
+    if process != os.getpid():  # forked since
+        parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent or parent == 1:
+    if os.getppid() != parent:  # it died before the call; a launcher in a container may itself be process 1
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -24,7 +24,7 @@ from hf_fsdp_recipes.checkpointing.dcp_metadata import (
     read_dcp_metadata,
     stored_tensors,
 )
-from hf_fsdp_recipes.checkpointing.layout import PARTS, find_resumed
+from hf_fsdp_recipes.checkpointing.layout import PARTS, SCALER_FILE
 from hf_fsdp_recipes.checkpointing.run_end import PATIENCE, read_patience
 from hf_fsdp_recipes.checkpointing.run_identity import read_run
 from hf_fsdp_recipes.checkpointing.run_inputs import checksum_weights, describe_rows
@@ -199,10 +199,9 @@ def _check_optimizer(params: dict[str, Any], checkpoint: Path) -> None:
         )
 
 
-def check_data_position(args: "TrainingArguments", state: "TrainerState") -> None:
+def check_data_position(args: "TrainingArguments", checkpoint: Path) -> None:
     """Raise a CheckpointError if a resumed run would skip or repeat rows, because its global batch size has changed."""
-    checkpoint = find_resumed(args.output_dir, state.global_step)
-    params = _read_batch_facts(checkpoint) if checkpoint.is_dir() else None
+    params = _read_batch_facts(checkpoint)
     if params is None:
         return
     _check_optimizer(params, checkpoint)
@@ -234,6 +233,7 @@ def _check_checkpoint(trainer: "Trainer", checkpoint: Path, is_sharded: bool) ->
     check_once(checkpoint)
     with distributed.sync_errors():
         check_small_files(checkpoint)
+        _check_scaler(trainer, checkpoint)
         record_rows(trainer)
     model: Any = trainer.model
     if not trainer.is_fsdp_enabled:  # without FSDP, Trainer itself compares the model's tensors when it loads them
@@ -256,6 +256,14 @@ def _check_checkpoint(trainer: "Trainer", checkpoint: Path, is_sharded: bool) ->
         _compare_runs(checkpoint, trainer)
 
     distributed.run_on_main(check)
+
+
+def _check_scaler(trainer: "Trainer", checkpoint: Path) -> None:
+    if (checkpoint / SCALER_FILE).is_file() and trainer.accelerator.scaler is None:
+        raise CheckpointError(
+            f"{checkpoint} was trained in fp16 and holds a gradient scaler, which this run's precision does not use. Set fp16 "
+            f"as in that run, or start a new run from its export."
+        )
 
 
 def _compare_runs(checkpoint: Path, trainer: "Trainer") -> None:

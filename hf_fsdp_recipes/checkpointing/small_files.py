@@ -38,6 +38,9 @@ def collect(
         trainer_state = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
         files |= assets
         files["scheduler.pt"] = _dump(event["lr_scheduler"].state_dict())
+        scaler = getattr(event["optimizer"], "scaler", None)  # Accelerate's, if the run trains in fp16
+        if scaler is not None:
+            files[layout.SCALER_FILE] = _dump(scaler.state_dict())
         files[layout.STATE_FILE] = trainer_state.encode()
         files[resume.PARAMS_FILE] = format_params(args, event["model"])
     return files

@@ -106,7 +106,7 @@ def check_small_files(checkpoint: Path) -> None:
     from transformers import PreTrainedConfig, TrainerState
     from transformers.trainer_pt_utils import safe_globals
 
-    tensors = ("scheduler.pt", "scaler.pt", "rng_state.pth", f"rng_state_{distributed.rank()}.pth")
+    tensors = ("scheduler.pt", layout.SCALER_FILE, "rng_state.pth", f"rng_state_{distributed.rank()}.pth")
     readers: dict[str, Any] = dict.fromkeys(tensors, read_tensor_file)
     readers["optimizer.pt"] = functools.partial(read_tensor_file, mmap=True)  # does not read the tensors yet
     readers |= {file.name: functools.partial(safe_open, framework="pt") for file in checkpoint.glob("*.safetensors")}

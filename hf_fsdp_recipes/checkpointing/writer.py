@@ -7,6 +7,7 @@ One save is in flight at a time; if it fails, the next call of `save` or `wait` 
 """
 
 import contextlib
+import functools
 import logging
 import shutil
 import threading
@@ -109,10 +110,8 @@ class Writer:
             state = dict(snapshot.state)
             self._copies = CopyStream(state)
             self._copies.wait_for_training()
-            self._thread = threading.Thread(
-                target=self._stage_and_write, args=(replace(snapshot, state={}), state), name="checkpoint-writer"
-            )
-            self._thread.start()
+            write = functools.partial(self._stage_and_write, replace(snapshot, state={}), state)
+            self._thread = _start_thread(write, "checkpoint-writer")
         else:
             self._write_guarded(snapshot, snapshot.state.__getitem__)
             self.wait()
@@ -182,8 +181,7 @@ class Writer:
     def _stage_and_write(self, snapshot: Snapshot, state: dict[str, State]) -> None:
         assert self._copies is not None
         staged: dict[str, Future[StagedState]] = {part: Future() for part in PARTS}
-        stager = threading.Thread(target=self._stage_all, args=(state, staged, self._copies), name="checkpoint-stager")
-        stager.start()
+        stager = _start_thread(functools.partial(self._stage_all, state, staged, self._copies), "checkpoint-stager")
 
         def wait_for(part: str) -> State:
             copied, is_copied = staged[part].result()
@@ -194,7 +192,8 @@ class Writer:
         try:
             self._write_guarded(snapshot, wait_for, self._copies)
         finally:
-            stager.join()
+            if stager is not None:
+                stager.join()
             self._is_staged.set()
 
     def _write_guarded(
@@ -226,6 +225,8 @@ class Writer:
         directory = layout.incomplete_directory_for(self.output_dir, snapshot.step)
         names = list(snapshot.small_files)
         entries: dict[str, Any] = {}
+        with _sync_errors(self._group):
+            _check_directory(directory)
         for part, folder in PARTS.items():
             with _sync_errors(self._group):
                 state = state_of(part)
@@ -282,6 +283,28 @@ class Writer:
         return {f"{directory.name}/{name}": entry for name, entry in writer.manifest_entries.items()}
 
 
+def _check_directory(directory: Path) -> None:
+    """Raise a CheckpointError if this rank does not see the directory that rank 0 has created."""
+    with contextlib.suppress(FileNotFoundError):
+        list(directory.parent.iterdir())  # makes NFS look for directories that another node has created
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory} is missing on rank {distributed.rank()}. Mount the same output_dir on every node."
+        )
+
+
+def _start_thread(work: Callable[[], None], name: str) -> threading.Thread | None:
+    """Start `work` in a thread and return the thread. If the system allows no more threads, do the work first and return None."""
+    thread = threading.Thread(target=work, name=name)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        logger.warning("training waits for the save, because no thread could be started for it: %s", error)
+        work()
+        return None
+    return thread
+
+
 @contextlib.contextmanager
 def _sync_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Like `distributed.sync_errors`, but errors other than a RecipeError become a CheckpointError with the cause. Collective."""
@@ -297,8 +320,8 @@ def _sync_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
 def describe_failure(step: int, error: BaseException, output_dir: str | Path) -> str:
     """Return a message that says why a checkpoint was not written, and what to do."""
     return (
-        f"the checkpoint of step {step} was not written: {_cause(error)}. Earlier checkpoints are intact. Check free space "
-        f"and permissions of {output_dir}."
+        f"the checkpoint of step {step} was not written: {_cause(error).removesuffix('.')}. Earlier checkpoints are "
+        f"intact. Check free space and permissions of {output_dir}."
     )
 
 

@@ -27,7 +27,7 @@ def register_resume_check(check: ResumeCheck) -> None:
     "transformers.trainer.Trainer._prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint)",
     changes="A checkpoint is checked before the model is sharded, and DCP's errors become one CheckpointError. Training after an "
     "evaluation under FSDP1 is refused, and so are settings that Trainer cannot apply to a model that transformers has sharded. "
-    "Callbacks with a method `see_trainer` get the trainer.",
+    "Callbacks with a method `see_trainer` get the trainer and the checkpoint to resume from.",
     reason="Trainer loads whatever matches by name, so resuming a larger model's checkpoint raises no error. A callback that "
     "saves checkpoints also saves the states of the other callbacks, for which it needs the trainer.",
     upstream="to file: resuming a sharded checkpoint of another model is not refused",
@@ -43,11 +43,12 @@ def _check_then_prepare(
             "train() was called after evaluate(), which sharded the model without an optimizer under FSDP1. Call train() first, "
             "or set eval_on_start to evaluate before the first step."
         )
-    if resume_from_checkpoint is not None and _check is not None and self.is_fsdp_enabled:
-        _check(self, Path(resume_from_checkpoint), False)
+    checkpoint = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
+    if checkpoint is not None and _check is not None and self.is_fsdp_enabled:
+        _check(self, checkpoint, False)
     for callback in self.callback_handler.callbacks:
         if hasattr(callback, "see_trainer"):
-            callback.see_trainer(self)
+            callback.see_trainer(self, checkpoint)
     try:
         return original(self, max_steps, train_dataloader, resume_from_checkpoint)
     except CheckpointException as error:  # a BaseException; the same on every rank
@@ -143,7 +144,7 @@ def _pass_on_failed_save(original: Any, self: Any, model: Any, trial: Any) -> No
     handlers = [one for one in self.callback_handler.callbacks if getattr(one, "handles_failed_saves", False)]
     if not handlers:
         return original(self, model, trial)
-    save_model, failures = self.save_model, []
+    save_model, failures, previous_best = self.save_model, [], self.state.best_model_checkpoint
 
     def save_model_first(*args: Any, **kwargs: Any) -> None:
         try:
@@ -158,7 +159,7 @@ def _pass_on_failed_save(original: Any, self: Any, model: Any, trial: Any) -> No
         failures.append(error)
     finally:
         del self.save_model
-    handlers[0].end_save(self.args, self.state, failures[0] if failures else None)
+    handlers[0].end_save(self.args, self.state, failures[0] if failures else None, previous_best)
 
 
 @_patch(

@@ -72,6 +72,38 @@ def test_interrupted_and_damaged_saves_are_not_resumed_from_and_old_checkpoints_
     assert {"random_states_0.pkl", "random_states_1.pkl", "optimizer_0/.metadata"} <= manifest["files"].keys()
 
 
+def fill_the_disk_of_rank_0(model, output_dir):
+    """Save step 1, then fail to save the model's file of step 2."""
+    from hf_fsdp_recipes import distributed, save_checkpoint
+    from hf_fsdp_recipes.errors import RecipeError
+
+    accelerator, _, _ = prepare(model)
+    save_checkpoint(accelerator, output_dir, 1)
+    save = torch.save
+
+    def fail(value, file, *arguments, **keywords):
+        if "pytorch_model_fsdp" in str(file):
+            raise OSError(28, "No space left on device", str(file))
+        save(value, file, *arguments, **keywords)
+
+    torch.save = fail
+    try:
+        save_checkpoint(accelerator, output_dir, 2)
+    except RecipeError as error:
+        distributed.barrier()
+        return str(error), torch.save is fail, sorted(path.name for path in output_dir.iterdir())
+    return None
+
+
+def test_full_disk_of_one_rank_does_not_hang_a_full_state_dict(tiny_model, tmp_path):
+    environment = fsdp_environment(FSDP2 | {"fsdp_state_dict_type": "FULL_STATE_DICT"})
+    results = run_ranks(fill_the_disk_of_rank_0, 2, tiny_model("llama"), tmp_path, environment=environment)
+    assert results[0] == results[1]
+    message, is_restored, names = results[0]
+    assert "pytorch_model_fsdp.bin: No space left on device" in message
+    assert is_restored and names == ["checkpoint-1"]
+
+
 def name_automatically(output_dir):
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration

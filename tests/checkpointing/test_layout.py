@@ -191,7 +191,6 @@ def test_retention_does_not_count_incomplete_checkpoints(tmp_path):
 
 def test_part_of_a_checkpoint_that_was_downloaded_is_resumed_from_and_never_counts(tmp_path):
     part = make(tmp_path, 5).rename(layout.download_directory_for(tmp_path, 5))
-    assert layout.find_resumed(tmp_path, 5) == part
     assert layout.list_checkpoints(tmp_path) == [] and latest_checkpoint(tmp_path) is None
     with pytest.raises(CheckpointError, match="is not a complete checkpoint directory"):
         check_named(part)
@@ -264,13 +263,27 @@ def test_lock_of_a_dead_node_is_taken_over_and_a_living_run_keeps_its_own(tmp_pa
         lock.check_lock(tmp_path)
     time.sleep(2)
     file.unlink()
-    with pytest.raises(RecipeError):  # the lock stays lost when its file is gone
+    with pytest.raises(
+        RecipeError, match=r"the lock of .* was lost \(owner-changed\), so"
+    ):  # even when its file is gone
         lock.check_lock(tmp_path)
     own.release()
     file.write_text(dead)  # the lock of a node that has died
     started = time.monotonic()
     lock_directory(tmp_path, wait_seconds=10).release()
     assert 2 <= time.monotonic() - started < 8
+
+
+def test_run_whose_lock_file_was_deleted_is_not_told_of_another_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "STALE_SECONDS", 1)
+    own = lock_directory(tmp_path)
+    (tmp_path / lock.LOCK_FILE).unlink()
+    deadline = time.monotonic() + 10
+    while own.compromise is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    with pytest.raises(RecipeError, match=r"the lock of .* was lost \(marker-missing\), so another run could start"):
+        lock.check_lock(tmp_path)
+    own.release()
 
 
 def test_unwritable_directory_is_one_error(tmp_path):

@@ -233,6 +233,22 @@ def test_resume_that_would_skip_rows_is_refused(tiny_model, text_file, tmp_path)
     assert "is not a multiple of" in errors[0][1]
 
 
+def _resume_elsewhere(model, data, output, checkpoint):
+    from hf_fsdp_recipes import ShardedCheckpointCallback
+
+    keywords = {"per_device_train_batch_size": 3, "callbacks": [ShardedCheckpointCallback()]}
+    build(str(model), str(data), str(output), **keywords).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_resume_into_another_directory_that_would_skip_rows_is_refused(tiny_model, text_file, run, tmp_path):
+    errors = run_ranks(
+        _resume_elsewhere, 2, tiny_model("llama"), text_file, tmp_path, run / "checkpoint-2",
+        environment=fsdp_environment(FSDP2), expect_failure=True,
+    )  # fmt: skip
+    assert errors[0] == errors[1]
+    assert "was trained with 2 rows per optimizer step, but this run has 6" in errors[0][1]
+
+
 def _signalled(model, data, output, number, at_step, only_rank):
     from transformers import TrainerCallback
 

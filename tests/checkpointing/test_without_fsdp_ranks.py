@@ -93,6 +93,19 @@ def test_checkpoint_of_another_model_is_refused(tiny_model, changed_model, text_
         assert text in error
 
 
+def _train_twice(model, data, output):
+    """Train with a limit of one checkpoint, then again without a limit; return the checkpoints of the second run."""
+    trainer = _run(model, data, output, steps=4, save_total_limit=1)
+    trainer.args.save_total_limit = None
+    trainer.train()
+    return sorted(path.name for path in output.glob("checkpoint-*") if "aside" not in path.name)
+
+
+def test_limit_that_was_removed_between_two_runs_deletes_nothing(tiny_model, text_file, tmp_path):
+    (names,) = run_ranks(_train_twice, 1, tiny_model("llama"), text_file, tmp_path, environment=ENVIRONMENT)
+    assert names == ["checkpoint-2", "checkpoint-4"]
+
+
 def _change_optimizer(model, data, output, optims):
     """Resume a run with other optimizers; return the errors."""
     _run(model, data, output, steps=2, optim="adamw_torch")
