@@ -125,6 +125,7 @@ def write_marker(directory: Path, checksums: Iterable[dict[str, Checksums]]) -> 
     """Write the marker that lists all files, then flush everything to disk. Rank 0 only, when the files are complete.
 
     `checksums` has each rank's checksums of the weights. This function computes the checksums of the other files.
+    Raises an ExportError if a part of the weights was not written, or written twice.
     """
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     parts = list(checksums)
@@ -132,6 +133,15 @@ def write_marker(directory: Path, checksums: Iterable[dict[str, Checksums]]) -> 
     for path in files:
         name, num_bytes = path.relative_to(directory).as_posix(), path.stat().st_size
         ranges = sorted(found for part in parts for found in part.get(name, []))
+        end = 0
+        for start, length, _ in [*ranges, (num_bytes, 0, "")] if ranges else []:
+            if start != end:
+                state = "were not written" if start > end else "were written twice"
+                first, last = sorted((start, end))
+                raise ExportError(
+                    f"{path}: bytes {first:,} to {last:,} {state}. Export again on other ranks, and report this."
+                )
+            end = start + length
         ranges = ranges or [(0, num_bytes, xxhash.xxh3_64_hexdigest(path.read_bytes()))]
         entries[name] = {"bytes": num_bytes, "xxh3": ranges}
     (directory / MARKER).write_text(json.dumps({"format": MARKER_FORMAT, "files": entries}) + "\n")

@@ -46,6 +46,7 @@ BaseWeights = tuple[SafetensorsIndex, dict[str, list[TensorRange]]]
 ModelName = str | os.PathLike[str] | None
 
 
+@distributed.ignore_launcher()
 def export_checkpoint(
     checkpoint_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+@distributed.ignore_launcher()
 def export_model(
     model: torch.nn.Module,
     output_dir: str | os.PathLike[str],
@@ -93,6 +94,7 @@ def export_model(
     return write_export(directory, describe, max_shard_size, method, prepare, use_free_name=use_free_name)
 
 
+@distributed.ignore_launcher()
 def check_export(
     model: torch.nn.Module,
     output_dir: str | os.PathLike[str],

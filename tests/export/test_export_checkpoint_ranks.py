@@ -328,6 +328,23 @@ def test_plain_folder_of_distcp_files_with_train_params_is_exported(checkpoint, 
         assert result.exit_code == 0, result.exception
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_command_in_the_environment_of_a_launcher_exports_everything(checkpoint, tmp_path, monkeypatch, rank):
+    """In a Kubernetes pod of a PyTorchJob, every command has the variables of the job's ranks."""
+    from typer.testing import CliRunner
+
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.cli import app
+
+    export_checkpoint(checkpoint, tmp_path / "expected")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    result = CliRunner().invoke(app, ["export", str(checkpoint), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.exception
+    assert same_tensors(tmp_path / "expected", tmp_path / "out")
+    assert (os.environ["WORLD_SIZE"], os.environ["RANK"]) == ("2", rank)
+
+
 def _grow_and_save(model, data, output):
     from hf_fsdp_recipes import ShardedCheckpointCallback, export_model
 

@@ -258,6 +258,22 @@ def test_parts_cover_every_range_once(tmp_path, num_parts, monkeypatch):
     assert sorted(read) == [start for start, _, _ in ranges]
 
 
+@pytest.mark.parametrize(
+    ("starts", "words"),
+    [
+        ([0, 20], "bytes 10 to 20 were not written"),
+        ([10, 20], "bytes 0 to 10 were not written"),
+        ([0, 10], "bytes 20 to 30 were not written"),
+        ([0, 10, 10, 20], "bytes 10 to 20 were written twice"),
+    ],
+)
+def test_weights_that_are_not_written_exactly_once_are_no_export(tmp_path, starts, words):
+    (tmp_path / "model.safetensors").write_bytes(bytes(30))
+    with pytest.raises(ExportError, match=words):
+        export_directory.write_marker(tmp_path, [{"model.safetensors": [(start, 10, "") for start in starts]}])
+    assert not (tmp_path / MARKER).exists()
+
+
 def test_hidden_files_are_not_weights(tmp_path):
     (tmp_path / "._model.safetensors").write_bytes(b"\x00\x05\x16\x07")
     assert not has_weights(tmp_path)

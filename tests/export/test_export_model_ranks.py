@@ -93,6 +93,28 @@ def exported(request, tiny_model, text_file, tmp_path_factory):
     return export(tiny_model("llama"), text_file, output, environment=fsdp_environment(request.param), exports=EXPORTS)
 
 
+def _export_after_evaluation(model, data, output):
+    from hf_fsdp_recipes import export_model
+
+    trainer = build(str(model), str(data), str(output), steps=1, bf16=True, eval_strategy="steps")
+    trainer.train()
+    trainer.evaluate()  # without a backward pass, FSDP2 leaves the root's parameters gathered in bfloat16
+    export_model(trainer.model, output / "export")
+    state = whole_state(trainer)
+    if trainer.accelerator.is_main_process:
+        torch.save(state, output / "state.pt")
+
+
+def test_export_after_an_evaluation_has_the_weights_that_are_trained(tiny_model, text_file, tmp_path):
+    environment = fsdp_environment(FSDP2, precision="bf16")
+    run_ranks(_export_after_evaluation, 2, tiny_model("llama"), text_file, tmp_path, environment=environment)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert exported.keys() == state.keys()
+    for name, tensor in state.items():
+        assert tensor.dtype == torch.float32 and torch.equal(exported[name], tensor), name
+
+
 def test_link_as_a_target_stays_and_its_directory_is_filled(tiny_model, text_file, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "target")
     _, state = export(tiny_model("llama"), text_file, tmp_path, exports={"link": {}})
