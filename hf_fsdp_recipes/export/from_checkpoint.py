@@ -214,6 +214,13 @@ def _describe_model(
             f"the checkpoint does not match {name}: missing {missing[:3]}, unexpected {unexpected[:3]}, wrong shape "
             f"{mismatched[:3]}. Pass the trained model as base_model (--base-model)."
         )
+    for key, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        both = [tensors[name] for name in (key, source) if name in tensors]
+        if distributed.is_main() and len(both) == 2 and not _is_equal(*both):
+            raise ExportError(
+                f"the checkpoint has a {key} of its own, but in {name} it is tied to {source}. Pass the trained model as "
+                f"base_model (--base-model)."
+            )
     shards = []
     written_shapes = {key: tensors[key].shape for key in state if key in tensors and key not in tied}
     for number, (key, parts) in enumerate(split_parameters(model, written_shapes).items()):
@@ -222,6 +229,16 @@ def _describe_model(
         written = written_dtype(tensor.dtype, dtype)
         shards.append(ShardExport(key, tensor.shape, tensor.dtype, 0, count, parts, written, tensor.read))
     return ExportPlan(shards, model, MODEL_PATTERN, _model_assets(model, tokenizer_directory or name), Path(name))
+
+
+def _is_equal(one: DcpTensor, other: DcpTensor) -> bool:
+    """Return whether two tensors of one shape hold the same bytes. Reads both in chunks, until a byte differs."""
+    count, step = math.prod(one.shape), 4 * 1024**2
+    parts = ((start, min(step, count - start)) for start in range(0, count, step))
+    return all(
+        torch.equal(one.read(*part).view(torch.uint8), other.read(*part).view(torch.uint8))  # NaN differs from NaN
+        for part in parts
+    )
 
 
 def _model_assets(model: "PreTrainedModel", tokenizer: str | Path) -> Callable[[Path, FilePlan], None]:
@@ -290,7 +307,7 @@ def _describe_merged(
     tokenizer_directory: Path | None,
 ) -> ExportPlan:
     index, ranges = base
-    adapter.check_fits({key: tuple(value.shape) for key, value in model.state_dict().items()})
+    adapter.check_fits(model)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     shards = []
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items() if key not in tied}
@@ -299,8 +316,8 @@ def _describe_merged(
             raise ExportError(
                 f"the base model {name} lacks {key}. Pass the base model that the adapter was trained on."
             )
-        stored = ranges[key][0].tensor if key in ranges else next(iter(index.tensors))
-        shape, held = shapes[key], index.tensors[stored].dtype
+        shape = shapes[key]
+        held = index.tensors[ranges[key][0].tensor].dtype if key in ranges else adapter.copy_dtype(key)
 
         def read_base(start: int, count: int, key: str = key, held: torch.dtype = held) -> torch.Tensor:
             values = torch.empty(count, dtype=held)

@@ -51,6 +51,34 @@ def test_classifiers_labels_and_padding_survive_a_merge(classifier, adapter, tmp
             torch.testing.assert_close(model(ids).logits, expected)
 
 
+def test_new_head_is_merged_even_if_the_bases_first_tensor_holds_integers(classifier, adapter, tiny_model, tmp_path):
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForSequenceClassification
+
+    base = shutil.copytree(tiny_model("llama"), tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.arange(4)}  # such names are ignored
+    save_file(buffer | weights, base / "model.safetensors", {"format": "pt"})
+    merged = export_checkpoint(adapter, tmp_path / "merged", base_model=base, merge_adapter=True)
+    head = AutoModelForSequenceClassification.from_pretrained(merged).score.weight
+    assert torch.equal(head, classifier.base_model.model.score.modules_to_save["default"].weight)
+
+
+def test_adapter_that_is_not_lora_is_exported(tiny_model, tmp_path):
+    from peft import IA3Config, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model("llama")), config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn_like(parameter)
+        tokens = torch.arange(12)[None]
+        loaded = load_export(export_model(model, tmp_path / "adapter"))
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
+
+
 def test_adapter_of_another_program_keeps_the_base_models_fields(adapter, tmp_path):
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert set(config["auto_mapping"]) == {"base_model_class", "parent_library", *HEAD}
