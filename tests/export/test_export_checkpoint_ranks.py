@@ -360,6 +360,23 @@ def test_head_of_its_own_is_not_lost_to_a_base_model_with_a_tied_head(checkpoint
         export_checkpoint(checkpoint, tmp_path / "out", base_model=base)
 
 
+def test_checkpoint_and_its_export_keep_several_chat_templates(checkpoint, tmp_path):
+    from transformers import AutoTokenizer
+
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.export import model_assets
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / "chat_template.jinja").unlink()
+    for name, content in model_assets.collect(torch.nn.Module(), tokenizer).items():
+        (checkpoint / name).write_bytes(content)
+    for place in (checkpoint, export_checkpoint(checkpoint, tmp_path / "out")):
+        assert AutoTokenizer.from_pretrained(place).chat_template == tokenizer.chat_template
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").is_file()
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_command_in_the_environment_of_a_launcher_exports_everything(checkpoint, tmp_path, monkeypatch, rank):
     """In a Kubernetes pod of a PyTorchJob, every command has the variables of the job's ranks."""
