@@ -3,17 +3,18 @@
 Source: peft 0.21 `utils/save_and_load.py` (tensor names).
 """
 
+import contextlib
 import copy
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_fsdp_recipes import parameter_names
+from hf_fsdp_recipes import distributed, parameter_names
 from hf_fsdp_recipes.errors import ExportError, LoadError, summarize
 from hf_fsdp_recipes.loading.read_ranges import as_bytes
 from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, read_header
@@ -62,6 +63,30 @@ def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[st
             f"cannot be exported. Please report this with the adapter's config."
         )
     return found
+
+
+def warn_of_new_embeddings(base: Any, stored: Iterable[str]) -> None:
+    """Log a warning on rank 0 if the base model has more or fewer embeddings than on disk, and the adapter does not hold them."""
+    from transformers import AutoConfig
+
+    config, before = base.config, None
+    with contextlib.suppress(OSError, ValueError):
+        revision = getattr(config, "_commit_hash", None)
+        options = {"revision": revision, "local_files_only": True, "trust_remote_code": False}
+        before = getattr(
+            AutoConfig.from_pretrained(config.name_or_path, **options).get_text_config(), "vocab_size", None
+        )
+    now = getattr(config.get_text_config(), "vocab_size", None)
+    embeddings = base.get_input_embeddings()
+    names = (
+        parameter_names.without_wrappers(f"{name}.")[:-1] for name, one in base.named_modules() if one is embeddings
+    )
+    name = next(names, "the embeddings")
+    if before is not None and now != before and not any(f".{name}." in other for other in stored):
+        distributed.warn_main(
+            f"the model has {now:,} embeddings and {config.name_or_path} has {before:,}, but {name} is not in modules_to_save, so "
+            f"the exported adapter does not hold the new embeddings. Export the merged model as well, or save {name}."
+        )
 
 
 def _named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

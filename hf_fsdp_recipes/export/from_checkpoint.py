@@ -4,6 +4,7 @@ The checkpoint's tensors are matched by name with the parameters of a model on m
 checkpoint becomes an adapter, or a merged model whose base weights are read chunk by chunk from the base model's files.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -249,6 +250,22 @@ def _model_assets(model: "PreTrainedModel", tokenizer: str | Path) -> Callable[[
     return write
 
 
+def _check_tokenizer(trained: Path, model: Any, base: str) -> None:
+    """Raise an ExportError if a merged model would lack embeddings for tokens that were added to its tokenizer for training."""
+    from transformers import AutoTokenizer
+
+    num_tokens, num_rows = 0, model.get_input_embeddings().weight.shape[0]
+    with contextlib.suppress(OSError, ValueError):
+        num_tokens = len(AutoTokenizer.from_pretrained(trained, trust_remote_code=False))
+        if num_tokens > num_rows:
+            num_rows = max(num_rows, len(AutoTokenizer.from_pretrained(base, trust_remote_code=False)))
+    if num_tokens > num_rows:
+        raise ExportError(
+            f"{trained} has a tokenizer of {num_tokens:,} tokens, but the base model {base} has {num_rows:,} embeddings. Pass a "
+            f"base model with the added embeddings, or merge the model in training with export_model."
+        )
+
+
 def _copy_tokenizer(name: str | Path, directory: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -308,6 +325,8 @@ def _describe_merged(
 ) -> ExportPlan:
     index, ranges = base
     adapter.check_fits(model)
+    if tokenizer_directory is not None:
+        _check_tokenizer(tokenizer_directory, model, name)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     shards = []
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items() if key not in tied}

@@ -145,6 +145,7 @@ def _describe(
     is_adapter = has_adapter(model) and merger is None
     if is_adapter:
         stored_names = adapter_files.stored_names(model, slices)
+        adapter_files.warn_of_new_embeddings(base, stored_names)
         shards = [
             _shard(slices[name], [full_range(stored, slices[name].shape)], dtype)
             for stored, name in stored_names.items()

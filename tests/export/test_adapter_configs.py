@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_fsdp_recipes import export_checkpoint, export_model, load_model
-from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.errors import ExportError, LoadError
 from hf_fsdp_recipes.export import from_checkpoint
 from hf_fsdp_recipes.export.load_export import load_export
 
@@ -77,6 +77,22 @@ def test_adapter_that_is_not_lora_is_exported(tiny_model, tmp_path):
         tokens = torch.arange(12)[None]
         loaded = load_export(export_model(model, tmp_path / "adapter"))
         torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("saved", [None, ["embed_tokens", "lm_head"]])
+def test_adapter_without_its_models_new_embeddings_is_named_and_not_merged(tiny_model, tmp_path, caplog, saved):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base, tokenizer = (kind.from_pretrained(tiny_model("llama")) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    tokenizer.add_tokens([f"<|{number}|>" for number in range(40)])
+    base.resize_token_embeddings(len(tokenizer))
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved))
+    adapter = export_model(model, tmp_path / "adapter", tokenizer=tokenizer)
+    assert ("has 307, but model.embed_tokens is not in modules_to_save" in caplog.text) == (saved is None)
+    words = "or has them in another shape" if saved else rf"a tokenizer of {len(tokenizer)} tokens, but the base model"
+    with pytest.raises(ExportError, match=words):
+        export_checkpoint(adapter, tmp_path / "merged", merge_adapter=True)
 
 
 def test_adapter_of_another_program_keeps_the_base_models_fields(adapter, tmp_path):
