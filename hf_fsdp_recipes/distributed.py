@@ -47,6 +47,20 @@ def is_main() -> bool:
     return rank() == 0
 
 
+@contextlib.contextmanager
+def ignore_launcher() -> Iterator[None]:
+    """Without a process group, count this process as the only one, whatever the launcher's variables say.
+
+    Kubernetes sets these variables for every command in a pod.
+    """
+    names = () if is_distributed() else ("RANK", "WORLD_SIZE")
+    removed = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(removed)
+
+
 def node_id() -> str:
     """Return a string that is the same on all ranks of a node and differs between nodes."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")  # Linux only

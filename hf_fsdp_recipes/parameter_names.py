@@ -10,6 +10,7 @@ _PEFT_PREFIX = "base_model.model."
 _PEFT_BASE = re.compile(r"(\.base_layer)+\.")  # repeated if PEFT adapts several parameters of a module
 _PEFT_SAVED_MODULE = re.compile(r"\.(modules_to_save\.[^.]+|original_module)\.")
 _ADAPTER = re.compile(r"\.(lora_|modules_to_save\.|trainable_tokens_|ia3_|oft_|boft_|hada_|lokr_|vera_)")
+_ADAPTER_NAME = re.compile(_ADAPTER.pattern + r"(?:(?<=\.)|[^.]*\.)([^.]+)")
 
 
 def without_wrappers(name: str) -> str:
@@ -34,6 +35,13 @@ def in_base_model(name: str) -> str:
     return name
 
 
+def adapter_of(name: str) -> str | None:
+    """Return the name of the adapter that a parameter belongs to, or None if PEFT did not add it."""
+    found = _ADAPTER_NAME.search(name) if is_adapter(name) else None
+    return found.group(2) if found else None
+
+
 def without_adapter_name(name: str, adapter_name: str) -> str:
     """Return an adapter tensor's name as in PEFT's files, which omit the adapter's name."""
-    return name.replace(f".modules_to_save.{adapter_name}.", ".").replace(f".{adapter_name}.", ".")
+    name = name.replace(f".modules_to_save.{adapter_name}.", ".").replace(f".{adapter_name}.", ".")
+    return name.removesuffix(f".{adapter_name}")

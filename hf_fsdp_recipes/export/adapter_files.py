@@ -3,17 +3,18 @@
 Source: peft 0.21 `utils/save_and_load.py` (tensor names).
 """
 
+import contextlib
 import copy
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_fsdp_recipes import parameter_names
+from hf_fsdp_recipes import distributed, parameter_names
 from hf_fsdp_recipes.errors import ExportError, LoadError, summarize
 from hf_fsdp_recipes.loading.read_ranges import as_bytes
 from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, read_header
@@ -33,7 +34,7 @@ HEAD_WEIGHT = re.compile(r"\.(score|classifier)\.(?!original_module).*weight$") 
 
 
 def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[str, str]:
-    """Map the adapter's parameters to their names in `adapter_model.safetensors`.
+    """Map the names in `adapter_model.safetensors` to the adapter's parameters. PEFT stores tied parameters under both names.
 
     Raises an ExportError if PEFT lists no tensors, or tensors that are not parameters of the model.
     """
@@ -43,13 +44,17 @@ def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[st
     assert peft_model is not None
     meta = {name: torch.empty(piece.shape, device="meta") for name, piece in slices.items()}
     by_identity = {id(tensor): name for name, tensor in meta.items()}
+    listed = {id(tensor): name for name, tensor in _named_parameters(model) if name in meta}
+    for name, tensor in _named_parameters(model):
+        if id(tensor) in listed:  # PEFT asks for each name of tied parameters, and `slices` has one
+            meta.setdefault(name, meta[listed[id(tensor)]])
     kept = get_peft_model_state_dict(
         _without_wrappers(model, peft_model),
         state_dict=meta,
         adapter_name=active_adapter(peft_model),
         save_embedding_layers=False,
     )
-    found = {by_identity[id(tensor)]: stored for stored, tensor in kept.items() if id(tensor) in by_identity}
+    found = {stored: by_identity[id(tensor)] for stored, tensor in kept.items() if id(tensor) in by_identity}
     if not kept:
         raise ExportError("PEFT finds no tensors of the adapter to save. Please report this with the adapter's config.")
     if len(found) != len(kept):
@@ -58,6 +63,35 @@ def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[st
             f"cannot be exported. Please report this with the adapter's config."
         )
     return found
+
+
+def warn_of_new_embeddings(base: Any, stored: Iterable[str]) -> None:
+    """Log a warning on rank 0 if the base model has more or fewer embeddings than on disk, and the adapter does not hold them."""
+    from transformers import AutoConfig
+
+    config, before = base.config, None
+    with contextlib.suppress(OSError, ValueError):
+        revision = getattr(config, "_commit_hash", None)
+        options = {"revision": revision, "local_files_only": True, "trust_remote_code": False}
+        before = getattr(
+            AutoConfig.from_pretrained(config.name_or_path, **options).get_text_config(), "vocab_size", None
+        )
+    now = getattr(config.get_text_config(), "vocab_size", None)
+    embeddings = base.get_input_embeddings()
+    names = (
+        parameter_names.without_wrappers(f"{name}.")[:-1] for name, one in base.named_modules() if one is embeddings
+    )
+    name = next(names, "the embeddings")
+    if before is not None and now != before and not any(f".{name}." in other for other in stored):
+        distributed.warn_main(
+            f"the model has {now:,} embeddings and {config.name_or_path} has {before:,}, but {name} is not in modules_to_save, so "
+            f"the exported adapter does not hold the new embeddings. Export the merged model as well, or save {name}."
+        )
+
+
+def _named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield parameter_names.without_wrappers(name), parameter
 
 
 def _without_wrappers(model: torch.nn.Module, peft_model: "PeftModel") -> "PeftModel":
@@ -93,7 +127,7 @@ def save_config(model: torch.nn.Module, directory: Path) -> None:
     config.auto_mapping = describe_class(base) or config.auto_mapping
     config.inference_mode = True
     config.save_pretrained(str(directory))
-    if (start := str(config.init_lora_weights).lower()).startswith(CHANGES_BASE):
+    if (start := str(getattr(config, "init_lora_weights", "")).lower()).startswith(CHANGES_BASE):
         logger.warning(
             "%s: the adapter was initialized with %s, which changed the base weights. PEFT repeats this change when it loads the "
             "adapter, but vLLM does not. The merged model (merge_adapter) works everywhere.",

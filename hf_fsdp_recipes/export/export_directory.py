@@ -9,6 +9,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
@@ -125,6 +126,7 @@ def write_marker(directory: Path, checksums: Iterable[dict[str, Checksums]]) -> 
     """Write the marker that lists all files, then flush everything to disk. Rank 0 only, when the files are complete.
 
     `checksums` has each rank's checksums of the weights. This function computes the checksums of the other files.
+    Raises an ExportError if a part of the weights was not written, or written twice.
     """
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     parts = list(checksums)
@@ -132,6 +134,15 @@ def write_marker(directory: Path, checksums: Iterable[dict[str, Checksums]]) -> 
     for path in files:
         name, num_bytes = path.relative_to(directory).as_posix(), path.stat().st_size
         ranges = sorted(found for part in parts for found in part.get(name, []))
+        end = 0
+        for start, length, _ in [*ranges, (num_bytes, 0, "")] if ranges else []:
+            if start != end:
+                state = "were not written" if start > end else "were written twice"
+                first, last = sorted((start, end))
+                raise ExportError(
+                    f"{path}: bytes {first:,} to {last:,} {state}. Export again on other ranks, and report this."
+                )
+            end = start + length
         ranges = ranges or [(0, num_bytes, xxhash.xxh3_64_hexdigest(path.read_bytes()))]
         entries[name] = {"bytes": num_bytes, "xxh3": ranges}
     (directory / MARKER).write_text(json.dumps({"format": MARKER_FORMAT, "files": entries}) + "\n")
@@ -177,21 +188,30 @@ def lock(final: Path) -> Iterator[None]:
 def start(final: Path) -> None:
     """Create the directory that an export is written into, and delete interrupted exports. Rank 0 only.
 
-    If a crash in `replace` left an earlier export under a temporary name, that export is restored.
+    If a crash in `replace` left an earlier export under a temporary name, that export is restored. A replaced export that cannot
+    be deleted stays.
     """
-    incomplete, replaced = incomplete_directory_for(final), _replaced(final)
+    incomplete = incomplete_directory_for(final)
     final.parent.mkdir(parents=True, exist_ok=True)
-    if replaced.exists() and not final.exists():
-        replaced.rename(final)
-    elif replaced.exists():
-        _check_replaceable(replaced)
-        _delete(replaced)
+    for replaced in _list_replaced(final):
+        with contextlib.suppress(OSError, ExportError, LoadError):
+            if final.exists():
+                _check_replaceable(replaced)
+                _delete(replaced)
+            elif all((replaced / name).is_file() for name in read_marker(replaced)):  # not if it was being deleted
+                replaced.rename(final)
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir()
 
 
-def _replaced(final: Path) -> Path:
-    return final.with_name(f".{final.name}.replaced")
+def _choose_replaced(final: Path) -> Path:
+    replaced = final.with_name(f".{final.name}.replaced")
+    return _choose_free_name(replaced) if replaced.exists() else replaced
+
+
+def _list_replaced(final: Path) -> list[Path]:
+    name = re.compile(rf"\.{re.escape(final.name)}\.replaced(-\d+)?")
+    return sorted((path for path in final.parent.iterdir() if name.fullmatch(path.name)), reverse=True)
 
 
 def replace(final: Path, use_free_name: bool = False) -> Path:
@@ -200,7 +220,7 @@ def replace(final: Path, use_free_name: bool = False) -> Path:
     If `final` cannot be replaced, raises an ExportError; with `use_free_name`, uses the first free `<final>-<n>` instead and
     logs a warning. If the process dies after it has renamed only the earlier export, the next export's `start` restores that one.
     """
-    incomplete, replaced = incomplete_directory_for(final), _replaced(final)
+    incomplete, replaced = incomplete_directory_for(final), _choose_replaced(final)
     if final.exists():
         try:
             _check_replaceable(final)
@@ -213,7 +233,7 @@ def replace(final: Path, use_free_name: bool = False) -> Path:
     incomplete.rename(final)
     sync_path(final.parent)
     if replaced.exists():
-        with contextlib.suppress(OSError):  # NFS keeps files that are still open; the next export deletes them
+        with contextlib.suppress(OSError):  # the next export tries again
             _delete(replaced)
     return final
 
@@ -226,12 +246,17 @@ def _choose_free_name(final: Path) -> Path:
 
 
 def _delete(directory: Path) -> None:
-    """Delete an export that `_check_replaceable` has accepted: the files that its marker lists, the marker and the directory."""
+    """Delete an export that `_check_replaceable` has accepted: the files that its marker lists, the marker and the directory.
+
+    Raises an OSError, and keeps the marker, if other files are there.
+    """
     files = list(read_marker(directory)) if (directory / MARKER).is_file() else []
     for name in files:
         (directory / name).unlink(missing_ok=True)
     for folder in _folders(directory, files):
         if folder.is_dir():
             folder.rmdir()
+    if any(path.name != MARKER for path in directory.iterdir()):  # NFS keeps files that are still open
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(directory))
     (directory / MARKER).unlink(missing_ok=True)
     directory.rmdir()

@@ -73,8 +73,15 @@ def split_parameters(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, .
     then keeps transformers' own name, which `from_pretrained` and `load_model` accept. Rank 0 logs the number of such parameters.
 
     Raises:
-        ExportError: a parameter cannot keep its name, because loading would convert it again.
+        ExportError: a parameter cannot keep its name, because loading would convert it again; or two parameters have one name.
     """
+    counts = Counter(parameter_names.in_base_model(name) for name in shapes)
+    repeated = [name for name, count in counts.items() if count > 1]
+    if repeated:
+        raise ExportError(
+            f"the model has {counts[repeated[0]]} versions of {repeated[0]}. Delete the other adapters with "
+            f"model.delete_adapter, or export the adapter without merging."
+        )
     parts: dict[str, list[TensorRange]] = {}
     reasons = {}
     for name, shape in shapes.items():

@@ -4,6 +4,7 @@ The checkpoint's tensors are matched by name with the parameters of a model on m
 checkpoint becomes an adapter, or a merged model whose base weights are read chunk by chunk from the base model's files.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -46,6 +47,7 @@ BaseWeights = tuple[SafetensorsIndex, dict[str, list[TensorRange]]]
 ModelName = str | os.PathLike[str] | None
 
 
+@distributed.ignore_launcher()
 def export_checkpoint(
     checkpoint_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
@@ -213,6 +215,13 @@ def _describe_model(
             f"the checkpoint does not match {name}: missing {missing[:3]}, unexpected {unexpected[:3]}, wrong shape "
             f"{mismatched[:3]}. Pass the trained model as base_model (--base-model)."
         )
+    for key, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        both = [tensors[name] for name in (key, source) if name in tensors]
+        if distributed.is_main() and len(both) == 2 and not _is_equal(*both):
+            raise ExportError(
+                f"the checkpoint has a {key} of its own, but in {name} it is tied to {source}. Pass the trained model as "
+                f"base_model (--base-model)."
+            )
     shards = []
     written_shapes = {key: tensors[key].shape for key in state if key in tensors and key not in tied}
     for number, (key, parts) in enumerate(split_parameters(model, written_shapes).items()):
@@ -223,12 +232,38 @@ def _describe_model(
     return ExportPlan(shards, model, MODEL_PATTERN, _model_assets(model, tokenizer_directory or name), Path(name))
 
 
+def _is_equal(one: DcpTensor, other: DcpTensor) -> bool:
+    """Return whether two tensors of one shape hold the same bytes. Reads both in chunks, until a byte differs."""
+    count, step = math.prod(one.shape), 4 * 1024**2
+    parts = ((start, min(step, count - start)) for start in range(0, count, step))
+    return all(
+        torch.equal(one.read(*part).view(torch.uint8), other.read(*part).view(torch.uint8))  # NaN differs from NaN
+        for part in parts
+    )
+
+
 def _model_assets(model: "PreTrainedModel", tokenizer: str | Path) -> Callable[[Path, FilePlan], None]:
     def write(directory: Path, plan: FilePlan) -> None:
         model_assets.save_configs(model, directory, plan.main_dtype())
         _copy_tokenizer(tokenizer, directory)
 
     return write
+
+
+def _check_tokenizer(trained: Path, model: Any, base: str) -> None:
+    """Raise an ExportError if a merged model would lack embeddings for tokens that were added to its tokenizer for training."""
+    from transformers import AutoTokenizer
+
+    num_tokens, num_rows = 0, model.get_input_embeddings().weight.shape[0]
+    with contextlib.suppress(OSError, ValueError):
+        num_tokens = len(AutoTokenizer.from_pretrained(trained, trust_remote_code=False))
+        if num_tokens > num_rows:
+            num_rows = max(num_rows, len(AutoTokenizer.from_pretrained(base, trust_remote_code=False)))
+    if num_tokens > num_rows:
+        raise ExportError(
+            f"{trained} has a tokenizer of {num_tokens:,} tokens, but the base model {base} has {num_rows:,} embeddings. Pass a "
+            f"base model with the added embeddings, or merge the model in training with export_model."
+        )
 
 
 def _copy_tokenizer(name: str | Path, directory: Path) -> None:
@@ -289,7 +324,9 @@ def _describe_merged(
     tokenizer_directory: Path | None,
 ) -> ExportPlan:
     index, ranges = base
-    adapter.check_fits({key: tuple(value.shape) for key, value in model.state_dict().items()})
+    adapter.check_fits(model)
+    if tokenizer_directory is not None:
+        _check_tokenizer(tokenizer_directory, model, name)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     shards = []
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items() if key not in tied}
@@ -298,8 +335,8 @@ def _describe_merged(
             raise ExportError(
                 f"the base model {name} lacks {key}. Pass the base model that the adapter was trained on."
             )
-        stored = ranges[key][0].tensor if key in ranges else next(iter(index.tensors))
-        shape, held = shapes[key], index.tensors[stored].dtype
+        shape = shapes[key]
+        held = index.tensors[ranges[key][0].tensor].dtype if key in ranges else adapter.copy_dtype(key)
 
         def read_base(start: int, count: int, key: str = key, held: torch.dtype = held) -> torch.Tensor:
             values = torch.empty(count, dtype=held)

@@ -30,12 +30,13 @@ from hf_fsdp_recipes.export.tensor_files import FilePlan
 from hf_fsdp_recipes.export.write_export import Method, check_arguments, write_export
 from hf_fsdp_recipes.loading.shard_layout import Slice
 from hf_fsdp_recipes.loading.weight_mapping import TensorRange, set_conversions
-from hf_fsdp_recipes.peft_models import has_adapter
+from hf_fsdp_recipes.peft_models import find_peft_model, has_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+@distributed.ignore_launcher()
 def export_model(
     model: torch.nn.Module,
     output_dir: str | os.PathLike[str],
@@ -93,6 +94,7 @@ def export_model(
     return write_export(directory, describe, max_shard_size, method, prepare, use_free_name=use_free_name)
 
 
+@distributed.ignore_launcher()
 def check_export(
     model: torch.nn.Module,
     output_dir: str | os.PathLike[str],
@@ -134,16 +136,22 @@ def _describe(
     base = _find_transformers_model(model)
     check_base_model(output_dir, base.config.name_or_path)
     set_conversions(base)
+    peft_model = find_peft_model(model)
+    if peft_model is not None and len(peft_model.active_adapters) > 1:
+        raise ExportError(
+            f"the adapters {peft_model.active_adapters} are active, and an export holds one. Choose it with set_adapter."
+        )
     slices = local_slices(model)
     is_adapter = has_adapter(model) and merger is None
     if is_adapter:
         stored_names = adapter_files.stored_names(model, slices)
+        adapter_files.warn_of_new_embeddings(base, stored_names)
         shards = [
             _shard(slices[name], [full_range(stored, slices[name].shape)], dtype)
-            for name, stored in stored_names.items()
+            for stored, name in stored_names.items()
         ]
     else:
-        written = {name: piece for name, piece in slices.items() if not lora_merge.is_merged_or_unused(name)}
+        written = {name: slices[name] for name in lora_merge.choose_written(model, slices)}
         parts = split_parameters(base, {name: piece.shape for name, piece in written.items()})
         shards = [_shard(piece, parts[name], dtype, merger) for name, piece in written.items()]
 

@@ -10,9 +10,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from hf_fsdp_recipes.checkpointing.layout import is_checkpoint_name
 from hf_fsdp_recipes.errors import RecipeError, summarize
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Variables that the launcher sets for each rank. They are removed for the push process, which is not a rank.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Files in the repository that are deleted unless they are pushed again: left-over weights of an earlier push would be loaded.
+WEIGHT_FILES = [
+    f"{name}{part}"
+    for name in ("model", "adapter_model")
+    for part in (".safetensors", "-*-of-*.safetensors", ".safetensors.index.json")
+] + ["adapter_config.json"]
 RANK_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_CONFIG_")
 
 
@@ -77,6 +84,7 @@ class Pusher:
         self.target = target
         self._folder = Path(output_dir).resolve() / ".hub"
         self._process: subprocess.Popen[str] | None = None
+        self._output: IO[str] | None = None  # a file, because a full pipe would block the process
         self._source: Path | None = None
         self._last_checkpoint: Path | None = None
 
@@ -118,24 +126,27 @@ class Pusher:
         if self.target.token:
             environment["HF_TOKEN"] = self.target.token
         self._source = source
+        self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - `_report` closes it
         self._process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, env=environment, stdout=self._output, stderr=subprocess.STDOUT, text=True
         )
 
     def _report(self) -> bool:
         if self._process is None:
             return True
-        output = self._process.stdout.read() if self._process.stdout is not None else ""
-        lines = [line for line in output.splitlines() if line.strip()] or ["no output"]
+        assert self._output is not None and self._source is not None
+        with self._output as output:
+            output.seek(0)
+            lines = [line for line in output.read().splitlines() if line.strip()] or ["no output"]
         is_pushed = self._process.returncode == 0
         if is_pushed:
             print(lines[-1], flush=True)
         else:
-            repo = self.target.repo_id
-            logger.warning(
-                "push to %s failed (%s). The files are intact. To retry: hf upload %s %s",
-                *(repo, lines[-1], repo, self._source),
-            )
+            repo, source = self.target.repo_id, str(self._source)
+            retry = f"hf upload {repo} {source}"
+            if is_checkpoint_name(self._source.name):  # its files are no model
+                retry = f"hf-fsdp export {source} {source}-model && hf upload {repo} {source}-model"
+            logger.warning("push to %s failed (%s). The files are intact. To retry: %s", repo, lines[-1], retry)
         self._process = None
         return is_pushed
 
@@ -150,13 +161,21 @@ def upload(source: Path, repo: str, strategy: str, is_private: bool, folder: Pat
     api = HfApi()
     repo = api.create_repo(repo, private=is_private, exist_ok=True).repo_id
     if not is_checkpoint_name(source.name):
-        return str(api.upload_folder(repo_id=repo, folder_path=source, commit_message="End of training"))
+        return _upload_model(repo, source, "End of training")
     message = f"Training in progress, {source.name.replace('-', ' ')}"
     if strategy in ("checkpoint", "all_checkpoints"):
         name = "last-checkpoint" if strategy == "checkpoint" else source.name
         api.upload_folder(repo_id=repo, folder_path=source, path_in_repo=name, commit_message=message)
     model = export_checkpoint(source, folder / "model")
-    return str(api.upload_folder(repo_id=repo, folder_path=model, commit_message=message))
+    return _upload_model(repo, model, message)
+
+
+def _upload_model(repo: str, model: Path, message: str) -> str:
+    from huggingface_hub import HfApi
+
+    return str(
+        HfApi().upload_folder(repo_id=repo, folder_path=model, commit_message=message, delete_patterns=WEIGHT_FILES)
+    )
 
 
 def main() -> None:

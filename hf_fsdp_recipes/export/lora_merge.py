@@ -7,7 +7,7 @@ Source: peft 0.21 `tuners/lora/layer.py` (`get_delta_weight`), `tuners/lora/vari
 (`DoraLinearVariant.merge_unsafe`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,11 +26,40 @@ if TYPE_CHECKING:
     from hf_fsdp_recipes.checkpointing.dcp_reader import DcpTensor
 
 CHUNK_ELEMENTS = 4 * 1024**2
+# Fields of LoraConfig for adapters whose change of a weight is not `scaling * B @ A` alone.
+UNSUPPORTED_FIELDS = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "monteclora_config",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+)
 
 
-def is_merged_or_unused(name: str) -> bool:
-    """Return whether a merged export omits a parameter: an adapter matrix, or the original of a module in modules_to_save."""
-    return ".original_module." in name or (parameter_names.is_adapter(name) and ".modules_to_save." not in name)
+def choose_written(model: torch.nn.Module, names: Iterable[str]) -> list[str]:
+    """Return the parameters that a merged export writes, if the model has an adapter: all but the adapters' matrices.
+
+    For a module in modules_to_save, it writes the active adapter's trained copy, or the original if that adapter has none.
+    """
+    peft_model = find_peft_model(model)
+    adapter = None if peft_model is None else active_adapter(peft_model)
+    names = list(names)
+    replaced = {parameter_names.in_base_model(name) for name in names if _is_trained_copy(name, adapter)}
+    return [
+        name
+        for name in names
+        if _is_trained_copy(name, adapter)
+        or not (parameter_names.is_adapter(name) or parameter_names.in_base_model(name) in replaced)
+    ]
+
+
+def _is_trained_copy(name: str, adapter: str | None) -> bool:
+    return adapter is not None and ".modules_to_save." in name and parameter_names.adapter_of(name) == adapter
 
 
 def _check_mergeable(config: Any) -> None:
@@ -42,6 +71,29 @@ def _check_mergeable(config: Any) -> None:
         raise ExportError(
             "merge_adapter cannot merge DoRA into Conv1D layers. Export the adapter and merge it with PEFT."
         )
+    fields = [name for name in UNSUPPORTED_FIELDS if getattr(config, name, None)]
+    if fields:
+        raise ExportError(
+            f"merge_adapter cannot merge an adapter with {fields[0]}. Export the adapter without merging."
+        )
+
+
+def _check_tied(model: Any, config: Any, changed: Iterable[str]) -> None:
+    """Raise an ExportError if an adapter changes only one of two tied weights of a transformers model.
+
+    `changed` are the names of the weights in the base model that the adapter changes or replaces.
+    """
+    names = set(changed)
+    for tied, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if getattr(config, "ensure_weight_tying", False) and source in names:
+            continue  # the adapter changes both
+        for name, other in ((tied, source), (source, tied)):
+            if name in names:
+                raise ExportError(
+                    f"merge_adapter cannot merge {name}, which is tied to {other}, without changing both. Export the adapter "
+                    f"without merging, or leave {name.removesuffix('.weight')} out of lora_target_modules and "
+                    f"lora_modules_to_save."
+                )
 
 
 def _adapted_weight(name: str, layer: Any) -> str:
@@ -73,7 +125,8 @@ class ShardMerger:
                 "merge_adapter cannot merge into 4-bit base weights. Export the adapter, then merge it into the unquantized base "
                 "with export_checkpoint(adapter_dir, ..., merge_adapter=True)."
             )
-        _check_mergeable(peft_model.peft_config[self._adapter])
+        config = peft_model.peft_config[self._adapter]
+        _check_mergeable(config)
         self._layers: dict[str, tuple[str, Any]] = {}  # name of the adapted weight -> (name of the layer, layer)
         for full_name, module in model.named_modules():
             if hasattr(module, "lora_A") and self._adapter in getattr(module, "lora_A", {}):
@@ -87,6 +140,14 @@ class ShardMerger:
                 f"merge_adapter supports linear layers and experts only, not {unsupported[:3]}. Merge the adapter with PEFT."
             )
         self._slices = local_slices(model)
+        own = [name for name in self._slices if parameter_names.adapter_of(name) == self._adapter]
+        copies = [name for name in own if _is_trained_copy(name, self._adapter)]
+        merged = {f"{name}.{part}" for name, _ in layers for part in self._parameters()}
+        unknown = [name for name in own if name not in merged and name not in copies]
+        if unknown:
+            raise ExportError(f"merge_adapter cannot merge {unknown[0]}. Export the adapter and merge it with PEFT.")
+        changed = map(parameter_names.in_base_model, [*self._layers, *copies])
+        _check_tied(peft_model.get_base_model(), config, changed)
         self._matrices: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._magnitudes: dict[str, torch.Tensor] = {}  # for DoRA
         self._factors: dict[str, torch.Tensor] = {}
@@ -97,15 +158,19 @@ class ShardMerger:
                     "merge_adapter merges DoRA under FSDP2 only. Export the adapter and merge it with PEFT."
                 )
 
+    def _parameters(self) -> list[str]:
+        """Return the names, within a layer, of the parameters that `gather` reads."""
+        return [f"{matrix}.{self._adapter}.weight" for matrix in ("lora_A", "lora_B", "lora_magnitude_vector")]
+
     def gather(self) -> None:
         """Give every rank the full adapter matrices of all layers. Collective: every rank must call this."""
+        matrix_a, matrix_b, magnitudes = self._parameters()
         for weight, (name, module) in self._layers.items():
-            a, b = (self._slices[f"{name}.lora_{x}.{self._adapter}.weight"] for x in "AB")
+            a, b = (self._slices[f"{name}.{matrix}"] for matrix in (matrix_a, matrix_b))
             device = a.values.device
             self._matrices[weight] = (gather_full(a, device), gather_full(b, device))
             if self._adapter in module.lora_magnitude_vector:
-                magnitude = self._slices[f"{name}.lora_magnitude_vector.{self._adapter}.weight"]
-                self._magnitudes[weight] = gather_full(magnitude, device)
+                self._magnitudes[weight] = gather_full(self._slices[f"{name}.{magnitudes}"], device)
 
     def merge(self, piece: Slice, start: int, values: torch.Tensor) -> torch.Tensor:
         """Return `values`, which start at element `start` of a slice, with the adapter merged in."""
@@ -218,9 +283,10 @@ class StoredAdapter:
         self._layers: dict[str, Any] = {}  # name of the adapted weight -> layer
         self._matrices: dict[str, dict[str, DcpTensor | FileTensor]] = {}
         self._saved_modules: dict[str, DcpTensor | FileTensor] = {}
+        self._config = config
         for name, tensor in tensors.items():
             plain = name.removeprefix("base_model.model.").replace(f".modules_to_save.{adapter_name}.", ".")
-            path, marker, matrix = plain.replace(f".{adapter_name}.", ".").rpartition(".lora_")
+            path, marker, matrix = parameter_names.without_adapter_name(plain, adapter_name).rpartition(".lora_")
             layer, weight = adapted.get(f"base_model.model.{path}"), f"{path}.weight"
             if hasattr(layer, "lora_A"):
                 weight = parameter_names.in_base_model(_adapted_weight(f"base_model.model.{path}", layer))
@@ -235,8 +301,12 @@ class StoredAdapter:
                 self._saved_modules[plain.replace(".modules_to_save.", ".")] = tensor
         self._latest: tuple[str, tuple[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None
 
-    def check_fits(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise an ExportError if the base model has no parameter of the right shape for one of the adapter's tensors."""
+    def check_fits(self, model: "PreTrainedModel") -> None:
+        """Raise an ExportError if the base model has no parameter of the right shape for one of the adapter's tensors.
+
+        Also raises one if the adapter changes only one of two tied weights.
+        """
+        shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         unmatched = [name for name in self._matrices if name not in self._layers]
         unmatched += [name for name in self._saved_modules if name not in shapes]
         unmatched += [n for n, tensor in self._saved_modules.items() if n in shapes and tensor.shape != shapes[n]]
@@ -245,10 +315,15 @@ class StoredAdapter:
                 f"the base model lacks the adapter's {unmatched[:3]}, or has them in another shape. Pass the base model "
                 f"that the adapter was trained on."
             )
+        _check_tied(model, self._config, [*self._matrices, *self._saved_modules])
 
     def replaces(self, name: str) -> bool:
         """Return whether the adapter has a trained copy of a base weight."""
         return name in self._saved_modules
+
+    def copy_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of the trained copy of a base weight."""
+        return self._saved_modules[name].dtype
 
     def merge(
         self,

@@ -30,12 +30,16 @@ PROCESSOR_FILES = (
 
 def collect(model: torch.nn.Module, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, bytes]:
     """Map the names of the config and tokenizer files to their contents, without configs for an adapter. Rank 0 only."""
+    from transformers import PreTrainedTokenizerBase
+
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         if not has_adapter(model):
             save_configs(model, directory)
         if tokenizer is not None:
-            tokenizer.save_pretrained(directory)
+            # A checkpoint has no folder for several chat templates, so they are saved in the tokenizer's config.
+            has_several = isinstance(tokenizer, PreTrainedTokenizerBase) and isinstance(tokenizer.chat_template, dict)
+            tokenizer.save_pretrained(directory, **({"save_jinja_files": False} if has_several else {}))
         return {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.checkpointing.layout import MANIFEST, list_checkpoints
 from hf_fsdp_recipes.checkpointing.mirror import Mirror
 from hf_fsdp_recipes.checkpointing.run_identity import EXPORT
 from hf_fsdp_recipes.errors import CheckpointError
@@ -42,6 +43,7 @@ class RunExports:
         self._hub = hub
         self._mirror = mirror
         self._pusher: Pusher | None = None
+        self._output_dir: Path | None = None  # known once training has started
         self.is_finished = False  # the run had ended before it was resumed
 
     def check(self, model: torch.nn.Module) -> None:
@@ -59,6 +61,7 @@ class RunExports:
 
     def start(self, args: "TrainingArguments") -> None:
         """Create the pusher on rank 0 if checkpoints and exports are to be pushed to the Hub. Not a collective."""
+        self._output_dir = Path(args.output_dir)
         target = self._hub or read_target(args)
         if target is not None and distributed.is_main():
             self._pusher = Pusher(target, args.output_dir)
@@ -92,8 +95,18 @@ class RunExports:
         distributed.print_main(f"exported: {export}")
 
     def has_exported(self, export: Path) -> bool:
-        """Return True if the run had already finished when it was resumed and its export exists. Collective."""
-        return self.is_finished and distributed.run_on_main(lambda: has_weights(export))
+        """Return True if the run had already finished when it was resumed and its export exists. Collective.
+
+        An export that is older than the run's last checkpoint is of an earlier step, and does not count.
+        """
+        output_dir = self._output_dir or export.parent
+
+        def is_newest() -> bool:
+            saved = [found.path / MANIFEST for found in list_checkpoints(output_dir) if found.is_complete]
+            written = (export / MARKER).stat().st_mtime_ns if (export / MARKER).is_file() else 0
+            return has_weights(export) and all(manifest.stat().st_mtime_ns <= written for manifest in saved[-1:])
+
+        return self.is_finished and distributed.run_on_main(is_newest)
 
     def push(self, export: Path) -> None:
         """Push the final export, if pushing is on, and wait for it. A failure only logs a warning. Not a collective."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_recipes import distributed
@@ -23,6 +24,9 @@ def local_slices(model: torch.nn.Module) -> dict[str, Slice]:
     Every rank gets the same names, shapes and dtypes, and each element is in exactly one rank's slice. Not a collective. Raises
     an ExportError for a parameter that is neither sharded on dimension 0 nor replicated.
     """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward pass without a backward pass leaves low-precision copies in place of some parameters
     slices: dict[str, Slice] = {}
     names = [*model.named_parameters(remove_duplicate=False), *_persistent_buffers(model)]
     copies = {

@@ -63,6 +63,8 @@ class Hub:
                 self.commits.append((repo, value["summary"]))
             elif entry["key"] == "lfsFile":
                 self.files[repo][value["path"]] = self.objects[value["oid"]]
+            elif entry["key"] == "deletedFile":
+                del self.files[repo][value["path"]]
             elif entry["key"] == "file":
                 self.files[repo][value["path"]] = base64.b64decode(value["content"])
         return 200, {"success": True, "commitOid": "0" * 40, "commitUrl": f"{self.url}/{repo}/commit/{'0' * 40}"}
@@ -78,6 +80,9 @@ class Hub:
     def get(self, path):
         if path.startswith("/api/models/"):
             repo = path.removeprefix("/api/models/").split("/revision/")[0].split("/tree/")[0]
+            if "/tree/" in path and repo in self.files:
+                content = self.files[repo].items()
+                return 200, [{"type": "file", "path": f, "size": len(body), "oid": "0"} for f, body in content]
             if repo in self.files:
                 return 200, {"id": repo, "sha": "0" * 40, "siblings": [{"rfilename": f} for f in self.files[repo]]}
         return 404, {"error": "Repository not found"}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_fsdp_recipes import export_checkpoint, export_model, load_model
-from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.errors import ExportError, LoadError
 from hf_fsdp_recipes.export import from_checkpoint
 from hf_fsdp_recipes.export.load_export import load_export
 
@@ -49,6 +49,50 @@ def test_classifiers_labels_and_padding_survive_a_merge(classifier, adapter, tmp
         expected = classifier(ids).logits
         for model in (merged, loaded):
             torch.testing.assert_close(model(ids).logits, expected)
+
+
+def test_new_head_is_merged_even_if_the_bases_first_tensor_holds_integers(classifier, adapter, tiny_model, tmp_path):
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForSequenceClassification
+
+    base = shutil.copytree(tiny_model("llama"), tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.arange(4)}  # such names are ignored
+    save_file(buffer | weights, base / "model.safetensors", {"format": "pt"})
+    merged = export_checkpoint(adapter, tmp_path / "merged", base_model=base, merge_adapter=True)
+    head = AutoModelForSequenceClassification.from_pretrained(merged).score.weight
+    assert torch.equal(head, classifier.base_model.model.score.modules_to_save["default"].weight)
+
+
+def test_adapter_that_is_not_lora_is_exported(tiny_model, tmp_path):
+    from peft import IA3Config, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model("llama")), config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn_like(parameter)
+        tokens = torch.arange(12)[None]
+        loaded = load_export(export_model(model, tmp_path / "adapter"))
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("saved", [None, ["embed_tokens", "lm_head"]])
+def test_adapter_without_its_models_new_embeddings_is_named_and_not_merged(tiny_model, tmp_path, caplog, saved):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base, tokenizer = (kind.from_pretrained(tiny_model("llama")) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    tokenizer.add_tokens([f"<|{number}|>" for number in range(40)])
+    base.resize_token_embeddings(len(tokenizer))
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved))
+    adapter = export_model(model, tmp_path / "adapter", tokenizer=tokenizer)
+    assert ("has 307, but model.embed_tokens is not in modules_to_save" in caplog.text) == (saved is None)
+    words = "or has them in another shape" if saved else rf"a tokenizer of {len(tokenizer)} tokens, but the base model"
+    with pytest.raises(ExportError, match=words):
+        export_checkpoint(adapter, tmp_path / "merged", merge_adapter=True)
 
 
 def test_adapter_of_another_program_keeps_the_base_models_fields(adapter, tmp_path):

@@ -45,6 +45,38 @@ def test_bad_arguments_are_known_before_training(model, tmp_path, arguments, wor
         check_export(model, tmp_path / "export", **arguments)
 
 
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens.lora_embedding_A.default"),
+        ({"lora_bias": True}, "an adapter with lora_bias"),
+        ({"alora_invocation_tokens": [1]}, "an adapter with alora_invocation_tokens"),
+        ({"kasa_config": {}}, "an adapter with kasa_config"),
+        ({"layer_replication": [(0, 2), (0, 2)]}, "an adapter with layer_replication"),
+        ({"trainable_token_indices": [1]}, "an adapter with trainable_token_indices"),
+    ],
+)
+def test_adapter_that_would_be_merged_only_in_part_is_refused(model, tmp_path, lora, words):
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora.config import KasaConfig
+
+    from hf_fsdp_recipes.export.from_model import check_export
+
+    if "kasa_config" in lora:
+        lora = {"kasa_config": KasaConfig()}
+    config = LoraConfig(**{"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | lora)
+    with pytest.raises(ExportError, match=f"merge_adapter cannot merge .*{words}"):
+        check_export(get_peft_model(model, config), tmp_path / "export", merge_adapter=True)
+
+
+def test_two_parameters_of_one_name_are_not_exported(model):
+    from hf_fsdp_recipes.export.export_plan import split_parameters
+
+    names = [f"base_model.model.lm_head.modules_to_save.{adapter}.weight" for adapter in ("default", "ref")]
+    with pytest.raises(ExportError, match=r"2 versions of lm_head\.weight"):
+        split_parameters(model, dict.fromkeys(names, (307, 32)))
+
+
 def test_engine_that_cannot_be_exported_is_refused(model, tmp_path, monkeypatch):
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType

@@ -146,6 +146,35 @@ def test_weights_are_exported_even_if_a_file_was_put_into_their_place(tiny_model
     assert load_file(tmp_path / "run" / "export-1" / "model.safetensors")
 
 
+@pytest.mark.parametrize("name", ["run/export", "elsewhere"])
+def test_export_of_an_earlier_step_does_not_count_as_the_finished_runs(tmp_path, name):
+    from safetensors.torch import save_file
+    from transformers import TrainingArguments
+
+    from hf_fsdp_recipes.checkpointing import layout
+    from hf_fsdp_recipes.checkpointing.mirror import Mirror
+    from hf_fsdp_recipes.export.export_directory import write_marker
+    from hf_fsdp_recipes.export.run_exports import RunExports
+    from hf_fsdp_recipes.loading.export_marker import MARKER
+
+    export, exports = tmp_path / name, RunExports(tmp_path / name, None, Mirror(None))
+    exports.start(TrainingArguments(str(tmp_path / "run"), use_cpu=True, report_to="none"))
+    exports.is_finished = True
+    assert not exports.has_exported(export)
+    export.mkdir(parents=True)
+    save_file({"weight": torch.zeros(1)}, export / "model.safetensors")
+    write_marker(export, [])
+    for step, seconds in ((100, 1), (200, 3)):
+        checkpoint = tmp_path / "run" / f"checkpoint-{step}"
+        checkpoint.mkdir(parents=True)
+        layout.complete_in_place(checkpoint, {"step": step})
+        os.utime(checkpoint / layout.MANIFEST, (seconds, seconds))
+        os.utime(export / MARKER, (2, 2))
+        assert exports.has_exported(export) == (step == 100)
+    os.utime(export / MARKER, (4, 4))
+    assert exports.has_exported(export)
+
+
 def _train_and_compare(model, data, output, precision):
     from hf_fsdp_recipes import export_model
     from hf_fsdp_recipes.export.verify_logits import check_logits

@@ -122,6 +122,27 @@ def test_merged_dora_is_pefts_own(tiny_model, text_file, tmp_path):
             torch.testing.assert_close(merged[key], tensor, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("q_proj.lora_A.default.weight", "q_proj.lora_A.weight"),
+        ("embed_tokens.lora_embedding_A.default", "embed_tokens.lora_embedding_A"),
+        ("k_proj.ia3_l.default", "k_proj.ia3_l"),
+        (
+            "embed_tokens.token_adapter.trainable_tokens_delta.default",
+            "embed_tokens.token_adapter.trainable_tokens_delta",
+        ),
+        ("score.modules_to_save.default.weight", "score.weight"),
+    ],
+)
+def test_names_in_files_do_not_hold_the_adapters_name(name, stored):
+    from hf_fsdp_recipes.parameter_names import adapter_of, without_adapter_name
+
+    prefix = "base_model.model.model."
+    assert without_adapter_name(prefix + name, "default") == prefix + stored
+    assert adapter_of(prefix + name) == "default" and adapter_of(prefix + "q_proj.base_layer.weight") is None
+
+
 @pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
 def test_adapters_that_changed_the_base_are_not_merged_into_its_files(start):
     from peft import LoraConfig
@@ -326,6 +347,51 @@ def test_plain_folder_of_distcp_files_with_train_params_is_exported(checkpoint, 
             app, ["generate", str(tmp_path / "out"), "--prompt-file", str(prompt), "--max-new-tokens", "4", *extra]
         )
         assert result.exit_code == 0, result.exception
+
+
+def test_head_of_its_own_is_not_lost_to_a_base_model_with_a_tied_head(checkpoint, tiny_model, tmp_path):
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.errors import ExportError
+
+    base = shutil.copytree(tiny_model("llama"), tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ExportError, match=r"has a lm_head\.weight of its own"):
+        export_checkpoint(checkpoint, tmp_path / "out", base_model=base)
+
+
+def test_checkpoint_and_its_export_keep_several_chat_templates(checkpoint, tmp_path):
+    from transformers import AutoTokenizer
+
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.export import model_assets
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / "chat_template.jinja").unlink()
+    for name, content in model_assets.collect(torch.nn.Module(), tokenizer).items():
+        (checkpoint / name).write_bytes(content)
+    for place in (checkpoint, export_checkpoint(checkpoint, tmp_path / "out")):
+        assert AutoTokenizer.from_pretrained(place).chat_template == tokenizer.chat_template
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").is_file()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_command_in_the_environment_of_a_launcher_exports_everything(checkpoint, tmp_path, monkeypatch, rank):
+    """In a Kubernetes pod of a PyTorchJob, every command has the variables of the job's ranks."""
+    from typer.testing import CliRunner
+
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.cli import app
+
+    export_checkpoint(checkpoint, tmp_path / "expected")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    result = CliRunner().invoke(app, ["export", str(checkpoint), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.exception
+    assert same_tensors(tmp_path / "expected", tmp_path / "out")
+    assert (os.environ["WORLD_SIZE"], os.environ["RANK"]) == ("2", rank)
 
 
 def _grow_and_save(model, data, output):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,10 +87,13 @@ def test_folder_of_an_export_that_became_a_link_is_not_emptied(export, tmp_path,
     export = export.rename(tmp_path / place)
     (export / "additional_chat_templates").rename(tmp_path / "mine")
     (export / "additional_chat_templates").symlink_to(tmp_path / "mine")
-    if place != "export":
+    if place == "export":
+        with pytest.raises(ExportError, match="contains additional_chat_templates, which is not part"):
+            write(tmp_path / "export", "config.json")
+    else:
         (tmp_path / "export").mkdir()
-    with pytest.raises(ExportError, match="contains additional_chat_templates, which is not part"):
         write(tmp_path / "export", "config.json")
+        assert (export / "additional_chat_templates").is_symlink()
     assert (tmp_path / "mine" / "tool.jinja").read_text()
 
 
@@ -182,6 +186,38 @@ def test_crash_while_the_earlier_export_is_deleted_does_not_stop_the_next(export
     assert tree(export.parent) == {"export", "export/config.json", f"export/{MARKER}"}
 
 
+@pytest.mark.parametrize("has_marker", [True, False])
+def test_replaced_export_that_cannot_be_deleted_does_not_stop_the_next(export, has_marker):
+    """On NFS, a file that another process still reads is renamed to `.nfs...`, and its directory cannot be deleted."""
+    replaced = export.with_name(".export.replaced")
+    shutil.copytree(export, replaced)
+    (replaced / ".nfs0001").write_text("open")
+    (replaced / "config.json").unlink()
+    if not has_marker:
+        (replaced / MARKER).unlink()
+    for name in ("first.json", "second.json"):
+        write(export, name)
+        assert tree(export) == {name, MARKER}
+    assert sorted(path.name for path in export.parent.iterdir()) == [".export.replaced", "export"]
+    assert (replaced / MARKER).is_file() == has_marker
+    (replaced / ".nfs0001").unlink()
+    export_directory.start(export)
+    assert replaced.exists() != has_marker
+
+
+def test_marker_is_deleted_last(export, monkeypatch):
+    unlink = Path.unlink
+    monkeypatch.setattr(
+        Path, "unlink", lambda self, **keywords: unlink(self, **keywords) if self.name != "config.json" else None
+    )
+    write(export, "other.json")
+    replaced = export.with_name(".export.replaced")
+    assert tree(replaced) == {"config.json", MARKER}
+    monkeypatch.undo()
+    export_directory.start(export)
+    assert not replaced.exists()
+
+
 @pytest.mark.parametrize("size", ["5GiB", "tiny", -1, 0, "-1", "0GB", "-5GB", "nanGB", "infGB", "", "GB", 1.5, None])
 def test_bad_size_is_one_error_with_the_value_and_an_example(tmp_path, size):
     with pytest.raises(ExportError) as error:
@@ -256,6 +292,22 @@ def test_parts_cover_every_range_once(tmp_path, num_parts, monkeypatch):
     for part in range(num_parts):
         check_files(tmp_path, part, num_parts)
     assert sorted(read) == [start for start, _, _ in ranges]
+
+
+@pytest.mark.parametrize(
+    ("starts", "words"),
+    [
+        ([0, 20], "bytes 10 to 20 were not written"),
+        ([10, 20], "bytes 0 to 10 were not written"),
+        ([0, 10], "bytes 20 to 30 were not written"),
+        ([0, 10, 10, 20], "bytes 10 to 20 were written twice"),
+    ],
+)
+def test_weights_that_are_not_written_exactly_once_are_no_export(tmp_path, starts, words):
+    (tmp_path / "model.safetensors").write_bytes(bytes(30))
+    with pytest.raises(ExportError, match=words):
+        export_directory.write_marker(tmp_path, [{"model.safetensors": [(start, 10, "") for start in starts]}])
+    assert not (tmp_path / MARKER).exists()
 
 
 def test_hidden_files_are_not_weights(tmp_path):

@@ -93,6 +93,28 @@ def exported(request, tiny_model, text_file, tmp_path_factory):
     return export(tiny_model("llama"), text_file, output, environment=fsdp_environment(request.param), exports=EXPORTS)
 
 
+def _export_after_evaluation(model, data, output):
+    from hf_fsdp_recipes import export_model
+
+    trainer = build(str(model), str(data), str(output), steps=1, bf16=True, eval_strategy="steps")
+    trainer.train()
+    trainer.evaluate()  # without a backward pass, FSDP2 leaves the root's parameters gathered in bfloat16
+    export_model(trainer.model, output / "export")
+    state = whole_state(trainer)
+    if trainer.accelerator.is_main_process:
+        torch.save(state, output / "state.pt")
+
+
+def test_export_after_an_evaluation_has_the_weights_that_are_trained(tiny_model, text_file, tmp_path):
+    environment = fsdp_environment(FSDP2, precision="bf16")
+    run_ranks(_export_after_evaluation, 2, tiny_model("llama"), text_file, tmp_path, environment=environment)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert exported.keys() == state.keys()
+    for name, tensor in state.items():
+        assert tensor.dtype == torch.float32 and torch.equal(exported[name], tensor), name
+
+
 def test_link_as_a_target_stays_and_its_directory_is_filled(tiny_model, text_file, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "target")
     _, state = export(tiny_model("llama"), text_file, tmp_path, exports={"link": {}})
@@ -162,6 +184,93 @@ def test_adapter_and_merged_model_are_pefts_own(tiny_model, text_file, tmp_path,
     assert set(ours) == set(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-7)
+
+
+def adapted(directory, **lora):
+    """Return a model with an adapter whose parameters are random."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(directory), LoraConfig(**LORA | lora)).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+TOKENS = torch.arange(12)[None]
+
+
+@pytest.mark.parametrize(
+    ("lora", "name"),
+    [
+        ({"target_modules": ["lm_head"]}, "lm_head.weight"),
+        ({"modules_to_save": ["lm_head"]}, "lm_head.weight"),
+        ({"modules_to_save": ["embed_tokens"]}, "model.embed_tokens.weight"),
+    ],
+)
+def test_adapter_of_one_of_two_tied_weights_is_not_merged(tiny_model, tmp_path, lora, name):
+    from hf_fsdp_recipes import export_checkpoint, export_model
+    from hf_fsdp_recipes.errors import ExportError
+    from hf_fsdp_recipes.export.from_model import check_export
+
+    model = adapted(tiny_model("llama_tied"), **lora)
+    with pytest.raises(ExportError, match=f"cannot merge {name}, which is tied to"):
+        check_export(model, tmp_path / "merged", merge_adapter=True)
+    adapter = export_model(model, tmp_path / "adapter")
+    with pytest.raises(ExportError, match=f"cannot merge {name}, which is tied to"):
+        export_checkpoint(adapter, tmp_path / "merged", merge_adapter=True)
+
+
+def test_trained_copy_of_tied_weights_that_stay_tied_is_exported_and_merged(tiny_model, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from hf_fsdp_recipes import export_checkpoint, export_model
+    from hf_fsdp_recipes.export.load_export import load_export
+
+    model = adapted(tiny_model("llama_tied"), modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    adapter = export_model(model, tmp_path / "adapter")
+    model.save_pretrained(tmp_path / "stock")
+    assert set(load_file(adapter / "adapter_model.safetensors")) == set(
+        load_file(tmp_path / "stock" / "adapter_model.safetensors")
+    )
+    merged = export_model(model, tmp_path / "merged", merge_adapter=True)
+    later = export_checkpoint(adapter, tmp_path / "later", merge_adapter=True)
+    expected = model(TOKENS).logits
+    for found in (load_export(adapter), *map(AutoModelForCausalLM.from_pretrained, (merged, later))):
+        torch.testing.assert_close(found(TOKENS).logits, expected, rtol=0, atol=1e-5)
+
+
+def test_merge_takes_the_trained_copies_of_the_active_adapter_only(tiny_model, tmp_path):
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM
+
+    from hf_fsdp_recipes import export_model
+
+    model = adapted(tiny_model("llama"), modules_to_save=["lm_head"])
+    model.add_adapter("ref", LoraConfig(**LORA, modules_to_save=["lm_head", "embed_tokens"]))
+    for name in ("default", "ref"):
+        model.set_adapter(name)
+        with torch.no_grad():
+            model.base_model.model.lm_head.modules_to_save[name].weight += 0.1
+        merged = AutoModelForCausalLM.from_pretrained(export_model(model, tmp_path / name, merge_adapter=True))
+        torch.testing.assert_close(merged(TOKENS).logits, model(TOKENS).logits, rtol=0, atol=1e-5)
+
+
+def test_two_active_adapters_are_not_exported_as_one(tiny_model, tmp_path):
+    from peft import LoraConfig
+
+    from hf_fsdp_recipes import export_model
+    from hf_fsdp_recipes.errors import ExportError
+
+    model = adapted(tiny_model("llama"))
+    model.add_adapter("ref", LoraConfig(**LORA))
+    model.base_model.set_adapter(["default", "ref"])
+    for merge in (False, True):
+        with pytest.raises(ExportError, match=r"\['default', 'ref'\] are active"):
+            export_model(model, tmp_path / "both", merge_adapter=merge)
 
 
 def _export_twice(model, data, output):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import pytest
 from huggingface_hub import constants
@@ -23,6 +24,42 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setenv("HF_TOKEN", "hf_standin")
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         yield standin
+
+
+def test_weights_of_an_earlier_push_are_deleted(hub, tmp_path, monkeypatch):
+    from hf_fsdp_recipes.export.hub import upload
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    pushes = [
+        ["notes.txt", "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+         "model.safetensors.index.json"],
+        ["config.json", "model.safetensors"],
+    ]  # fmt: skip
+    for number, names in enumerate(pushes):
+        source = tmp_path / f"export-{number}"
+        source.mkdir()
+        for name in names:
+            (source / name).write_text(f"{name} {number}")
+        upload(source, "someone/tuned", "end", True, tmp_path)
+    files = hub.files["someone/tuned"]
+    assert {name: body.decode() for name, body in files.items()} == {
+        "notes.txt": "notes.txt 0", "config.json": "config.json 1", "model.safetensors": "model.safetensors 1"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "retry"), [("export", "hf upload"), ("checkpoint-10", "hf-fsdp export")])
+def test_failed_push_that_prints_much_ends_with_a_command_to_retry(tmp_path, monkeypatch, caplog, name, retry):
+    from hf_fsdp_recipes.export.hub import HubTarget, Pusher
+
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nhead -c 200000 /dev/zero | tr '\\000' x\necho\necho the reason\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert not Pusher(HubTarget("someone/tuned"), tmp_path).push_export(tmp_path / name)
+    assert "push to someone/tuned failed (the reason)" in caplog.text
+    assert f"To retry: {retry} " in caplog.text and f"hf upload someone/tuned {tmp_path / name}" in caplog.text
 
 
 def run_online(arguments):
