@@ -211,12 +211,27 @@ def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
     directory = distributed.main_first(find_base)
 
     def check() -> None:  # the merge reads the original weights from files, so take the size from the files
+        _check_embeddings(model, directory)
         files = directory.glob("*.safetensors")
         total = num_bytes + sum(file.stat().st_size for file in files)
         size = options["max_shard_size"]
         check_target(output / MERGED_EXPORT, size, total, source=base, use_free_name=is_moved)
 
     distributed.run_on_main(check)
+
+
+def _check_embeddings(model: Any, base: Path) -> None:
+    """Raise an ExportError if a model has other embeddings than its base model's files, which do not hold those of new tokens."""
+    before, now = (
+        getattr(config.get_text_config(), "vocab_size", None)
+        for config in (type(model.config).from_pretrained(base), model.config)
+    )
+    if before is not None and now is not None and before != now:
+        raise ExportError(
+            f"merge_adapter with 4-bit weights merges into the base model's files, which have {before:,} embeddings, but new "
+            f"tokens have changed the model's to {now:,}. Drop merge_adapter, or add the tokens to the base model first and train "
+            f"that."
+        )
 
 
 def _export_options(arguments: Arguments) -> dict[str, Any]:

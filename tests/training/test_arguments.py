@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from hf_fsdp_recipes.errors import DataError, RecipeError, TemplateError
+from hf_fsdp_recipes.errors import DataError, ExportError, RecipeError, TemplateError
 from hf_fsdp_recipes.training import build, dtypes
 from hf_fsdp_recipes.training.arguments import parse_arguments
 from hf_fsdp_recipes.training.build import default_run_name
@@ -157,6 +157,17 @@ def test_adapter_dtype_works_without_fsdp(dtype, expected):
     model[0].requires_grad_(False)
     dtypes.cast_trainable(model, None, dtype)
     assert (model[0].weight.dtype, model[1].weight.dtype) == (torch.bfloat16, expected)
+
+
+def test_new_tokens_are_refused_if_the_merge_reads_the_base_models_files(tiny_model):
+    from transformers import AutoConfig
+
+    base = tiny_model("llama")
+    config = AutoConfig.from_pretrained(base)
+    build._check_embeddings(SimpleNamespace(config=config), base)
+    config.vocab_size += 2
+    with pytest.raises(ExportError, match="new tokens have changed the model's to"):
+        build._check_embeddings(SimpleNamespace(config=config), base)
 
 
 def test_run_is_named_like_the_log_files_of_the_amd_article(monkeypatch):
