@@ -310,6 +310,7 @@ def test_liger_kernels_keep_the_losses(fsdp, tiny_model, text_file, tmp_path):
 
 
 def run_recipe(settings, file):
+    file = file.with_name(f"{os.environ['RANK']}-{file.name}")  # so that no rank reads what another is writing
     file.write_text(yaml.safe_dump(settings))
     sys.argv = [str(ROOT / "recipes" / "sft.py"), "--config", str(file)]
     runpy.run_path(sys.argv[0], run_name="__main__")
