@@ -147,8 +147,8 @@ class ShardedCheckpointCallback(TrainerCallback):
                 check_arguments(args, self._plugin)
             # With `ignore_data_skip`, Trainer starts at the first row again, so no row can be skipped. Under FSDP the check runs
             # even then, because recipes that stream their rows also set it, after they have restored the stream's position.
-            is_skipping = state.global_step > 0 and not (self._is_completing and args.ignore_data_skip)
-            if is_skipping and self._resumed is not None:
+            starts_over = self._is_completing and args.ignore_data_skip
+            if state.global_step > 0 and self._resumed is not None and not starts_over:
                 resume.check_data_position(args, self._resumed)
             if distributed.is_main():
                 self.mirror.claim(read_run(state) or self._run, state.global_step, is_starting=False)

@@ -3,15 +3,13 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import layout
 from hf_fsdp_recipes.errors import CheckpointError, summarize
+from hf_fsdp_recipes.patches.torch import deferred_save_errors
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -67,10 +65,12 @@ def _write(accelerator: "Accelerator", incomplete: Path, final: Path) -> dict[st
     """Write and flush the checkpoint's files. Return the manifest entries of all ranks' files. Collective."""
     from torch.distributed.checkpoint import CheckpointException
 
-    group = distributed.patient_group()
+    group, plugin = distributed.patient_group(), getattr(accelerator.state, "fsdp_plugin", None)
+    is_sharded = plugin is None or plugin.state_dict_type.name == "SHARDED_STATE_DICT"
     with distributed.sync_errors(group):  # save_state writes each rank's random state last; one rank alone can fail
         try:
-            with _deferred_errors(accelerator):
+            # For other state dicts, Accelerate calls torch.save on single ranks, between collectives of all ranks.
+            with contextlib.nullcontext() if is_sharded else deferred_save_errors():
                 accelerator.save_state(str(incomplete))
         except CheckpointException as error:  # a BaseException, which sync_errors does not catch; every rank raises it
             cause = summarize(next(iter(error.failures.values()))[0], "line")
@@ -82,30 +82,3 @@ def _write(accelerator: "Accelerator", incomplete: Path, final: Path) -> dict[st
             layout.sync_path(incomplete / name)
         entries = layout.manifest_entries(incomplete, own)
     return {name: entry for of_rank in distributed.gather_objects(entries, group) for name, entry in of_rank.items()}
-
-
-@contextlib.contextmanager
-def _deferred_errors(accelerator: "Accelerator") -> Iterator[None]:
-    """Without SHARDED_STATE_DICT, raise the errors of `torch.save` only at the end.
-
-    Accelerate then calls `torch.save` on single ranks, between collectives in which the other ranks would wait for a failed rank.
-    """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is None or plugin.state_dict_type.name == "SHARDED_STATE_DICT":
-        yield
-        return
-    save, failures = torch.save, []
-
-    def save_or_keep_error(*args: Any, **kwargs: Any) -> None:
-        try:
-            save(*args, **kwargs)
-        except Exception as error:
-            failures.append(error)
-
-    torch.save = save_or_keep_error
-    try:
-        yield
-    finally:
-        torch.save = save
-    if failures:
-        raise failures[0]

@@ -42,7 +42,7 @@ class SignalWatch:
         """
         if threading.current_thread() is not threading.main_thread():
             distributed.print_main(
-                "note: training does not run in the main thread, where alone Python allows signal handlers, so SIGTERM and "
+                "note: Python allows signal handlers only in the main thread, and training runs in another one, so SIGTERM and "
                 "SIGUSR1 end the run without a last checkpoint"
             )
             return

@@ -139,9 +139,7 @@ def write_marker(directory: Path, checksums: Iterable[dict[str, Checksums]]) -> 
             if start != end:
                 state = "were not written" if start > end else "were written twice"
                 first, last = sorted((start, end))
-                raise ExportError(
-                    f"{path}: bytes {first:,} to {last:,} {state}. Export again on other ranks, and report this."
-                )
+                raise ExportError(f"{path}: bytes {first:,} to {last:,} {state}. Please report this as a bug.")
             end = start + length
         ranges = ranges or [(0, num_bytes, xxhash.xxh3_64_hexdigest(path.read_bytes()))]
         entries[name] = {"bytes": num_bytes, "xxh3": ranges}

@@ -13,12 +13,13 @@ Source: torch 2.13 `ProcessGroupGloo.cpp`, `runLoop`; https://github.com/pytorch
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import pickle
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -73,6 +74,29 @@ def _worker_states() -> set[str]:
         if name == WORKER_NAME:
             states.add(rest.split()[0])
     return states
+
+
+@contextlib.contextmanager
+def deferred_save_errors() -> Iterator[None]:
+    """Raise the first error of `torch.save` in the `with` body only at its end.
+
+    A rank whose `torch.save` fails then still takes part in the collectives that follow, so the other ranks do not wait for it.
+    """
+    save, failures = torch.save, []
+
+    def save_or_keep_error(*args: Any, **kwargs: Any) -> None:
+        try:
+            save(*args, **kwargs)
+        except Exception as error:
+            failures.append(error)
+
+    torch.save = save_or_keep_error
+    try:
+        yield
+    finally:
+        torch.save = save
+    if failures:
+        raise failures[0]
 
 
 def set_local_tensor(dtensor: Any, local: torch.Tensor) -> Any:

@@ -229,9 +229,8 @@ class RowStream(IterableDataset):
     def skip(self, num_rows: list[int]) -> None:
         """Skip the given number of rows of each source, from its first row, without preparing them."""
         for source, count in zip(self.sources, num_rows, strict=True):
-            source.load_state_dict(
-                {"num_read": 0, "num_passes": 0, "state": None}
-            )  # the first block may have been read
+            # The first block may have been read already.
+            source.load_state_dict({"num_read": 0, "num_passes": 0, "state": None})
             source.skip(count)
         self._reset(0, 0)
 
