@@ -37,7 +37,7 @@ from hf_fsdp_recipes.loading.dequantize import describe_dequantized, take_quanti
 from hf_fsdp_recipes.loading.export_marker import check_files
 from hf_fsdp_recipes.loading.read_ranges import read_elements
 from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, open_index
-from hf_fsdp_recipes.loading.weight_mapping import TensorRange, WeightMapping, set_conversions
+from hf_fsdp_recipes.loading.weight_mapping import TensorRange, map_checkpoint, set_conversions
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -187,7 +187,8 @@ def _build(
         index = open_index(directory)
         index.tensors = describe_dequantized(index.tensors, quantization, held)
         shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-        ranges, _ = WeightMapping(model).to_parameters({k: t.shape for k, t in index.tensors.items()}, shapes)
+        # The adapter may replace a layer of another shape, such as a head for other labels.
+        ranges, _ = map_checkpoint(model, shapes, index.tensors, name, ignore_mismatched=True)
         return model, (index, ranges)
     except (LoadError, OSError, ValueError) as error:
         raise ExportError(f"the base model {name} cannot be used: {summarize(error, 'line')}") from error
@@ -333,7 +334,8 @@ def _describe_merged(
     for number, (key, parts) in enumerate(split_parameters(model, shapes).items()):
         if key not in ranges and not adapter.replaces(key):
             raise ExportError(
-                f"the base model {name} lacks {key}. Pass the base model that the adapter was trained on."
+                f"the base model {name} lacks {key} of shape {list(shapes[key])}. Pass the base model that the adapter was "
+                f"trained on."
             )
         shape = shapes[key]
         held = index.tensors[ranges[key][0].tensor].dtype if key in ranges else adapter.copy_dtype(key)

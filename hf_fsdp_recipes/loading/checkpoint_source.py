@@ -34,7 +34,9 @@ class CheckpointSource:
     ranges: dict[str, list[TensorRange]]  # for each entry of the model's state dict, the stored ranges that fill it
     is_direct: bool = False  # every rank reads its own shards
     verify: Verify = "sample"  # how much of every tensor is read again and compared with the shards
-    new_rows: Literal["mean", "random"] | None = None  # how to fill rows added to embeddings; None if not resized
+    random_state: torch.Tensor = field(default_factory=torch.get_rng_state)  # rank 0's, to initialize new values
+    # How to fill rows added to embeddings: a mean, or random values of this standard deviation. None if not resized.
+    new_rows: Literal["mean"] | float | None = None
     quantized: dict[str, Quant4bitSpec] = field(default_factory=dict)  # how each 4-bit weight is quantized
 
     def stream(self) -> WeightStream:

@@ -35,7 +35,7 @@ from hf_fsdp_recipes.loading.safetensors_index import (
     open_index,
     read_header,
 )
-from hf_fsdp_recipes.loading.weight_mapping import TensorRange, WeightMapping, set_conversions
+from hf_fsdp_recipes.loading.weight_mapping import TensorRange, map_checkpoint, set_conversions
 from hf_fsdp_recipes.metrics import stages
 from hf_fsdp_recipes.patches import cpu_ranks, registry, trl
 from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
@@ -318,7 +318,7 @@ def _load_on_meta(
         if generation_config is not None:
             model.generation_config = generation_config
         ranges = _map_ranges(model, shapes, stored, name_or_path, ignore_mismatched)
-        found = CheckpointSource(name_or_path, index, stored, ranges, is_direct, verify)
+        found = CheckpointSource(name_or_path, index, stored, ranges, is_direct, verify, random_state)
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(random_state)  # every rank that reads creates the same new values
             missing.complete_ranges(model, found, ignore_mismatched=ignore_mismatched, declared=declared)
@@ -414,28 +414,7 @@ def _map_ranges(
     name_or_path: str,
     ignore_mismatched: bool,
 ) -> dict[str, list[TensorRange]]:
-    mapping = WeightMapping(model)
-    ranges, unexpected = mapping.to_parameters({n: t.shape for n, t in stored.items()}, shapes)
-    mismatched = {
-        name: f"{name}: {list(r[0].shape)} in the checkpoint, {list(shapes[name])} in the config"
-        for name, r in ranges.items()
-        if name in mapping.mismatched
-    }
-    if mismatched and not ignore_mismatched:
-        raise LoadError(
-            f"{len(mismatched)} tensors of {name_or_path} do not have the shape in its config: "
-            f"{'; '.join(list(mismatched.values())[:3])}. Check that config.json belongs to the weights, or pass "
-            f"ignore_mismatched=True to initialize them."
-        )
-    ranges = {name: parts for name, parts in ranges.items() if name not in mismatched}
-    for name, parts in ranges.items():
-        dtypes = {stored[part.tensor].dtype: part.tensor for part in parts}
-        if len(dtypes) > 1:
-            listed = ", ".join(f"{tensor} in {dtype}" for dtype, tensor in dtypes.items())
-            raise LoadError(
-                f"{name} is made of tensors of {name_or_path} that have different dtypes: {listed}. Convert the checkpoint to one "
-                f"dtype, with from_pretrained(...).save_pretrained(...), and load the result."
-            )
+    ranges, unexpected = map_checkpoint(model, shapes, stored, name_or_path, ignore_mismatched)
     unused = [name for name in unexpected if "rotary_emb.inv_freq" not in name and "position_ids" not in name]
     if unused:
         distributed.warn_main(

@@ -1,7 +1,7 @@
 """Supports `resize_token_embeddings` between `load_model` and sharding.
 
 transformers cannot average embeddings on meta, so the resize is recorded and applied when the weights load: each added row is
-the mean of the checkpoint's rows, or random if `mean_resizing=False`.
+the mean of the checkpoint's rows, or random with the config's `initializer_range` if `mean_resizing=False`.
 
 Source: transformers 5.23 `modeling_utils.py`, `_init_added_embeddings_weights_with_mean`. That function also adds noise,
 with a covariance scaled by 1e-9; this module adds none.
@@ -33,7 +33,8 @@ def track_resize(model: "PreTrainedModel", source: CheckpointSource) -> None:
     def resize(
         new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> Any:
-        source.new_rows = "mean" if mean_resizing else "random"
+        std = getattr(model.config.get_text_config(decoder=True), "initializer_range", 0.02)
+        source.new_rows = "mean" if mean_resizing else std
         return original(new_num_tokens, pad_to_multiple_of, mean_resizing=False)
 
     model.resize_token_embeddings = resize
@@ -44,6 +45,9 @@ def apply_resize(model: torch.nn.Module, source: CheckpointSource) -> None:
 
     Every rank must call this; it does not communicate.
     """
+    # Ranks that read must draw the same rows: each keeps only its shard of them, and replicas must be equal.
+    generator = torch.Generator()
+    generator.set_state(source.random_state)
     for full_name, parameter in model.named_parameters():
         name = parameter_names.in_base_model(full_name)
         ranges = source.ranges.get(name)
@@ -59,11 +63,11 @@ def apply_resize(model: torch.nn.Module, source: CheckpointSource) -> None:
                 f"{name} has shape {list(parameter.shape)} in the model and {list(ranges[0].shape)} in the checkpoint. Only "
                 f"the number of embeddings may change, with model.resize_token_embeddings."
             )
-        source.ranges[name] = _resized_ranges(name, ranges[0], tuple(parameter.shape), source)
+        source.ranges[name] = _resized_ranges(name, ranges[0], tuple(parameter.shape), source, generator)
 
 
 def _resized_ranges(
-    name: str, stored: TensorRange, shape: tuple[int, ...], source: CheckpointSource
+    name: str, stored: TensorRange, shape: tuple[int, ...], source: CheckpointSource, generator: torch.Generator
 ) -> list[TensorRange]:
     width = math.prod(shape[1:])
     if math.prod(shape) < stored.num_elements:
@@ -74,8 +78,8 @@ def _resized_ranges(
     values = None
     if source.index is not None and source.new_rows == "mean":
         values = _mean_row(source.index, origin).expand(num_added, -1).reshape(added_shape)
-    elif source.index is not None:
-        values = torch.empty(added_shape).normal_(0.0, 0.02)
+    elif source.index is not None and source.new_rows is not None:
+        values = torch.empty(added_shape).normal_(0.0, source.new_rows, generator=generator)
     return [stored, source.add_tensor(f"<resized>{name}", origin.dtype, added_shape, values)]
 
 

@@ -22,6 +22,8 @@ from hf_fsdp_recipes.units import count
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from hf_fsdp_recipes.loading.safetensors_index import StoredTensor
+
 
 @dataclass(frozen=True)
 class TensorRange:
@@ -142,6 +144,47 @@ class WeightMapping:
             return result
         except Exception as error:
             raise _unsupported(target, [source], str(error)) from error
+
+
+def map_checkpoint(
+    model: "PreTrainedModel",
+    shapes: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, "StoredTensor"],
+    name_or_path: str,
+    ignore_mismatched: bool,
+) -> tuple[dict[str, list[TensorRange]], list[str]]:
+    """Map a checkpoint's tensors to a model's parameters and buffers, and check their shapes and dtypes.
+
+    Returns:
+        As `WeightMapping.to_parameters`, without the entries whose shape differs.
+
+    Raises:
+        LoadError: a tensor's shape is not its parameter's and `ignore_mismatched` is False; or a parameter is made of tensors
+            of different dtypes.
+    """
+    mapping = WeightMapping(model)
+    ranges, unexpected = mapping.to_parameters({name: tensor.shape for name, tensor in stored.items()}, shapes)
+    mismatched = {
+        name: f"{name}: {list(r[0].shape)} in the checkpoint, {list(shapes[name])} in the config"
+        for name, r in ranges.items()
+        if name in mapping.mismatched
+    }
+    if mismatched and not ignore_mismatched:
+        raise LoadError(
+            f"{len(mismatched)} tensors of {name_or_path} do not have the shape in its config: "
+            f"{'; '.join(list(mismatched.values())[:3])}. Check that config.json belongs to the weights, or pass "
+            f"ignore_mismatched=True to initialize them."
+        )
+    ranges = {name: parts for name, parts in ranges.items() if name not in mismatched}
+    for name, parts in ranges.items():
+        dtypes = {stored[part.tensor].dtype: part.tensor for part in parts}
+        if len(dtypes) > 1:
+            listed = ", ".join(f"{tensor} in {dtype}" for dtype, tensor in dtypes.items())
+            raise LoadError(
+                f"{name} is made of tensors of {name_or_path} that have different dtypes: {listed}. Convert the checkpoint to one "
+                f"dtype, with from_pretrained(...).save_pretrained(...), and load the result."
+            )
+    return ranges, unexpected
 
 
 def set_conversions(model: "PreTrainedModel") -> None:

@@ -95,6 +95,30 @@ def test_adapter_without_its_models_new_embeddings_is_named_and_not_merged(tiny_
         export_checkpoint(adapter, tmp_path / "merged", merge_adapter=True)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "change", "words"),
+    [
+        ("llama", "model.layers.0.mlp.down_proj", lambda w: w.T.contiguous(), r"lacks .*down_proj\.weight of shape"),
+        ("qwen3_moe", "model.layers.0.mlp.experts.0.down_proj", torch.Tensor.half, "have different dtypes"),
+    ],
+)
+def test_base_weights_that_do_not_fit_the_model_are_not_merged(tiny_model, tmp_path, kind, name, change, words):
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    base = shutil.copytree(tiny_model(kind), tmp_path / "base")
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
+    adapter = export_model(model, tmp_path / "adapter")
+    weights = load_file(base / "model.safetensors")
+    weights[f"{name}.weight"] = change(weights[f"{name}.weight"])
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ExportError, match=words):
+        export_checkpoint(adapter, tmp_path / "merged", merge_adapter=True)
+
+
 def test_adapter_of_another_program_keeps_the_base_models_fields(adapter, tmp_path):
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert set(config["auto_mapping"]) == {"base_model_class", "parent_library", *HEAD}

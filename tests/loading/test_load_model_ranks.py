@@ -673,6 +673,34 @@ def test_resized_embeddings_get_the_mean_of_the_rows(tiny_model, text_file, tmp_
             assert row == pytest.approx(stored[name].double().mean(dim=0).tolist(), abs=1e-6)
 
 
+def _random_rows(model_dir):
+    import torch
+    from accelerate import Accelerator
+
+    from hf_fsdp_recipes import load_model
+    from hf_fsdp_recipes.patches import cpu_ranks
+
+    cpu_ranks.enable()
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(accelerator.process_index)
+    model = load_model(model_dir, source="direct", initializer_range=0.5)
+    model.resize_token_embeddings(4000, mean_resizing=False)
+    optimizer = torch.optim.SGD(model.parameters())
+    model, _ = accelerator.prepare(model, optimizer)
+    weight = model.get_input_embeddings().weight
+    return weight.to_local().tolist(), weight.full_tensor()[307:].std().item()
+
+
+def test_random_rows_of_resized_embeddings_are_equal_on_all_replicas(tiny_model):
+    environment = fsdp_environment(FSDP2, HYBRID)
+    (one, std), (two, _), other_one, other_two = run_ranks(
+        _random_rows, 4, tiny_model("llama"), environment=environment
+    )
+    assert (one, two) == (other_one[0], other_two[0])
+    assert one != two
+    assert std == pytest.approx(0.5, rel=0.02)
+
+
 def test_memory_of_each_stage_is_printed_and_recorded(tiny_model, text_file, tmp_path):
     from hf_fsdp_recipes.metrics.stages import Stage, format_table
 
