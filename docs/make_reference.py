@@ -43,7 +43,7 @@ Each cell is a test on two CPU ranks: a resumed run has the losses and the expor
 | `DPOTrainer` | yes | yes | yes | yes | yes | `tests/recipes/test_trainers_ranks.py` |
 | `KTOTrainer` | yes | yes | yes | yes | yes | the same |
 | `RewardTrainer` | yes | yes | yes, with its head | yes, with its head | yes | the same |
-| `GRPOTrainer` | yes | yes | yes | yes | refused | the same |
+| `GRPOTrainer` | yes | yes | yes | yes | refused without vLLM | the same |
 | `Trainer` | yes | yes | yes | yes | with LoRA | `tests/test_examples_launch.py`, `tests/checkpointing/test_own_script_ranks.py` |
 | none: `save_checkpoint` | yes | yes | yes | yes | yes | `tests/checkpointing/test_accelerator_state_ranks.py` |
 
