@@ -19,7 +19,7 @@ from hf_fsdp_recipes.errors import ExportError, LoadError, summarize
 from hf_fsdp_recipes.loading.read_ranges import as_bytes
 from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, read_header
 from hf_fsdp_recipes.loading.shard_layout import Slice
-from hf_fsdp_recipes.model_class import task_type_of
+from hf_fsdp_recipes.model_class import TASK_TYPES, task_type_of
 from hf_fsdp_recipes.peft_models import HEAD_FIELDS, active_adapter, describe_class, find_peft_model
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")  # values of init_lora_weights that change base weights
+TRAINABLE_TOKENS = re.compile(r"(\.token_adapter)?\.trainable_tokens_.*")
 HEAD_WEIGHT = re.compile(r"\.(score|classifier)\.(?!original_module).*weight$")  # a classifier head's weight in PEFT
 
 
@@ -69,24 +70,35 @@ def warn_of_new_embeddings(base: Any, stored: Iterable[str]) -> None:
     """Log a warning on rank 0 if the base model has more or fewer embeddings than on disk, and the adapter does not hold them."""
     from transformers import AutoConfig
 
-    config, before = base.config, None
-    with contextlib.suppress(OSError, ValueError):
+    config, before, now = base.config, None, None
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # transformers raises a ValueError if a config has several text parts
         revision = getattr(config, "_commit_hash", None)
         options = {"revision": revision, "local_files_only": True, "trust_remote_code": False}
-        before = getattr(
-            AutoConfig.from_pretrained(config.name_or_path, **options).get_text_config(), "vocab_size", None
+        before, now = (
+            getattr(one.get_text_config(), "vocab_size", None)
+            for one in (AutoConfig.from_pretrained(config.name_or_path, **options), config)
         )
-    now = getattr(config.get_text_config(), "vocab_size", None)
-    embeddings = base.get_input_embeddings()
-    names = (
-        parameter_names.without_wrappers(f"{name}.")[:-1] for name, one in base.named_modules() if one is embeddings
-    )
-    name = next(names, "the embeddings")
-    if before is not None and now != before and not any(f".{name}." in other for other in stored):
+    if before is None or now is None or now == before:
+        return
+    tied = getattr(base, "all_tied_weights_keys", None) or {}
+    held = {TRAINABLE_TOKENS.sub("", name.removeprefix("base_model.model.")) for name in stored}
+    names = [parameter_names.without_wrappers(f"{name}.")[:-1] for name in _embeddings(base)]
+    lost = " and ".join(name for name in names if not held & {name, f"{name}.weight"} and f"{name}.weight" not in tied)
+    if lost:
         distributed.warn_main(
-            f"the model has {now:,} embeddings and {config.name_or_path} has {before:,}, but {name} is not in modules_to_save, so "
-            f"the exported adapter does not hold the new embeddings. Export the merged model as well, or save {name}."
+            f"the model has {now:,} embeddings and {config.name_or_path} has {before:,}, but the exported adapter does not hold "
+            f"the new rows of {lost}. Export the merged model as well, or add {lost} to modules_to_save."
         )
+
+
+def _embeddings(model: Any) -> list[str]:
+    """Return the names of the modules that hold a model's input embeddings and its output head, if it has them."""
+    with contextlib.suppress(NotImplementedError):
+        kept = [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
+        return [name for name, module in model.named_modules() if any(module is one for one in kept)]
+    return []
 
 
 def _named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -139,8 +151,8 @@ def save_config(model: torch.nn.Module, directory: Path) -> None:
 def recorded_class(config: "PeftConfig", tensors: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """Return the class name of an adapter's base model, and the config fields that the model's head needs.
 
-    A class name of None means the class that the base model's config declares. `tensors` maps the names of the adapter's
-    tensors to objects with a `shape`.
+    A class name of None means the class that the base model's config declares; a classifier may get an auto class. `tensors`
+    maps the names of the adapter's tensors to objects with a `shape`.
     """
     import transformers
 
@@ -151,6 +163,8 @@ def recorded_class(config: "PeftConfig", tensors: Mapping[str, Any]) -> tuple[st
     found = getattr(transformers, name or "", None)
     if not str(mapping.get("parent_library")).startswith("transformers") or found is None or not task_type_of(found):
         name = None  # use the class that the base model's config declares
+    if name is None and is_classifier:  # PEFT records no class beside a task type
+        name = next(auto for auto, task in TASK_TYPES.items() if task == config.task_type)
     fields = {field: mapping[field] for field in HEAD_FIELDS if mapping.get(field) is not None}
     if "id2label" in fields:
         fields["id2label"] = {int(number): label for number, label in fields["id2label"].items()}  # JSON keys are text

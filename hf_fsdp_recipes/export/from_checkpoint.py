@@ -218,7 +218,7 @@ def _describe_model(
         )
     for key, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         both = [tensors[name] for name in (key, source) if name in tensors]
-        if distributed.is_main() and len(both) == 2 and not _is_equal(*both):
+        if distributed.is_main() and len(both) == 2 and not lora_merge.is_equal(*both):
             raise ExportError(
                 f"the checkpoint has a {key} of its own, but in {name} it is tied to {source}. Pass the trained model as "
                 f"base_model (--base-model)."
@@ -233,16 +233,6 @@ def _describe_model(
     return ExportPlan(shards, model, MODEL_PATTERN, _model_assets(model, tokenizer_directory or name), Path(name))
 
 
-def _is_equal(one: DcpTensor, other: DcpTensor) -> bool:
-    """Return whether two tensors of one shape hold the same bytes. Reads both in chunks, until a byte differs."""
-    count, step = math.prod(one.shape), 4 * 1024**2
-    parts = ((start, min(step, count - start)) for start in range(0, count, step))
-    return all(
-        torch.equal(one.read(*part).view(torch.uint8), other.read(*part).view(torch.uint8))  # NaN differs from NaN
-        for part in parts
-    )
-
-
 def _model_assets(model: "PreTrainedModel", tokenizer: str | Path) -> Callable[[Path, FilePlan], None]:
     def write(directory: Path, plan: FilePlan) -> None:
         model_assets.save_configs(model, directory, plan.main_dtype())
@@ -255,8 +245,9 @@ def _check_tokenizer(trained: Path, model: Any, base: str) -> None:
     """Raise an ExportError if a merged model would lack embeddings for tokens that were added to its tokenizer for training."""
     from transformers import AutoTokenizer
 
-    num_tokens, num_rows = 0, model.get_input_embeddings().weight.shape[0]
-    with contextlib.suppress(OSError, ValueError):
+    num_tokens = num_rows = 0
+    with contextlib.suppress(OSError, ValueError, NotImplementedError):
+        num_rows = model.get_input_embeddings().weight.shape[0]
         num_tokens = len(AutoTokenizer.from_pretrained(trained, trust_remote_code=False))
         if num_tokens > num_rows:
             num_rows = max(num_rows, len(AutoTokenizer.from_pretrained(base, trust_remote_code=False)))

@@ -7,6 +7,7 @@ Source: peft 0.21 `tuners/lora/layer.py` (`get_delta_weight`), `tuners/lora/vari
 (`DoraLinearVariant.merge_unsafe`).
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -87,12 +88,17 @@ def _check_tied(model: Any, config: Any, changed: Iterable[str]) -> None:
     for tied, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if getattr(config, "ensure_weight_tying", False) and source in names:
             continue  # the adapter changes both
+        if {tied, source} <= names:
+            raise ExportError(
+                f"merge_adapter cannot merge {tied} and {source}, which are tied in the base model but are trained separately. "
+                f"Export the adapter without merging, or set ensure_weight_tying=True in LoraConfig."
+            )
         for name, other in ((tied, source), (source, tied)):
             if name in names:
                 raise ExportError(
                     f"merge_adapter cannot merge {name}, which is tied to {other}, without changing both. Export the adapter "
                     f"without merging, or leave {name.removesuffix('.weight')} out of lora_target_modules and "
-                    f"lora_modules_to_save."
+                    f"lora_modules_to_save, or set ensure_weight_tying=True in LoraConfig."
                 )
 
 
@@ -256,6 +262,16 @@ def dora_factors(
     return factors
 
 
+def is_equal(one: "DcpTensor | FileTensor", other: "DcpTensor | FileTensor") -> bool:
+    """Return whether two tensors of one shape hold the same bytes. Reads both in chunks, until a byte differs."""
+    count, step = math.prod(one.shape), CHUNK_ELEMENTS
+    parts = ((start, min(step, count - start)) for start in range(0, count, step))
+    return all(
+        torch.equal(one.read(*part).view(torch.uint8), other.read(*part).view(torch.uint8))  # NaN differs from NaN
+        for part in parts
+    )
+
+
 class StoredAdapter:
     """A LoRA adapter on disk, to merge into base weights on disk; raises an ExportError if it cannot be merged row by row."""
 
@@ -298,7 +314,9 @@ class StoredAdapter:
             elif marker:
                 raise ExportError(f"merge_adapter cannot merge {name}. Export the adapter and merge it with PEFT.")
             elif ".original_module." not in name:
-                self._saved_modules[plain.replace(".modules_to_save.", ".")] = tensor
+                # A trained bias of an adapted layer is `<layer>.base_layer.bias`.
+                weight = plain.replace(".modules_to_save.", ".").replace(".base_layer.", ".")
+                self._saved_modules[weight] = tensor
         self._latest: tuple[str, tuple[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None
 
     def check_fits(self, model: "PreTrainedModel") -> None:
@@ -315,7 +333,12 @@ class StoredAdapter:
                 f"the base model lacks the adapter's {unmatched[:3]}, or has them in another shape. Pass the base model "
                 f"that the adapter was trained on."
             )
-        _check_tied(model, self._config, [*self._matrices, *self._saved_modules])
+        # PEFT saves resized embeddings under both names of a tied weight.
+        copies = self._saved_modules
+        tied = (getattr(model, "all_tied_weights_keys", None) or {}).items()
+        both = [pair for pair in tied if all(name in copies for name in pair)]
+        equal = {name for one, other in both if is_equal(copies[one], copies[other]) for name in (one, other)}
+        _check_tied(model, self._config, ({*self._matrices, *copies}) - equal)
 
     def replaces(self, name: str) -> bool:
         """Return whether the adapter has a trained copy of a base weight."""

@@ -48,6 +48,8 @@ def apply_resize(model: torch.nn.Module, source: CheckpointSource) -> None:
     # Ranks that read must draw the same rows: each keeps only its shard of them, and replicas must be equal.
     generator = torch.Generator()
     generator.set_state(source.random_state)
+    # Values of a new head are drawn from the same state, and must not appear again as rows.
+    generator.manual_seed(int(torch.randint(2**31, (), generator=generator)))
     for full_name, parameter in model.named_parameters():
         name = parameter_names.in_base_model(full_name)
         ranges = source.ranges.get(name)

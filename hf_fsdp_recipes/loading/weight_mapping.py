@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -86,7 +86,11 @@ class WeightMapping:
 
         `names` are the names of all parameters.
         """
-        return self._rename(name, dict.fromkeys(names, True)) == (name, None)
+        target, pattern = self._rename(name, dict.fromkeys(names, True))
+        return target == name and (pattern is None or _keeps_shapes(self._converter(pattern)))
+
+    def _converter(self, pattern: str) -> Any:
+        return next(converter for converter in self._converters if pattern in converter.source_patterns)
 
     def _rename(self, stored: str, names: Mapping[str, bool]) -> tuple[str, str | None]:
         prefix = self._model.base_model_prefix
@@ -105,7 +109,7 @@ class WeightMapping:
         parameter_shapes: Mapping[str, tuple[int, ...]],
     ) -> dict[str, list[TensorRange]]:
         if len(sources) == 1:
-            return self._split(target, pattern, sources[0], stored_shapes[sources[0]], parameter_shapes)
+            return self._split(target, pattern, sources[0], tuple(stored_shapes[sources[0]]), parameter_shapes)
         try:
             parts = stored_ranges(self._model, target, parameter_shapes[target])
         except Exception as error:
@@ -130,7 +134,9 @@ class WeightMapping:
         parameter_shapes: Mapping[str, tuple[int, ...]],
     ) -> dict[str, list[TensorRange]]:
         """Find which rows of one stored tensor, such as a fused qkv, belong to each parameter."""
-        converter = copy.deepcopy(next(c for c in self._converters if pattern in c.source_patterns))
+        converter = copy.deepcopy(self._converter(pattern))
+        if shape == parameter_shapes.get(target) and _keeps_shapes(converter):
+            return {target: [TensorRange(source, shape, 0, math.prod(shape))]}
         converter.add_tensor(target, source, pattern, _row_numbers(shape))
         try:
             outputs = converter.convert(target, model=self._model, config=self._model.config)
@@ -232,6 +238,11 @@ def stored_ranges(model: "PreTrainedModel", name: str, shape: tuple[int, ...]) -
     if end != math.prod(shape):
         raise ValueError(f"the parts of {name} cover {end} of {math.prod(shape)} elements")
     return parts
+
+
+def _keeps_shapes(converter: Any) -> bool:
+    """Return whether a conversion changes a tensor only if it does not have the parameter's shape yet."""
+    return all(getattr(operation, "check_dims", False) for operation in converter.operations)
 
 
 def _row_numbers(shape: Sequence[int]) -> torch.Tensor:

@@ -89,7 +89,9 @@ def test_adapter_without_its_models_new_embeddings_is_named_and_not_merged(tiny_
     base.resize_token_embeddings(len(tokenizer))
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved))
     adapter = export_model(model, tmp_path / "adapter", tokenizer=tokenizer)
-    assert ("has 307, but model.embed_tokens is not in modules_to_save" in caplog.text) == (saved is None)
+    assert (
+        "has 307, but the exported adapter does not hold the new rows of model.embed_tokens and lm_head" in caplog.text
+    ) == (saved is None)
     words = "or has them in another shape" if saved else rf"a tokenizer of {len(tokenizer)} tokens, but the base model"
     with pytest.raises(ExportError, match=words):
         export_checkpoint(adapter, tmp_path / "merged", merge_adapter=True)
@@ -117,6 +119,74 @@ def test_base_weights_that_do_not_fit_the_model_are_not_merged(tiny_model, tmp_p
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     with pytest.raises(ExportError, match=words):
         export_checkpoint(adapter, tmp_path / "merged", merge_adapter=True)
+
+
+@pytest.mark.parametrize(
+    ("lora", "lost"),
+    [
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "model.embed_tokens and lm_head"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "lm_head"),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [310]}, "lm_head"),
+    ],
+)
+def test_new_rows_that_an_adapter_does_not_hold_are_named(tiny_model, tmp_path, caplog, lora, lost):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_model("llama"))
+    base.resize_token_embeddings(320)
+    export_model(get_peft_model(base, LoraConfig(r=4, **lora)), tmp_path / "adapter")
+    assert f"does not hold the new rows of {lost}. Export" in caplog.text
+
+
+def test_adapter_of_a_model_without_token_embeddings_is_exported(tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import Wav2Vec2Config, Wav2Vec2ForSequenceClassification
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    convolutions = {"conv_dim": (16,), "conv_stride": (5,), "conv_kernel": (10,), "num_conv_pos_embeddings": 16}
+    config = Wav2Vec2Config(**sizes, **convolutions, num_feat_extract_layers=1, num_conv_pos_embedding_groups=2)
+    model = get_peft_model(Wav2Vec2ForSequenceClassification(config), LoraConfig(target_modules=["q_proj"]))
+    assert (export_model(model, tmp_path / "adapter") / "adapter_model.safetensors").is_file()
+
+
+def test_tied_embeddings_that_peft_stores_twice_are_merged(tiny_model, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    resized = AutoModelForCausalLM.from_pretrained(tiny_model("llama_tied"))
+    resized.resize_token_embeddings(320)
+    resized.save_pretrained(tmp_path / "resized")
+    model = get_peft_model(resized, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)).eval()
+    model.save_pretrained(tmp_path / "adapter")  # with both embeddings, because their number has changed
+    merged = export_checkpoint(
+        tmp_path / "adapter", tmp_path / "merged", base_model=tmp_path / "resized", merge_adapter=True
+    )
+    tokens = torch.arange(12)[None]
+    found = AutoModelForCausalLM.from_pretrained(merged)(tokens).logits
+    torch.testing.assert_close(found, model(tokens).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_CLS"])
+def test_adapter_of_stock_peft_with_biases_or_a_head_is_merged(tmp_path, task):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen2Config(vocab_size=64, intermediate_size=32, pad_token_id=0, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    kind = AutoModelForCausalLM if task == "CAUSAL_LM" else AutoModelForSequenceClassification
+    base = kind.from_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=4, target_modules=["q_proj"], bias="lora_only", task_type=task, init_lora_weights=False)
+    model = get_peft_model(base, lora).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("q_proj.base_layer.bias"):
+                parameter += 1
+    model.save_pretrained(tmp_path / "adapter")
+    merged = kind.from_pretrained(export_checkpoint(tmp_path / "adapter", tmp_path / "merged", merge_adapter=True))
+    tokens = torch.arange(1, 12)[None]
+    torch.testing.assert_close(merged(tokens).logits, model(tokens).logits, rtol=0, atol=1e-5)
 
 
 def test_adapter_of_another_program_keeps_the_base_models_fields(adapter, tmp_path):

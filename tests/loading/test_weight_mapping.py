@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.export.export_plan import split_parameters
 from hf_fsdp_recipes.loading.build_on_meta import build_on_meta
 from hf_fsdp_recipes.loading.weight_mapping import WeightMapping, stored_ranges
 from tests.conftest import tiny_config
@@ -82,6 +83,21 @@ def test_tensor_of_another_shape_with_as_many_elements_is_a_mismatch():
     mapping = WeightMapping(model)
     mapping.to_parameters(shapes | {name: shapes[name][::-1]}, shapes)
     assert mapping.mismatched == {name}
+
+
+def test_converted_checkpoint_of_a_model_that_transposes_weights_is_mapped_and_exported():
+    model = build_on_meta(small_config("AutoModelForImageTextToText", "qwen3_vl_moe")[1], torch.float32)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    name = "model.language_model.layers.0.mlp.experts.down_proj"
+    ranges, _ = WeightMapping(model).to_parameters(shapes, shapes)
+    assert {name: [(part.tensor, part.shape) for part in parts] for name, parts in ranges.items()} == {
+        name: [(name, shape)] for name, shape in shapes.items()
+    }
+    written = split_parameters(model, shapes)
+    assert [(part.tensor, part.shape) for part in written[name]] == [(name, shapes[name])]
+    transposed = shapes | {name: (shapes[name][0], *shapes[name][:0:-1])}
+    with pytest.raises(LoadError, match="save_original_format=False"):
+        WeightMapping(model).to_parameters(transposed, shapes)
 
 
 @pytest.mark.parametrize("is_transposed", [True, False])
