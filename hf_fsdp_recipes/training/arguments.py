@@ -209,9 +209,6 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
     config = arguments.training.accelerator_config
     if arguments.training.dataloader_pin_memory and "accelerator_config" not in values:
         config.non_blocking = True  # batches are copied to the device while the host continues
-    if is_streaming(arguments) and config.dispatch_batches is None:
-        # By default, rank 0 would read the evaluation rows of a stream for all ranks, which fails if batches differ in length.
-        config.dispatch_batches = False
     check_arguments(arguments, values.keys() | _flag_names(argv))
     return arguments
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import tempfile
+import uuid
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -149,6 +151,7 @@ def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "Tr
     from hf_fsdp_recipes.training.data.streaming import open_streams
 
     training = arguments.training
+    run_id = distributed.run_on_main(lambda: uuid.uuid4().hex)
 
     if find_kind(training).name != "sft":
         rows = distributed.main_first(lambda: read_rows(arguments))
@@ -161,7 +164,9 @@ def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "Tr
         if is_prepared(arguments.script.dataset_name):
             return cache.read_cache(arguments, tokenizer)
         for_rows = tokenizer_for_rows(tokenizer, training)
-        return open_streams(arguments, for_rows) if is_streaming(arguments) else prepare(arguments, for_rows)
+        if is_streaming(arguments):
+            return open_streams(arguments, for_rows, Path(tempfile.gettempdir(), f"hf-fsdp-evaluation-{run_id}"))
+        return prepare(arguments, for_rows)
 
     rows = distributed.main_first(load)
     print_counts(rows.counts, training.max_length)

@@ -106,7 +106,7 @@ def test_evaluation_on_a_stream_equals_evaluation_on_a_dataset(argv, tmp_path):
     folder = tmp_path / "rows"
     folder.mkdir()
     write_rows(folder / "train.jsonl", numbered(24))
-    write_rows(folder / "test.jsonl", numbered(16))
+    write_rows(folder / "test.jsonl", numbered(9))  # one more than a global batch; no row is counted twice
     at_start = {"eval_strategy": "steps", "eval_on_start": True, "max_steps": 1, "per_device_eval_batch_size": 4}
     streamed = launch(argv(folder, **STREAM | at_start, report=True), tmp_path)
     loaded = launch(argv(folder, **at_start), tmp_path)

@@ -299,14 +299,14 @@ IDS = {"input_ids": [5, 6, 7, 8]}
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
-def test_invalid_tokens_are_refused_with_row_and_value(row, fault, streaming, recipe):
+def test_invalid_tokens_are_refused_with_row_and_value(row, fault, streaming, recipe, tmp_path):
     good = {name: [1] * 3 if "mask" in name else [5, 6, 7] for name in row}
     rows = [row, row] if not isinstance(row["input_ids"][0], int) else [good, dict.fromkeys(row), row]
     number = 1 if len(rows) == 2 else 3
     with pytest.raises(DataError, match=rf"rows\.jsonl, row {number}: {fault}"):
         if streaming:
             arguments = recipe(rows, dataset_streaming=True, max_steps=2)
-            open_streams(arguments, load_tokenizer(arguments))
+            open_streams(arguments, load_tokenizer(arguments), tmp_path / "evaluation")
         else:
             prepared(recipe(rows))
 

@@ -167,7 +167,7 @@ def test_unusable_rows_of_a_stream_are_dropped_and_counted(recipe, folder):
 def test_stream_without_usable_rows_is_an_error_and_not_a_hang(recipe, folder):
     write(folder / "rows.jsonl", [""] * 30)
     with pytest.raises(DataError, match="nothing to train on: kept 0 of"):
-        open_streams(recipe(), load_tokenizer(recipe()))
+        open_streams(recipe(), load_tokenizer(recipe()), folder.parent / "evaluation")
 
 
 def test_rank_without_rows_is_an_error(recipe, folder):
@@ -179,7 +179,7 @@ def test_rank_without_rows_is_an_error(recipe, folder):
 def test_stream_of_empty_objects_is_an_error(recipe, folder):
     (folder / "rows.jsonl").write_text("{}\n" * 3)
     with pytest.raises(DataError, match="has no rows"):
-        open_streams(recipe(), load_tokenizer(recipe()))
+        open_streams(recipe(), load_tokenizer(recipe()), folder.parent / "evaluation")
 
 
 def test_broken_line_of_a_stream_is_named_when_it_is_reached(recipe, folder):
@@ -208,7 +208,7 @@ def test_template_that_rejects_a_thousand_rows_ends_an_endless_search(recipe, fo
     arguments = recipe(chat_template_path=str(tmp_path / "strict.jinja"), shuffle_buffer_size=500)
     tokenizer = tokenizer_for_rows(load_tokenizer(arguments), arguments.training)
     with pytest.raises(DataError, match=r"0 of 1,000 rows; dropped 1,000 rejected .*\(line 1: no such thing\)"):
-        open_streams(arguments, tokenizer)
+        open_streams(arguments, tokenizer, tmp_path / "evaluation")
 
 
 @pytest.mark.parametrize(
@@ -222,21 +222,27 @@ def test_evaluation_rows_of_a_stream_are_checked_before_training(content, messag
     write(folder / "train.jsonl", numbered(30))
     (folder / "test.jsonl").write_text(content)
     with pytest.raises(DataError, match=message):
-        open_streams(recipe(eval_strategy="steps", eval_steps=1), load_tokenizer(recipe()))
+        open_streams(
+            recipe(eval_strategy="steps", eval_steps=1), load_tokenizer(recipe()), folder.parent / "evaluation"
+        )
 
 
 @pytest.mark.parametrize("num_rows", [999, 1000, 2000])
 def test_evaluation_rows_are_read_once_whatever_their_number(num_rows, recipe, folder):
     write(folder / "train.jsonl", numbered(30))
     write(folder / "test.jsonl", numbered(num_rows))
-    rows = open_streams(recipe(eval_strategy="steps", eval_steps=1), load_tokenizer(recipe()))
+    rows = open_streams(
+        recipe(eval_strategy="steps", eval_steps=1), load_tokenizer(recipe()), folder.parent / "evaluation"
+    )
     assert len(list(rows.evaluation)) == num_rows
 
 
 def test_evaluation_rows_of_a_stream_end(recipe, folder):
     write(folder / "train.jsonl", numbered(30))
     write(folder / "test.jsonl", numbered(25))
-    rows = open_streams(recipe(eval_strategy="steps", eval_steps=1), load_tokenizer(recipe()))
+    rows = open_streams(
+        recipe(eval_strategy="steps", eval_steps=1), load_tokenizer(recipe()), folder.parent / "evaluation"
+    )
     assert len(list(rows.evaluation)) == len(list(rows.evaluation)) == 25
 
 
@@ -273,6 +279,23 @@ def test_checkpoint_of_another_stream_or_of_none_is_reported(recipe, folder, tmp
     said = capsys.readouterr().out
     assert "has no stream position" in said
     assert "starting at its first row" in said
+
+
+def test_mixture_with_other_fractions_repeats_the_block(recipe, folder, tmp_path, capsys):
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in (folder, other):
+        write(path / "rows.jsonl", numbered(80))
+
+    def mixture(*fractions):
+        paths = zip((folder, other), fractions, strict=True)
+        return recipe(datasets=[{"path": str(path), "fraction": fraction} for path, fraction in paths])
+
+    save_positions(tmp_path / "checkpoint", mixture(0.5, 0.5), 1, 25)
+    stream, _ = open_rank(mixture(0.8, 0.2))
+    assert restore_position(stream, tmp_path / "checkpoint")
+    assert "fractions [0.5, 0.5] -> [0.8, 0.2], so each rank's last block" in capsys.readouterr().out
+    assert stream.state_dict()["offset"] == 0
 
 
 def test_other_settings_repeat_the_block_and_say_so(recipe, folder, tmp_path, capsys):

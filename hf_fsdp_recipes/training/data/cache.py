@@ -113,7 +113,7 @@ def read_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Trai
 
 def _check_settings(directory: Path, manifest: dict[str, Any], arguments: Arguments, expected_hash: str) -> None:
     differences = [
-        f"{name} was {manifest.get(name)} and is now {expected}"
+        f"{name} was {manifest.get(name, 'not recorded')} and is now {expected}"
         for name, expected in _settings(arguments).items()
         if manifest.get(name) != expected
     ]

@@ -123,7 +123,7 @@ def restore_position(stream: RowStream, checkpoint: Path) -> bool:
     elif first["world_size"] == distributed.world_size():
         stream.load_state_dict(_read_position(checkpoint, distributed.rank()))
         num_read = sum(source["num_read"] for source in first["start"]["sources"])
-        settings = first.get("settings", stream.settings)
+        settings = stream.settings | first.get("settings", {})
         changed = [
             f"{name} {settings[name]} -> {new}" for name, new in stream.settings.items() if settings[name] != new
         ]

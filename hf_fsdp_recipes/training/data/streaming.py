@@ -4,10 +4,13 @@ A block of `shuffle_buffer_size` rows is prepared like a full dataset and shuffl
 block and an offset in the block, so a resumed run rereads only one block.
 """
 
+import atexit
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.errors import DataError
+from hf_fsdp_recipes.errors import DataError, summarize
 from hf_fsdp_recipes.training.arguments import Arguments
 from hf_fsdp_recipes.training.data.data_files import explain_errors
 from hf_fsdp_recipes.training.data.dataset_parts import DatasetPart, load_parts
@@ -129,6 +132,11 @@ class RowStream(IterableDataset):
             "seed": seed,
             "max_length": preparation.training.max_length,
             "packing": preparation.training.packing_strategy if packing else False,
+            "fractions": [source.fraction for source in sources],
+            "shuffle_dataset": preparation.training.shuffle_dataset,
+            "truncation_mode": preparation.training.truncation_mode,
+            "add_special_tokens": preparation.recipe.add_special_tokens,
+            "append_concat_token": preparation.recipe.append_concat_token,
         }
         self._reset(0, 0)
 
@@ -223,7 +231,7 @@ class RowStream(IterableDataset):
         """
         for source, position in zip(self.sources, state["start"]["sources"], strict=True):
             source.load_state_dict(position)
-        is_same = state.get("settings", self.settings) == self.settings
+        is_same = self.settings | state.get("settings", {}) == self.settings
         self._reset(state["start"]["num_blocks"], state["offset"] if is_same else 0)
 
     def skip(self, num_rows: list[int]) -> None:
@@ -235,10 +243,11 @@ class RowStream(IterableDataset):
         self._reset(0, 0)
 
 
-def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
-    """Open this rank's part of the training stream, read its first block, and open the evaluation rows as streams.
+def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, evaluation_dir: Path) -> TrainingRows:
+    """Open this rank's part of the training stream, read its first block, and prepare the evaluation rows.
 
-    Every rank calls this, but it is not a collective.
+    `evaluation_dir` is a directory for this run only, in which the first rank of each file system that calls this writes the
+    evaluation rows; it is deleted when that rank exits. Every rank calls this, but it is not a collective.
     """
     training = arguments.training
     preparation, parts = Preparation(arguments, tokenizer), load_parts(arguments)
@@ -249,21 +258,31 @@ def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Tr
     sources = [StreamSource(part.name, part.train, part.fraction, rank, num_ranks) for part in parts]
     train = RowStream(sources, preparation, training.packing, training.seed, arguments.recipe.shuffle_buffer_size)
     train.first_block()
-    options: list[dict[str, Any]] = [
-        {"part": part, "preparation": preparation, "packing": packs_evaluation(arguments)}
-        for part in parts
-        if part.evaluation is not None
-    ]
-    if distributed.is_main():  # one rank's check is enough, because all ranks open the same evaluation rows
-        for each in options:
-            _evaluation_stream(**each).first_block()
-    # These are streams of `datasets`. Every rank reads all of their rows, and Accelerate gives each rank its batches.
-    streams = [HubIterableDataset.from_generator(_evaluation_stream, gen_kwargs=each) for each in options]
-    return TrainingRows(train, concatenate_datasets(streams) if streams else None)
+    held_out = [part for part in parts if part.evaluation is not None]
+    if not held_out:
+        return TrainingRows(train)
+    if not evaluation_dir.exists():
+        _write_evaluation(held_out, preparation, packs_evaluation(arguments), evaluation_dir)
+    files = sorted(evaluation_dir.rglob("*.arrow"))
+    return TrainingRows(train, concatenate_datasets([Dataset.from_file(str(file)) for file in files]))
 
 
-def _evaluation_stream(part: DatasetPart, preparation: Preparation, packing: bool) -> RowStream:
-    """Return a stream that passes once over all evaluation rows."""
-    return RowStream(
-        [StreamSource(part.name, part.evaluation, None, 0, 1, is_endless=False)], preparation, packing, 0, 0
-    )
+def _write_evaluation(parts: list[DatasetPart], preparation: Preparation, packing: bool, directory: Path) -> None:
+    """Prepare all evaluation rows and write them to a new directory."""
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for part in parts:
+            source = StreamSource(part.name, part.evaluation, None, 0, 1, is_endless=False)
+            yield from RowStream([source], preparation, packing, 0, 0)
+
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    try:
+        Dataset.from_generator(rows, cache_dir=str(directory))
+    except Exception as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        if isinstance(error.__cause__, DataError):
+            raise error.__cause__ from error
+        raise DataError(
+            f"the evaluation rows cannot be written to {directory}: {summarize(error.__cause__ or error, 'line')}. Free disk "
+            f"space, or set TMPDIR to another directory."
+        ) from error
