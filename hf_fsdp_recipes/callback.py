@@ -89,7 +89,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         registry.apply("checkpointing")
         resume.enable_checks()
         self._asynchronous = asynchronous
-        self._rank_files = rank_files or dict
+        self._rank_files = rank_files
         self._previous_run = previous_run
         self._run: str | None = None  # the run's id, on rank 0
         self.mirror = Mirror(checkpoint_mirror)
@@ -104,6 +104,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._has_saved = False  # whether Trainer has saved a checkpoint that has no manifest yet
         self._failure: Exception | None = None  # the last finished save's error; None if it succeeded
         self._previous_best: str | None = None  # `state.best_model_checkpoint` before the last save
+        self._saved_step: int | None = None  # the step of the last save
+        self._metric: str | None = None  # the name of the metric that decides which checkpoint is best
         self._callbacks: list[object] = []  # the trainer's callbacks and its control
         self._resumed: Path | None = None  # the checkpoint that this run resumes from
         self._save_total_limit: int | None = None
@@ -141,15 +143,17 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._is_unsharded = self._plugin is None and unsharded.is_supported(args, state)
         self._is_completing = self._is_unsharded and args.save_strategy != "no" and not args.save_only_model
         self._lock_directory(args)
+        state.best_model_checkpoint = distributed.run_on_main(lambda: self._find_best(args, state))
         self._failure, self._previous_best = None, state.best_model_checkpoint
+        self._metric = args.metric_for_best_model and f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
         with distributed.sync_errors():
             if self._plugin is not None:
                 check_arguments(args, self._plugin)
-            # With `ignore_data_skip`, Trainer starts at the first row again, so no row can be skipped. Under FSDP the check runs
-            # even then, because recipes that stream their rows also set it, after they have restored the stream's position.
-            starts_over = self._is_completing and args.ignore_data_skip
-            if state.global_step > 0 and self._resumed is not None and not starts_over:
-                resume.check_data_position(args, self._resumed)
+            # With `ignore_data_skip`, Trainer starts at the first row again, so no row can be skipped. Recipes that stream their
+            # rows, whose positions are in `rank_files`, set it too, and do not start over.
+            starts_over = args.ignore_data_skip and self._rank_files is None
+            if state.global_step > 0 and self._resumed is not None:
+                resume.check_batches(args, self._resumed, starts_over)
             if distributed.is_main():
                 self.mirror.claim(read_run(state) or self._run, state.global_step, is_starting=False)
                 claim_directory(args.output_dir, state, self._previous_run, self._run)
@@ -309,7 +313,7 @@ class ShardedCheckpointCallback(TrainerCallback):
 
         `previous_best` is `state.best_model_checkpoint` before the save.
         """
-        self._previous_best = previous_best
+        self._previous_best, self._saved_step = previous_best, state.global_step
         own = None if error is None else describe_failure(state.global_step, error, args.output_dir)
         reasons = list(filter(None, distributed.gather_objects(own)))
         self._failure = None
@@ -353,11 +357,11 @@ class ShardedCheckpointCallback(TrainerCallback):
     def _save(self, step: int, args: TrainingArguments, state: TrainerState, kwargs: dict[str, Any]) -> None:
         self._finish(state)
         assert self._writer is not None
-        self._previous_best = state.best_model_checkpoint
+        self._previous_best, self._saved_step = state.best_model_checkpoint, step
         if state.best_global_step is not None and state.best_global_step == step:
             state.best_model_checkpoint = str(layout.directory_for(args.output_dir, step))
         sharded = capture(kwargs["model"], kwargs["optimizer"], self._plugin)
-        rank_files = self._rank_files()
+        rank_files = {} if self._rank_files is None else self._rank_files()
         try:
             with distributed.sync_errors():
                 small_files.export_callbacks(state, self._callbacks)
@@ -388,6 +392,11 @@ class ShardedCheckpointCallback(TrainerCallback):
     def _record_failure(self, state: TrainerState, error: Exception) -> None:
         # Training continues: the earlier checkpoint is intact and the next save may succeed.
         state.best_model_checkpoint = self._previous_best
+        if state.best_global_step is not None and state.best_global_step == self._saved_step:
+            # Otherwise only a model better than the lost one would be saved as the best.
+            step = layout.step_of(Path(self._previous_best)) if self._previous_best else None
+            metrics = {entry.get("step"): entry[self._metric] for entry in state.log_history if self._metric in entry}
+            state.best_global_step, state.best_metric = step, metrics.get(step)
         if isinstance(error, DivergenceError):
             self.mirror.wait()
             raise error
@@ -408,6 +417,14 @@ class ShardedCheckpointCallback(TrainerCallback):
             self._failure = None
         return completed
 
+    def _find_best(self, args: TrainingArguments, state: TrainerState) -> str | None:
+        """Return the path of the best checkpoint, or None. Finds it in `output_dir` if that has moved since the run was saved."""
+        if state.best_model_checkpoint is not None or state.best_global_step is None:
+            return state.best_model_checkpoint
+        best = layout.directory_for(args.output_dir, state.best_global_step)
+        is_own = layout.read_manifest(best).get("run") == read_run(state) is not None
+        return str(best) if is_own and layout.validate(best) is None else None
+
     def _check_best(self, args: TrainingArguments, state: TrainerState) -> None:
         """Forget a best checkpoint that does not exist. If Trainer is to load it: on every rank, and with a warning."""
         best = state.best_model_checkpoint
@@ -416,10 +433,8 @@ class ShardedCheckpointCallback(TrainerCallback):
             return best if best is not None and Path(best).is_dir() else None
 
         state.best_model_checkpoint = distributed.run_on_main(find) if args.load_best_model_at_end else find()
-        if args.load_best_model_at_end and state.best_model_checkpoint is None and state.best_global_step is not None:
-            distributed.warn_main(
-                f"there is no checkpoint of the best step, {state.best_global_step}, so the last weights are kept"
-            )
+        if args.load_best_model_at_end and state.best_model_checkpoint is None:
+            distributed.warn_main("there is no checkpoint of the best step, so the last weights are kept")
 
     def _on_complete(self, args: TrainingArguments, state: TrainerState, checkpoint: Path) -> None:
         """Upload a complete checkpoint and delete old ones. Called from the thread that wrote it."""

@@ -68,6 +68,12 @@ def directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
     return Path(output_dir) / f"checkpoint-{step}"
 
 
+def step_of(directory: Path) -> int | None:
+    """Return the step of a directory named `checkpoint-<step>`, or None if it has another name."""
+    match = _NAME.fullmatch(directory.name)
+    return int(match.group(1)) if match else None
+
+
 def incomplete_directory_for(output_dir: str | os.PathLike[str], step: int) -> Path:
     """Return the path that a step's checkpoint has until it is complete and renamed. Trainer ignores such names."""
     return Path(output_dir) / f".checkpoint-{step}.incomplete"
@@ -216,9 +222,9 @@ def validate(directory: Path, verify: bool = False, part: int = 0, num_parts: in
         if isinstance(error, OSError) and not isinstance(error, IsADirectoryError | NotADirectoryError):
             raise _unreadable(directory / MANIFEST, error) from error
         return f"{MANIFEST} cannot be read ({error!r})"
-    match = _NAME.fullmatch(directory.name)
-    if match and manifest.get("step") != int(match.group(1)):
-        return f"{MANIFEST} is for step {manifest.get('step')}, not {match.group(1)}"
+    step = step_of(directory)
+    if step is not None and manifest.get("step") != step:
+        return f"{MANIFEST} is for step {manifest.get('step')}, not {step}"
     by_size = sorted(files.items(), key=lambda item: (-item[1][0], item[0]))
     for number, (name, (num_bytes, expected)) in enumerate(by_size):
         file = directory / name
@@ -237,10 +243,10 @@ def list_checkpoints(output_dir: str | os.PathLike[str], verify: bool = False) -
     found = []
     directory = Path(output_dir)
     for path in directory.iterdir() if directory.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
-        if match and path.is_dir():
+        step = step_of(path)
+        if step is not None and path.is_dir():
             run = (read_manifest(path) or _read_run_facts(path)).get("run")
-            found.append(Checkpoint(path, int(match.group(1)), validate(path, verify), run))
+            found.append(Checkpoint(path, step, validate(path, verify), run))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 

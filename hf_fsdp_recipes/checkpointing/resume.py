@@ -199,13 +199,16 @@ def _check_optimizer(params: dict[str, Any], checkpoint: Path) -> None:
         )
 
 
-def check_data_position(args: "TrainingArguments", checkpoint: Path) -> None:
-    """Raise a CheckpointError if a resumed run would skip or repeat rows, because its global batch size has changed."""
+def check_batches(args: "TrainingArguments", checkpoint: Path, starts_over: bool) -> None:
+    """Raise a CheckpointError if a resumed run has another global batch size, or too few or many ranks for 8-bit states.
+
+    With another global batch size, rows would be skipped or repeated, unless the run starts over at the first row.
+    """
     params = _read_batch_facts(checkpoint)
     if params is None:
         return
     _check_optimizer(params, checkpoint)
-    if int(params["global_batch_size"]) != global_batch_size(args):
+    if int(params["global_batch_size"]) != global_batch_size(args) and not starts_over:
         raise CheckpointError(
             f"{checkpoint} was trained with {params['global_batch_size']} rows per optimizer step, but this run has "
             f"{global_batch_size(args)}; rows would be skipped or repeated. Set gradient_accumulation_steps, or call "

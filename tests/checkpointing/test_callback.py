@@ -64,10 +64,13 @@ def saver(tmp_path, monkeypatch):
         monkeypatch.setattr(callback.small_files, "collect", lambda *arguments: {})
         monkeypatch.setattr(callback.resume, "manifest_facts", lambda *arguments: {})
         saving = ShardedCheckpointCallback(signals=False, asynchronous=asynchronous)
+        saving._metric = "eval_loss"
         saving._writer = FakeWriter(tmp_path, asynchronous, failing_steps)
         state = TrainerState()
         for step in (2, 4, 6):
             state.global_step = state.best_global_step = step
+            state.best_metric = 1 / step
+            state.log_history.append({"step": step, "eval_loss": state.best_metric})
             saving._save(step, arguments(tmp_path), state, {"model": None, "optimizer": None})
         return saving, state
 
@@ -82,7 +85,32 @@ def test_failed_save_of_a_new_best_model_keeps_the_previous_one(
     saving, state = saver(asynchronous, failing_steps)
     saving.on_log(arguments(tmp_path), state, TrainerControl(), logs={"train_runtime": 1.0})
     assert state.best_model_checkpoint == (None if best is None else str(tmp_path / f"checkpoint-{best}"))
-    assert ("no checkpoint of the best step, 6, so the last weights are kept" in caplog.text) == (best is None)
+    assert (state.best_global_step, state.best_metric) == (
+        best,
+        best and 1 / best,
+    )  # a later model only has to beat this
+    assert ("no checkpoint of the best step, so the last weights are kept" in caplog.text) == (best is None)
+
+
+def test_best_checkpoint_is_found_after_output_dir_has_moved(tmp_path):
+    state = TrainerState(
+        global_step=30, best_global_step=20
+    )  # Trainer forgets a best checkpoint at a path that is gone
+    state.stateful_callbacks = {layout.STATE_KEY: {"run": "ours"}}
+    find = ShardedCheckpointCallback(signals=False)._find_best
+    for run, best in (("other", None), ("ours", str(tmp_path / "checkpoint-20"))):
+        (tmp_path / "checkpoint-20").mkdir(exist_ok=True)
+        layout.complete_in_place(tmp_path / "checkpoint-20", {"step": 20, "run": run})
+        assert find(arguments(tmp_path), state) == best
+
+
+def test_run_that_starts_over_at_the_first_row_may_change_its_batch(tmp_path, monkeypatch):
+    facts = {"global_batch_size": 8, "world_size": 1, "arguments": {"optim": "adamw_torch"}}
+    monkeypatch.setattr(resume, "_read_batch_facts", lambda checkpoint: facts)
+    monkeypatch.setattr(resume, "global_batch_size", lambda args: 16)
+    resume.check_batches(None, tmp_path, starts_over=True)
+    with pytest.raises(CheckpointError, match="8 rows per optimizer step, but this run has 16"):
+        resume.check_batches(None, tmp_path, starts_over=False)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
