@@ -206,6 +206,8 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
     if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
         # TRL replaces a list of one name with the name, which PEFT would treat as a regular expression.
         model.lora_target_modules = [model.lora_target_modules]
+    # The tokenizer, merges and GRPO's reference model need the revision too.
+    model.model_revision = (arguments.training.model_init_kwargs or {}).get("revision") or model.model_revision
     config = arguments.training.accelerator_config
     if arguments.training.dataloader_pin_memory and "accelerator_config" not in values:
         config.non_blocking = True  # batches are copied to the device while the host continues

@@ -138,6 +138,12 @@ def test_settings_that_would_be_ignored_are_refused(settings, words, tmp_path):
         parse_arguments(write(tmp_path, model_name_or_path="m", **settings))
 
 
+def test_revision_in_model_init_kwargs_is_used_for_the_tokenizer_and_merges_too(tmp_path):
+    config = write(tmp_path, model_name_or_path="m", dataset_name="d", model_init_kwargs={"revision": "v1"})
+    assert parse_arguments(config).model.model_revision == "v1"
+    assert parse_arguments([*NEEDED, "--model_revision", "v2"]).model.model_revision == "v2"
+
+
 def test_reference_models_and_adapters_get_the_models_revision():
     from trl import get_peft_config
 
