@@ -421,8 +421,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         """Return the path of the best checkpoint, or None. Finds it in `output_dir` if that has moved since the run was saved."""
         if state.best_model_checkpoint is not None or state.best_global_step is None:
             return state.best_model_checkpoint
-        best = layout.directory_for(args.output_dir, state.best_global_step)
-        is_own = layout.read_manifest(best).get("run") == read_run(state) is not None
+        best, run = layout.directory_for(args.output_dir, state.best_global_step), read_run(state)
+        is_own = run is not None and layout.read_manifest(best).get("run") == run
         return str(best) if is_own and layout.validate(best) is None else None
 
     def _check_best(self, args: TrainingArguments, state: TrainerState) -> None:

@@ -71,9 +71,8 @@ def warn_of_new_embeddings(base: Any, stored: Iterable[str]) -> None:
     from transformers import AutoConfig
 
     config, before, now = base.config, None, None
-    with contextlib.suppress(
-        OSError, ValueError
-    ):  # transformers raises a ValueError if a config has several text parts
+    # transformers raises a ValueError if a config has several text parts.
+    with contextlib.suppress(OSError, ValueError):
         revision = getattr(config, "_commit_hash", None)
         options = {"revision": revision, "local_files_only": True, "trust_remote_code": False}
         before, now = (
