@@ -369,9 +369,12 @@ DATA = [
     Case("stream of too few rows", ("1 row|no rows", "rank"), broken.rows(TEXT_ROWS[:1], **STREAM)),
     Case(
         "negative fraction", ("fraction", "-1"),
-        lambda inputs: {"datasets": [{"path": str(broken.rows(TEXT_ROWS)(inputs)["dataset_name"]), "fraction": -1.0}]},
+        lambda inputs: {
+            "datasets": [{"path": str(broken.rows(TEXT_ROWS)(inputs)["dataset_name"]), "fraction": -1.0}],
+            "dataset_name": None,
+        },
     ),
-    Case("part of a mixture is missing", (r"no-such\.jsonl",), {"datasets": [{"path": "./no-such.jsonl"}]}),
+    Case("part of a mixture is missing", (r"no-such\.jsonl",), {"datasets": [{"path": "./no-such.jsonl"}], "dataset_name": None}),
     Case("part of a mixture has no path", ("path",), {"datasets": [{"fraction": 1.0}]}),
     *settings(dataset_num_proc=-1),
     Case(
