@@ -200,7 +200,7 @@ def _check_optimizer(params: dict[str, Any], checkpoint: Path) -> None:
 
 
 def check_batches(args: "TrainingArguments", checkpoint: Path, starts_over: bool) -> None:
-    """Raise a CheckpointError if a resumed run has another global batch size, or too few or many ranks for 8-bit states.
+    """Raise a CheckpointError if a resumed run has another global batch size, or 8-bit states of another number of ranks.
 
     With another global batch size, rows would be skipped or repeated, unless the run starts over at the first row.
     """

@@ -162,7 +162,7 @@ def recorded_class(config: "PeftConfig", tensors: Mapping[str, Any]) -> tuple[st
     found = getattr(transformers, name or "", None)
     if not str(mapping.get("parent_library")).startswith("transformers") or found is None or not task_type_of(found):
         name = None  # use the class that the base model's config declares
-    if name is None and is_classifier:  # PEFT records no class beside a task type
+    if name is None and is_classifier:  # PEFT records no class if there is a task type
         name = next(auto for auto, task in TASK_TYPES.items() if task == config.task_type)
     fields = {field: mapping[field] for field in HEAD_FIELDS if mapping.get(field) is not None}
     if "id2label" in fields:

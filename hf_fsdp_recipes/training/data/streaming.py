@@ -246,8 +246,8 @@ class RowStream(IterableDataset):
 def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, evaluation_dir: Path) -> TrainingRows:
     """Open this rank's part of the training stream, read its first block, and prepare the evaluation rows.
 
-    `evaluation_dir` is a directory for this run only, in which the first rank of each file system that calls this writes the
-    evaluation rows; it is deleted when that rank exits. Every rank calls this, but it is not a collective.
+    The first rank that finds no `evaluation_dir`, on each node or on a shared disk, writes the evaluation rows there and deletes
+    them when it exits. Every rank calls this, but it is not a collective.
     """
     training = arguments.training
     preparation, parts = Preparation(arguments, tokenizer), load_parts(arguments)
