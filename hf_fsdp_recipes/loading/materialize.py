@@ -161,10 +161,11 @@ def fill_sharded(model: torch.nn.Module, source: CheckpointSource, device: torch
         check_sources(model, source)
         sharded, replicated, packed = _allocate(model, source, torch.device("cpu") if is_offloaded else device)
     stream = source.stream()
+    sums: list[torch.Tensor | None] = []
     if source.is_direct:
         with distributed.sync_errors(distributed.patient_group()):
             assert source.index is not None
-            read_direct(sharded, source.index)
+            sums = read_direct(sharded, source.index)
     else:
         num_bytes = sum(target.num_elements * target.stored_dtype.itemsize for target in sharded)
         with progress.bar(num_bytes, PROGRESS_TITLE) as bar:
@@ -177,7 +178,8 @@ def fill_sharded(model: torch.nn.Module, source: CheckpointSource, device: torch
     stream.check()
     lora_init.compute_adapters(model, device)
     dora.fill_magnitudes(model)
-    verify.check_finite([(target.name, target.local) for target in [*sharded, *replicated]], source.name_or_path)
+    loaded = [(target.name, target.local) for target in [*sharded, *replicated]]
+    verify.check_finite(loaded, source.name_or_path, sums)
     verify.check_model(model)
     if source.index is not None:
         source.index.close()

@@ -57,20 +57,23 @@ def read_bytes(
         filled += num_bytes
 
 
-def read_direct(targets: Sequence[ShardTarget], index: SafetensorsIndex) -> None:
-    """Fill all of this rank's shards from the files. Any rank may call this."""
+def read_direct(targets: Sequence[ShardTarget], index: SafetensorsIndex) -> list[torch.Tensor | None]:
+    """Fill all of this rank's shards from the files, and return the sum of each, to search for NaN. Any rank may call this.
+
+    Summing the values while they are in a core's cache is faster than reading them again from memory.
+    """
     if not targets:
-        return
+        return []
     sizes = [target.local.numel() * target.stored_dtype.itemsize for target in targets]
     num_readers = count_readers()
     uploads: SimpleQueue[Upload] = SimpleQueue()
     for _ in range(num_readers):
         uploads.put(Upload(targets[0].local.device, READ_BYTES))
 
-    def read(target: ShardTarget) -> None:
+    def read(target: ShardTarget) -> torch.Tensor | None:
         upload = uploads.get()
         try:
-            _fill_shard(target, index, upload)
+            return _fill_shard(target, index, upload)
         finally:
             uploads.put(upload)
 
@@ -78,25 +81,29 @@ def read_direct(targets: Sequence[ShardTarget], index: SafetensorsIndex) -> None
         index, (part for t in targets for part in byte_ranges(index, t.ranges, t.first, t.local.numel()))
     )
     with ThreadPoolExecutor(num_readers) as pool, progress.bar(sum(sizes), PROGRESS_TITLE) as bar:
-        for num_bytes, _ in zip(sizes, pool.map(read, targets), strict=True):
+        sums = []
+        for num_bytes, total in zip(sizes, pool.map(read, targets), strict=True):
+            sums.append(total)
             prefetcher.advance(num_bytes)
             bar.update(num_bytes)
     while not uploads.empty():
         uploads.get().finish()
+    return sums
 
 
-def _fill_shard(target: ShardTarget, index: SafetensorsIndex, upload: Upload) -> None:
-    """Read this rank's shard and cast it, READ_BYTES at a time."""
+def _fill_shard(target: ShardTarget, index: SafetensorsIndex, upload: Upload) -> torch.Tensor | None:
+    """Read this rank's shard and cast it, READ_BYTES at a time. Returns the sum of its values, if torch can add them."""
+    total: torch.Tensor | None = None
     step = READ_BYTES // target.stored_dtype.itemsize
     for start in range(0, target.local.numel(), step):
         local = target.local[start : start + step]
-        if local.device.type == "cpu" and local.dtype == target.stored_dtype:
-            read_elements(index, target.ranges, target.first + start, local)
-            continue
         staging = upload.buffer(local.numel() * target.stored_dtype.itemsize)
         read_elements(index, target.ranges, target.first + start, staging.view(target.stored_dtype))
         with upload.uploaded(staging) as values:
             local.copy_(values.view(target.stored_dtype))
+            if local.is_floating_point() and local.itemsize > 1:  # torch cannot add float8 values
+                total = local.sum() if total is None else total + local.sum()
+    return total
 
 
 def count_readers(num_reading_ranks: int | None = None) -> int:

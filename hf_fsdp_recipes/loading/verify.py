@@ -42,12 +42,15 @@ def _check_ties(model: torch.nn.Module) -> None:
                 )
 
 
-def check_finite(parameters: Iterable[tuple[str, torch.Tensor]], name_or_path: str) -> None:
+def check_finite(
+    parameters: Iterable[tuple[str, torch.Tensor]], name_or_path: str, sums: Iterable[torch.Tensor | None] = ()
+) -> None:
     """Check that no loaded parameter contains NaN or infinity, with one device synchronization.
 
-    `parameters` has the name and this rank's shard of each parameter. Collective: every rank must call this.
+    `parameters` has the name and this rank's shard of each parameter; `sums`, the sums of the first shards if they are already
+    known. Collective: every rank must call this.
     """
-    own = find_non_finite(parameters)
+    own = find_non_finite(parameters, sums)
     found = list(dict.fromkeys(name for names in distributed.gather_objects(own) for name in names))
     if found:
         raise LoadError(
@@ -56,17 +59,23 @@ def check_finite(parameters: Iterable[tuple[str, torch.Tensor]], name_or_path: s
         )
 
 
-def find_non_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Return the names of the tensors that contain NaN or infinity, with one synchronization per device if there are none."""
-    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+def find_non_finite(tensors: Iterable[tuple[str, torch.Tensor]], sums: Iterable[torch.Tensor | None] = ()) -> list[str]:
+    """Return the names of the tensors that contain NaN or infinity, with one synchronization per device if there are none.
+
+    `sums` has the sums of the first tensors if they are already known.
+    """
+    by_device: dict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
+    known = iter(sums)
     for name, values in tensors:
+        total = next(known, None)
         if values.is_floating_point() and values.numel() and values.itemsize > 1:  # torch cannot add float8 values
-            by_device.setdefault(values.device, []).append((name, values.detach()))
+            total = values.detach().sum() if total is None else total
+            by_device.setdefault(values.device, []).append((name, values.detach(), total))
     suspects = [
-        tensor
-        for named in by_device.values()
-        for tensor, is_finite_sum in zip(
-            named, torch.stack([values.sum().isfinite() for _, values in named]).tolist(), strict=True
+        (name, values)
+        for summed in by_device.values()
+        for (name, values, _), is_finite_sum in zip(
+            summed, torch.stack([total.isfinite() for *_, total in summed]).tolist(), strict=True
         )
         if not is_finite_sum
     ]
