@@ -15,7 +15,7 @@ VERSIONS ?= lowest newest
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py $(if $(MODEL),--model $(MODEL))
 
-# About three minutes: lint, types, and the tests that start no ranks.
+# About two minutes: lint, types, and the tests that start no ranks.
 check: lint
 	$(BIN)/python -m pytest -m "not ranks and not launch and not slow and not gpu and not slurm and not device and not rehearsal and not rehearsal_of_all"
 
