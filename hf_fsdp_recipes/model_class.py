@@ -11,6 +11,9 @@ from hf_fsdp_recipes.errors import LoadError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+    ModelClass = type[PreTrainedModel] | type[_BaseAutoModelClass]
 
 AutoClass = type | str | None
 # PEFT's task type for each auto class that can be trained. A model class listed under two auto classes, such as
@@ -26,7 +29,7 @@ CAUSAL = "AutoModelForCausalLM"
 
 def choose_class(
     config: "PreTrainedConfig", auto_class: AutoClass = None, trust_remote_code: bool = False
-) -> tuple[Any, "PreTrainedConfig"]:
+) -> tuple["ModelClass", "PreTrainedConfig"]:
     """Return the class to build, and the config to build it from. Not a collective.
 
     `auto_class` is a class or a class name. None means the class that the config declares, or AutoModelForCausalLM if
@@ -106,7 +109,7 @@ def _class_names(auto: str) -> set[str]:
     return {name for names in listed for name in ((names,) if isinstance(names, str) else names)}
 
 
-def _find_class(config: "PreTrainedConfig", auto_class: AutoClass, trust_remote_code: bool) -> Any:
+def _find_class(config: "PreTrainedConfig", auto_class: AutoClass, trust_remote_code: bool) -> "ModelClass":
     """Return the requested or declared class: a model class or an auto class."""
     import transformers
 
@@ -132,7 +135,7 @@ def _find_class(config: "PreTrainedConfig", auto_class: AutoClass, trust_remote_
     return declared if auto is None or isinstance(config, declared.config_class) else getattr(transformers, auto)
 
 
-def _resolve(auto_class: Any, config: "PreTrainedConfig") -> Any:
+def _resolve(auto_class: "type[_BaseAutoModelClass]", config: "PreTrainedConfig") -> "type[PreTrainedModel]":
     """Return the model class that an auto class builds from a config."""
     from transformers.models.auto.auto_factory import _get_model_class
 

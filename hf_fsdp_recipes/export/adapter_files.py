@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +24,9 @@ from hf_fsdp_recipes.peft_models import HEAD_FIELDS, active_adapter, describe_cl
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
+    from transformers import PreTrainedModel
+
+    from hf_fsdp_recipes.checkpointing.dcp_reader import DcpTensor
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +69,7 @@ def stored_names(model: torch.nn.Module, slices: Mapping[str, Slice]) -> dict[st
     return found
 
 
-def warn_of_new_embeddings(base: Any, stored: Iterable[str]) -> None:
+def warn_of_new_embeddings(base: "PreTrainedModel", stored: Iterable[str]) -> None:
     """Log a warning on rank 0 if the base model has more or fewer embeddings than on disk, and the adapter does not hold them."""
     from transformers import AutoConfig
 
@@ -92,7 +95,7 @@ def warn_of_new_embeddings(base: Any, stored: Iterable[str]) -> None:
         )
 
 
-def _embeddings(model: Any) -> list[str]:
+def _embeddings(model: "PreTrainedModel") -> list[str]:
     """Return the names of the modules that hold a model's input embeddings and its output head, if it has them."""
     with contextlib.suppress(NotImplementedError):
         kept = [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
@@ -116,7 +119,7 @@ def _without_wrappers(model: torch.nn.Module, peft_model: "PeftModel") -> "PeftM
     return adapt_on_meta(peft_model.get_base_model(), peft_model.peft_config[adapter], adapter)
 
 
-def adapt_on_meta(base: Any, config: "PeftConfig", adapter: str = "default") -> "PeftModel":
+def adapt_on_meta(base: "PreTrainedModel", config: "PeftConfig", adapter: str = "default") -> "PeftModel":
     """Return a copy of a transformers model on the meta device, with an adapter of this config."""
     from accelerate import init_empty_weights
     from peft import get_peft_model
@@ -147,7 +150,9 @@ def save_config(model: torch.nn.Module, directory: Path) -> None:
         )
 
 
-def recorded_class(config: "PeftConfig", tensors: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+def recorded_class(
+    config: "PeftConfig", tensors: "Mapping[str, DcpTensor | FileTensor]"
+) -> tuple[str | None, dict[str, int]]:
     """Return the class name of an adapter's base model, and the config fields that the model's head needs.
 
     A class name of None means the class that the base model's config declares; a classifier may get an auto class. `tensors`

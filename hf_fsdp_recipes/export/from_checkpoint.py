@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel
 
+    from hf_fsdp_recipes.export.adapter_files import FileTensor
+
 BaseWeights = tuple[SafetensorsIndex, dict[str, list[TensorRange]]]
 ModelName = str | os.PathLike[str] | None
 
@@ -129,7 +131,7 @@ def _describe(
             f"{checkpoint} does not record its model. Pass base_model (--base-model): a directory or Hub id with its config "
             f"and tokenizer."
         )
-    config: Any = _adapter_config(params, name) if is_adapter else None
+    config = _adapter_config(params, name) if is_adapter else None
     model, base = _build(name, config, tensors)
     if base is not None:
         adapter = lora_merge.StoredAdapter(config, tensors, model, params["adapter_name"])
@@ -167,7 +169,7 @@ def _without_prefix(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
 
 
 def _build(
-    name: str, adapter: "PeftConfig | None", tensors: Mapping[str, Any]
+    name: str, adapter: "PeftConfig | None", tensors: "Mapping[str, DcpTensor | FileTensor]"
 ) -> tuple["PreTrainedModel", BaseWeights | None]:
     """Build a model on meta from its directory or Hub id. If there is an `adapter` to merge, also index the base weights."""
     from transformers import AutoConfig, GenerationConfig
@@ -241,7 +243,7 @@ def _model_assets(model: "PreTrainedModel", tokenizer: str | Path) -> Callable[[
     return write
 
 
-def _check_tokenizer(trained: Path, model: Any, base: str) -> None:
+def _check_tokenizer(trained: Path, model: "PreTrainedModel", base: str) -> None:
     """Raise an ExportError if a merged model would lack embeddings for tokens that were added to its tokenizer for training."""
     from transformers import AutoTokenizer
 
@@ -341,7 +343,7 @@ def _describe_merged(
             start: int,
             count: int,
             key: str = key,
-            shape: Any = shape,
+            shape: tuple[int, ...] = shape,
             read_base: Callable[[int, int], torch.Tensor] = read_base,
         ) -> torch.Tensor:
             return adapter.merge(key, shape, start, read_base(start, count), read_base)

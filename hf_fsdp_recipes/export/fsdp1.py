@@ -3,7 +3,7 @@
 Source: torch 2.13 `distributed/fsdp/_flat_param.py`, `FlatParamHandle` and `_ShardParamInfo`.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from torch.distributed.fsdp._flat_param import FlatParameter
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.loading.shard_layout import Slice
 from hf_fsdp_recipes.parameter_names import without_wrappers
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 
 def is_flat(tensor: torch.Tensor) -> bool:
@@ -39,7 +42,7 @@ def flat_slices(model: torch.nn.Module) -> dict[str, Slice]:
     return slices
 
 
-def _is_replica(module: Any, handle: Any) -> bool:
+def _is_replica(module: torch.nn.Module, handle: "FlatParamHandle") -> bool:
     if not handle.uses_sharded_strategy:
         return not distributed.is_main()
     inter_node = getattr(module, "_inter_node_pg", None)

@@ -10,6 +10,7 @@ from hf_fsdp_recipes.loading.export_marker import check_files
 from hf_fsdp_recipes.model_class import choose_class
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
 
@@ -31,7 +32,7 @@ def load_export(directory: Path, **from_pretrained_kwargs: Any) -> "PreTrainedMo
 
 
 def _load_model(
-    name: str, auto_class: str | None = None, fields: dict[str, Any] | None = None, **kwargs: Any
+    name: str, auto_class: str | None = None, fields: dict[str, int] | None = None, **kwargs: Any
 ) -> "PreTrainedModel":
     """Load a model with changed config fields, as `auto_class` or, if that is None, as the class that the config declares."""
     from transformers import AutoConfig
@@ -43,7 +44,7 @@ def _load_model(
     return chosen.from_pretrained(name, config=part, **(dequantizing_arguments(config, part) | kwargs))
 
 
-def _load_with_adapter(directory: str, **kwargs: Any) -> Any:
+def _load_with_adapter(directory: str, **kwargs: Any) -> "PeftModel":
     """Load an adapter as PEFT's auto classes do, but to the CPU and with the base model class that the adapter records."""
     from peft import PeftModel
     from transformers import AutoTokenizer
@@ -51,7 +52,7 @@ def _load_with_adapter(directory: str, **kwargs: Any) -> Any:
     check_files(Path(directory))
     config, tensors = read_adapter(Path(directory))
     auto_class, fields = recorded_class(config, tensors)
-    base: Any = _load_model(config.base_model_name_or_path, auto_class, fields, revision=config.revision, **kwargs)
+    base = _load_model(config.base_model_name_or_path, auto_class, fields, revision=config.revision, **kwargs)
     if (Path(directory) / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=kwargs["trust_remote_code"])
         if len(tokenizer) > base.get_input_embeddings().weight.shape[0]:

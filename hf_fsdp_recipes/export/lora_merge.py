@@ -9,7 +9,7 @@ Source: peft 0.21 `tuners/lora/layer.py` (`get_delta_weight`), `tuners/lora/vari
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,7 +21,8 @@ from hf_fsdp_recipes.loading.shard_layout import Slice
 from hf_fsdp_recipes.peft_models import active_adapter, find_peft_model
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftConfig
+    from peft.tuners.lora import LoraLayer
     from transformers import PreTrainedModel
 
     from hf_fsdp_recipes.checkpointing.dcp_reader import DcpTensor
@@ -63,7 +64,7 @@ def _is_trained_copy(name: str, adapter: str | None) -> bool:
     return adapter is not None and ".modules_to_save." in name and parameter_names.adapter_of(name) == adapter
 
 
-def _check_mergeable(config: Any) -> None:
+def _check_mergeable(config: "LoraConfig") -> None:
     if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
         raise ExportError(
             "merge_adapter supports LoRA, rsLoRA and DoRA only. Export the adapter and merge it with PEFT."
@@ -79,7 +80,7 @@ def _check_mergeable(config: Any) -> None:
         )
 
 
-def _check_tied(model: Any, config: Any, changed: Iterable[str]) -> None:
+def _check_tied(model: "PreTrainedModel", config: "PeftConfig", changed: Iterable[str]) -> None:
     """Raise an ExportError if an adapter changes only one of two tied weights of a transformers model.
 
     `changed` are the names of the weights in the base model that the adapter changes or replaces.
@@ -102,7 +103,7 @@ def _check_tied(model: Any, config: Any, changed: Iterable[str]) -> None:
                 )
 
 
-def _adapted_weight(name: str, layer: Any) -> str:
+def _adapted_weight(name: str, layer: torch.nn.Module) -> str:
     """Return the name of the parameter that a LoRA layer adapts. LoRA layers may wrap each other around one base layer."""
     leaf = getattr(layer, "parameter_name", "weight")
     while hasattr(layer, "base_layer"):
@@ -110,7 +111,7 @@ def _adapted_weight(name: str, layer: Any) -> str:
     return f"{name}.{leaf}"
 
 
-def _is_transposed(layer: Any) -> bool:
+def _is_transposed(layer: "LoraLayer") -> bool:
     """Return whether a layer's weight is (in, out) or (expert, in, out) instead of (out, in) or (expert, out, in)."""
     return bool(layer.fan_in_fan_out or getattr(layer.get_base_layer(), "is_transposed", False))
 
@@ -133,7 +134,7 @@ class ShardMerger:
             )
         config = peft_model.peft_config[self._adapter]
         _check_mergeable(config)
-        self._layers: dict[str, tuple[str, Any]] = {}  # name of the adapted weight -> (name of the layer, layer)
+        self._layers: dict[str, tuple[str, LoraLayer]] = {}  # name of the adapted weight -> (name of the layer, layer)
         for full_name, module in model.named_modules():
             if hasattr(module, "lora_A") and self._adapter in getattr(module, "lora_A", {}):
                 name = parameter_names.without_wrappers(full_name + ".")[:-1]
@@ -296,7 +297,7 @@ class StoredAdapter:
                 f"the adapter does not fit {model.config.name_or_path}: {summarize(error, 'line')}. Pass the base model that the "
                 f"adapter was trained on."
             ) from error
-        self._layers: dict[str, Any] = {}  # name of the adapted weight -> layer
+        self._layers: dict[str, LoraLayer] = {}  # name of the adapted weight -> layer
         self._matrices: dict[str, dict[str, DcpTensor | FileTensor]] = {}
         self._saved_modules: dict[str, DcpTensor | FileTensor] = {}
         self._config = config

@@ -18,6 +18,7 @@ from hf_fsdp_recipes.precision import mixed_precision_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
 PROMPT = "The quick brown fox"
 # Maximum difference relative to the largest logit. A different summation order stays below it; a wrong or missing row does not.
@@ -46,7 +47,7 @@ def check_logits(model: torch.nn.Module, export: Path, tokenizer: "PreTrainedTok
     )
 
 
-def _quantization_kwargs(config: Any) -> dict[str, Any]:
+def _quantization_kwargs(config: "QuantizationConfigMixin | None") -> dict[str, Any]:
     """Return the from_pretrained arguments that quantize an adapter's base model as training did, but on the CPU."""
     if config is None:
         return {}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ Method = Literal["auto", "direct", "gather"]
 Chunk = tuple[str, int, torch.Tensor]  # (name of the stored tensor, offset in elements, values)
 
 
-def check_arguments(method: str = "auto", **arguments: Any) -> None:
+def check_arguments(method: str = "auto", **arguments: object) -> None:
     """Raise an ExportError on every rank if an argument differs between ranks or `method` is invalid. Collective."""
     own = {name: repr(value) for name, value in arguments.items()} | {"method": repr(method)}
     of_rank_0 = distributed.broadcast_object(own)

@@ -8,6 +8,7 @@ the totals are read, or after MAX_MARKS marks.
 import contextlib
 import time
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 MAX_MARKS = 4096  # number of marks kept before they are summed; enough for a few hundred steps
@@ -20,10 +21,10 @@ class Clock:
     def __init__(self) -> None:
         self._marks: list[tuple[str, Any]] = []  # (phase, end time)
         self._seconds = dict.fromkeys(PHASES, 0.0)  # time per phase, from marks that are already summed
-        self._device: Any = None
+        self._device: ModuleType | None = None
         self._is_running = False
 
-    def start(self, device: Any = None) -> None:
+    def start(self, device: ModuleType | None = None) -> None:
         """Start or restart timing. `device` is an accelerator's module, such as `torch.cuda`, or None to use the host's clock."""
         self._device = device if hasattr(device, "Event") else None
         self._is_running = True

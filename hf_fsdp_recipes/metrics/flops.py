@@ -11,10 +11,13 @@ Source: PaLM (arXiv:2204.02311), appendix B; its attention term is 12 * layers *
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 OTHER_MODALITIES = re.compile(r"(^|\.)(vision|visual|image|audio|multi_modal|mm)_?\w*(\.|$)")
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.|\.experts\.(base_layer\.)*lora_[AB]\.")  # one expert, or LoRA of all experts
@@ -81,8 +84,8 @@ def count_flops(model: nn.Module) -> ModelFlops:
         ValueError: the model has no transformers config, is an encoder-decoder, is already wrapped in FSDP1, or has an
             unknown number of experts per token.
     """
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config"):
+    config: PreTrainedConfig | None = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
         raise ValueError(f"{type(model).__name__} has no transformers config")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{type(model).__name__} is an encoder-decoder")
@@ -103,7 +106,7 @@ def count_flops(model: nn.Module) -> ModelFlops:
     )
 
 
-def _matmuls(model: nn.Module, config: Any) -> Iterator[tuple[nn.Module, int, bool]]:
+def _matmuls(model: nn.Module, config: "PreTrainedConfig") -> Iterator[tuple[nn.Module, int, bool]]:
     """Yield, for each module that multiplies matrices, (module, number of parameters per token, whether they are trained)."""
     for name, module in model.named_modules():
         # PEFT's modules_to_save keeps the original of each replaced module, but the original no longer runs.
@@ -127,18 +130,18 @@ def _matmuls(model: nn.Module, config: Any) -> Iterator[tuple[nn.Module, int, bo
                 yield module, round(parameter.numel() * share), parameter.requires_grad
 
 
-def _active_experts(config: Any) -> int:
+def _active_experts(config: "PreTrainedConfig") -> int:
     return _first_of(config, ACTIVE_EXPERTS, "the number of experts per token")
 
 
-def _first_of(config: Any, names: Sequence[str], meaning: str) -> int:
+def _first_of(config: "PreTrainedConfig", names: Sequence[str], meaning: str) -> int:
     for name in names:
         if isinstance(value := getattr(config, name, None), int):
             return value
     raise ValueError(f"{type(config).__name__} does not define {meaning}")
 
 
-def _attention_width(config: Any) -> int:
+def _attention_width(config: "PreTrainedConfig") -> int:
     heads = config.num_attention_heads
     query = getattr(config, "head_dim", None) or config.hidden_size // heads
     if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
@@ -146,7 +149,7 @@ def _attention_width(config: Any) -> int:
     return heads * (query + (getattr(config, "v_head_dim", None) or query))
 
 
-def _attention_layers(config: Any) -> tuple[int, int]:
+def _attention_layers(config: "PreTrainedConfig") -> tuple[int, int]:
     """Return how many layers have full attention and how many have windowed attention. State-space layers have neither."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if not kinds:
@@ -155,7 +158,7 @@ def _attention_layers(config: Any) -> tuple[int, int]:
     return sum(kind in ("full_attention", "attention") for kind in kinds), windowed
 
 
-def _window(config: Any) -> int | None:
+def _window(config: "PreTrainedConfig") -> int | None:
     if getattr(config, "use_sliding_window", True) is False:
         return None
     return getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
@@ -163,7 +166,7 @@ def _window(config: Any) -> int | None:
 
 # Used instead of Trainer's `include_num_input_tokens_seen` and TRL's `num_tokens`, which synchronize at every micro-batch. In
 # packed rows, which have no mask, Trainer omits all pad tokens, including real end-of-text tokens if both are the same token.
-def count_tokens(inputs: Mapping[str, Any], window: int | None = None) -> torch.Tensor:
+def count_tokens(inputs: Mapping[str, torch.Tensor], window: int | None = None) -> torch.Tensor:
     """Count a batch's tokens without padding, and the pairs of tokens that attend to each other. Does not wait for the device.
 
     Sequences in packed batches begin at `cu_seq_lens_q`, or else where `position_ids` restart at 0. A packed sequence of one

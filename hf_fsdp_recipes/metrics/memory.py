@@ -7,7 +7,7 @@ cache.
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import torch
 
@@ -37,7 +37,7 @@ class DeviceMemory:
         device: the accelerator's module (`torch.cuda`), or None. A module without memory counters (`torch.mps`) is treated as None.
     """
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: ModuleType | None = None) -> None:
         self._device = device if hasattr(device, "reset_peak_memory_stats") else None
         self._valley_bytes: int | None = None
 

@@ -1,9 +1,10 @@
 """`MetricsCallback` measures a Trainer's steps and writes metrics.jsonl and the report."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.metrics import aggregate, memory, metrics_file, peak_flops, report, stages
 from hf_fsdp_recipes.metrics.clock import clock
 from hf_fsdp_recipes.metrics.flops import ModelFlops, count_flops, count_tokens
+from hf_fsdp_recipes.metrics.metrics_file import Entry
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -66,10 +68,10 @@ class MetricsCallback(TrainerCallback):
         self._counts = torch.zeros(aggregate.NUM_COUNTS, dtype=torch.int64)
         self._hook: RemovableHandle | None = None
         self._start_step = self._logged_step = 0
-        self._measured: list[dict[str, Any]] = []  # entries since the last start or resume, for the averages
+        self._measured: list[Entry] = []  # entries since the last start or resume, for the averages
         self._load_seconds: float | None = None  # None once it is logged
         # Entries that describe the current start or resume; written at its first step.
-        self._first_entries: list[dict[str, Any]] | None = None
+        self._first_entries: list[Entry] | None = None
         self._is_recording = False  # true on rank 0, from the first step on
         self._can_write = True
 
@@ -88,8 +90,8 @@ class MetricsCallback(TrainerCallback):
             self._count_model(model)
         device = None if args.device.type == "cpu" else torch.get_device_module(args.device)
         start = self._describe_run(args, state, model, device)
-        dataset: Any = getattr(kwargs.get("train_dataloader"), "dataset", None)
-        if hasattr(dataset, "__len__"):  # not a stream
+        dataset = getattr(kwargs.get("train_dataloader"), "dataset", None)
+        if isinstance(dataset, Sized):  # not a stream
             start["num_rows"] = len(dataset)
         self._first_entries, self._is_recording = [*map(asdict, stages.gathered), start], False
         self._load_seconds = stages.count_seconds(stages.gathered)
@@ -130,7 +132,7 @@ class MetricsCallback(TrainerCallback):
             self._begin(args, state, kwargs["model"])  # eval_on_start logs before the first step
         else:
             logs |= {f"average_{name}": value for name, value in aggregate.average(self._measured).items()}
-        entry: dict[str, Any] = {"step": state.global_step, "epoch": state.epoch, **_numbers(logs)}
+        entry: Entry = {"step": state.global_step, "epoch": state.epoch, **_numbers(logs)}
         if "loss" in logs:
             entry |= self._measure(state)
             logs |= _select_logged(entry)
@@ -170,7 +172,7 @@ class MetricsCallback(TrainerCallback):
         self._write(lambda: metrics_file.begin(output_dir / metrics_file.METRICS_FILE, state.global_step, entries))
         self._write(lambda: _print_model(model, output_dir))
 
-    def _append(self, args: TrainingArguments, entry: dict[str, Any]) -> None:
+    def _append(self, args: TrainingArguments, entry: Entry) -> None:
         self._write(lambda: metrics_file.append(Path(args.output_dir) / metrics_file.METRICS_FILE, entry))
 
     def _write(self, write: Callable[[], None]) -> None:
@@ -191,7 +193,7 @@ class MetricsCallback(TrainerCallback):
         except Exception as error:  # models from outside transformers may raise anything
             self._no_flops_reason = str(error)
 
-    def _count_batch(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _count_batch(self, module: torch.nn.Module, args: object, kwargs: dict[str, torch.Tensor]) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
         try:
@@ -204,7 +206,7 @@ class MetricsCallback(TrainerCallback):
         if self._hook is not None:
             self._hook.remove()
 
-    def _measure(self, state: TrainerState) -> dict[str, Any]:
+    def _measure(self, state: TrainerState) -> Entry:
         clock.mark("other")
         memory_bytes = (memory.host_bytes(), *self._memory.pop())
         rows = distributed.gather_integers(aggregate.pack(self._counts, memory_bytes, clock.pop()))
@@ -220,14 +222,16 @@ class MetricsCallback(TrainerCallback):
         self._counts.zero_()
 
     def _describe_run(
-        self, args: TrainingArguments, state: TrainerState, model: torch.nn.Module, device: Any
-    ) -> dict[str, Any]:
+        self, args: TrainingArguments, state: TrainerState, model: torch.nn.Module, device: ModuleType | None
+    ) -> Entry:
         """Return the entry of metrics.jsonl that describes this start of the run, and set the inputs for computing MFU."""
         from accelerate.state import AcceleratorState
 
         accelerate = AcceleratorState()
         plugin = getattr(accelerate, "fsdp_plugin", None)
-        name = device.get_device_name() if hasattr(device, "get_device_name") else args.device.type
+        name = (
+            device.get_device_name() if device is not None and hasattr(device, "get_device_name") else args.device.type
+        )
         dtype = peak_flops.matmul_dtype(str(accelerate.mixed_precision), model)
         peak = peak_flops.find_peak_flops(name, dtype)
         flags = [getattr(args, flag, False) for flag in ("activation_checkpointing", "gradient_checkpointing")]

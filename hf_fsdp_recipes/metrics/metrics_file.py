@@ -4,13 +4,14 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 METRICS_FILE = "metrics.jsonl"
+Entry: TypeAlias = dict[str, Any]  # one line
 _NEED_STEP = {"loss", "eval_loss", "ended_at_step"}
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[Entry]:
     """Return the entries of a metrics.jsonl; skip incomplete lines, and entries that lack a required step."""
     entries = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
@@ -23,7 +24,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def append(path: Path, entry: dict[str, Any]) -> None:
+def append(path: Path, entry: Entry) -> None:
     """Append an entry in a single write, on a new line even if the last line is incomplete. Rank 0 only."""
     with path.open("a+b") as stream:
         end = stream.seek(0, os.SEEK_END)
@@ -32,7 +33,7 @@ def append(path: Path, entry: dict[str, Any]) -> None:
         stream.write(separator + json.dumps(entry).encode() + b"\n")
 
 
-def begin(path: Path, step: int, entries: Sequence[dict[str, Any]]) -> None:
+def begin(path: Path, step: int, entries: Sequence[Entry]) -> None:
     """Create the file of a run, or continue it after a resume. Rank 0 only.
 
     The run continues from `step`, so entries of later steps are dropped; step 0 drops all. The new file replaces the old
@@ -45,7 +46,7 @@ def begin(path: Path, step: int, entries: Sequence[dict[str, Any]]) -> None:
     part.replace(path)
 
 
-def last_of_each_step(entries: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+def last_of_each_step(entries: Sequence[Entry], key: str) -> list[Entry]:
     """Return the entries that have `key`, ordered by step; for a step that a resumed run repeated, only the last entry."""
     found = {entry["step"]: entry for entry in entries if key in entry}
     return [found[step] for step in sorted(found)]

@@ -5,13 +5,13 @@ Each function returns a Figure, so that tests can inspect it before it becomes a
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from hf_fsdp_recipes.metrics.clock import PHASES
+from hf_fsdp_recipes.metrics.metrics_file import Entry
 
 BLUE, PALE_BLUE, ORANGE, GRAY = "#1f5a8c", "#9db4c8", "#d9822b", "#8a8f98"
 PHASE_COLORS = dict(zip(PHASES, ("#d9822b", "#1f5a8c", "#6fa3cf", "#7a4f9a", "#3b8f5c", "#c9ccd1"), strict=True))
@@ -19,8 +19,6 @@ RANK_COLORS = ("#1f5a8c", "#d9822b", "#3b8f5c", "#7a4f9a", "#b8434e", "#4fa3b8",
 MAX_BARS = 60
 MIN_SHARE = 0.01  # of the total time; shorter phases are not drawn, because their bars would be too small to see
 STEP_LABEL = "optimizer step"
-
-Entry = dict[str, Any]
 
 
 def draw_loss(entries: Sequence[Entry], evaluations: Sequence[Entry] = ()) -> Figure:

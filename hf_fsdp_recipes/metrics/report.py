@@ -6,17 +6,15 @@ A report can therefore be written for a run that is in progress, was killed, or 
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.metrics import aggregate, stages
 from hf_fsdp_recipes.metrics.clock import PHASES
-from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, last_of_each_step, read_metrics
+from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, Entry, last_of_each_step, read_metrics
 
 REPORT_FILE = "report.md"
 LOSS_PLOT, THROUGHPUT_PLOT, MEMORY_PLOT = "loss.png", "throughput.png", "memory.png"
 
-Entry = dict[str, Any]
 Row = tuple[str, str]
 
 

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Optional
 
 import typer
 
@@ -23,7 +23,7 @@ SCRIPT_HELP = (
     "Fields of the recipe and options of `accelerate launch`, such as `--num_processes 2`, can follow. The fields are those of "
     "TRL's {config}, ScriptArguments and ModelConfig, and those in docs/reference.md."
 )
-PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+PASS_ON: dict[str, bool] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 recipes_app = typer.Typer(help="List, print and copy the shipped recipes.", no_args_is_help=True)
 slurm_app = typer.Typer(help="Write a batch script for Slurm.", no_args_is_help=True)

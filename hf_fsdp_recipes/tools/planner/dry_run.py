@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -65,7 +65,7 @@ def describe(arguments: "Arguments", num_ranks: int) -> list[str]:
     ]
 
 
-def _make_job(arguments: "Arguments", template: dict[str, Any], num_ranks: int) -> TrainingJob:
+def _make_job(arguments: "Arguments", template: validate.Section, num_ranks: int) -> TrainingJob:
     strategy = read_strategy(template, "this launch")
     options = to_options(flatten_arguments(arguments))
     options |= {"gpus": num_ranks, "gpus_per_node": int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))}
@@ -75,7 +75,7 @@ def _make_job(arguments: "Arguments", template: dict[str, Any], num_ranks: int) 
     return make_job(strategy, options)
 
 
-def template_from_environment() -> dict[str, Any]:
+def template_from_environment() -> validate.Section:
     """Rebuild the Accelerate config from the environment variables that `accelerate launch` sets.
 
     Source: accelerate 1.15 `utils/launch.py`, `prepare_multi_gpu_env`: FSDP_<KEY> for each key of fsdp_config.
@@ -86,7 +86,7 @@ def template_from_environment() -> dict[str, Any]:
         fsdp = {key: value for key, value in fsdp.items() if key not in validate.FSDP1_ONLY}
     sizes = {key: int(size) for key, size in parallel_sizes().items() if size.isdigit() and int(size) > 1}
     num_ranks, precision = int(os.environ.get("WORLD_SIZE", "1")), mixed_precision() or "no"
-    config: dict[str, Any] = {
+    config: validate.Section = {
         "distributed_type": "FSDP" if is_fsdp_requested() else "NO",
         "mixed_precision": precision,
         # On a machine without GPUs, a mixed-precision template is still planned for GPUs.
@@ -115,7 +115,7 @@ def read_model_config(arguments: "Arguments") -> "PreTrainedConfig":
     return config
 
 
-def template_faults(config: dict[str, Any], model: torch.nn.Module) -> list[str]:
+def template_faults(config: validate.Section, model: torch.nn.Module) -> list[str]:
     """Return all mistakes in an Accelerate config for this model; the model may be on the meta device."""
     return validate.find_faults(config, {type(module).__name__ for module in model.modules()})
 

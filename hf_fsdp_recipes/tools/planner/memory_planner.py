@@ -1,7 +1,7 @@
 """Estimates the memory of one rank: on the device, between steps and at the peak of a step, and on the host."""
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_fsdp_recipes.configs.strategy import Strategy
 from hf_fsdp_recipes.errors import PlanError
@@ -85,8 +85,8 @@ class MemoryPlanner:
 
     def __init__(self, config: "PreTrainedConfig", compute_loss: LossFunction = compute_job_loss) -> None:
         self._config, self._compute_loss = config, compute_loss
-        self._models: dict[tuple[Any, ...], MetaModel] = {}
-        self._traces: dict[tuple[Any, ...], list[TraceEvent]] = {}
+        self._models: dict[tuple[object, ...], MetaModel] = {}
+        self._traces: dict[tuple[object, ...], list[TraceEvent]] = {}
 
     def plan(self, job: TrainingJob) -> MemoryPlan:
         """Plan one way to train the model.
@@ -137,7 +137,7 @@ class MemoryPlanner:
         return self._models[key]
 
 
-def _model_key(job: TrainingJob) -> tuple[Any, ...]:
+def _model_key(job: TrainingJob) -> tuple[object, ...]:
     return job.compute_dtype, job.gradient_checkpointing, job.lora_rank, job.lora_targets, job.lora_parameters, job.loss
 
 

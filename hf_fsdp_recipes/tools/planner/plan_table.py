@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from hf_fsdp_recipes.tools.planner.communication import estimate_traffic
 from hf_fsdp_recipes.tools.planner.fsdp_simulator import GATHERED, REDUCED_GRADIENTS, UNSHARDED_GRADIENTS
@@ -138,7 +137,7 @@ def format_suggestion(suggestion: Alternative) -> str:
     )
 
 
-def to_json(plan: MemoryPlan, strategies: Sequence[Alternative], changes: Sequence[Alternative]) -> dict[str, Any]:
+def to_json(plan: MemoryPlan, strategies: Sequence[Alternative], changes: Sequence[Alternative]) -> dict[str, object]:
     """Return a plan as JSON values."""
     return {
         **plan.job.describe(),

@@ -11,12 +11,14 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from types import ModuleType
+from typing import Literal
 from unittest import mock
 
 import torch
+from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import PyTree, tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from hf_fsdp_recipes.tools.planner.meta_model import MetaModel
@@ -54,7 +56,13 @@ class AllocationTracker(TorchDispatchMode):
         self._peak_bytes = dict(self._live_bytes)
         self._alive: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[torch.Tensor, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             # The model's code reads the value of a tensor, which a meta tensor does not have. Return true or 1, which
             # is the value in a batch without padding or packing.
@@ -145,7 +153,9 @@ def _watch_modules(
             yield parameter.register_post_accumulate_grad_hook(partial(_free_gradient, tracker, name))
 
 
-def _pre_forward(tracker: AllocationTracker, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+def _pre_forward(
+    tracker: AllocationTracker, name: str, module: torch.nn.Module, args: PyTree, kwargs: PyTree
+) -> PyTree:
     tracker.record("pre_forward", name)
     inputs = _tensors_with_gradient((args, kwargs))
     if not inputs or not torch.is_grad_enabled():
@@ -156,7 +166,7 @@ def _pre_forward(tracker: AllocationTracker, name: str, module: torch.nn.Module,
 
 
 def _post_forward(
-    tracker: AllocationTracker, name: str, is_last_layer: bool, module: torch.nn.Module, args: Any, output: Any
+    tracker: AllocationTracker, name: str, is_last_layer: bool, module: torch.nn.Module, args: PyTree, output: PyTree
 ) -> None:
     tracker.record("post_forward", name)
     if is_last_layer and tracker.is_forward:
@@ -175,7 +185,7 @@ def _free_gradient(tracker: AllocationTracker, name: str, parameter: torch.nn.Pa
     tracker.record("gradient", name)
 
 
-def _tensors_with_gradient(tree: Any) -> list[torch.Tensor]:
+def _tensors_with_gradient(tree: PyTree) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
@@ -183,12 +193,12 @@ class _RecordBackward(torch.autograd.Function):
     """Return tensors unchanged, and call a function once their gradients are computed."""
 
     @staticmethod
-    def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> Any:
+    def forward(ctx: FunctionCtx, callback: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.callback = callback
         return tensors
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.callback()
         return None, *gradients
 
@@ -197,7 +207,7 @@ class _AttentionStandIn(torch.autograd.Function):
     """Allocate and save the same tensors as flash and memory-efficient attention, without computing them."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+    def forward(ctx: FunctionCtx, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         batch, heads, length, _ = query.shape
         output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # the kernels' own layout
         row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
@@ -205,7 +215,7 @@ class _AttentionStandIn(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value, _, _ = ctx.saved_tensors
         # With grouped key and value heads, kernels compute one gradient per query head and sum these at the end.
         per_query_head = [tensor.new_empty(*query.shape[:2], *tensor.shape[2:]) for tensor in (key, value)]
@@ -216,7 +226,9 @@ class _AttentionStandIn(torch.autograd.Function):
         return torch.empty_like(query), *key_and_value
 
 
-def _attend(query: Any, key: Any, value: Any, *mask_and_more: Any, **more: Any) -> Any:
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask_and_more: object, **more: object
+) -> torch.Tensor:
     return _AttentionStandIn.apply(query, key, value)
 
 
@@ -232,10 +244,10 @@ def _patched_for_meta(on_cpu: bool) -> Iterator[None]:
     from transformers.integrations import moe
     from trl.kernels import chunked_logprob
 
-    def do_nothing(*args: Any, **kwargs: Any) -> None:
+    def do_nothing(*args: object, **kwargs: object) -> None:
         return None
 
-    replacements: list[tuple[Any, str, Callable[..., Any]]] = [
+    replacements: list[tuple[ModuleType, str, Callable[..., object]]] = [
         (torch.nn.functional, "scaled_dot_product_attention", _attend),
         # Autocast raises on meta, and the model is in the compute dtype already.
         (torch, "is_autocast_enabled", lambda *device: False),

@@ -37,7 +37,7 @@ class Alternative:
         step_seconds, seconds = (value / tokens for value in (self.traffic.step_seconds, self.traffic.seconds))
         return float(f"{step_seconds:.2g}"), float(f"{seconds:.2g}"), self.plan.needed_bytes
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """Return the alternative as JSON values."""
         job = self.plan.job
         return {

@@ -128,7 +128,7 @@ class TrainingJob:
             fields[name] = dataclasses.replace(part, **inner)
         return dataclasses.replace(self, **fields)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """Return the settings as JSON values."""
         return {
             "template": self.strategy.name,

@@ -11,9 +11,10 @@ per parameter if parameters are sharded, else 2).
 
 import statistics
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from hf_fsdp_recipes.configs.strategy import read_sharding
+from hf_fsdp_recipes.configs.validate import Section
 from hf_fsdp_recipes.tools.preflight.node_info import Row
 
 NUM_FLOPS = 6  # per parameter and token
@@ -47,7 +48,7 @@ class RankLoad:
     gradient_bytes: int = 4  # size of one gradient when reduced
 
 
-def apply_launch_counts(config: dict[str, Any], num_nodes: int, ranks_per_node: int) -> dict[str, Any]:
+def apply_launch_counts(config: Section, num_nodes: int, ranks_per_node: int) -> Section:
     """Return a copy of an Accelerate config with the node and rank counts of this launch, which override the file's."""
     launched = config | {"num_machines": num_nodes, "num_processes": num_nodes * ranks_per_node}
     if "hybrid" in read_sharding(config) and "parallelism_config" in config:
@@ -59,7 +60,7 @@ def apply_launch_counts(config: dict[str, Any], num_nodes: int, ranks_per_node: 
     return launched
 
 
-def read_load(config: dict[str, Any], recipe: dict[str, Any], flops_per_second: float) -> RankLoad:
+def read_load(config: Section, recipe: Section, flops_per_second: float) -> RankLoad:
     """Return what a rank computes and moves, with TRL's defaults for keys that the recipe lacks."""
     num_rows = int(recipe.get("per_device_train_batch_size", 8))  # trl 1.16 SFTConfig
     max_length = int(recipe.get("max_length") or 1024)
@@ -120,8 +121,8 @@ def advise(
 
 
 def describe(
-    config: dict[str, Any],
-    recipe: dict[str, Any],
+    config: Section,
+    recipe: Section,
     rates_by_node: list[list[WorkerRates]],
     names: list[str],
     ranks_per_node: int,

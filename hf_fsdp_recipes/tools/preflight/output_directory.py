@@ -8,9 +8,9 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 from hf_fsdp_recipes.checkpointing import disk_estimate
+from hf_fsdp_recipes.configs.validate import Section
 from hf_fsdp_recipes.errors import PreflightError
 from hf_fsdp_recipes.tools.preflight.node_info import Row, shorten
 
@@ -80,7 +80,7 @@ def describe(directory: Path, probes: list[tuple[float, int]], names: list[str])
     )
 
 
-def check_space(directory: Path, recipe: dict[str, Any]) -> Row:
+def check_space(directory: Path, recipe: Section) -> Row:
     """Return the preflight table's row about disk space, or raise PreflightError if the run needs more than there is.
 
     The space of existing checkpoints counts as free, because a resumed run replaces them one by one.

@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from hf_fsdp_recipes.configs import validate
 from hf_fsdp_recipes.configs.shipped_files import find_file, read_recipe
@@ -35,8 +34,8 @@ class Job:
 
     def __init__(self, template: Path | None, recipe_file: Path | None, output_dir: Path | None) -> None:
         self.template, self.recipe_file, self.output_dir = template, recipe_file, output_dir
-        self.config: dict[str, Any] = {}  # content of the Accelerate config; empty if not given
-        self.recipe: dict[str, Any] = {}
+        self.config: validate.Section = {}  # content of the Accelerate config; empty if not given
+        self.recipe: validate.Section = {}
 
     def read(self, num_ranks: int) -> NodeInfo:
         """Read the job's files and return this node's facts; raise PreflightError if a file is missing or not YAML."""

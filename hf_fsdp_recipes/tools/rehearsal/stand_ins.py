@@ -1,12 +1,12 @@
 """Replaces what a rehearsal cannot read from the Hub: a gated model's tokenizer, and rows of the datasets in `_ROWS`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
 from hf_fsdp_recipes.errors import DataError
-from hf_fsdp_recipes.training.data.dataset_parts import read_splits
+from hf_fsdp_recipes.training.data.dataset_parts import Rows, read_splits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _TEXT = "This row was made up for a rehearsal, because the dataset cannot be read here. "
 # For each dataset that the shipped recipes name, one row with the columns that the dataset's Hub page shows.
-_ROWS: dict[str, dict[str, Any]] = {
+_ROWS: dict[str, dict[str, object]] = {
     "tatsu-lab/alpaca": {"instruction": _TEXT, "input": "", "output": _TEXT, "text": _TEXT},
     "smangrul/code-chat-assistant-v1": {"content": f"<|prompter|>{_TEXT}<|assistant|>{_TEXT}<|endoftext|>"},
     "HuggingFaceTB/smoltalk": {"messages": [{"role": role, "content": _TEXT} for role in ("user", "assistant")]},
@@ -25,7 +25,7 @@ _CHAT_TEMPLATE = (
 )
 
 
-def read_rows(script: "ScriptArguments", num_rows: int) -> tuple[dict[str, Any], str]:
+def read_rows(script: "ScriptArguments", num_rows: int) -> tuple[dict[str, Rows], str]:
     """Return a dict from split names to a dataset's rows, and a description of the rows.
 
     If the dataset cannot be reached but is listed in `_ROWS`, the rows are made up.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import yaml
@@ -23,6 +23,9 @@ from hf_fsdp_recipes.training.arguments import Arguments, is_prepared
 from hf_fsdp_recipes.training.data.image_rows import has_images
 from hf_fsdp_recipes.training.tiny_config import tiny_config
 from hf_fsdp_recipes.training.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 RECIPE_FILE, TEMPLATE_FILE, RUN_DIRECTORY = "recipe.yaml", "template.yaml", "run"
 NUM_ROWS = 96
@@ -61,7 +64,7 @@ def write_model(arguments: Arguments, directory: Path) -> str:
     return f"{num_parameters / 1e6:.1f}M parameters, {tiny.get_text_config().num_hidden_layers} layers{note}"
 
 
-def _make_tokenizer(arguments: Arguments) -> tuple[Any, str]:
+def _make_tokenizer(arguments: Arguments) -> tuple["PreTrainedTokenizerBase", str]:
     """Return the recipe's tokenizer or, if it cannot be read, a byte-level tokenizer and a note that says so."""
     name = str(arguments.recipe.tokenizer_name or arguments.model.model_name_or_path)
     if find_config(name) != name:
@@ -96,7 +99,7 @@ def write_template(template: Path, directory: Path) -> None:
     (directory / TEMPLATE_FILE).write_text(yaml.safe_dump(config))
 
 
-def to_cpu_ranks(config: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
+def to_cpu_ranks(config: validate.Section, num_ranks: int = 2) -> validate.Section:
     """Return a copy of a config for CPU ranks, with new rank counts; sharding, wrapping and dtypes stay the same.
 
     A rehearsal has one node, so FSDP1's HYBRID_SHARD becomes FULL_SHARD, and HYBRID_SHARD_ZERO2 becomes SHARD_GRAD_OP. An FSDP2
@@ -118,7 +121,7 @@ def to_cpu_ranks(config: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
     return config | {"use_cpu": True, "num_machines": 1, "num_processes": num_ranks}
 
 
-def write_recipe(settings: dict[str, Any], arguments: Arguments, directory: Path) -> list[str]:
+def write_recipe(settings: validate.Section, arguments: Arguments, directory: Path) -> list[str]:
     """Write the recipe, adapted to the model and rows in the directory; return what the real job does differently.
 
     `settings` is what `read_settings` returned for the recipe; `arguments` is the parsed recipe.
@@ -156,7 +159,7 @@ def write_recipe(settings: dict[str, Any], arguments: Arguments, directory: Path
     return differences
 
 
-def read_settings(recipe: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def read_settings(recipe: Path, overrides: Sequence[str]) -> validate.Section:
     """Return a recipe's fields with `--field value ...` overrides applied; values are read as YAML."""
     settings = read_recipe(recipe)
     key, values = "", []

@@ -24,7 +24,8 @@ from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, last_of_each_step
 from hf_fsdp_recipes.tools.selftest.random_model import write_random_model, write_rows
 from hf_fsdp_recipes.tools.subprocess_runner import SFT_SCRIPT, is_cpu_machine, launch
 
-Figures = dict[str, Any]
+Figure = float | bool | str
+Figures = dict[str, Figure]
 OPTIONAL_PACKAGES = ("bitsandbytes", "liger-kernel", "flash-attn", "kernels", "triton")
 ON_CPU = "CPU ranks over gloo: the checks are valid, but the figures say nothing about accelerators"
 RANKS_SCRIPT = Path(__file__).with_name("ranks.py")
@@ -52,7 +53,7 @@ class Site:
     directory: Path  # for models, checkpoints and logs
     device: str | None = None  # name of the accelerators, or None for CPU ranks
     num_ranks: int = 2
-    config: Mapping[str, Any] = field(default_factory=lambda: TINY)  # config of the Llama that is loaded and saved
+    config: Mapping[str, int] = field(default_factory=lambda: TINY)  # config of the Llama that is loaded and saved
     copied_bytes: int = 16_000_000  # size of one copy between host and device
     num_tokens: int = 64  # tokens per micro-batch while saving
     num_batches: int = 1
@@ -97,7 +98,7 @@ def measure(name: str, function: Callable[[Site], Figures], site: Site) -> Resul
 
 
 def run_on_ranks(
-    site: Site, name: str, *, script: Path = RANKS_SCRIPT, precision: str | None = None, **options: Any
+    site: Site, name: str, *, script: Path = RANKS_SCRIPT, precision: str | None = None, **options: object
 ) -> Figures:
     """Launch a measurement on all ranks and return its figures; raise RecipeError if a rank failed or time ran out."""
     with tempfile.TemporaryDirectory(dir=site.directory) as scratch:
@@ -144,11 +145,11 @@ def measure_save(site: Site) -> Figures:
     """Measure saving during training, and compare the checkpoint with the state at the time of the save."""
     checkpoint = find_model(site, site.config)
     with tempfile.TemporaryDirectory(dir=site.directory) as directory:
-        options: Any = {"num_tokens": site.num_tokens, "num_batches": site.num_batches}
-        return run_on_ranks(site, "save", checkpoint=checkpoint, directory=directory, **options)
+        sizes = {"num_tokens": site.num_tokens, "num_batches": site.num_batches}
+        return run_on_ranks(site, "save", checkpoint=checkpoint, directory=directory, **sizes)
 
 
-def find_model(site: Site, config: Mapping[str, Any]) -> Path:
+def find_model(site: Site, config: Mapping[str, int]) -> Path:
     """Return the directory of a random model; write the model if it does not exist yet."""
     model = site.directory / f"llama-{config['hidden_size']}x{config['num_hidden_layers']}"
     if not model.is_dir():
@@ -234,7 +235,7 @@ def write_report(file: Path, title: str, device: str | None, num_ranks: int, res
     file.write_text("\n".join(lines) + "\n")
 
 
-def _format(value: Any) -> str:
+def _format(value: Figure) -> str:
     if isinstance(value, bool):
         return "yes" if value else "**NO**"
     return f"{value:,.4g}" if isinstance(value, float) else str(value)

@@ -4,12 +4,11 @@ import json
 import random
 from pathlib import Path
 from shutil import disk_usage
-from typing import Any
 
 from hf_fsdp_recipes.errors import RecipeError
 
 
-def write_random_model(config: dict[str, Any], directory: Path) -> None:
+def write_random_model(config: dict[str, int], directory: Path) -> None:
     """Write a random bf16 Llama checkpoint without holding it in memory.
 
     Norm weights are 1. The other parameters are parts of one noise tensor, each at its own offset, so no two are equal.

@@ -28,8 +28,11 @@ from hf_fsdp_recipes.tools.preflight.bandwidth import synchronize
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from transformers import PreTrainedModel
 
-Figures = dict[str, Any]
+Figure = float | bool | str
+Figures = dict[str, Figure]
 NUM_REPEATS = 5
 
 
@@ -47,7 +50,7 @@ def main(measurements: Mapping[str, Callable[..., Figures]]) -> None:
     accelerator.end_training()
 
 
-def _worst(name: str, values: Sequence[Any]) -> Any:
+def _worst(name: str, values: Sequence[Figure]) -> Figure:
     if isinstance(values[0], str):
         return values[0]
     return min(values) if isinstance(values[0], bool) or "GB/s" in name else max(values)
@@ -83,7 +86,9 @@ def time_work(device: torch.device, work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def load(accelerator: "Accelerator", checkpoint: str, source: str, dtype: str, **kwargs: Any) -> tuple[Any, Any]:
+def load(
+    accelerator: "Accelerator", checkpoint: str, source: str, dtype: str, **kwargs: Any
+) -> "tuple[PreTrainedModel, AcceleratedOptimizer]":
     """Return a loaded and sharded model and its AdamW optimizer."""
     model = load_model(checkpoint, dtype=dtype, source=source, **kwargs)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

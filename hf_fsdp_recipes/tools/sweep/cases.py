@@ -7,13 +7,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
 
 from hf_fsdp_recipes.configs import templates
 from hf_fsdp_recipes.configs.shipped_files import read_recipe
+from hf_fsdp_recipes.configs.validate import Section
 from hf_fsdp_recipes.errors import PlanError, TemplateError
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE
 from hf_fsdp_recipes.tools.subprocess_runner import is_cpu_machine
@@ -36,7 +36,7 @@ class Case:
     num_ranks: int
     num_nodes: int
     directory: Path  # the run's output directory
-    settings: dict[str, Any]  # all settings that affect the measurement; `config` is the Accelerate config
+    settings: Section  # all settings that affect the measurement; `config` is the Accelerate config
 
     @property
     def name(self) -> str:
@@ -72,11 +72,11 @@ class Case:
         """Add to case.json how the run ended, and the peak host memory of the run's largest process."""
         self._write(read_record(self.directory) | {"status": status, "host_peak_bytes": host_peak_bytes})
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, record: Section) -> None:
         (self.directory / CASE_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def read_record(directory: Path) -> dict[str, Any]:
+def read_record(directory: Path) -> Section:
     """Return the content of a case.json, or an empty dict if the file is missing or damaged."""
     try:
         record = json.loads((directory / CASE_FILE).read_text(encoding="utf-8"))

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from hf_fsdp_recipes.metrics import aggregate
-from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, last_of_each_step, read_metrics
+from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, Entry, last_of_each_step, read_metrics
 from hf_fsdp_recipes.tools.sweep.cases import CASE_FILE, read_record
 from hf_fsdp_recipes.tools.sweep.run_status import FINISHED, OUT_OF_MEMORY, find_status
 from hf_fsdp_recipes.units import count
@@ -72,7 +71,7 @@ def _read_result(directory: Path) -> Result:
     return Result(**found, **_memory(logged, record), **_speed(logged, found))
 
 
-def _memory(logged: Sequence[dict[str, Any]], record: dict[str, Any]) -> dict[str, Any]:
+def _memory(logged: Sequence[Entry], record: Entry) -> Entry:
     for name in ("device_reserved_peak_bytes", "device_peak_bytes"):
         peak_bytes = max((max(entry.get(name) or [0]) for entry in logged), default=0)
         if peak_bytes:
@@ -81,13 +80,13 @@ def _memory(logged: Sequence[dict[str, Any]], record: dict[str, Any]) -> dict[st
     return {"peak_memory_bytes": peak_bytes, "memory_kind": HOST} if peak_bytes else {}
 
 
-def _speed(logged: Sequence[dict[str, Any]], run: dict[str, Any]) -> dict[str, Any]:
+def _speed(logged: Sequence[Entry], run: Entry) -> Entry:
     """Return times and rates of the steps after the warm-up, or an empty dict if there are no such steps."""
     measured = [entry for entry in logged if "step_seconds" in entry and not entry.get("is_warmup")]
     if not measured:
         return {}
     seconds = statistics.median(entry["step_seconds"] for entry in measured)
-    found: dict[str, Any] = {"measured_steps": len(measured), "step_seconds": seconds}
+    found: Entry = {"measured_steps": len(measured), "step_seconds": seconds}
     if "num_rows" in run:
         rows_per_step = run["batch_per_device"] * run["num_ranks"] * run["gradient_accumulation_steps"]
         epoch_steps = -(-run["num_rows"] // rows_per_step)
