@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 
 PREPARED_FILE = "prepared.json"  # describes a directory of prepared rows
 PARSE_ADVICE = "Correct the recipe or the command line; docs/reference.md lists the arguments."
+Default = TypeVar("Default")
 
 
-def _argument(default: Any, help_text: str) -> Any:
+def _argument(default: Default, help_text: str) -> Default:
     return field(default=default, metadata={"help": help_text})
 
 
@@ -208,9 +209,9 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
         model.lora_target_modules = [model.lora_target_modules]
     # The tokenizer, merges and GRPO's reference model need the revision too.
     model.model_revision = (arguments.training.model_init_kwargs or {}).get("revision") or model.model_revision
-    config = arguments.training.accelerator_config
     if arguments.training.dataloader_pin_memory and "accelerator_config" not in values:
-        config.non_blocking = True  # batches are copied to the device while the host continues
+        # Batches are copied to the device while the host continues.
+        arguments.training.accelerator_config.non_blocking = True
     check_arguments(arguments, values.keys() | _flag_names(argv))
     return arguments
 
@@ -228,9 +229,9 @@ def _flag_names(argv: Sequence[str]) -> set[str]:
     return {text[2:].partition("=")[0].replace("-", "_") for text in argv if text.startswith("--")}
 
 
-def _launcher_defaults() -> dict[str, Any]:
+def _launcher_defaults() -> dict[str, bool]:
     """Return the template's precision and device as defaults for the recipe, because TRL would always default to bf16."""
-    defaults: dict[str, Any] = {"logging_nan_inf_filter": False}  # the filter would copy every loss to the host
+    defaults = {"logging_nan_inf_filter": False}  # the filter would copy every loss to the host
     precision = mixed_precision()
     if precision is not None:
         defaults |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
@@ -285,13 +286,12 @@ def check_arguments(arguments: Arguments, given: Collection[str]) -> None:
 
 def _check_precision(training: "SFTConfig", given: Collection[str]) -> None:
     """Raise a TemplateError if `bf16: false` or `fp16: false` would be ignored, because the launch sets a mixed precision."""
-    is_mixed = training.bf16 or training.fp16
-    for name in sorted({"bf16", "fp16"} & set(given)):
-        if not is_mixed and mixed_precision() == name:
-            raise TemplateError(
-                f"{name} is false, but the launch sets mixed_precision: {name}, which Trainer would use. Launch with "
-                f"--mixed_precision no, or drop {name}."
-            )
+    name = mixed_precision()
+    if name in ("bf16", "fp16") and name in given and not (training.bf16 or training.fp16):
+        raise TemplateError(
+            f"{name} is false, but the launch sets mixed_precision: {name}, which Trainer would use. Launch with "
+            f"--mixed_precision no, or drop {name}."
+        )
 
 
 def _check_model(arguments: Arguments) -> None:
@@ -331,12 +331,10 @@ def _check_data(arguments: Arguments) -> None:
         raise DataError(
             f"dataset_name is {script.dataset_name}, but the recipe's datasets would be used instead. Drop one of the two."
         )
-    ignored = "dataset_streaming" if mixture.datasets else "streaming"
-    if script.dataset_streaming if mixture.datasets else mixture.streaming:
-        used = "streaming" if mixture.datasets else "dataset_streaming"
-        raise DataError(
-            f"{ignored} has no effect {'on' if mixture.datasets else 'without'} datasets. Set {used} instead."
-        )
+    if mixture.datasets and script.dataset_streaming:
+        raise DataError("dataset_streaming has no effect on datasets. Set streaming instead.")
+    if mixture.streaming and not mixture.datasets:
+        raise DataError("streaming has no effect without datasets. Set dataset_streaming instead.")
     if not 0 <= recipe.validation_split_percentage < 100:
         raise DataError(
             f"validation_split_percentage is {recipe.validation_split_percentage}. Choose a value from 0 to below 100."

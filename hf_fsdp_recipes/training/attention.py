@@ -37,16 +37,14 @@ LEAK_TOLERANCE = 1e-4  # maximum change of a logit, relative to the largest logi
 def select_implementation(requested: str, is_on_cpu: bool) -> str | None:
     """Return transformers' name for the requested attention, or None for the model's default. Not a collective."""
     flash = None if is_on_cpu else find_flash(downloads=requested == "flash")
+    if requested == "flash" and is_on_cpu:
+        raise RecipeError("attention: flash needs a GPU, but the ranks run on CPUs. Use attention: auto.")
     if requested == "flash" and flash is None:
-        if is_on_cpu:
-            raise RecipeError("attention: flash needs a GPU, but the ranks run on CPUs. Use attention: auto.")
         raise RecipeError(
             "attention: flash needs FlashAttention. Run pip install flash-attn, or pip install kernels to download it from the "
             "Hub, or use attention: auto."
         )
-    if requested in ("auto", "flash") and flash is not None:
-        return flash
-    return IMPLEMENTATIONS.get(requested)
+    return flash if requested in ("auto", "flash") else IMPLEMENTATIONS[requested]
 
 
 def find_flash(downloads: bool) -> str | None:
@@ -61,11 +59,8 @@ def find_flash(downloads: bool) -> str | None:
     generation = _nvidia_generation()
     if generation == HOPPER and is_flash_attn_3_available():
         return "flash_attention_3"
-    return (
-        "flash_attention_2"
-        if is_flash_attn_2_available(kernels_fallback_ok=downloads and generation >= AMPERE)
-        else None
-    )
+    has_flash_2 = is_flash_attn_2_available(kernels_fallback_ok=downloads and generation >= AMPERE)
+    return "flash_attention_2" if has_flash_2 else None
 
 
 def _nvidia_generation() -> int:
@@ -160,7 +155,14 @@ def _is_safe_with_flash(config: "PretrainedConfig") -> bool:
     return False
 
 
-def _attend_as_flash(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+def _attend_as_flash(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """Compute SDPA within each document, with the document boundaries that FlashAttention would read from its arguments."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -188,12 +190,9 @@ def measure_leak(config: "PretrainedConfig", implementation: str) -> float:
         model.float().eval()
         first, other, second = (torch.randint(3, 64, (8,)).tolist() for _ in range(3))
     device = torch.device("cpu")
-    if (
-        model._is_stateful
-        and torch.accelerator.is_available()
-        and not is_true(os.environ.get("ACCELERATE_USE_CPU", ""))
-    ):
-        device = torch.accelerator.current_accelerator() or device  # some layers have kernels for the accelerator only
+    if model._is_stateful and not is_true(os.environ.get("ACCELERATE_USE_CPU", "")):
+        # Some layers have kernels for the accelerator only.
+        device = torch.accelerator.current_accelerator(check_available=True) or device
     model.to(device)
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     logits = []

@@ -9,7 +9,6 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import IterableDataset
 
 from hf_fsdp_recipes import distributed
@@ -44,7 +43,7 @@ from hf_fsdp_recipes.training.value_checks import name_settings
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
     from trl import SFTConfig
 
     from hf_fsdp_recipes.training.data.preparation import TrainingRows
@@ -81,7 +80,7 @@ def build_trainer(arguments: Arguments) -> "Trainer":
     processor = load_processor(arguments, tokenizer) if rows.has_images else tokenizer
     arguments.training.recipe_facts = _recipe_facts(arguments, rows)
     kind = find_kind(arguments.training)
-    specific: dict[str, Any] = {"reward_funcs": load_rewards(arguments)} if kind.name == "grpo" else {}
+    specific: dict[str, object] = {"reward_funcs": load_rewards(arguments)} if kind.name == "grpo" else {}
     model = build_model(arguments, tokenizer)
     if needs_reference(arguments):
         specific["ref_model"] = build_reference(model, arguments, tokenizer)
@@ -192,8 +191,8 @@ def default_run_name(training: "SFTConfig", model: str, date: datetime | None = 
     )
 
 
-def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
-    """Check before training that the exports can be written. Collective: every rank must call this."""
+def _check_exports(model: "PreTrainedModel", arguments: Arguments) -> None:
+    """Check before training that the exports can be written. Collective."""
     output, is_moved = Path(arguments.training.output_dir), arguments.recipe.previous_run == "archive"
     # With `archive`, another run's exports are moved when training starts, so their names count as free.
     options = _export_options(arguments) | {"use_free_name": is_moved}
@@ -225,7 +224,7 @@ def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
     distributed.run_on_main(check)
 
 
-def _check_embeddings(model: Any, base: Path) -> None:
+def _check_embeddings(model: "PreTrainedModel", base: Path) -> None:
     """Raise an ExportError if a model has other embeddings than its base model's files, which do not hold those of new tokens."""
     before, now = (
         getattr(config.get_text_config(), "vocab_size", None)
@@ -244,20 +243,20 @@ def _export_options(arguments: Arguments) -> dict[str, Any]:
     return {"dtype": recipe.export_dtype, "max_shard_size": recipe.export_max_shard_size}
 
 
-def _recipe_facts(arguments: Arguments, rows: "TrainingRows") -> dict[str, Any]:
+def _recipe_facts(arguments: Arguments, rows: "TrainingRows") -> dict[str, object]:
     """Return the recipe's settings and a description of its rows; checkpoints record both along with Trainer's arguments."""
     from hf_fsdp_recipes.training.data.image_rows import without_images
 
-    facts: dict[str, Any] = {}
+    facts: dict[str, object] = {}
     for part in (arguments.script, arguments.model, arguments.recipe, arguments.mixture):
         facts |= asdict(part)
     if not isinstance(rows.train, IterableDataset):
         facts |= describe_rows(without_images(rows.train))
-    return json.loads(json.dumps(facts, default=str))
+    return dict(json.loads(json.dumps(facts, default=str)))
 
 
 def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[Trainer], list[TrainerCallback]]":
-    """Return two things: the trainer class for the kind of run and its rows, and the run's callbacks."""
+    """Return the trainer class for the kind of run and its rows, and the run's callbacks."""
     import trl
 
     from hf_fsdp_recipes.training.data.stream_trainer import PositionCallback, StreamTrainer
@@ -307,7 +306,14 @@ def find_resume(arguments: Arguments) -> str | None:
     checkpoint = _find_checkpoint(str(requested), output_dir, url) if is_requested else None
 
     def claim() -> None:
-        state = _read_state(checkpoint)
+        from transformers import TrainerState
+
+        try:
+            state = TrainerState.load_from_json(str(checkpoint / STATE_FILE)) if checkpoint else TrainerState()
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{Path(str(checkpoint), STATE_FILE)} cannot be read: {error}. Use another checkpoint."
+            ) from error
         claim_directory(output_dir, state, arguments.recipe.previous_run, is_starting=False)
         mirror.claim(read_run(state), state.global_step, is_starting=False)
 
@@ -337,17 +343,6 @@ def _find_checkpoint(requested: str, output_dir: str, mirror: str | None) -> Pat
         return fetch_checkpoint(requested, output_dir)
     check_named(Path(requested))
     return Path(requested)
-
-
-def _read_state(checkpoint: Path | None) -> "TrainerState":
-    from transformers import TrainerState
-
-    if checkpoint is None:
-        return TrainerState()
-    try:
-        return TrainerState.load_from_json(str(checkpoint / STATE_FILE))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint / STATE_FILE} cannot be read: {error}. Use another checkpoint.") from error
 
 
 def train(trainer: "Trainer", checkpoint: str | None) -> SaveError | None:

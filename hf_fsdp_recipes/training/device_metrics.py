@@ -6,7 +6,7 @@ queued work; then the device idles until the host queues more.
 Source: trl 1.16 `sft_trainer.py`, `compute_loss` and `log`.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from trl import SFTTrainer
@@ -33,20 +33,23 @@ class _Pending:
     def __gt__(self, other: float) -> bool:
         return True  # SFTTrainer divides only if this is true; __truediv__ handles a divisor of 0
 
-    def __truediv__(self, other: Any) -> "_Pending":
+    def __truediv__(self, other: "Number") -> "_Pending":
         divisor = torch.as_tensor(_value(other))
         return _Pending(torch.where(divisor > 0, self.value / divisor, 0.0))  # 0 in a batch without labels
 
-    def __floordiv__(self, other: Any) -> "_Pending":
+    def __floordiv__(self, other: "Number") -> "_Pending":
         return _Pending(self.value // _value(other))
 
-    def __add__(self, other: Any) -> "_Pending":
+    def __add__(self, other: "Number") -> "_Pending":
         return _Pending(self.value + _value(other))
 
     __radd__ = __add__
 
 
-def _value(number: Any) -> Any:
+Number: TypeAlias = _Pending | torch.Tensor | float
+
+
+def _value(number: Number) -> torch.Tensor | float:
     return number.value if isinstance(number, _Pending) else number
 
 

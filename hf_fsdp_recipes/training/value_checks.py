@@ -70,7 +70,7 @@ def name_settings(message: str, values: Mapping[str, Any]) -> str:
     return "".join(f"{name}: {values[name]}: " for name in quoted[:1])
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: object) -> bool:
     """Return whether a value from YAML has a field's type or is a string, which argparse converts later."""
     parts = get_args(hint)
     if get_origin(hint) is Literal:
@@ -85,17 +85,21 @@ def _fits(value: Any, hint: Any) -> bool:
         return hint in (bool, str)  # YAML reads an unquoted no as false
     if isinstance(value, dict):
         return hint is dict or get_origin(hint) is dict or is_dataclass(hint)
-    numbers: dict[Any, Any] = {int: int, float: (int, float)}
-    return isinstance(value, str) or not isinstance(hint, type) or isinstance(value, numbers.get(hint, hint))
+    return (
+        isinstance(value, str)
+        or not isinstance(hint, type)
+        or isinstance(value, (int, float) if hint is float else hint)
+    )
 
 
-def _describe(hint: Any) -> str:
+def _describe(hint: object) -> str:
     """Return a field's type in words, such as `one of auto, sdpa` or `an integer or null`."""
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_describe(part) for part in get_args(hint))
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}
+    names: dict[object, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+    names[type(None)] = "null"
     return names.get(hint, str(getattr(hint, "__name__", hint)))
 
 

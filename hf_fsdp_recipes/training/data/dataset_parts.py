@@ -3,7 +3,7 @@
 import codecs
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from datasets import Dataset, IterableDataset, load_dataset
 
@@ -14,6 +14,10 @@ from hf_fsdp_recipes.training.data import image_rows
 from hf_fsdp_recipes.training.data.data_files import explain_errors, find_files, reader_for
 from hf_fsdp_recipes.training.data.row_formats import find_format
 
+if TYPE_CHECKING:
+    from trl.scripts.utils import DatasetConfig
+
+Rows: TypeAlias = Dataset | IterableDataset
 NOT_UTF8_MARK = "\ufdd0"  # a Unicode noncharacter, so no text contains it
 
 
@@ -22,8 +26,8 @@ class DatasetPart:
     """The only dataset of a recipe, or one dataset of a mixture, with its rows as they were read."""
 
     name: str
-    train: Dataset | IterableDataset
-    evaluation: Dataset | IterableDataset | None = None
+    train: Rows
+    evaluation: Rows | None = None
     fraction: float | None = None  # share of the mixture; None uses all rows
 
 
@@ -38,7 +42,7 @@ def load_parts(arguments: Arguments) -> list[DatasetPart]:
     return [DatasetPart(name, *_split_rows(train, splits.get(script.dataset_test_split), name, arguments))]
 
 
-def _load_part(part: Any, streaming: bool, arguments: Arguments) -> DatasetPart:
+def _load_part(part: "DatasetConfig", streaming: bool, arguments: Arguments) -> DatasetPart:
     """Read one entry of the recipe's `datasets`. TRL reads it, unless it is a local path without data_files or data_dir."""
     from trl import DatasetMixtureConfig, get_dataset
 
@@ -53,11 +57,8 @@ def _load_part(part: Any, streaming: bool, arguments: Arguments) -> DatasetPart:
     return DatasetPart(name, *_split_rows(rows, None, name, arguments), part.fraction)
 
 
-def _split_rows(train: Any, test: Any, name: str, arguments: Arguments) -> tuple[Any, Any]:
-    """Return training and evaluation rows.
-
-    Evaluation rows are the test split or held-out training rows, or None if the recipe does not evaluate.
-    """
+def _split_rows(train: Rows, test: Rows | None, name: str, arguments: Arguments) -> tuple[Rows, Rows | None]:
+    """Return training rows, and the test split or held-out training rows, or None if the recipe does not evaluate."""
     script, training, recipe = arguments.script, arguments.training, arguments.recipe
     check_num_rows(train, name, training.world_size)
     if hasattr(training, "dataset_text_field"):  # only SFTConfig has it
@@ -92,7 +93,7 @@ def _print_unused_columns(columns: list[str], name: str, text_column: str) -> No
         distributed.print_main(f"{name}: unused columns: {', '.join(unused)}")
 
 
-def read_splits(name: str, config: str | None = None, streaming: bool = False) -> dict[str, Any]:
+def read_splits(name: str, config: str | None = None, streaming: bool = False) -> dict[str, Rows]:
     """Read a Hub dataset, a local file (json, jsonl, txt or parquet) or a folder of such files; return {split: rows}."""
     path = Path(name)
     with explain_errors(name):
@@ -122,13 +123,13 @@ def _decoding(reader: str) -> dict[str, str]:
     return {"encoding": "utf8", "encoding_errors": "hf_fsdp_recipes.mark"}
 
 
-def _select_split(splits: dict[str, Any], split: str, name: str, setting: str = "dataset_train_split") -> Any:
+def _select_split(splits: dict[str, Rows], split: str, name: str, setting: str = "dataset_train_split") -> Rows:
     if split not in splits:
         raise DataError(f"{name} has no split {split!r}, only {sorted(splits)}. Set {setting} to one of them.")
     return splits[split]
 
 
-def check_num_rows(rows: Any, name: str, num_ranks: int) -> None:
+def check_num_rows(rows: Rows, name: str, num_ranks: int) -> None:
     """Raise a DataError if a dataset has fewer rows than there are ranks. Streams are not checked; their length is unknown."""
     if not hasattr(rows, "__len__"):
         return

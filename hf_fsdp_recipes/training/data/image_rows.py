@@ -1,9 +1,10 @@
 """Opens rows with images, which TRL tokenizes and collates during training, with the model's processor."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Image, List, Value
+from datasets import Dataset, Image, IterableDataset, List, Value
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import DataError, LoadError, summarize
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 COLUMNS = ("image", "images")
 
 
-def has_images(rows: Any) -> bool:
+def has_images(rows: Dataset | IterableDataset) -> bool:
     """Return whether rows have images: at least one value in an image column or, for a stream, an image column."""
     names = [name for name in COLUMNS if name in (rows.column_names or [])]
     return any(not isinstance(rows, Dataset) or pc.sum(_count_images(rows, name)).as_py() for name in names)
 
 
-def _count_images(rows: Dataset, column: str) -> Any:
+def _count_images(rows: Dataset, column: str) -> pa.ChunkedArray:
     """Return the number of images in each row."""
     values = rows.select_columns([column]).flatten_indices().data.column(column)
     is_list = isinstance(rows.features[column], List)
@@ -68,7 +69,7 @@ def load_processor(arguments: "Arguments", tokenizer: "PreTrainedTokenizerBase")
     model, code = arguments.model, arguments.training.trust_remote_code
     name = model.model_name_or_path
 
-    def read() -> Any:
+    def read() -> object:
         try:
             return AutoProcessor.from_pretrained(name, revision=model.model_revision, trust_remote_code=code)
         except (ImportError, OSError, ValueError) as error:
