@@ -245,13 +245,13 @@ def _export_options(arguments: Arguments) -> dict[str, Any]:
 
 def _recipe_facts(arguments: Arguments, rows: "TrainingRows") -> dict[str, object]:
     """Return the recipe's settings and a description of its rows; checkpoints record both along with Trainer's arguments."""
-    from hf_fsdp_recipes.training.data.image_rows import without_images
+    from hf_fsdp_recipes.training.data.image_rows import COLUMNS
 
     facts: dict[str, object] = {}
     for part in (arguments.script, arguments.model, arguments.recipe, arguments.mixture):
         facts |= asdict(part)
     if not isinstance(rows.train, IterableDataset):
-        facts |= describe_rows(without_images(rows.train))
+        facts |= describe_rows(rows.train.remove_columns([name for name in COLUMNS if name in rows.train.column_names]))
     return dict(json.loads(json.dumps(facts, default=str)))
 
 

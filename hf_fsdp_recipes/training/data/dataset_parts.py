@@ -62,15 +62,19 @@ def _split_rows(train: Rows, test: Rows | None, name: str, arguments: Arguments)
     script, training, recipe = arguments.script, arguments.training, arguments.recipe
     check_num_rows(train, name, training.world_size)
     if hasattr(training, "dataset_text_field"):  # only SFTConfig has it
-        _print_unused_columns(train.column_names or [], name, training.dataset_text_field)
+        columns = train.column_names or []
+        required, optional = find_format(columns, training.dataset_text_field) or (columns, ())
+        unused = [column for column in columns if column not in (*required, *optional, *image_rows.COLUMNS)]
+        if unused:
+            distributed.print_main(f"{name}: unused columns: {', '.join(unused)}")
     if training.eval_strategy == "no":
         return train, None
     if test is not None:
         return train, test
-    share = recipe.validation_split_percentage / 100
+    share, is_stream = recipe.validation_split_percentage / 100, not isinstance(train, Dataset)
     if not share and arguments.mixture.datasets:
         share = arguments.mixture.test_split_size
-        if not share or not hasattr(train, "train_test_split"):
+        if not share or is_stream:
             raise DataError(
                 "eval_strategy is set, but a mixture (datasets) has no test split. Set test_split_size to hold rows out, which "
                 "streams do not support, or set eval_strategy: no."
@@ -80,17 +84,10 @@ def _split_rows(train: Rows, test: Rows | None, name: str, arguments: Arguments)
             f"eval_strategy is set, but {name} has no split {script.dataset_test_split!r}. Set dataset_test_split, or "
             f"validation_split_percentage to hold rows out."
         )
-    if not hasattr(train, "train_test_split"):
+    if is_stream:
         raise DataError("rows cannot be held out from a stream. Set a test split, or turn streaming off.")
     split = train.train_test_split(test_size=share, seed=training.seed)
     return split["train"], split["test"]
-
-
-def _print_unused_columns(columns: list[str], name: str, text_column: str) -> None:
-    required, optional = find_format(columns, text_column) or (columns, ())
-    unused = [column for column in columns if column not in (*required, *optional, *image_rows.COLUMNS)]
-    if unused:
-        distributed.print_main(f"{name}: unused columns: {', '.join(unused)}")
 
 
 def read_splits(name: str, config: str | None = None, streaming: bool = False) -> dict[str, Rows]:
@@ -131,11 +128,9 @@ def _select_split(splits: dict[str, Rows], split: str, name: str, setting: str =
 
 def check_num_rows(rows: Rows, name: str, num_ranks: int) -> None:
     """Raise a DataError if a dataset has fewer rows than there are ranks. Streams are not checked; their length is unknown."""
-    if not hasattr(rows, "__len__"):
-        return
-    if len(rows) == 0:
+    if isinstance(rows, Dataset) and len(rows) == 0:
         raise DataError(f"{name} has no rows. Add some, or choose another dataset.")
-    if len(rows) < num_ranks:
+    if isinstance(rows, Dataset) and len(rows) < num_ranks:
         raise DataError(
             f"{name} has {len(rows)} rows for {num_ranks} ranks; each rank needs one per step. Use fewer ranks."
         )

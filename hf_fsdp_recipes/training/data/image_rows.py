@@ -57,11 +57,6 @@ def _with_images(rows: Dataset, name: str) -> Dataset:
     return rows.cast_column(column, List(Image())) if feature == List(Value("string")) else rows
 
 
-def without_images(rows: Dataset) -> Dataset:
-    """Return rows without their image columns."""
-    return rows.remove_columns([column for column in rows.column_names if column in COLUMNS])
-
-
 def load_processor(arguments: "Arguments", tokenizer: "PreTrainedTokenizerBase") -> "ProcessorMixin":
     """Load the model's processor and give it the run's tokenizer; raise a LoadError if the model has none. Collective."""
     from transformers import AutoProcessor, ProcessorMixin
