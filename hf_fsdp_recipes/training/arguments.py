@@ -155,11 +155,10 @@ class Arguments(NamedTuple):
 def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> Arguments:
     """Read a recipe (`--config X.yaml`) and command-line overrides, and check them.
 
-    `trainer` is a key of `KINDS` in trainers.py. Every rank calls this, but it is not a collective. First enables FSDP
-    for CPU ranks: this must happen before TrainingArguments initializes Accelerate's state. Raises a RecipeError or a subclass
-    that says what is wrong.
+    `trainer` is a key of `KINDS` in trainers.py. Every rank calls this, but it is not a collective. Raises a RecipeError or a
+    subclass that says what is wrong.
     """
-    cpu_ranks.enable()
+    cpu_ranks.enable()  # before TrainingArguments initializes Accelerate's state
     argv = list(sys.argv[1:] if argv is None else argv)
     # Import TRL after `enable`: TRL imports bitsandbytes, which would otherwise print a message on every CPU rank.
     import trl
@@ -186,8 +185,6 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
             raise  # --help
         reason = usage_errors.getvalue().strip().splitlines()[-1].rpartition("error: ")[2]
         raise RecipeError(f"{reason.rstrip('.')}. {PARSE_ADVICE}") from error
-    except OSError as error:
-        raise RecipeError(f"cannot read the recipe: {error}. Check the path after --config.") from error
     except torch.distributed.DistError as error:
         raise RecipeError(
             f"the ranks cannot reach each other: {summarize(error, 'line').rstrip('.')}. Check that every rank was started, "
@@ -198,7 +195,14 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
         reason = f"{name_settings(line, values)}{line}.{_suggest_name(str(error), parser)}"
         raise RecipeError(f"{reason} {PARSE_ADVICE}") from error
     arguments = Arguments(*parsed)
-    _set_paths(arguments, {name: value for name, value in recipe.items() if name not in _flag_names(argv)})
+    # Set the recipe's paths to where `read_recipe` found the files; TRL would use them exactly as the recipe spells them.
+    from_recipe = {name: value for name, value in recipe.items() if name not in _flag_names(argv)}
+    for part in arguments:
+        vars(part).update(
+            {name: from_recipe[name] for name in PATH_FIELDS if name in from_recipe and hasattr(part, name)}
+        )
+    for dataset, entry in zip(arguments.mixture.datasets, from_recipe.get("datasets") or (), strict=False):
+        dataset.path = entry["path"]
     model = arguments.model
     for field_name in ("lora_modules_to_save", "lora_target_parameters"):
         # A recipe may give a single name as a string, and PEFT would iterate over its letters.
@@ -216,16 +220,7 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
     return arguments
 
 
-def _set_paths(arguments: Arguments, recipe: dict[str, Any]) -> None:
-    """Set a recipe's paths to where `read_recipe` found the files; TRL would use them exactly as the recipe spells them."""
-    for part in arguments:
-        vars(part).update({name: recipe[name] for name in PATH_FIELDS if name in recipe and hasattr(part, name)})
-    for dataset, values in zip(arguments.mixture.datasets, recipe.get("datasets") or (), strict=False):
-        dataset.path = values["path"]
-
-
 def _flag_names(argv: Sequence[str]) -> set[str]:
-    """Return the names of a command line's arguments, such as max_steps for --max-steps=3."""
     return {text[2:].partition("=")[0].replace("-", "_") for text in argv if text.startswith("--")}
 
 
@@ -243,7 +238,6 @@ def _launcher_defaults() -> dict[str, bool]:
 
 
 def _suggest_name(message: str, parser: "TrlParser") -> str:
-    """Suggest the closest argument name if the message quotes an unknown one."""
     known = [action.dest for action in parser._actions]
     for name in re.findall(r"'-*([A-Za-z_]\w+)'?", message) if "argument" in message else ():
         close = get_close_matches(name, known, n=1)
@@ -272,7 +266,12 @@ def check_arguments(arguments: Arguments, given: Collection[str]) -> None:
     _check_data(arguments)
     _check_export(arguments)
     check_features(arguments)
-    _check_precision(arguments.training, given)
+    training, precision = arguments.training, mixed_precision()
+    if precision in ("bf16", "fp16") and precision in given and not (training.bf16 or training.fp16):
+        raise TemplateError(
+            f"{precision} is false, but the launch sets mixed_precision: {precision}, which Trainer would use. Launch with "
+            f"--mixed_precision no, or drop {precision}."
+        )
     read_target(arguments.training, needs_access=not arguments.recipe.dry_run)
     check_launch(arguments.training)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -281,16 +280,6 @@ def check_arguments(arguments: Arguments, given: Collection[str]) -> None:
             f"{launched} ranks were launched without FSDP, which the recipes need. Use hf-fsdp "
             f"{find_kind(arguments.training).name} --accelerate_config fsdp2_full_shard (fsdp2_cpu without a GPU), or set "
             f"distributed_type: FSDP in your Accelerate config."
-        )
-
-
-def _check_precision(training: "SFTConfig", given: Collection[str]) -> None:
-    """Raise a TemplateError if `bf16: false` or `fp16: false` would be ignored, because the launch sets a mixed precision."""
-    name = mixed_precision()
-    if name in ("bf16", "fp16") and name in given and not (training.bf16 or training.fp16):
-        raise TemplateError(
-            f"{name} is false, but the launch sets mixed_precision: {name}, which Trainer would use. Launch with "
-            f"--mixed_precision no, or drop {name}."
         )
 
 

@@ -130,7 +130,9 @@ def check_packing(config: "PretrainedConfig", implementation: str) -> None:
     try:
         leak = measure_leak(config, tested)
     except Exception as error:  # the model's own code may raise anything
-        if is_flash and not _is_stateful(config) and "packed sequences" not in str(error):
+        # Whether layers carry a state from token to token, as in linear attention.
+        is_stateful = getattr(model_class.choose_class(config)[0], "_is_stateful", False)
+        if is_flash and not is_stateful and "packed sequences" not in str(error):
             return  # some architectures cannot be built as a tiny model
         raise RecipeError(
             f"packing cannot be used with {config.model_type} models here, because the test that documents do not affect each "
@@ -142,11 +144,6 @@ def check_packing(config: "PretrainedConfig", implementation: str) -> None:
             f"changes the second one's logits by {leak:.1e} relative to the largest logit. Use "
             f"{'attention: flash, ' * (not is_flash and _is_safe_with_flash(config))}{advice}"
         )
-
-
-def _is_stateful(config: "PretrainedConfig") -> bool:
-    """Return whether a model has layers that carry a state from token to token, such as linear attention."""
-    return bool(getattr(model_class.choose_class(config)[0], "_is_stateful", False))
 
 
 def _is_safe_with_flash(config: "PretrainedConfig") -> bool:

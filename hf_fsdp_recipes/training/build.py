@@ -127,7 +127,7 @@ def build_trainer(arguments: Arguments) -> "Trainer":
 
 
 def _pass_revision(arguments: Arguments, peft_config: "PeftConfig | None") -> None:
-    """Pass model_revision on to those that load the base model again: GRPO's reference model, and merges of the adapter."""
+    # GRPO's reference model and merges of the adapter load the base model again.
     revision = arguments.model.model_revision
     if revision in (None, "main"):
         return
@@ -138,11 +138,10 @@ def _pass_revision(arguments: Arguments, peft_config: "PeftConfig | None") -> No
 
 
 def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "TrainingRows":
-    """Load the training and evaluation rows of a run, and set arguments so that SFTTrainer does not prepare the rows again.
+    """Load the rows of a run, and set arguments so that SFTTrainer does not prepare them again. TRL's other trainers do that.
 
-    TRL's other trainers prepare rows themselves. Collective: every rank must call this. Rank 0 prepares the rows first; the
-    other ranks wait without a timeout, then load them from the cache of `datasets`. For SFT without streaming, rank 0 prints
-    how many rows were dropped and truncated.
+    Collective: every rank must call this. Rank 0 prepares the rows first; the other ranks wait without a timeout, then load
+    them from the cache of `datasets`.
     """
     from hf_fsdp_recipes.training.data import cache
     from hf_fsdp_recipes.training.data.filtering import print_counts
@@ -225,7 +224,7 @@ def _check_exports(model: "PreTrainedModel", arguments: Arguments) -> None:
 
 
 def _check_embeddings(model: "PreTrainedModel", base: Path) -> None:
-    """Raise an ExportError if a model has other embeddings than its base model's files, which do not hold those of new tokens."""
+    """Raise an ExportError if new tokens have changed the number of embeddings, which the base model's files do not have."""
     before, now = (
         getattr(config.get_text_config(), "vocab_size", None)
         for config in (type(model.config).from_pretrained(base), model.config)
@@ -320,8 +319,8 @@ def find_resume(arguments: Arguments) -> str | None:
     distributed.run_on_main(claim, distributed.patient_group())
     if checkpoint is None:
         if is_requested:
-            places = [output_dir, url] if _is_auto(str(requested)) else [str(requested)]
-            where = " and ".join(filter(None, places))
+            is_auto = str(requested).lower() in ("auto", "true")
+            where = " and ".join(filter(None, [output_dir, url])) if is_auto else requested
             distributed.print_main(f"resume: no complete checkpoint in {where}; starting from step 0")
         return None
     distributed.print_main(f"resume: from {checkpoint}")
@@ -330,12 +329,8 @@ def find_resume(arguments: Arguments) -> str | None:
     return str(checkpoint)
 
 
-def _is_auto(requested: str) -> bool:
-    return requested.lower() in ("auto", "true")
-
-
 def _find_checkpoint(requested: str, output_dir: str, mirror: str | None) -> Path | None:
-    if _is_auto(requested):
+    if requested.lower() in ("auto", "true"):
         newest = latest_checkpoint(output_dir)
         distributed.run_on_main(lambda: quarantine_incomplete(output_dir))
         return newest if mirror is None else fetch_checkpoint(mirror, output_dir, newest)
@@ -346,10 +341,7 @@ def _find_checkpoint(requested: str, output_dir: str, mirror: str | None) -> Pat
 
 
 def train(trainer: "Trainer", checkpoint: str | None) -> SaveError | None:
-    """Train the model. If the last save or upload failed, return its error, so that the caller can still export the weights.
-
-    Returns None if nothing failed. Collective: every rank must call this.
-    """
+    """Train the model. If the last save or upload failed, return its error, so that the weights are still exported. Collective."""
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except SaveError as error:
@@ -389,10 +381,7 @@ def finish(trainer: "Trainer", arguments: Arguments) -> Path | None:
 
 
 def _export_merged(trainer: "Trainer", arguments: Arguments, adapter: Path, options: dict[str, Any]) -> Path:
-    """Merge the adapter into the base model, and export the result to `<output_dir>/export_merged`.
-
-    Collective: every rank must call this.
-    """
+    """Merge the adapter into the base model, and export the result to `<output_dir>/export_merged`. Collective."""
     merged = Path(arguments.training.output_dir) / MERGED_EXPORT
     if not arguments.model.load_in_4bit:
         tokenizer = trainer.processing_class

@@ -13,10 +13,7 @@ from trl import SFTTrainer
 
 
 class _Pending:
-    """A number that stays on the device, with the operations that SFTTrainer applies to metrics.
-
-    `item` returns the object itself, so SFTTrainer does not copy the number to the host.
-    """
+    """A number that stays on the device, even after `item`, with the operations that SFTTrainer applies to metrics."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value.detach()

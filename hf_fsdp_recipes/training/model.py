@@ -58,8 +58,13 @@ def build_model(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "
     with distributed.sync_errors():
         if is_divided:
             attention.check_packing(model.config, model.config._attn_implementation)
-    _check_same_attention(model.config._attn_implementation)
-    distributed.print_main(f"attention: {model.config._attn_implementation}")
+    found = sorted(set(distributed.gather_objects(model.config._attn_implementation)))
+    if len(found) > 1:
+        raise RecipeError(
+            f"the ranks found different attention implementations: {', '.join(found)}. Install the same packages on every node, "
+            f"or set attention: sdpa."
+        )
+    distributed.print_main(f"attention: {found[0]}")
     if is_wrapped:
         distributed.print_main("packing: wrapped; documents in one sequence attend to each other, as in pretraining")
     saved = arguments.model.lora_modules_to_save or []
@@ -96,7 +101,7 @@ def _add_rows(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", mo
 
 
 def _check_adapter_names(model: "PreTrainedModel", model_arguments: "ModelConfig") -> None:
-    """Check that the model has all modules and parameters named in the adapter's settings; PEFT ignores unknown names."""
+    """Check the names in the adapter's settings, because PEFT ignores unknown ones."""
     if not model_arguments.use_peft:
         return
     modules = [name for name, _ in model.named_modules()]
@@ -118,16 +123,6 @@ def _check_adapter_names(model: "PreTrainedModel", model_arguments: "ModelConfig
                 f"{field} names {', '.join(unknown)}, but {type(model).__name__} has no such name. It has "
                 f"{', '.join(examples)}."
             )
-
-
-def _check_same_attention(implementation: str) -> None:
-    """Raise a RecipeError if the ranks chose different attention, for example if some nodes lack a package. Collective."""
-    found = sorted(set(distributed.gather_objects(implementation)))
-    if len(found) > 1:
-        raise RecipeError(
-            f"the ranks found different attention implementations: {', '.join(found)}. Install the same packages on every node, "
-            f"or set attention: sdpa."
-        )
 
 
 def _load(arguments: Arguments, implementation: str | None, dtype: "torch.dtype | None" = None) -> "PreTrainedModel":
@@ -168,10 +163,9 @@ def _new_model(arguments: Arguments, implementation: str | None) -> "PreTrainedM
 
 
 def _choose_checkpointing(arguments: Arguments) -> None:
-    """Use reentrant activation checkpointing for 4-bit weights under FSDP1.
+    """Use reentrant activation checkpointing for 4-bit weights under FSDP1; torch's check of recomputed tensors fails otherwise.
 
-    Otherwise torch's check of recomputed tensors fails: during recomputation, the weight is a different view of its unit's
-    flat parameter (torch 2.13).
+    During recomputation, the weight is a different view of its unit's flat parameter (torch 2.13).
     """
     training = arguments.training
     # transformers 5.23 renamed gradient checkpointing.

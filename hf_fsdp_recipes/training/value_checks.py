@@ -46,14 +46,14 @@ def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
     argparse converts only strings, YAML keeps the last of two equal keys, and neither checks a field's allowed values.
     """
     values = read_recipe(path)
-    fields_by_name = {field.name: field for cls in classes for field in fields(cls)}
+    choices = {field.name: field.metadata.get("choices") for cls in classes for field in fields(cls)}
     hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
     errors = []
     for name, value in values.items():
-        if name not in fields_by_name:
+        if name not in choices:
             continue
-        choices = fields_by_name[name].metadata.get("choices")
-        hint = Literal[tuple(choices)] | None if choices else hints[name]
+        allowed = choices[name]
+        hint = Literal[tuple(allowed)] | None if allowed else hints[name]
         if value is False and name.endswith("_strategy"):
             errors.append(f'{name} is false, because YAML reads an unquoted no as false. Write {name}: "no".')
         elif not _fits(value, hint):

@@ -138,7 +138,7 @@ def _describe(columns: set[tuple[str, str]]) -> str:
 
 
 def _read_columns(file: Path) -> Iterable[tuple[str, str]]:
-    """Return a file's columns with their types, or raise an error with the line and the reason."""
+    """Return a file's columns with their types."""
     if reader_for(file) == "parquet":
         return [(field.name, str(field.type)) for field in pq.read_schema(file)]
     columns: dict[str, str] = {}

@@ -109,13 +109,10 @@ def _is_local(name: str) -> bool:
 
 
 def _decoding(reader: str) -> dict[str, str]:
-    """Return options with which a reader replaces invalid UTF-8 with a mark, so that such rows can be dropped and counted.
-
-    Source: datasets 5.2, packaged_modules/json: `encoding_errors` has no effect if the encoding is spelled "utf-8",
-    so it is spelled "utf8" here.
-    """
+    """Return options with which a reader replaces invalid UTF-8 with a mark, so that such rows can be dropped and counted."""
     if reader == "parquet":
         return {}
+    # datasets 5.2 ignores `encoding_errors` if the encoding is spelled "utf-8".
     codecs.register_error("hf_fsdp_recipes.mark", lambda error: (NOT_UTF8_MARK, error.end))  # type: ignore[attr-defined]
     return {"encoding": "utf8", "encoding_errors": "hf_fsdp_recipes.mark"}
 

@@ -153,10 +153,7 @@ def _has_text(texts: list[str | None]) -> bool:
 
 
 def _texts_and_answers(row: Row, text_column: str) -> tuple[list[str | None], list[str | None] | None]:
-    """Return two lists: all texts of a row, and the answers among them. A malformed text is None.
-
-    For plain text and for malformed messages, None replaces the list of answers.
-    """
+    """Return all texts of a row, and the answers among them, or None for plain text and malformed messages."""
     if "prompt" in row and "completion" in row:
         answers = _texts(row["completion"])
         return _texts(row["prompt"]) + answers, answers

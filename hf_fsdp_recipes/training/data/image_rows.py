@@ -1,5 +1,6 @@
 """Opens rows with images, which TRL tokenizes and collates during training, with the model's processor."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -31,14 +32,15 @@ def _count_images(rows: Dataset, column: str) -> pa.ChunkedArray:
     return pc.fill_null(pc.list_value_length(values), 0) if is_list else pc.is_valid(values).cast("int32")
 
 
-def open_images(part: "DatasetPart", text_column: str) -> tuple[Dataset, Dataset | None]:
-    """Return a dataset's training and evaluation rows, with image paths cast to images. Every row must have an image."""
+def open_images(part: "DatasetPart", text_column: str) -> "DatasetPart":
+    """Return a dataset with its image paths cast to images. Every row must have an image."""
     columns = set(part.train.column_names)
     if not {"messages", text_column} & columns and not {"prompt", "completion"} <= columns:
         raise DataError(
             f"{part.name} has columns {sorted(columns)}. Rows with images need messages, prompt + completion, or {text_column}."
         )
-    return _with_images(part.train, part.name), part.evaluation and _with_images(part.evaluation, part.name)
+    evaluation = part.evaluation and _with_images(part.evaluation, part.name)
+    return replace(part, train=_with_images(part.train, part.name), evaluation=evaluation)
 
 
 def _with_images(rows: Dataset, name: str) -> Dataset:

@@ -1,6 +1,6 @@
 """Prepares rows for SFTTrainer: filters, tokenizes, mixes and packs them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -146,7 +146,10 @@ def prepare(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Trainin
     """Read and prepare all training and evaluation rows of a run. Any rank may call this; not a collective."""
     training, preparation, parts = arguments.training, Preparation(arguments, tokenizer), load_parts(arguments)
     if any(has_images(part.train) for part in parts):
-        return _open_image_rows(arguments, parts)
+        rows = _join([open_images(part, training.dataset_text_field) for part in parts], arguments)
+        if not {"messages", "completion"} & set(rows.train.column_names):
+            training.remove_unused_columns = False  # TRL 1.16 drops the text column of rows with images
+        return replace(rows, has_images=True)
     counts: dict[str, RowCounts] = {}
 
     def tokenize(part: DatasetPart, raw: Dataset, split: str, packing: bool) -> Dataset:
@@ -166,14 +169,6 @@ def prepare(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Trainin
     return TrainingRows(train, preparation.pack(concatenate_datasets(held_out), "eval", packing), counts)
 
 
-def _open_image_rows(arguments: Arguments, parts: list[DatasetPart]) -> TrainingRows:
-    rows = _join([open_images(part, arguments.training.dataset_text_field) for part in parts], parts, arguments)
-    rows.has_images = True
-    if not {"messages", "completion"} & set(rows.train.column_names):
-        arguments.training.remove_unused_columns = False  # TRL 1.16 drops the text column of rows with images
-    return rows
-
-
 def read_rows(arguments: Arguments) -> TrainingRows:
     """Read the rows for a trainer other than SFTTrainer; TRL prepares them later. Any rank may call this; not a collective.
 
@@ -188,19 +183,18 @@ def read_rows(arguments: Arguments) -> TrainingRows:
             raise DataError(f"{part.name} has columns {columns}. {kind.name} needs {needed}; rename or add columns.")
         if has_images(part.train):
             raise DataError(f"{part.name} has images, which hf-fsdp {kind.name} does not support. Use rows of text.")
-    return _join([(part.train, part.evaluation) for part in parts], parts, arguments)
+    return _join(parts, arguments)
 
 
-def _join(opened: list[tuple[Dataset, Dataset | None]], parts: list[DatasetPart], arguments: Arguments) -> TrainingRows:
+def _join(parts: list[DatasetPart], arguments: Arguments) -> TrainingRows:
     """Mix the training rows of the recipe's datasets, and concatenate their evaluation rows."""
-    columns = {part.name: sorted(train.column_names) for part, (train, _) in zip(parts, opened, strict=True)}
+    columns = {part.name: sorted(part.train.column_names) for part in parts}
     if len({tuple(names) for names in columns.values()}) > 1:
         raise DataError(f"the datasets have different columns: {columns}. Give them the same columns.")
-    rows = TrainingRows(_mix([train for train, _ in opened], parts, arguments))
-    check_num_rows(rows.train, " + ".join(columns), arguments.training.world_size)
-    if opened[0][1] is not None:
-        rows.evaluation = concatenate_datasets([held_out for _, held_out in opened])
-    return rows
+    train = _mix([part.train for part in parts], parts, arguments)
+    check_num_rows(train, " + ".join(columns), arguments.training.world_size)
+    has_evaluation = parts[0].evaluation is not None
+    return TrainingRows(train, concatenate_datasets([part.evaluation for part in parts]) if has_evaluation else None)
 
 
 def packs_evaluation(arguments: Arguments) -> bool:

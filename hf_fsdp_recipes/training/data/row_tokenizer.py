@@ -72,7 +72,7 @@ class RowTokenizer:
         return ""
 
     def _shorten(self, row: Row) -> Row:
-        """Shorten very long texts whose end would be dropped by truncation anyway."""
+        """Shorten very long texts, whose end truncation would drop anyway."""
         if self.max_length is None or self.keep_end:
             return row
         limit = max(MAX_CHARACTERS, self.max_length * MAX_CHARACTERS_PER_TOKEN)
@@ -121,7 +121,6 @@ class RowTokenizer:
         return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **kwargs)
 
     def _with_end_token(self, row: Row) -> Row:
-        """Append the end token to the row's text, or to the completion of a row without a text, unless it is already there."""
         end = self.tokenizer.eos_token
         for column in (self.text_column, "completion"):
             if isinstance(row.get(column), str) and not row[column].endswith(end):
@@ -157,7 +156,6 @@ def has_trainable_label(row: Row) -> bool:
 
 
 def _without_padding(row: Row) -> Row:
-    """Return a tokenized row without the tokens that its attention mask excludes."""
     mask = row.get("attention_mask")
     if mask is None or all(mask):
         return row

@@ -97,9 +97,8 @@ class PositionCallback(TrainerCallback):
 
     def checkpoint_files(self) -> dict[str, str]:
         """Return the file that stores this rank's position in a checkpoint, as {file name: text}."""
-        return {
-            _position_file(distributed.rank()): json.dumps({"world_size": distributed.world_size()} | self._position)
-        }
+        position = {"world_size": distributed.world_size()} | self._position
+        return {_position_file(distributed.rank()): json.dumps(position)}
 
 
 def _position_file(rank: int) -> str:

@@ -171,9 +171,8 @@ class RowStream(IterableDataset):
     def _read_block(self) -> Block | None:
         """Read and prepare blocks until one has rows to train on; return None at the end of a finite stream.
 
-        Raises:
-            DataError: two passes of an endless stream, or one pass of a finite stream, have no row to train on, or the chat
-                template rejects the first thousand rows.
+        Raises a DataError if two passes of an endless stream, or one of a finite stream, have no row to train on, or if the
+        chat template rejects the first thousand rows.
         """
         first_pass, counts, seen = self._num_passes(), RowCounts(), self.counts
         while self._is_endless or self._num_passes() == 0:
@@ -274,8 +273,6 @@ def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, evalu
 
 
 def _write_evaluation(parts: list[DatasetPart], preparation: Preparation, packing: bool, directory: Path) -> None:
-    """Prepare all evaluation rows and write them to a new directory."""
-
     def rows() -> Iterator[Row]:
         for part in parts:
             source = StreamSource(part.name, part.evaluation, None, 0, 1, is_endless=False)
