@@ -26,7 +26,7 @@ from hf_fsdp_recipes.export.export_directory import parse_shard_size
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training.feature_checks import check_features
-from hf_fsdp_recipes.training.trainers import KINDS, check_trainer, find_kind, script_class
+from hf_fsdp_recipes.training.trainers import KINDS, check_trainer, find_kind
 from hf_fsdp_recipes.training.value_checks import (
     check_adapter,
     check_numbers,
@@ -162,11 +162,12 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
     argv = list(sys.argv[1:] if argv is None else argv)
     # Import TRL after `enable`: TRL imports bitsandbytes, which would otherwise print a message on every CPU rank.
     import trl
-    from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+    from trl.scripts.grpo import GRPOScriptArguments
 
-    kind = KINDS[trainer]
-    config_class = getattr(trl, f"{kind.title}Config")
-    classes = (script_class(kind), config_class, ModelConfig, RecipeArguments, DatasetMixtureConfig)
+    script_class = GRPOScriptArguments if trainer == "grpo" else ScriptArguments
+    config_class = getattr(trl, f"{KINDS[trainer].title}Config")
+    classes = (script_class, config_class, ModelConfig, RecipeArguments, DatasetMixtureConfig)
     values = {name.lstrip("-"): value for name, value in itertools.pairwise(argv) if name.startswith("--")}
     recipe: dict[str, Any] = {}
     if "config" in values:

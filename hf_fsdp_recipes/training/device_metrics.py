@@ -53,7 +53,7 @@ def _value(number: Number) -> torch.Tensor | float:
 class DeviceMetricsTrainer(SFTTrainer):
     """An SFTTrainer that copies its metrics to the host once per log, not in every forward pass. The values are the same."""
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, object]:
         """Compute the loss as SFTTrainer does, but keep its metrics on the device."""
         gather = self.accelerator.gather_for_metrics
         self.accelerator.gather_for_metrics = lambda value: _Pending(gather(value))

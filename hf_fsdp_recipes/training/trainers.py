@@ -71,14 +71,6 @@ def find_kind(training: "TrainingArguments") -> TrainerKind:
     return KINDS[type(training).__name__.removesuffix("Config").lower()]
 
 
-def script_class(kind: TrainerKind) -> type:
-    """Return TRL's class of script arguments; GRPO has its own class, with fields for reward functions."""
-    from trl import ScriptArguments
-    from trl.scripts.grpo import GRPOScriptArguments
-
-    return GRPOScriptArguments if kind.name == "grpo" else ScriptArguments
-
-
 def check_trainer(arguments: "Arguments", given: Collection[str]) -> None:
     """Raise a RecipeError for arguments that this trainer does not support. Not a collective.
 

@@ -63,7 +63,7 @@ def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
     return values
 
 
-def name_settings(message: str, values: Mapping[str, Any]) -> str:
+def name_settings(message: str, values: Mapping[str, object]) -> str:
     """Return `name: value: ` for the first string setting whose value, but not name, is in a library's message; else ''."""
     texts = {name: value for name, value in values.items() if isinstance(value, str) and len(value) > 3}
     quoted = [name for name, value in texts.items() if value.lower() in message.lower() and name not in message]

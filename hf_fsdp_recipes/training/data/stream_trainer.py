@@ -88,7 +88,7 @@ class PositionCallback(TrainerCallback):
 
     def __init__(self, stream: RowStream) -> None:
         self._stream = stream
-        self._position: dict[str, Any] = {}
+        self._position: dict[str, object] = {}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Record the position, and set `state.epoch` to the share of all steps done so far, including those before a resume."""

@@ -90,7 +90,7 @@ class StreamSource:
         while count > 0:
             count -= len(self.read(min(count, DEFAULT_BLOCK_ROWS)))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the position of the next row as a JSON-serializable dict."""
         state = self._rows.state_dict() if self._has_read else self._start_state
         return {"name": self.name, "num_passes": self.num_passes, "num_read": self.num_read, "state": state}
@@ -224,7 +224,7 @@ class RowStream(IterableDataset):
             return [], counts
         return self._preparation.pack(concatenate_datasets(parts), "stream", self._packing), counts
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the position of the next row as a JSON-serializable dict."""
         block = self.first_block()
         return {"start": block.start if block else None, "offset": self._offset, "settings": self.settings}
