@@ -51,6 +51,5 @@ def _describe_unseen(seen: int, launched: int) -> str:
 def check_wrap_classes(model_classes: Iterable[str]) -> None:
     """Raise a TemplateError if the model lacks a layer class that the launcher's config names for wrapping. Not a collective."""
     names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
-    faults = list(find_unknown_layers(names, set(model_classes)))
-    if faults:
+    if faults := list(find_unknown_layers(names, set(model_classes))):
         raise TemplateError(" ".join(faults))

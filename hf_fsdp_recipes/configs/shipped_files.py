@@ -72,7 +72,7 @@ def read_recipe(name: str | Path, error_class: type[RecipeError] = RecipeError) 
     return values
 
 
-def _locate(value: Any, folder: Path) -> Any:
+def _locate(value: object, folder: Path) -> object:
     """Return the path at which `read_recipe` finds the value of a path field; return a name on the Hub unchanged."""
     if not isinstance(value, str) or not value or os.path.exists(value):  # noqa: PTH110, as above
         return value

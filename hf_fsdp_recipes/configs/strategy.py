@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from hf_fsdp_recipes.configs.validate import read_config
+from hf_fsdp_recipes.configs.validate import Section, read_config
 from hf_fsdp_recipes.environment import is_true
 from hf_fsdp_recipes.errors import TemplateError
 
@@ -43,7 +42,7 @@ def find_strategy(name_or_file: str) -> Strategy:
     return read_strategy(read_config(name_or_file), Path(name_or_file).stem)
 
 
-def read_strategy(config: dict[str, Any], name: str) -> Strategy:
+def read_strategy(config: Section, name: str) -> Strategy:
     """Return the strategy of a parsed Accelerate config; raise a TemplateError if it does not turn on FSDP."""
     fsdp = _fsdp_keys(config)
     if config.get("distributed_type") != "FSDP" or not fsdp:
@@ -69,7 +68,7 @@ def read_strategy(config: dict[str, Any], name: str) -> Strategy:
     )
 
 
-def read_sharding(config: dict[str, Any]) -> str:
+def read_sharding(config: Section) -> str:
     """Return the sharding strategy of a parsed Accelerate config, such as `full_shard` or `shard_grad_op`."""
     fsdp = _fsdp_keys(config)
     if str(fsdp.get("version", 1)) == "1":
@@ -82,5 +81,5 @@ def read_sharding(config: dict[str, Any]) -> str:
     return "full_shard" if reshards else "shard_grad_op"
 
 
-def _fsdp_keys(config: dict[str, Any]) -> dict[str, Any]:
+def _fsdp_keys(config: Section) -> Section:
     return {str(key).removeprefix("fsdp_"): value for key, value in (config.get("fsdp_config") or {}).items()}

@@ -26,8 +26,7 @@ from hf_fsdp_recipes.errors import LoadError, TemplateError, summarize
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Section = dict[str, Any]
-
+Section = dict[str, Any]  # a parsed config, or a section of one
 UNSUPPORTED_PARALLELISM = {"tp_size": "Tensor", "cp_size": "Context", "sp_size": "Sequence"}
 FSDP1_ONLY = {
     "fsdp_sharding_strategy": "Use fsdp_reshard_after_forward: true for FULL_SHARD, false for SHARD_GRAD_OP.",
@@ -72,7 +71,7 @@ def find_faults(config: Section, model_classes: Collection[str] | None = None) -
     ]
 
 
-def find_unsupported(sizes: Mapping[str, Any], precision: str | None) -> Iterator[str]:
+def find_unsupported(sizes: Mapping[str, object], precision: str | None) -> Iterator[str]:
     """Yield an error for each unsupported kind of parallelism in `sizes` ({"tp_size": 2}), and for an unsupported precision."""
     for key, kind in UNSUPPORTED_PARALLELISM.items():
         if str(sizes.get(key) or 1) != "1":
@@ -97,7 +96,7 @@ def build_on_meta(model: str, trust_remote_code: bool = False) -> "PreTrainedMod
         raise TemplateError(f"Cannot read the config of {model}: {summarize(error, 'line')}") from error
 
 
-def _with_prefix(section: Any, prefix: str) -> Section:
+def _with_prefix(section: object, prefix: str) -> Section:
     # Accelerate adds the prefix to FSDP keys that lack it.
     if not isinstance(section, dict):
         return {}

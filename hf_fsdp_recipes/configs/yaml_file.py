@@ -11,8 +11,8 @@ from hf_fsdp_recipes.errors import RecipeError, summarize
 class _Loader(yaml.SafeLoader):
     """Adds line numbers to errors, and refuses a mapping that sets a key twice (PyYAML would keep the last value)."""
 
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in lines:
@@ -21,7 +21,7 @@ class _Loader(yaml.SafeLoader):
             lines[str(key.value)] = key.start_mark.line + 1
         return node
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
         try:
             return super().construct_object(node, deep)
         except ValueError as error:  # a date such as 2024-13-01
@@ -49,7 +49,7 @@ def read_yaml(path: str | Path, error_class: type[RecipeError], advice: str) -> 
     return values
 
 
-def parse_yaml(text: str, name: str, error_class: type[RecipeError]) -> Any:
+def parse_yaml(text: str, name: str, error_class: type[RecipeError]) -> object:
     """Parse a YAML text; if it is invalid, raise `error_class` with a message that starts with `name`."""
     try:
         return _Loader(text).get_single_data()

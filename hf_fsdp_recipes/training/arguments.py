@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -26,7 +26,7 @@ from hf_fsdp_recipes.export.export_directory import parse_shard_size
 from hf_fsdp_recipes.export.hub import read_target
 from hf_fsdp_recipes.patches import cpu_ranks
 from hf_fsdp_recipes.training.feature_checks import check_features
-from hf_fsdp_recipes.training.trainers import KINDS, check_trainer, find_kind, script_class
+from hf_fsdp_recipes.training.trainers import KINDS, check_trainer, find_kind
 from hf_fsdp_recipes.training.value_checks import (
     check_adapter,
     check_numbers,
@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 
 PREPARED_FILE = "prepared.json"  # describes a directory of prepared rows
 PARSE_ADVICE = "Correct the recipe or the command line; docs/reference.md lists the arguments."
+Default = TypeVar("Default")
 
 
-def _argument(default: Any, help_text: str) -> Any:
+def _argument(default: Default, help_text: str) -> Default:
     return field(default=default, metadata={"help": help_text})
 
 
@@ -154,19 +155,19 @@ class Arguments(NamedTuple):
 def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> Arguments:
     """Read a recipe (`--config X.yaml`) and command-line overrides, and check them.
 
-    `trainer` is a key of `KINDS` in trainers.py. Every rank calls this, but it is not a collective. First enables FSDP
-    for CPU ranks: this must happen before TrainingArguments initializes Accelerate's state. Raises a RecipeError or a subclass
-    that says what is wrong.
+    `trainer` is a key of `KINDS` in trainers.py. Every rank calls this, but it is not a collective. Raises a RecipeError or a
+    subclass that says what is wrong.
     """
-    cpu_ranks.enable()
+    cpu_ranks.enable()  # before TrainingArguments initializes Accelerate's state
     argv = list(sys.argv[1:] if argv is None else argv)
     # Import TRL after `enable`: TRL imports bitsandbytes, which would otherwise print a message on every CPU rank.
     import trl
-    from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+    from trl.scripts.grpo import GRPOScriptArguments
 
-    kind = KINDS[trainer]
-    config_class = getattr(trl, f"{kind.title}Config")
-    classes = (script_class(kind), config_class, ModelConfig, RecipeArguments, DatasetMixtureConfig)
+    script_class = GRPOScriptArguments if trainer == "grpo" else ScriptArguments
+    config_class = getattr(trl, f"{KINDS[trainer].title}Config")
+    classes = (script_class, config_class, ModelConfig, RecipeArguments, DatasetMixtureConfig)
     values = {name.lstrip("-"): value for name, value in itertools.pairwise(argv) if name.startswith("--")}
     recipe: dict[str, Any] = {}
     if "config" in values:
@@ -185,8 +186,6 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
             raise  # --help
         reason = usage_errors.getvalue().strip().splitlines()[-1].rpartition("error: ")[2]
         raise RecipeError(f"{reason.rstrip('.')}. {PARSE_ADVICE}") from error
-    except OSError as error:
-        raise RecipeError(f"cannot read the recipe: {error}. Check the path after --config.") from error
     except torch.distributed.DistError as error:
         raise RecipeError(
             f"the ranks cannot reach each other: {summarize(error, 'line').rstrip('.')}. Check that every rank was started, "
@@ -197,7 +196,14 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
         reason = f"{name_settings(line, values)}{line}.{_suggest_name(str(error), parser)}"
         raise RecipeError(f"{reason} {PARSE_ADVICE}") from error
     arguments = Arguments(*parsed)
-    _set_paths(arguments, {name: value for name, value in recipe.items() if name not in _flag_names(argv)})
+    # Set the recipe's paths to where `read_recipe` found the files; TRL would use them exactly as the recipe spells them.
+    from_recipe = {name: value for name, value in recipe.items() if name not in _flag_names(argv)}
+    for part in arguments:
+        vars(part).update(
+            {name: from_recipe[name] for name in PATH_FIELDS if name in from_recipe and hasattr(part, name)}
+        )
+    for dataset, entry in zip(arguments.mixture.datasets, from_recipe.get("datasets") or (), strict=False):
+        dataset.path = entry["path"]
     model = arguments.model
     for field_name in ("lora_modules_to_save", "lora_target_parameters"):
         # A recipe may give a single name as a string, and PEFT would iterate over its letters.
@@ -208,29 +214,20 @@ def parse_arguments(argv: Sequence[str] | None = None, trainer: str = "sft") -> 
         model.lora_target_modules = [model.lora_target_modules]
     # The tokenizer, merges and GRPO's reference model need the revision too.
     model.model_revision = (arguments.training.model_init_kwargs or {}).get("revision") or model.model_revision
-    config = arguments.training.accelerator_config
     if arguments.training.dataloader_pin_memory and "accelerator_config" not in values:
-        config.non_blocking = True  # batches are copied to the device while the host continues
+        # Batches are copied to the device while the host continues.
+        arguments.training.accelerator_config.non_blocking = True
     check_arguments(arguments, values.keys() | _flag_names(argv))
     return arguments
 
 
-def _set_paths(arguments: Arguments, recipe: dict[str, Any]) -> None:
-    """Set a recipe's paths to where `read_recipe` found the files; TRL would use them exactly as the recipe spells them."""
-    for part in arguments:
-        vars(part).update({name: recipe[name] for name in PATH_FIELDS if name in recipe and hasattr(part, name)})
-    for dataset, values in zip(arguments.mixture.datasets, recipe.get("datasets") or (), strict=False):
-        dataset.path = values["path"]
-
-
 def _flag_names(argv: Sequence[str]) -> set[str]:
-    """Return the names of a command line's arguments, such as max_steps for --max-steps=3."""
     return {text[2:].partition("=")[0].replace("-", "_") for text in argv if text.startswith("--")}
 
 
-def _launcher_defaults() -> dict[str, Any]:
+def _launcher_defaults() -> dict[str, bool]:
     """Return the template's precision and device as defaults for the recipe, because TRL would always default to bf16."""
-    defaults: dict[str, Any] = {"logging_nan_inf_filter": False}  # the filter would copy every loss to the host
+    defaults = {"logging_nan_inf_filter": False}  # the filter would copy every loss to the host
     precision = mixed_precision()
     if precision is not None:
         defaults |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
@@ -242,7 +239,6 @@ def _launcher_defaults() -> dict[str, Any]:
 
 
 def _suggest_name(message: str, parser: "TrlParser") -> str:
-    """Suggest the closest argument name if the message quotes an unknown one."""
     known = [action.dest for action in parser._actions]
     for name in re.findall(r"'-*([A-Za-z_]\w+)'?", message) if "argument" in message else ():
         close = get_close_matches(name, known, n=1)
@@ -271,7 +267,12 @@ def check_arguments(arguments: Arguments, given: Collection[str]) -> None:
     _check_data(arguments)
     _check_export(arguments)
     check_features(arguments)
-    _check_precision(arguments.training, given)
+    training, precision = arguments.training, mixed_precision()
+    if precision in ("bf16", "fp16") and precision in given and not (training.bf16 or training.fp16):
+        raise TemplateError(
+            f"{precision} is false, but the launch sets mixed_precision: {precision}, which Trainer would use. Launch with "
+            f"--mixed_precision no, or drop {precision}."
+        )
     read_target(arguments.training, needs_access=not arguments.recipe.dry_run)
     check_launch(arguments.training)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -281,17 +282,6 @@ def check_arguments(arguments: Arguments, given: Collection[str]) -> None:
             f"{find_kind(arguments.training).name} --accelerate_config fsdp2_full_shard (fsdp2_cpu without a GPU), or set "
             f"distributed_type: FSDP in your Accelerate config."
         )
-
-
-def _check_precision(training: "SFTConfig", given: Collection[str]) -> None:
-    """Raise a TemplateError if `bf16: false` or `fp16: false` would be ignored, because the launch sets a mixed precision."""
-    is_mixed = training.bf16 or training.fp16
-    for name in sorted({"bf16", "fp16"} & set(given)):
-        if not is_mixed and mixed_precision() == name:
-            raise TemplateError(
-                f"{name} is false, but the launch sets mixed_precision: {name}, which Trainer would use. Launch with "
-                f"--mixed_precision no, or drop {name}."
-            )
 
 
 def _check_model(arguments: Arguments) -> None:
@@ -331,12 +321,10 @@ def _check_data(arguments: Arguments) -> None:
         raise DataError(
             f"dataset_name is {script.dataset_name}, but the recipe's datasets would be used instead. Drop one of the two."
         )
-    ignored = "dataset_streaming" if mixture.datasets else "streaming"
-    if script.dataset_streaming if mixture.datasets else mixture.streaming:
-        used = "streaming" if mixture.datasets else "dataset_streaming"
-        raise DataError(
-            f"{ignored} has no effect {'on' if mixture.datasets else 'without'} datasets. Set {used} instead."
-        )
+    if mixture.datasets and script.dataset_streaming:
+        raise DataError("dataset_streaming has no effect on datasets. Set streaming instead.")
+    if mixture.streaming and not mixture.datasets:
+        raise DataError("streaming has no effect without datasets. Set dataset_streaming instead.")
     if not 0 <= recipe.validation_split_percentage < 100:
         raise DataError(
             f"validation_split_percentage is {recipe.validation_split_percentage}. Choose a value from 0 to below 100."

@@ -37,16 +37,14 @@ LEAK_TOLERANCE = 1e-4  # maximum change of a logit, relative to the largest logi
 def select_implementation(requested: str, is_on_cpu: bool) -> str | None:
     """Return transformers' name for the requested attention, or None for the model's default. Not a collective."""
     flash = None if is_on_cpu else find_flash(downloads=requested == "flash")
+    if requested == "flash" and is_on_cpu:
+        raise RecipeError("attention: flash needs a GPU, but the ranks run on CPUs. Use attention: auto.")
     if requested == "flash" and flash is None:
-        if is_on_cpu:
-            raise RecipeError("attention: flash needs a GPU, but the ranks run on CPUs. Use attention: auto.")
         raise RecipeError(
             "attention: flash needs FlashAttention. Run pip install flash-attn, or pip install kernels to download it from the "
             "Hub, or use attention: auto."
         )
-    if requested in ("auto", "flash") and flash is not None:
-        return flash
-    return IMPLEMENTATIONS.get(requested)
+    return flash if requested in ("auto", "flash") else IMPLEMENTATIONS[requested]
 
 
 def find_flash(downloads: bool) -> str | None:
@@ -61,11 +59,8 @@ def find_flash(downloads: bool) -> str | None:
     generation = _nvidia_generation()
     if generation == HOPPER and is_flash_attn_3_available():
         return "flash_attention_3"
-    return (
-        "flash_attention_2"
-        if is_flash_attn_2_available(kernels_fallback_ok=downloads and generation >= AMPERE)
-        else None
-    )
+    has_flash_2 = is_flash_attn_2_available(kernels_fallback_ok=downloads and generation >= AMPERE)
+    return "flash_attention_2" if has_flash_2 else None
 
 
 def _nvidia_generation() -> int:
@@ -135,7 +130,9 @@ def check_packing(config: "PretrainedConfig", implementation: str) -> None:
     try:
         leak = measure_leak(config, tested)
     except Exception as error:  # the model's own code may raise anything
-        if is_flash and not _is_stateful(config) and "packed sequences" not in str(error):
+        # Whether layers carry a state from token to token, as in linear attention.
+        is_stateful = getattr(model_class.choose_class(config)[0], "_is_stateful", False)
+        if is_flash and not is_stateful and "packed sequences" not in str(error):
             return  # some architectures cannot be built as a tiny model
         raise RecipeError(
             f"packing cannot be used with {config.model_type} models here, because the test that documents do not affect each "
@@ -149,18 +146,20 @@ def check_packing(config: "PretrainedConfig", implementation: str) -> None:
         )
 
 
-def _is_stateful(config: "PretrainedConfig") -> bool:
-    """Return whether a model has layers that carry a state from token to token, such as linear attention."""
-    return bool(getattr(model_class.choose_class(config)[0], "_is_stateful", False))
-
-
 def _is_safe_with_flash(config: "PretrainedConfig") -> bool:
     with contextlib.suppress(Exception):
         return measure_leak(config, EMULATED_FLASH) <= LEAK_TOLERANCE
     return False
 
 
-def _attend_as_flash(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+def _attend_as_flash(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """Compute SDPA within each document, with the document boundaries that FlashAttention would read from its arguments."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -188,12 +187,9 @@ def measure_leak(config: "PretrainedConfig", implementation: str) -> float:
         model.float().eval()
         first, other, second = (torch.randint(3, 64, (8,)).tolist() for _ in range(3))
     device = torch.device("cpu")
-    if (
-        model._is_stateful
-        and torch.accelerator.is_available()
-        and not is_true(os.environ.get("ACCELERATE_USE_CPU", ""))
-    ):
-        device = torch.accelerator.current_accelerator() or device  # some layers have kernels for the accelerator only
+    if model._is_stateful and not is_true(os.environ.get("ACCELERATE_USE_CPU", "")):
+        # Some layers have kernels for the accelerator only.
+        device = torch.accelerator.current_accelerator(check_available=True) or device
     model.to(device)
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     logits = []

@@ -9,7 +9,6 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import IterableDataset
 
 from hf_fsdp_recipes import distributed
@@ -44,7 +43,7 @@ from hf_fsdp_recipes.training.value_checks import name_settings
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
     from trl import SFTConfig
 
     from hf_fsdp_recipes.training.data.preparation import TrainingRows
@@ -81,7 +80,7 @@ def build_trainer(arguments: Arguments) -> "Trainer":
     processor = load_processor(arguments, tokenizer) if rows.has_images else tokenizer
     arguments.training.recipe_facts = _recipe_facts(arguments, rows)
     kind = find_kind(arguments.training)
-    specific: dict[str, Any] = {"reward_funcs": load_rewards(arguments)} if kind.name == "grpo" else {}
+    specific: dict[str, object] = {"reward_funcs": load_rewards(arguments)} if kind.name == "grpo" else {}
     model = build_model(arguments, tokenizer)
     if needs_reference(arguments):
         specific["ref_model"] = build_reference(model, arguments, tokenizer)
@@ -128,7 +127,7 @@ def build_trainer(arguments: Arguments) -> "Trainer":
 
 
 def _pass_revision(arguments: Arguments, peft_config: "PeftConfig | None") -> None:
-    """Pass model_revision on to those that load the base model again: GRPO's reference model, and merges of the adapter."""
+    # GRPO's reference model and merges of the adapter load the base model again.
     revision = arguments.model.model_revision
     if revision in (None, "main"):
         return
@@ -139,11 +138,10 @@ def _pass_revision(arguments: Arguments, peft_config: "PeftConfig | None") -> No
 
 
 def load_rows(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "TrainingRows":
-    """Load the training and evaluation rows of a run, and set arguments so that SFTTrainer does not prepare the rows again.
+    """Load the rows of a run, and set arguments so that SFTTrainer does not prepare them again. TRL's other trainers do that.
 
-    TRL's other trainers prepare rows themselves. Collective: every rank must call this. Rank 0 prepares the rows first; the
-    other ranks wait without a timeout, then load them from the cache of `datasets`. For SFT without streaming, rank 0 prints
-    how many rows were dropped and truncated.
+    Collective: every rank must call this. Rank 0 prepares the rows first; the other ranks wait without a timeout, then load
+    them from the cache of `datasets`.
     """
     from hf_fsdp_recipes.training.data import cache
     from hf_fsdp_recipes.training.data.filtering import print_counts
@@ -192,8 +190,8 @@ def default_run_name(training: "SFTConfig", model: str, date: datetime | None = 
     )
 
 
-def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
-    """Check before training that the exports can be written. Collective: every rank must call this."""
+def _check_exports(model: "PreTrainedModel", arguments: Arguments) -> None:
+    """Check before training that the exports can be written. Collective."""
     output, is_moved = Path(arguments.training.output_dir), arguments.recipe.previous_run == "archive"
     # With `archive`, another run's exports are moved when training starts, so their names count as free.
     options = _export_options(arguments) | {"use_free_name": is_moved}
@@ -225,8 +223,8 @@ def _check_exports(model: torch.nn.Module, arguments: Arguments) -> None:
     distributed.run_on_main(check)
 
 
-def _check_embeddings(model: Any, base: Path) -> None:
-    """Raise an ExportError if a model has other embeddings than its base model's files, which do not hold those of new tokens."""
+def _check_embeddings(model: "PreTrainedModel", base: Path) -> None:
+    """Raise an ExportError if new tokens have changed the number of embeddings, which the base model's files do not have."""
     before, now = (
         getattr(config.get_text_config(), "vocab_size", None)
         for config in (type(model.config).from_pretrained(base), model.config)
@@ -244,20 +242,20 @@ def _export_options(arguments: Arguments) -> dict[str, Any]:
     return {"dtype": recipe.export_dtype, "max_shard_size": recipe.export_max_shard_size}
 
 
-def _recipe_facts(arguments: Arguments, rows: "TrainingRows") -> dict[str, Any]:
+def _recipe_facts(arguments: Arguments, rows: "TrainingRows") -> dict[str, object]:
     """Return the recipe's settings and a description of its rows; checkpoints record both along with Trainer's arguments."""
-    from hf_fsdp_recipes.training.data.image_rows import without_images
+    from hf_fsdp_recipes.training.data.image_rows import COLUMNS
 
-    facts: dict[str, Any] = {}
+    facts: dict[str, object] = {}
     for part in (arguments.script, arguments.model, arguments.recipe, arguments.mixture):
         facts |= asdict(part)
     if not isinstance(rows.train, IterableDataset):
-        facts |= describe_rows(without_images(rows.train))
-    return json.loads(json.dumps(facts, default=str))
+        facts |= describe_rows(rows.train.remove_columns([name for name in COLUMNS if name in rows.train.column_names]))
+    return dict(json.loads(json.dumps(facts, default=str)))
 
 
 def _trainer_class(arguments: Arguments, rows: "TrainingRows") -> "tuple[type[Trainer], list[TrainerCallback]]":
-    """Return two things: the trainer class for the kind of run and its rows, and the run's callbacks."""
+    """Return the trainer class for the kind of run and its rows, and the run's callbacks."""
     import trl
 
     from hf_fsdp_recipes.training.data.stream_trainer import PositionCallback, StreamTrainer
@@ -307,15 +305,22 @@ def find_resume(arguments: Arguments) -> str | None:
     checkpoint = _find_checkpoint(str(requested), output_dir, url) if is_requested else None
 
     def claim() -> None:
-        state = _read_state(checkpoint)
+        from transformers import TrainerState
+
+        try:
+            state = TrainerState.load_from_json(str(checkpoint / STATE_FILE)) if checkpoint else TrainerState()
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{Path(str(checkpoint), STATE_FILE)} cannot be read: {error}. Use another checkpoint."
+            ) from error
         claim_directory(output_dir, state, arguments.recipe.previous_run, is_starting=False)
         mirror.claim(read_run(state), state.global_step, is_starting=False)
 
     distributed.run_on_main(claim, distributed.patient_group())
     if checkpoint is None:
         if is_requested:
-            places = [output_dir, url] if _is_auto(str(requested)) else [str(requested)]
-            where = " and ".join(filter(None, places))
+            is_auto = str(requested).lower() in ("auto", "true")
+            where = " and ".join(filter(None, [output_dir, url])) if is_auto else requested
             distributed.print_main(f"resume: no complete checkpoint in {where}; starting from step 0")
         return None
     distributed.print_main(f"resume: from {checkpoint}")
@@ -324,12 +329,8 @@ def find_resume(arguments: Arguments) -> str | None:
     return str(checkpoint)
 
 
-def _is_auto(requested: str) -> bool:
-    return requested.lower() in ("auto", "true")
-
-
 def _find_checkpoint(requested: str, output_dir: str, mirror: str | None) -> Path | None:
-    if _is_auto(requested):
+    if requested.lower() in ("auto", "true"):
         newest = latest_checkpoint(output_dir)
         distributed.run_on_main(lambda: quarantine_incomplete(output_dir))
         return newest if mirror is None else fetch_checkpoint(mirror, output_dir, newest)
@@ -339,22 +340,8 @@ def _find_checkpoint(requested: str, output_dir: str, mirror: str | None) -> Pat
     return Path(requested)
 
 
-def _read_state(checkpoint: Path | None) -> "TrainerState":
-    from transformers import TrainerState
-
-    if checkpoint is None:
-        return TrainerState()
-    try:
-        return TrainerState.load_from_json(str(checkpoint / STATE_FILE))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint / STATE_FILE} cannot be read: {error}. Use another checkpoint.") from error
-
-
 def train(trainer: "Trainer", checkpoint: str | None) -> SaveError | None:
-    """Train the model. If the last save or upload failed, return its error, so that the caller can still export the weights.
-
-    Returns None if nothing failed. Collective: every rank must call this.
-    """
+    """Train the model. If the last save or upload failed, return its error, so that the weights are still exported. Collective."""
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except SaveError as error:
@@ -394,10 +381,7 @@ def finish(trainer: "Trainer", arguments: Arguments) -> Path | None:
 
 
 def _export_merged(trainer: "Trainer", arguments: Arguments, adapter: Path, options: dict[str, Any]) -> Path:
-    """Merge the adapter into the base model, and export the result to `<output_dir>/export_merged`.
-
-    Collective: every rank must call this.
-    """
+    """Merge the adapter into the base model, and export the result to `<output_dir>/export_merged`. Collective."""
     merged = Path(arguments.training.output_dir) / MERGED_EXPORT
     if not arguments.model.load_in_4bit:
         tokenizer = trainer.processing_class

@@ -6,17 +6,14 @@ queued work; then the device idles until the host queues more.
 Source: trl 1.16 `sft_trainer.py`, `compute_loss` and `log`.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from trl import SFTTrainer
 
 
 class _Pending:
-    """A number that stays on the device, with the operations that SFTTrainer applies to metrics.
-
-    `item` returns the object itself, so SFTTrainer does not copy the number to the host.
-    """
+    """A number that stays on the device, even after `item`, with the operations that SFTTrainer applies to metrics."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value.detach()
@@ -33,27 +30,30 @@ class _Pending:
     def __gt__(self, other: float) -> bool:
         return True  # SFTTrainer divides only if this is true; __truediv__ handles a divisor of 0
 
-    def __truediv__(self, other: Any) -> "_Pending":
+    def __truediv__(self, other: "Number") -> "_Pending":
         divisor = torch.as_tensor(_value(other))
         return _Pending(torch.where(divisor > 0, self.value / divisor, 0.0))  # 0 in a batch without labels
 
-    def __floordiv__(self, other: Any) -> "_Pending":
+    def __floordiv__(self, other: "Number") -> "_Pending":
         return _Pending(self.value // _value(other))
 
-    def __add__(self, other: Any) -> "_Pending":
+    def __add__(self, other: "Number") -> "_Pending":
         return _Pending(self.value + _value(other))
 
     __radd__ = __add__
 
 
-def _value(number: Any) -> Any:
+Number: TypeAlias = _Pending | torch.Tensor | float
+
+
+def _value(number: Number) -> torch.Tensor | float:
     return number.value if isinstance(number, _Pending) else number
 
 
 class DeviceMetricsTrainer(SFTTrainer):
     """An SFTTrainer that copies its metrics to the host once per log, not in every forward pass. The values are the same."""
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, object]:
         """Compute the loss as SFTTrainer does, but keep its metrics on the device."""
         gather = self.accelerator.gather_for_metrics
         self.accelerator.gather_for_metrics = lambda value: _Pending(gather(value))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.state import AcceleratorState
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import TrainerCallback
 
 from hf_fsdp_recipes import distributed
@@ -20,6 +21,8 @@ from hf_fsdp_recipes.patches import registry
 from hf_fsdp_recipes.precision import format_dtype, mixed_precision_dtype
 
 if TYPE_CHECKING:
+    from accelerate import FullyShardedDataParallelPlugin
+    from transformers import TrainerControl, TrainerState, TrainingArguments
     from trl import ModelConfig
 
 
@@ -47,20 +50,22 @@ def cast_trainable(model: torch.nn.Module, fsdp_version: int | None, adapter_dty
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
-    distributed.print_main(f"dtypes: {describe_dtypes(model)}")
+    _print_dtypes(model)
     if fsdp_version == 1:
         _check_fsdp1(model)
 
 
-def set_reduction_dtype(plugin: Any, reduce_dtype: str = "float32") -> None:
+def set_reduction_dtype(plugin: "FullyShardedDataParallelPlugin | None", reduce_dtype: str = "float32") -> None:
     """Choose the dtype of gradient reduction under mixed precision, and keep the dtypes of the model's outputs and buffers.
 
     Accelerate 1.15 would reduce gradients in the mixed-precision dtype. It would also round the outputs of each unit
     (FSDP2), or buffers such as rotary frequencies (FSDP1), to that dtype. Nothing changes without mixed precision, or without
     FSDP (Accelerate's `plugin` is None). Every rank calls this before sharding; not a collective.
     """
-    policy = None if plugin is None else plugin.mixed_precision_policy
-    if plugin is None or policy is None or policy.param_dtype in (None, torch.float32):
+    if plugin is None or plugin.mixed_precision_policy is None:
+        return
+    policy = plugin.mixed_precision_policy
+    if policy.param_dtype in (None, torch.float32):
         return
     registry.apply("reduction dtype")
     dtype = getattr(torch, reduce_dtype)
@@ -74,17 +79,15 @@ def set_reduction_dtype(plugin: Any, reduce_dtype: str = "float32") -> None:
         )
 
 
-def describe_dtypes(model: torch.nn.Module) -> str:
-    """Return a text with the number of trainable and frozen elements of each dtype.
-
-    4-bit weights are counted as elements of the dtype that stores them, so an element can hold several weights.
-    """
+def _print_dtypes(model: torch.nn.Module) -> None:
+    """Print the number of elements of each dtype; an element of the dtype that stores 4-bit weights holds several."""
     counts: Counter[tuple[str, str]] = Counter()
     for parameter in model.parameters():
         is_4bit = type(parameter).__name__ == "Params4bit"
         kind = "trainable" if parameter.requires_grad else "frozen 4-bit in" if is_4bit else "frozen"
         counts[kind, format_dtype(parameter.dtype)] += parameter.numel()
-    return ", ".join(f"{count:,} {kind} {dtype}" for (kind, dtype), count in sorted(counts.items()))
+    found = ", ".join(f"{count:,} {kind} {dtype}" for (kind, dtype), count in sorted(counts.items()))
+    distributed.print_main(f"dtypes: {found}")
 
 
 class DtypesCallback(TrainerCallback):
@@ -94,14 +97,27 @@ class DtypesCallback(TrainerCallback):
         self.adapter_dtype = adapter_dtype
         self.reduce_dtype = reduce_dtype
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_init_end(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
         """Set the reduction dtype before TRL shards a reference model, so that it rounds like the trained model."""
         set_reduction_dtype(getattr(AcceleratorState(), "fsdp_plugin", None), self.reduce_dtype)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        *,
+        model: torch.nn.Module,
+        **kwargs: Any,
+    ) -> None:
         """Raise a TemplateError if trainable parameters are not stored in float32, unless the recipe chose their dtype."""
-        if mixed_precision_dtype() is None or self.adapter_dtype != "auto" or _is_fsdp1_4bit(model):
+        if mixed_precision_dtype() is None or self.adapter_dtype != "auto":
             return
+        is_4bit = any(getattr(module, "is_loaded_in_4bit", False) for module in model.modules())
+        if is_4bit and FullyShardedDataParallel.fsdp_modules(model):
+            return  # under FSDP1, adapters share the dtype of their unit
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         lower = [f"{name} ({p.dtype})" for name, p in trainable.items() if p.dtype != torch.float32]
         if lower:
@@ -111,14 +127,6 @@ class DtypesCallback(TrainerCallback):
             )
         num_elements = sum(parameter.numel() for parameter in trainable.values())
         distributed.print_main(f"fp32 master weights: {num_elements:,} elements")
-
-
-def _is_fsdp1_4bit(model: torch.nn.Module) -> bool:
-    """Return whether the model has 4-bit weights under FSDP1, where adapters share the dtype of their unit."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-    is_4bit = any(getattr(module, "is_loaded_in_4bit", False) for module in model.modules())
-    return is_4bit and bool(FSDP.fsdp_modules(model))
 
 
 def _check_fsdp1(model: torch.nn.Module) -> None:

@@ -37,7 +37,7 @@ def check_features(arguments: "Arguments") -> None:
     """
     training, recipe = arguments.training, arguments.recipe
     optimizer = optimizer_name(training)
-    refused = [*optimizer_errors(optimizer, fsdp_version())]
+    refused = optimizer_errors(optimizer, fsdp_version())
     errors = [*refused, *_conflicts(training, recipe)]
     if not recipe.dry_run:
         attention.select_implementation(recipe.attention, training.use_cpu)
@@ -65,12 +65,10 @@ def _accelerator_errors(training: "SFTConfig") -> Iterator[str]:
 
 
 def _installation_errors(optimizer: str) -> Iterator[str]:
-    for library, is_used in (
-        ("torchao", optimizer in TORCHAO_OPTIMIZERS),
-        ("bitsandbytes", is_bitsandbytes_optimizer(optimizer)),
-    ):
-        if is_used and find_spec(library) is None:
-            yield f"optim: {optimizer} needs {library}. Run pip install {library}, or use optim: adamw_torch_fused."
+    library = "bitsandbytes" if is_bitsandbytes_optimizer(optimizer) else "torchao"
+    is_used = library == "bitsandbytes" or optimizer in TORCHAO_OPTIMIZERS
+    if is_used and find_spec(library) is None:
+        yield f"optim: {optimizer} needs {library}. Run pip install {library}, or use optim: adamw_torch_fused."
 
 
 def _shared_memory_errors(training: "SFTConfig") -> Iterator[str]:
@@ -118,10 +116,9 @@ def use_cores_for_offload(training: "SFTConfig") -> None:
 
     `accelerate launch` sets OMP_NUM_THREADS to 1 when it starts several ranks, so AdamW would run on one core.
     """
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if training.use_cpu or not parse_flag_from_env("FSDP_OFFLOAD_PARAMS") or os.environ.get("OMP_NUM_THREADS") != "1":
         return
-    num_threads = max(1, num_cores() // ranks_per_node)
+    num_threads = max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     torch.set_num_threads(num_threads)
     distributed.print_main(f"offload: {num_threads} threads per rank for the optimizer")
 

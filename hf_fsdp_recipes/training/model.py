@@ -1,12 +1,12 @@
 """Builds the model of a recipe, loaded or new, with its attention, dtypes and added tokens."""
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.environment import fsdp_version, is_fsdp_requested
-from hf_fsdp_recipes.errors import LoadError, RecipeError
+from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.loading.build_on_meta import resolve_directory
 from hf_fsdp_recipes.loading.load_model import initialize_model, load_model, refuse_adapter
 from hf_fsdp_recipes.model_class import task_type_of
 from hf_fsdp_recipes.precision import mixed_precision_dtype
@@ -15,6 +15,7 @@ from hf_fsdp_recipes.training.arguments import Arguments
 from hf_fsdp_recipes.training.trainers import find_kind
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from trl import ModelConfig
 
@@ -28,15 +29,22 @@ def build_model(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "
     """
     dtypes.set_frozen_dtype(arguments.model)
     _choose_checkpointing(arguments)
-    training, kind, implementation = arguments.training, find_kind(arguments.training), None
+    training, kind = arguments.training, find_kind(arguments.training)
     arguments.model.lora_task_type = kind.task_type
     is_packed = getattr(training, "packing", False)
     is_wrapped = is_packed and training.packing_strategy == "wrapped"
     # Whether documents share a sequence and must not attend to each other.
     is_divided = (is_packed and not is_wrapped) or (kind.name == "sft" and training.padding_free)
+    requested, explicit = arguments.recipe.attention, arguments.model.attn_implementation
+    implementation = explicit
     with distributed.sync_errors():
-        implementation = _attention_implementation(arguments)
-    is_open = _is_attention_open(arguments)
+        if explicit is not None and requested != "auto":
+            raise RecipeError(
+                f"attention: {requested} and attn_implementation: {explicit} are both set. Drop one of them."
+            )
+        implementation = explicit or attention.select_implementation(requested, training.use_cpu)
+    named = explicit or (training.model_init_kwargs or {}).get("attn_implementation")
+    is_open = requested == "auto" and named is None
     model = _new_model(arguments, implementation) if arguments.recipe.config_name else _load(arguments, implementation)
     with distributed.sync_errors():
         if task_type_of(type(model)) not in (kind.task_type, None):
@@ -50,12 +58,22 @@ def build_model(arguments: Arguments, tokenizer: "PreTrainedTokenizerBase") -> "
     with distributed.sync_errors():
         if is_divided:
             attention.check_packing(model.config, model.config._attn_implementation)
-    _check_same_attention(model.config._attn_implementation)
-    distributed.print_main(f"attention: {model.config._attn_implementation}")
+    found = sorted(set(distributed.gather_objects(model.config._attn_implementation)))
+    if len(found) > 1:
+        raise RecipeError(
+            f"the ranks found different attention implementations: {', '.join(found)}. Install the same packages on every node, "
+            f"or set attention: sdpa."
+        )
+    distributed.print_main(f"attention: {found[0]}")
     if is_wrapped:
         distributed.print_main("packing: wrapped; documents in one sequence attend to each other, as in pretraining")
-    if _add_rows(model, tokenizer, arguments.model):
-        _warn_of_untrained_rows(arguments.model)
+    saved = arguments.model.lora_modules_to_save or []
+    is_embedding_trained = not arguments.model.use_peft or any("embed" in name for name in saved)
+    if _add_rows(model, tokenizer, arguments.model) and not is_embedding_trained:
+        distributed.print_main(
+            "special_tokens: LoRA does not train the new embedding rows, which stay at the mean of the others; to train them, "
+            "set lora_modules_to_save: [embed_tokens, lm_head]"
+        )
     return model
 
 
@@ -67,8 +85,7 @@ def build_reference(
     The reference is not trained, so it is loaded directly in the mixed-precision dtype. FSDP would round fp32 weights to that
     dtype in each forward pass anyway.
     """
-    precision = mixed_precision_dtype()
-    reference = _load(arguments, model.config._attn_implementation, **({"dtype": precision} if precision else {}))
+    reference = _load(arguments, model.config._attn_implementation, mixed_precision_dtype())
     _add_rows(reference, tokenizer, arguments.model)
     return reference
 
@@ -84,7 +101,7 @@ def _add_rows(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", mo
 
 
 def _check_adapter_names(model: "PreTrainedModel", model_arguments: "ModelConfig") -> None:
-    """Check that the model has all modules and parameters named in the adapter's settings; PEFT ignores unknown names."""
+    """Check the names in the adapter's settings, because PEFT ignores unknown ones."""
     if not model_arguments.use_peft:
         return
     modules = [name for name, _ in model.named_modules()]
@@ -108,53 +125,14 @@ def _check_adapter_names(model: "PreTrainedModel", model_arguments: "ModelConfig
             )
 
 
-def _warn_of_untrained_rows(model_arguments: "ModelConfig") -> None:
-    saved = model_arguments.lora_modules_to_save or []
-    if model_arguments.use_peft and not any("embed" in name for name in saved):
-        distributed.print_main(
-            "special_tokens: LoRA does not train the new embedding rows, which stay at the mean of the others; to train them, "
-            "set lora_modules_to_save: [embed_tokens, lm_head]"
-        )
-
-
-def _attention_implementation(arguments: Arguments) -> str | None:
-    requested, explicit = arguments.recipe.attention, arguments.model.attn_implementation
-    if explicit is not None and requested != "auto":
-        raise RecipeError(f"attention: {requested} and attn_implementation: {explicit} are both set. Drop one of them.")
-    return explicit or attention.select_implementation(requested, arguments.training.use_cpu)
-
-
-def _is_attention_open(arguments: Arguments) -> bool:
-    named = arguments.model.attn_implementation or (arguments.training.model_init_kwargs or {}).get(
-        "attn_implementation"
-    )
-    return arguments.recipe.attention == "auto" and named is None
-
-
-def _check_same_attention(implementation: str) -> None:
-    """Raise a RecipeError if the ranks chose different attention, for example if some nodes lack a package. Collective."""
-    found = sorted(set(distributed.gather_objects(implementation)))
-    if len(found) > 1:
-        raise RecipeError(
-            f"the ranks found different attention implementations: {', '.join(found)}. Install the same packages on every node, "
-            f"or set attention: sdpa."
-        )
-
-
-def _load(arguments: Arguments, implementation: str | None, **changes: Any) -> "PreTrainedModel":
-    from transformers.utils import find_adapter_config_file
+def _load(arguments: Arguments, implementation: str | None, dtype: "torch.dtype | None" = None) -> "PreTrainedModel":
     from trl import get_quantization_config
 
     model_arguments, training = arguments.model, arguments.training
+    name, revision = model_arguments.model_name_or_path, model_arguments.model_revision
     if not is_fsdp_requested():  # otherwise load_model refuses adapters itself
-        name, revision = model_arguments.model_name_or_path, model_arguments.model_revision
-        try:
-            found = find_adapter_config_file(name, revision=revision)
-        except OSError as error:
-            raise LoadError(f"{name} is neither a directory nor a Hub id. Check the path.") from error
-        if found is not None:
-            refuse_adapter(name, Path(found).parent)
-    kwargs: dict[str, Any] = (training.model_init_kwargs or {}) | changes
+        refuse_adapter(name, resolve_directory(name, {"revision": revision}))
+    kwargs: dict[str, Any] = (training.model_init_kwargs or {}) | ({"dtype": dtype} if dtype else {})
     kind = find_kind(training)
     if kind.name == "reward":
         kwargs |= {"auto_class": kind.auto_class, "num_labels": 1}
@@ -164,11 +142,11 @@ def _load(arguments: Arguments, implementation: str | None, **changes: Any) -> "
     defaults = {
         "source": arguments.recipe.load_source,
         "dtype": model_arguments.dtype,
-        "revision": model_arguments.model_revision,
+        "revision": revision,
         "attn_implementation": implementation,
         "trust_remote_code": training.trust_remote_code,
     }
-    return load_model(model_arguments.model_name_or_path, **(defaults | kwargs))
+    return load_model(name, **(defaults | kwargs))
 
 
 def _new_model(arguments: Arguments, implementation: str | None) -> "PreTrainedModel":
@@ -185,10 +163,9 @@ def _new_model(arguments: Arguments, implementation: str | None) -> "PreTrainedM
 
 
 def _choose_checkpointing(arguments: Arguments) -> None:
-    """Use reentrant activation checkpointing for 4-bit weights under FSDP1.
+    """Use reentrant activation checkpointing for 4-bit weights under FSDP1; torch's check of recomputed tensors fails otherwise.
 
-    Otherwise torch's check of recomputed tensors fails: during recomputation, the weight is a different view of its unit's
-    flat parameter (torch 2.13).
+    During recomputation, the weight is a different view of its unit's flat parameter (torch 2.13).
     """
     training = arguments.training
     # transformers 5.23 renamed gradient checkpointing.

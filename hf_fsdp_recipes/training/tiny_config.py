@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -47,25 +47,22 @@ def tiny_config(config: "PretrainedConfig", vocab_size: int | None = None) -> "P
     text.num_hidden_layers = NUM_LAYERS
     if getattr(text, "head_dim", None):
         _assign(text, "head_dim", HEAD_SIZE)
+    width = 2 * text.hidden_size
     for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "n_inner", "ffn_dim"):
-        value = getattr(text, name, None)
-        if value:
-            _assign(
-                text, name, [2 * text.hidden_size] * len(value) if isinstance(value, list) else 2 * text.hidden_size
-            )
+        if value := getattr(text, name, None):
+            _assign(text, name, [width] * len(value) if isinstance(value, list) else width)
     for count, head, factor in STATE_SPACE_HEADS:
         if getattr(text, count, None) and getattr(text, factor, None):
             setattr(text, count, int(getattr(text, factor) * text.hidden_size) // getattr(text, head))
     if getattr(text, "num_kv_shared_layers", None):
         text.num_kv_shared_layers = 0
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+    for name in ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"):
+        largest = MAX_EXPERTS // 2 if name == "num_experts_per_tok" else MAX_EXPERTS
         if getattr(text, name, None):
-            setattr(text, name, min(getattr(text, name), MAX_EXPERTS))
-    if getattr(text, "num_experts_per_tok", None):
-        text.num_experts_per_tok = min(text.num_experts_per_tok, MAX_EXPERTS // 2)
+            setattr(text, name, min(getattr(text, name), largest))
     for name in PER_LAYER_LISTS:
-        if isinstance(getattr(text, name, None), list):
-            entries = getattr(text, name)
+        entries = getattr(text, name, None)
+        if isinstance(entries, list):
             _assign(text, name, [*dict.fromkeys(entries), *entries][:NUM_LAYERS])
     if has_layers_of_other_head_size:
         text.per_layer_config = {NUM_LAYERS - 1: {"head_dim": 2 * HEAD_SIZE}}
@@ -82,7 +79,7 @@ def tiny_config(config: "PretrainedConfig", vocab_size: int | None = None) -> "P
     return tiny
 
 
-def _assign(config: "PretrainedConfig", name: str, value: Any) -> None:
+def _assign(config: "PretrainedConfig", name: str, value: object) -> None:
     """Set a field, unless the config computes it from others."""
     with contextlib.suppress(AttributeError):
         setattr(config, name, value)

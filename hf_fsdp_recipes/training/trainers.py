@@ -1,11 +1,11 @@
 """Describes how TRL's trainers differ, and checks and loads what only some of them need."""
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.environment import fsdp_version
@@ -13,7 +13,7 @@ from hf_fsdp_recipes.errors import RecipeError, summarize
 from hf_fsdp_recipes.model_class import CAUSAL, TASK_TYPES, declared_class
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    from transformers import PreTrainedModel, TrainingArguments
 
     from hf_fsdp_recipes.training.arguments import Arguments
 
@@ -71,14 +71,6 @@ def find_kind(training: "TrainingArguments") -> TrainerKind:
     return KINDS[type(training).__name__.removesuffix("Config").lower()]
 
 
-def script_class(kind: TrainerKind) -> type:
-    """Return TRL's class of script arguments; GRPO has its own class, with fields for reward functions."""
-    from trl import ScriptArguments
-    from trl.scripts.grpo import GRPOScriptArguments
-
-    return GRPOScriptArguments if kind.name == "grpo" else ScriptArguments
-
-
 def check_trainer(arguments: "Arguments", given: Collection[str]) -> None:
     """Raise a RecipeError for arguments that this trainer does not support. Not a collective.
 
@@ -87,8 +79,7 @@ def check_trainer(arguments: "Arguments", given: Collection[str]) -> None:
     kind, training = find_kind(arguments.training), arguments.training
     if kind.name == "sft":
         return
-    refused = [name for name in SFT_ONLY if name in given]
-    if refused:
+    if refused := [name for name in SFT_ONLY if name in given]:
         verb, names = "applies" if len(refused) == 1 else "apply", ", ".join(refused)
         raise RecipeError(f"{names} {verb} to hf-fsdp sft only, not to {kind.name}. Drop {names}.")
     if getattr(training, "sync_ref_model", False):
@@ -123,13 +114,12 @@ def needs_reference(arguments: "Arguments") -> bool:
     With an adapter, TRL uses the base model as the reference, so no other is needed. The exception is
     precompute_ref_log_probs, for which TRL needs the reference before the base model is sharded.
     """
-    is_adapter = arguments.model.use_peft
-    return find_kind(arguments.training).has_reference and (
-        not is_adapter or arguments.training.precompute_ref_log_probs
-    )
+    if not find_kind(arguments.training).has_reference:
+        return False
+    return not arguments.model.use_peft or arguments.training.precompute_ref_log_probs
 
 
-def load_rewards(arguments: "Arguments") -> list[Any]:
+def load_rewards(arguments: "Arguments") -> "list[PreTrainedModel | Callable[..., object]]":
     """Return the reward model, if any, and the reward functions for GRPO. Collective: every rank must call this.
 
     A function is given by its name in `trl.rewards`, or by a dotted path, such as my_rewards.count_words. The current
@@ -143,13 +133,13 @@ def load_rewards(arguments: "Arguments") -> list[Any]:
 
     from hf_fsdp_recipes.loading.load_model import load_model
 
-    found: list[Any] = []
+    found: list[PreTrainedModel | Callable[..., object]] = []
     script = arguments.script
     with distributed.sync_errors():
         sys.path.insert(0, str(Path.cwd()))
         for name in script.reward_funcs or ():
             try:
-                found.append(resolve_name(name) if "." in name else getattr(rewards, name))
+                reward = resolve_name(name) if "." in name else getattr(rewards, name)
             except Exception as error:  # the module's own code may raise anything
                 raise RecipeError(
                     f"reward_funcs names {name}, which cannot be imported: {summarize(error, 'sentence')}. Set a function of "
@@ -157,7 +147,8 @@ def load_rewards(arguments: "Arguments") -> list[Any]:
                 ) from error
             if name == "get_soft_overlong_punishment":
                 # The same values as in trl 1.16 `scripts/grpo.py`.
-                found[-1] = found[-1](max_completion_len=1280, soft_punish_cache=256)
+                reward = reward(max_completion_len=1280, soft_punish_cache=256)
+            found.append(reward)
     if script.reward_model_name_or_path:
         name, source = script.reward_model_name_or_path, arguments.recipe.load_source
         distributed.run_on_main(lambda: _check_reward_model(name), distributed.patient_group())

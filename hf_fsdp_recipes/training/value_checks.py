@@ -46,14 +46,14 @@ def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
     argparse converts only strings, YAML keeps the last of two equal keys, and neither checks a field's allowed values.
     """
     values = read_recipe(path)
-    fields_by_name = {field.name: field for cls in classes for field in fields(cls)}
+    choices = {field.name: field.metadata.get("choices") for cls in classes for field in fields(cls)}
     hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
     errors = []
     for name, value in values.items():
-        if name not in fields_by_name:
+        if name not in choices:
             continue
-        choices = fields_by_name[name].metadata.get("choices")
-        hint = Literal[tuple(choices)] | None if choices else hints[name]
+        allowed = choices[name]
+        hint = Literal[tuple(allowed)] | None if allowed else hints[name]
         if value is False and name.endswith("_strategy"):
             errors.append(f'{name} is false, because YAML reads an unquoted no as false. Write {name}: "no".')
         elif not _fits(value, hint):
@@ -63,14 +63,14 @@ def check_recipe(path: str, classes: Iterable[type]) -> dict[str, Any]:
     return values
 
 
-def name_settings(message: str, values: Mapping[str, Any]) -> str:
+def name_settings(message: str, values: Mapping[str, object]) -> str:
     """Return `name: value: ` for the first string setting whose value, but not name, is in a library's message; else ''."""
     texts = {name: value for name, value in values.items() if isinstance(value, str) and len(value) > 3}
     quoted = [name for name, value in texts.items() if value.lower() in message.lower() and name not in message]
     return "".join(f"{name}: {values[name]}: " for name in quoted[:1])
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: object) -> bool:
     """Return whether a value from YAML has a field's type or is a string, which argparse converts later."""
     parts = get_args(hint)
     if get_origin(hint) is Literal:
@@ -85,17 +85,21 @@ def _fits(value: Any, hint: Any) -> bool:
         return hint in (bool, str)  # YAML reads an unquoted no as false
     if isinstance(value, dict):
         return hint is dict or get_origin(hint) is dict or is_dataclass(hint)
-    numbers: dict[Any, Any] = {int: int, float: (int, float)}
-    return isinstance(value, str) or not isinstance(hint, type) or isinstance(value, numbers.get(hint, hint))
+    return (
+        isinstance(value, str)
+        or not isinstance(hint, type)
+        or isinstance(value, (int, float) if hint is float else hint)
+    )
 
 
-def _describe(hint: Any) -> str:
+def _describe(hint: object) -> str:
     """Return a field's type in words, such as `one of auto, sdpa` or `an integer or null`."""
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_describe(part) for part in get_args(hint))
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}
+    names: dict[object, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+    names[type(None)] = "null"
     return names.get(hint, str(getattr(hint, "__name__", hint)))
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from datasets import DatasetDict, load_from_disk
 from transformers import PreTrainedTokenizerBase
@@ -40,21 +39,13 @@ def prepare_directory(argv: list[str], output: Path) -> list[str]:
     """Prepare a recipe's rows in a new directory, without a GPU or a process group. Return the lines to print about them."""
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # a launcher's precision, which CPU_OVERRIDES turns off
     arguments = parse_arguments([*argv, *CPU_OVERRIDES])
-    rows = write_cache(arguments, load_tokenizer(arguments), output)
-    lines = [f"{name}: {counts.describe(arguments.training.max_length)}" for name, counts in rows.counts.items()]
-    evaluation = "" if rows.evaluation is None else f", {len(rows.evaluation):,} for evaluation"
-    return [*lines, f"prepared: {output} ({len(rows.train):,} sequences for training{evaluation})"]
-
-
-def write_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, output: Path) -> TrainingRows:
-    """Prepare the rows of a run and write them to a new directory. Runs in one process, without a process group."""
     if output.exists():
         raise DataError(f"{output} already exists. Delete it, or choose a different --output.")
     if is_streaming(arguments):
         raise DataError(
             "a stream cannot be prepared in advance. Add --dataset_streaming false (--streaming false for a mixture)."
         )
-    tokenizer = tokenizer_for_rows(tokenizer, arguments.training)
+    tokenizer = tokenizer_for_rows(load_tokenizer(arguments), arguments.training)
     rows = prepare(arguments, tokenizer)
     if rows.has_images:
         raise DataError(
@@ -69,10 +60,12 @@ def write_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, output
         partial.rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return rows
+    lines = [f"{name}: {counts.describe(arguments.training.max_length)}" for name, counts in rows.counts.items()]
+    evaluation = "" if rows.evaluation is None else f", {len(rows.evaluation):,} for evaluation"
+    return [*lines, f"prepared: {output} ({len(rows.train):,} sequences for training{evaluation})"]
 
 
-def _manifest(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, rows: TrainingRows) -> dict[str, Any]:
+def _manifest(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, rows: TrainingRows) -> dict[str, object]:
     return {
         "tokenizer": {"name": arguments.model.model_name_or_path, "sha256": tokenizer_hash(tokenizer)},
         **_settings(arguments),
@@ -81,8 +74,8 @@ def _manifest(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, rows: Tr
     }
 
 
-def _settings(arguments: Arguments) -> dict[str, Any]:
-    settings = {name: getattr(arguments.training, name) for name in TRAINING_SETTINGS}
+def _settings(arguments: Arguments) -> dict[str, object]:
+    settings: dict[str, object] = {name: getattr(arguments.training, name) for name in TRAINING_SETTINGS}
     settings |= {name: getattr(arguments.recipe, name) for name in RECIPE_SETTINGS}
     return settings if arguments.training.packing else settings | {"packing_strategy": None}
 
@@ -96,9 +89,20 @@ def read_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Trai
     expected_hash = tokenizer_hash(tokenizer_for_rows(tokenizer, training))
     try:
         manifest = json.loads((directory / PREPARED_FILE).read_text())
-        _check_settings(directory, manifest, arguments, expected_hash)
+        is_same_tokenizer = manifest["tokenizer"]["sha256"] == expected_hash
+        differences = [] if is_same_tokenizer else [f"the tokenizer was different ({manifest['tokenizer']['name']})"]
+        differences += [
+            f"{name} was {manifest.get(name, 'not recorded')} and is now {expected}"
+            for name, expected in _settings(arguments).items()
+            if manifest.get(name) != expected
+        ]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{directory / PREPARED_FILE} is damaged: {error!r}. Prepare the rows again.") from error
+    if differences:
+        raise DataError(
+            f"{directory} was prepared with other settings: {'; '.join(differences)}. Use the same settings, or run hf-fsdp "
+            f"prepare-data again."
+        )
     splits = load_from_disk(directory)
     check_num_rows(splits["train"], str(directory), training.world_size)
     if training.eval_strategy == "no":
@@ -109,18 +113,3 @@ def read_cache(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Trai
             f"and, if there is no test split, validation_split_percentage."
         )
     return TrainingRows(splits["train"], splits["test"])
-
-
-def _check_settings(directory: Path, manifest: dict[str, Any], arguments: Arguments, expected_hash: str) -> None:
-    differences = [
-        f"{name} was {manifest.get(name, 'not recorded')} and is now {expected}"
-        for name, expected in _settings(arguments).items()
-        if manifest.get(name) != expected
-    ]
-    if manifest["tokenizer"]["sha256"] != expected_hash:
-        differences.insert(0, f"the tokenizer was different ({manifest['tokenizer']['name']})")
-    if differences:
-        raise DataError(
-            f"{directory} was prepared with other settings: {'; '.join(differences)}. Use the same settings, or run hf-fsdp "
-            f"prepare-data again."
-        )

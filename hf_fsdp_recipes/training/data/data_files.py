@@ -31,7 +31,7 @@ def find_files(path: Path) -> dict[str, list[Path]]:
     warning. Raises a DataError if no file is left, if file types are mixed, or if the only file is a single JSON object with the
     rows in one of its fields.
     """
-    visible = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_visible(file, path))
+    visible = [path] if path.is_file() else _list_visible(path)
     files = [file for file in visible if reader_for(file)]
     if not files:
         others = ", ".join(sorted({file.suffix or file.name for file in visible})[:9])
@@ -54,13 +54,17 @@ def find_files(path: Path) -> dict[str, list[Path]]:
         distributed.warn_main(f"{path}: skipped {len(empty)} of {len(files)} files, which have no rows: {names}")
     if len(files) == 1:
         _check_not_nested(files[0])
-    test = [file for file in files if file.stem.startswith(("test", "eval", "valid")) and len(files) > 1]
-    splits = {"train": [file for file in files if file not in test], "test": test}
-    return {split: rest for split, found in splits.items() if (rest := [file for file in found if file not in empty])}
+        return {"train": files}
+    splits: dict[str, list[Path]] = {"train": [], "test": []}
+    for file in files:
+        if file not in empty:
+            splits["test" if file.stem.startswith(("test", "eval", "valid")) else "train"].append(file)
+    return {split: found for split, found in splits.items() if found}
 
 
-def _is_visible(file: Path, folder: Path) -> bool:
-    return file.is_file() and not any(part.startswith((".", "__")) for part in file.relative_to(folder).parts)
+def _list_visible(folder: Path) -> list[Path]:
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    return [file for file in files if not any(part.startswith((".", "__")) for part in file.relative_to(folder).parts)]
 
 
 def _has_rows(file: Path) -> bool:
@@ -134,7 +138,7 @@ def _describe(columns: set[tuple[str, str]]) -> str:
 
 
 def _read_columns(file: Path) -> Iterable[tuple[str, str]]:
-    """Return a file's columns with their types, or raise an error with the line and the reason."""
+    """Return a file's columns with their types."""
     if reader_for(file) == "parquet":
         return [(field.name, str(field.type)) for field in pq.read_schema(file)]
     columns: dict[str, str] = {}

@@ -3,7 +3,7 @@
 import codecs
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from datasets import Dataset, IterableDataset, load_dataset
 
@@ -14,6 +14,10 @@ from hf_fsdp_recipes.training.data import image_rows
 from hf_fsdp_recipes.training.data.data_files import explain_errors, find_files, reader_for
 from hf_fsdp_recipes.training.data.row_formats import find_format
 
+if TYPE_CHECKING:
+    from trl.scripts.utils import DatasetConfig
+
+Rows: TypeAlias = Dataset | IterableDataset
 NOT_UTF8_MARK = "\ufdd0"  # a Unicode noncharacter, so no text contains it
 
 
@@ -22,8 +26,8 @@ class DatasetPart:
     """The only dataset of a recipe, or one dataset of a mixture, with its rows as they were read."""
 
     name: str
-    train: Dataset | IterableDataset
-    evaluation: Dataset | IterableDataset | None = None
+    train: Rows
+    evaluation: Rows | None = None
     fraction: float | None = None  # share of the mixture; None uses all rows
 
 
@@ -38,7 +42,7 @@ def load_parts(arguments: Arguments) -> list[DatasetPart]:
     return [DatasetPart(name, *_split_rows(train, splits.get(script.dataset_test_split), name, arguments))]
 
 
-def _load_part(part: Any, streaming: bool, arguments: Arguments) -> DatasetPart:
+def _load_part(part: "DatasetConfig", streaming: bool, arguments: Arguments) -> DatasetPart:
     """Read one entry of the recipe's `datasets`. TRL reads it, unless it is a local path without data_files or data_dir."""
     from trl import DatasetMixtureConfig, get_dataset
 
@@ -53,23 +57,24 @@ def _load_part(part: Any, streaming: bool, arguments: Arguments) -> DatasetPart:
     return DatasetPart(name, *_split_rows(rows, None, name, arguments), part.fraction)
 
 
-def _split_rows(train: Any, test: Any, name: str, arguments: Arguments) -> tuple[Any, Any]:
-    """Return training and evaluation rows.
-
-    Evaluation rows are the test split or held-out training rows, or None if the recipe does not evaluate.
-    """
+def _split_rows(train: Rows, test: Rows | None, name: str, arguments: Arguments) -> tuple[Rows, Rows | None]:
+    """Return training rows, and the test split or held-out training rows, or None if the recipe does not evaluate."""
     script, training, recipe = arguments.script, arguments.training, arguments.recipe
     check_num_rows(train, name, training.world_size)
     if hasattr(training, "dataset_text_field"):  # only SFTConfig has it
-        _print_unused_columns(train.column_names or [], name, training.dataset_text_field)
+        columns = train.column_names or []
+        required, optional = find_format(columns, training.dataset_text_field) or (columns, ())
+        unused = [column for column in columns if column not in (*required, *optional, *image_rows.COLUMNS)]
+        if unused:
+            distributed.print_main(f"{name}: unused columns: {', '.join(unused)}")
     if training.eval_strategy == "no":
         return train, None
     if test is not None:
         return train, test
-    share = recipe.validation_split_percentage / 100
+    share, is_stream = recipe.validation_split_percentage / 100, not isinstance(train, Dataset)
     if not share and arguments.mixture.datasets:
         share = arguments.mixture.test_split_size
-        if not share or not hasattr(train, "train_test_split"):
+        if not share or is_stream:
             raise DataError(
                 "eval_strategy is set, but a mixture (datasets) has no test split. Set test_split_size to hold rows out, which "
                 "streams do not support, or set eval_strategy: no."
@@ -79,20 +84,13 @@ def _split_rows(train: Any, test: Any, name: str, arguments: Arguments) -> tuple
             f"eval_strategy is set, but {name} has no split {script.dataset_test_split!r}. Set dataset_test_split, or "
             f"validation_split_percentage to hold rows out."
         )
-    if not hasattr(train, "train_test_split"):
+    if is_stream:
         raise DataError("rows cannot be held out from a stream. Set a test split, or turn streaming off.")
     split = train.train_test_split(test_size=share, seed=training.seed)
     return split["train"], split["test"]
 
 
-def _print_unused_columns(columns: list[str], name: str, text_column: str) -> None:
-    required, optional = find_format(columns, text_column) or (columns, ())
-    unused = [column for column in columns if column not in (*required, *optional, *image_rows.COLUMNS)]
-    if unused:
-        distributed.print_main(f"{name}: unused columns: {', '.join(unused)}")
-
-
-def read_splits(name: str, config: str | None = None, streaming: bool = False) -> dict[str, Any]:
+def read_splits(name: str, config: str | None = None, streaming: bool = False) -> dict[str, Rows]:
     """Read a Hub dataset, a local file (json, jsonl, txt or parquet) or a folder of such files; return {split: rows}."""
     path = Path(name)
     with explain_errors(name):
@@ -111,30 +109,25 @@ def _is_local(name: str) -> bool:
 
 
 def _decoding(reader: str) -> dict[str, str]:
-    """Return options with which a reader replaces invalid UTF-8 with a mark, so that such rows can be dropped and counted.
-
-    Source: datasets 5.2, packaged_modules/json: `encoding_errors` has no effect if the encoding is spelled "utf-8",
-    so it is spelled "utf8" here.
-    """
+    """Return options with which a reader replaces invalid UTF-8 with a mark, so that such rows can be dropped and counted."""
     if reader == "parquet":
         return {}
+    # datasets 5.2 ignores `encoding_errors` if the encoding is spelled "utf-8".
     codecs.register_error("hf_fsdp_recipes.mark", lambda error: (NOT_UTF8_MARK, error.end))  # type: ignore[attr-defined]
     return {"encoding": "utf8", "encoding_errors": "hf_fsdp_recipes.mark"}
 
 
-def _select_split(splits: dict[str, Any], split: str, name: str, setting: str = "dataset_train_split") -> Any:
+def _select_split(splits: dict[str, Rows], split: str, name: str, setting: str = "dataset_train_split") -> Rows:
     if split not in splits:
         raise DataError(f"{name} has no split {split!r}, only {sorted(splits)}. Set {setting} to one of them.")
     return splits[split]
 
 
-def check_num_rows(rows: Any, name: str, num_ranks: int) -> None:
+def check_num_rows(rows: Rows, name: str, num_ranks: int) -> None:
     """Raise a DataError if a dataset has fewer rows than there are ranks. Streams are not checked; their length is unknown."""
-    if not hasattr(rows, "__len__"):
-        return
-    if len(rows) == 0:
+    if isinstance(rows, Dataset) and len(rows) == 0:
         raise DataError(f"{name} has no rows. Add some, or choose another dataset.")
-    if len(rows) < num_ranks:
+    if isinstance(rows, Dataset) and len(rows) < num_ranks:
         raise DataError(
             f"{name} has {len(rows)} rows for {num_ranks} ranks; each rank needs one per step. Use fewer ranks."
         )

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -12,6 +11,7 @@ from datasets import Dataset
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import DataError
 from hf_fsdp_recipes.training.data.dataset_parts import NOT_UTF8_MARK
+from hf_fsdp_recipes.training.data.row_formats import Row
 
 NO_LABEL = -100
 # The columns of tokenized rows.
@@ -108,7 +108,7 @@ def print_counts(counts: Mapping[str, RowCounts], max_length: int | None) -> Non
         distributed.print_main(f"{name}: {of_dataset.describe(max_length)}")
 
 
-def check_row(row: Mapping[str, Any], text_column: str, needs_answer: bool) -> RowStatus:
+def check_row(row: Row, text_column: str, needs_answer: bool) -> RowStatus:
     """Return KEPT, or the status that says why a row is dropped before tokenization.
 
     If `needs_answer` is true, a conversation without an assistant message is also dropped.
@@ -125,7 +125,7 @@ def check_row(row: Mapping[str, Any], text_column: str, needs_answer: bool) -> R
     return RowStatus.KEPT
 
 
-def find_token_fault(row: Mapping[str, Any], vocabulary_size: int) -> str | None:
+def find_token_fault(row: Row, vocabulary_size: int) -> str | None:
     """Return what is wrong with a tokenized row, or None."""
     for name in TOKEN_COLUMNS:
         values = row.get(name)
@@ -133,18 +133,18 @@ def find_token_fault(row: Mapping[str, Any], vocabulary_size: int) -> str | None
             continue
         if not isinstance(values, list):
             return f"{name} is {values!r:.60}, not a list of integers"
+        # Floats such as 1.0 are allowed: a value such as 0.5 turns its entire column into floats, but only that value is wrong.
         for value in values:
-            # Floats such as 1.0 are allowed: a value such as 0.5 turns its entire column into floats, but only that value is wrong.
             if type(value) not in (int, float) or value % 1:
                 return f"{name} has {value!r:.60}, which is not an integer"
         if len(values) != len(row["input_ids"]):
             return f"{name} has {len(values)} values for {len(row['input_ids'])} input_ids"
         end = 2 if "mask" in name else vocabulary_size
-        wrong = {value for value in set(values) if not 0 <= value < end} - ({NO_LABEL} if name == "labels" else set())
+        is_labels = name == "labels"
+        wrong = {value for value in values if not (0 <= value < end or (is_labels and value == NO_LABEL))}
         if wrong:
-            return f"{name} has {min(wrong)}, but values must be at least 0 and below {end}" + (
-                f", or {NO_LABEL}" if name == "labels" else ""
-            )
+            others = f", or {NO_LABEL}" if is_labels else ""
+            return f"{name} has {min(wrong)}, but values must be at least 0 and below {end}{others}"
     return None
 
 
@@ -152,11 +152,8 @@ def _has_text(texts: list[str | None]) -> bool:
     return any(text.strip() for text in texts if text)
 
 
-def _texts_and_answers(row: Mapping[str, Any], text_column: str) -> tuple[list[str | None], list[str | None] | None]:
-    """Return two lists: all texts of a row, and the answers among them. A malformed text is None.
-
-    For plain text and for malformed messages, None replaces the list of answers.
-    """
+def _texts_and_answers(row: Row, text_column: str) -> tuple[list[str | None], list[str | None] | None]:
+    """Return all texts of a row, and the answers among them, or None for plain text and malformed messages."""
     if "prompt" in row and "completion" in row:
         answers = _texts(row["completion"])
         return _texts(row["prompt"]) + answers, answers
@@ -171,14 +168,14 @@ def _texts_and_answers(row: Mapping[str, Any], text_column: str) -> tuple[list[s
     return texts, _texts([message for message in messages if message["role"] == "assistant"])
 
 
-def _texts(value: Any) -> list[str | None]:
+def _texts(value: object) -> list[str | None]:
     """Return a list with the text of each message, or with the string itself. A malformed text is None."""
     if isinstance(value, list):
         return [_message_text(message) for message in value]
     return [value if isinstance(value, str) else None]
 
 
-def _message_text(message: Any) -> str | None:
+def _message_text(message: object) -> str | None:
     if not isinstance(message, dict) or not message.get("role"):
         return None
     content = message.get("content")

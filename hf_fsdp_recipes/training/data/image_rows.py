@@ -1,9 +1,11 @@
 """Opens rows with images, which TRL tokenizes and collates during training, with the model's processor."""
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Image, List, Value
+from datasets import Dataset, Image, IterableDataset, List, Value
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import DataError, LoadError, summarize
@@ -17,27 +19,28 @@ if TYPE_CHECKING:
 COLUMNS = ("image", "images")
 
 
-def has_images(rows: Any) -> bool:
+def has_images(rows: Dataset | IterableDataset) -> bool:
     """Return whether rows have images: at least one value in an image column or, for a stream, an image column."""
     names = [name for name in COLUMNS if name in (rows.column_names or [])]
     return any(not isinstance(rows, Dataset) or pc.sum(_count_images(rows, name)).as_py() for name in names)
 
 
-def _count_images(rows: Dataset, column: str) -> Any:
+def _count_images(rows: Dataset, column: str) -> pa.ChunkedArray:
     """Return the number of images in each row."""
     values = rows.select_columns([column]).flatten_indices().data.column(column)
     is_list = isinstance(rows.features[column], List)
     return pc.fill_null(pc.list_value_length(values), 0) if is_list else pc.is_valid(values).cast("int32")
 
 
-def open_images(part: "DatasetPart", text_column: str) -> tuple[Dataset, Dataset | None]:
-    """Return a dataset's training and evaluation rows, with image paths cast to images. Every row must have an image."""
+def open_images(part: "DatasetPart", text_column: str) -> "DatasetPart":
+    """Return a dataset with its image paths cast to images. Every row must have an image."""
     columns = set(part.train.column_names)
     if not {"messages", text_column} & columns and not {"prompt", "completion"} <= columns:
         raise DataError(
             f"{part.name} has columns {sorted(columns)}. Rows with images need messages, prompt + completion, or {text_column}."
         )
-    return _with_images(part.train, part.name), part.evaluation and _with_images(part.evaluation, part.name)
+    evaluation = part.evaluation and _with_images(part.evaluation, part.name)
+    return replace(part, train=_with_images(part.train, part.name), evaluation=evaluation)
 
 
 def _with_images(rows: Dataset, name: str) -> Dataset:
@@ -56,11 +59,6 @@ def _with_images(rows: Dataset, name: str) -> Dataset:
     return rows.cast_column(column, List(Image())) if feature == List(Value("string")) else rows
 
 
-def without_images(rows: Dataset) -> Dataset:
-    """Return rows without their image columns."""
-    return rows.remove_columns([column for column in rows.column_names if column in COLUMNS])
-
-
 def load_processor(arguments: "Arguments", tokenizer: "PreTrainedTokenizerBase") -> "ProcessorMixin":
     """Load the model's processor and give it the run's tokenizer; raise a LoadError if the model has none. Collective."""
     from transformers import AutoProcessor, ProcessorMixin
@@ -68,7 +66,7 @@ def load_processor(arguments: "Arguments", tokenizer: "PreTrainedTokenizerBase")
     model, code = arguments.model, arguments.training.trust_remote_code
     name = model.model_name_or_path
 
-    def read() -> Any:
+    def read() -> object:
         try:
             return AutoProcessor.from_pretrained(name, revision=model.model_revision, trust_remote_code=code)
         except (ImportError, OSError, ValueError) as error:

@@ -1,10 +1,10 @@
 """Prepares rows for SFTTrainer: filters, tokenizes, mixes and packs them."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-from datasets import Dataset, Features, List, Value, concatenate_datasets, interleave_datasets
+from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets, interleave_datasets
 from transformers import PreTrainedTokenizerBase
 from trl import get_training_chat_template, pack_dataset
 from trl.chat_template_utils import has_generation_markers
@@ -14,10 +14,13 @@ from hf_fsdp_recipes.training.arguments import Arguments
 from hf_fsdp_recipes.training.data.dataset_parts import DatasetPart, check_num_rows, load_parts
 from hf_fsdp_recipes.training.data.filtering import RowCounts, RowStatus, check_any_kept, filter_rows, find_token_fault
 from hf_fsdp_recipes.training.data.image_rows import has_images, open_images
-from hf_fsdp_recipes.training.data.row_formats import to_sft_format
+from hf_fsdp_recipes.training.data.row_formats import Row, to_sft_format
 from hf_fsdp_recipes.training.data.row_tokenizer import RowTokenizer, has_trainable_label, is_conversational
 from hf_fsdp_recipes.training.tokenizer import check_chat_template
 from hf_fsdp_recipes.training.trainers import find_kind
+
+if TYPE_CHECKING:
+    from hf_fsdp_recipes.training.data.streaming import RowStream
 
 SPLITTING_STRATEGIES = ("bfd_split", "wrapped")  # these do not truncate a long row; its rest goes to the next sequence
 FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "status": Value("int8")})
@@ -27,8 +30,8 @@ FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("in
 class TrainingRows:
     """The datasets for the trainer."""
 
-    train: Any  # Dataset or RowStream
-    evaluation: Any = None  # Dataset, datasets.IterableDataset or None
+    train: "Dataset | RowStream"
+    evaluation: Dataset | IterableDataset | None = None
     counts: dict[str, RowCounts] = field(default_factory=dict)  # keys: "<dataset name> (<split>)"
     has_images: bool = False  # if true, SFTTrainer tokenizes the rows during training, with the model's processor
 
@@ -110,7 +113,7 @@ class Preparation:
         if "input_ids" in rows.column_names:
             return None
         columns = {"messages", "prompt", self.training.dataset_text_field} & set(rows.column_names)
-        first: dict[str, Any] = next((row for row in rows if any(row[column] for column in columns)), {})
+        first: Row = next((row for row in rows if any(row[column] for column in columns)), {})
         holds_messages, template = is_conversational(first), self.tokenizer.chat_template
         if holds_messages and template is None:
             raise DataError(
@@ -141,26 +144,29 @@ class Preparation:
 
 def prepare(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> TrainingRows:
     """Read and prepare all training and evaluation rows of a run. Any rank may call this; not a collective."""
-    training, preparation = arguments.training, Preparation(arguments, tokenizer)
-    rows, parts = TrainingRows(None), load_parts(arguments)
+    training, preparation, parts = arguments.training, Preparation(arguments, tokenizer), load_parts(arguments)
     if any(has_images(part.train) for part in parts):
-        return _open_image_rows(arguments, parts)
-    train = [_tokenize_part(preparation, part, part.train, "train", training.packing, rows) for part in parts]
-    rows.train = preparation.pack(_mix(train, parts, arguments), "train", training.packing)
-    check_num_rows(rows.train, " + ".join(part.name for part in parts) + " (prepared)", training.world_size)
-    if parts[0].evaluation is not None:
-        packing = packs_evaluation(arguments)
-        held_out = [_tokenize_part(preparation, part, part.evaluation, "evaluation", packing, rows) for part in parts]
-        rows.evaluation = preparation.pack(concatenate_datasets(held_out), "eval", packing)
-    return rows
+        rows = _join([open_images(part, training.dataset_text_field) for part in parts], arguments)
+        if not {"messages", "completion"} & set(rows.train.column_names):
+            training.remove_unused_columns = False  # TRL 1.16 drops the text column of rows with images
+        return replace(rows, has_images=True)
+    counts: dict[str, RowCounts] = {}
 
+    def tokenize(part: DatasetPart, raw: Dataset, split: str, packing: bool) -> Dataset:
+        tokenized, found = preparation.tokenize(raw, part.name, packing)
+        check_any_kept(found, part.name, preparation.max_length(packing))
+        key = f"{part.name} ({split})"
+        counts[key] = counts.get(key, RowCounts()) + found
+        return tokenized
 
-def _open_image_rows(arguments: Arguments, parts: list[DatasetPart]) -> TrainingRows:
-    rows = _join([open_images(part, arguments.training.dataset_text_field) for part in parts], parts, arguments)
-    rows.has_images = True
-    if not {"messages", "completion"} & set(rows.train.column_names):
-        arguments.training.remove_unused_columns = False  # TRL 1.16 drops the text column of rows with images
-    return rows
+    tokenized = [tokenize(part, part.train, "train", training.packing) for part in parts]
+    train = preparation.pack(_mix(tokenized, parts, arguments), "train", training.packing)
+    check_num_rows(train, " + ".join(part.name for part in parts) + " (prepared)", training.world_size)
+    if parts[0].evaluation is None:
+        return TrainingRows(train, counts=counts)
+    packing = packs_evaluation(arguments)
+    held_out = [tokenize(part, part.evaluation, "evaluation", packing) for part in parts]
+    return TrainingRows(train, preparation.pack(concatenate_datasets(held_out), "eval", packing), counts)
 
 
 def read_rows(arguments: Arguments) -> TrainingRows:
@@ -177,19 +183,18 @@ def read_rows(arguments: Arguments) -> TrainingRows:
             raise DataError(f"{part.name} has columns {columns}. {kind.name} needs {needed}; rename or add columns.")
         if has_images(part.train):
             raise DataError(f"{part.name} has images, which hf-fsdp {kind.name} does not support. Use rows of text.")
-    return _join([(part.train, part.evaluation) for part in parts], parts, arguments)
+    return _join(parts, arguments)
 
 
-def _join(opened: list[tuple[Any, Any]], parts: list[DatasetPart], arguments: Arguments) -> TrainingRows:
+def _join(parts: list[DatasetPart], arguments: Arguments) -> TrainingRows:
     """Mix the training rows of the recipe's datasets, and concatenate their evaluation rows."""
-    columns = {part.name: sorted(train.column_names) for part, (train, _) in zip(parts, opened, strict=True)}
+    columns = {part.name: sorted(part.train.column_names) for part in parts}
     if len({tuple(names) for names in columns.values()}) > 1:
         raise DataError(f"the datasets have different columns: {columns}. Give them the same columns.")
-    rows = TrainingRows(_mix([train for train, _ in opened], parts, arguments))
-    check_num_rows(rows.train, " + ".join(columns), arguments.training.world_size)
-    if opened[0][1] is not None:
-        rows.evaluation = concatenate_datasets([held_out for _, held_out in opened])
-    return rows
+    train = _mix([part.train for part in parts], parts, arguments)
+    check_num_rows(train, " + ".join(columns), arguments.training.world_size)
+    has_evaluation = parts[0].evaluation is not None
+    return TrainingRows(train, concatenate_datasets([part.evaluation for part in parts]) if has_evaluation else None)
 
 
 def packs_evaluation(arguments: Arguments) -> bool:
@@ -198,19 +203,8 @@ def packs_evaluation(arguments: Arguments) -> bool:
     return training.packing if training.eval_packing is None else training.eval_packing
 
 
-def _tokenize_part(
-    preparation: Preparation, part: DatasetPart, raw: Any, split: str, packing: bool, rows: TrainingRows
-) -> Dataset:
-    """Tokenize one split of a dataset, and add its row counts to `rows.counts`."""
-    tokenized, counts = preparation.tokenize(raw, part.name, packing)
-    check_any_kept(counts, part.name, preparation.max_length(packing))
-    key = f"{part.name} ({split})"
-    rows.counts[key] = rows.counts.get(key, RowCounts()) + counts
-    return tokenized
-
-
 def _mix(tokenized: list[Dataset], parts: list[DatasetPart], arguments: Arguments) -> Dataset:
-    """Draw rows from the datasets in proportion to their fractions, or concatenate all rows if no dataset has a fraction."""
+    """Draw rows in proportion to the datasets' fractions, or concatenate all rows if there are none."""
     fractions = [part.fraction for part in parts if part.fraction is not None]
     if len(parts) == 1 or not fractions:
         return concatenate_datasets(tokenized)

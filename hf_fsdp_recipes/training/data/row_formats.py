@@ -1,12 +1,13 @@
 """Recognizes the row format of a dataset by its columns, and converts the rows to a format of SFTTrainer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
 
 from hf_fsdp_recipes.errors import DataError
 
+Row = dict[str, Any]
 CHAT_OPTIONS = ("tools", "chat_template_kwargs")
 # Required and optional columns of the known formats. The first matching format is used.
 FORMATS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
@@ -55,7 +56,7 @@ def to_sft_format(
     else:
         return rows
 
-    def convert_row(row: Mapping[str, Any], index: int) -> dict[str, Any]:
+    def convert_row(row: Row, index: int) -> Row:
         try:
             return convert(row)
         except ValueError as error:
@@ -66,20 +67,21 @@ def to_sft_format(
 
 
 # A row without an instruction gets a null prompt, so that it is dropped and counted as empty.
-def _alpaca_to_completion(row: Mapping[str, Any]) -> dict[str, Any]:
+def _alpaca_to_completion(row: Row) -> Row:
     return {"prompt": alpaca_prompt(row) if row["instruction"] else None, "completion": row["output"]}
 
 
-def _alpaca_to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
+def _alpaca_to_messages(row: Row) -> Row:
     parts = [row["instruction"], row.get("input")]
     question = "\n\n".join(part for part in parts if part) if row["instruction"] else None
     turns = [*_earlier_turns(row), (question, row["output"])]
-    pairs = [(("user", question), ("assistant", answer)) for question, answer in turns]
-    messages = [{"role": role, "content": content} for pair in pairs for role, content in pair]
+    messages: list[object] = []
+    for question, answer in turns:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": _with_system(row, messages)}
 
 
-def _conversation_to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
+def _conversation_to_messages(row: Row) -> Row:
     """Convert a ShareGPT conversation to messages: rename its keys and roles.
 
     TRL's `maybe_convert_to_chatml` is not used, because it would keep roles that chat templates do not know.
@@ -88,20 +90,20 @@ def _conversation_to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"messages": _with_system(row, [_to_message(message) for message in messages]) if messages else messages}
 
 
-def _to_message(message: Any) -> Any:
-    sender = message.get("from") if isinstance(message, dict) else None
-    if sender is None:
+def _to_message(message: object) -> object:
+    if not isinstance(message, dict) or message.get("from") is None:
         return message
+    sender = message["from"]
     if sender not in ROLES:
         raise ValueError(f"a message is from {sender!r}. Use one of {', '.join(ROLES)}.")
     return {"role": ROLES[sender], "content": message.get("value")}
 
 
-def _with_system(row: Mapping[str, Any], messages: list[Any]) -> list[Any]:
+def _with_system(row: Row, messages: list[object]) -> list[object]:
     return [{"role": "system", "content": row["system"]}, *messages] if row.get("system") else messages
 
 
-def alpaca_prompt(row: Mapping[str, Any]) -> str:
+def alpaca_prompt(row: Row) -> str:
     """Return the alpaca prompt of a row with `instruction`, and optional `input`, `history` and `system`.
 
     Earlier turns come before the instruction, and a system message replaces the prompt's opening sentences.
@@ -115,7 +117,7 @@ def alpaca_prompt(row: Mapping[str, Any]) -> str:
     return "\n\n".join([*sections, "### Response:\n"])
 
 
-def _earlier_turns(row: Mapping[str, Any]) -> list[list[str]]:
+def _earlier_turns(row: Row) -> list[list[str]]:
     turns = row.get("history") or []
     for turn in turns if isinstance(turns, list) else [turns]:
         if not isinstance(turn, list) or list(map(type, turn)) != [str, str]:

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 from transformers.utils import logging
 from trl.data_utils import common_prefix_length
 
 from hf_fsdp_recipes.training.data.filtering import NO_LABEL, TOKEN_COLUMNS, RowStatus, check_row, find_token_fault
+from hf_fsdp_recipes.training.data.row_formats import Row
 from hf_fsdp_recipes.training.tokenizer import describe_template_error
 
 logger = logging.get_logger(__name__)
@@ -43,7 +44,7 @@ class RowTokenizer:
     vocabulary_size: int
     cache_version: int = CACHE_VERSION
 
-    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, row: Mapping[str, Any]) -> Row:
         """Check, tokenize, label and truncate a row."""
         row = dict(row)
         status = check_row(row, self.text_column, self.assistant_only)
@@ -62,23 +63,23 @@ class RowTokenizer:
             return _dropped(RowStatus.NO_MARKED_ANSWER)
         return self._finish(list(tokens["input_ids"]), self._labels(tokens))
 
-    def explain_rejection(self, row: Mapping[str, Any]) -> str:
+    def explain_rejection(self, row: Row) -> str:
         """Return why the chat template rejects a row."""
         try:
-            self._tokenize(self._shorten(dict(row)))
+            self._tokenize(self._shorten(row))
         except Exception as error:
             return describe_template_error(error)
         return ""
 
-    def _shorten(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Shorten very long texts whose end would be dropped by truncation anyway."""
+    def _shorten(self, row: Row) -> Row:
+        """Shorten very long texts, whose end truncation would drop anyway."""
         if self.max_length is None or self.keep_end:
             return row
         limit = max(MAX_CHARACTERS, self.max_length * MAX_CHARACTERS_PER_TOKEN)
         names = (self.text_column, "messages", "prompt", "completion")
         return row | {name: _shorten_text(row[name], limit) for name in names if name in row}
 
-    def _tokenize(self, row: dict[str, Any]) -> Mapping[str, Any]:
+    def _tokenize(self, row: Row) -> Row | BatchEncoding:
         """Return `input_ids` and the masks that select the tokens to train on."""
         if "input_ids" in row:
             return _without_padding(row)
@@ -92,16 +93,15 @@ class RowTokenizer:
         tokens = self.tokenizer(text=row[self.text_column], add_special_tokens=self.add_special_tokens)
         return {"input_ids": tokens["input_ids"] + end}
 
-    def _tokenize_completion(self, row: dict[str, Any]) -> dict[str, Any]:
-        tokens: dict[str, Any]
+    def _tokenize_completion(self, row: Row) -> Row:
         if is_conversational(row):
             prompt = self._render(row["prompt"], row, add_generation_prompt=True)["input_ids"]
             messages = row["prompt"] + row["completion"]
-            tokens = dict(self._render(messages, row, return_assistant_tokens_mask=self.assistant_only))
+            tokens = self._render(messages, row, return_assistant_tokens_mask=self.assistant_only)
         else:
             row = self._with_end_token(row)
             prompt = self.tokenizer(text=row["prompt"])["input_ids"]
-            tokens = dict(self.tokenizer(text=row["prompt"] + row["completion"]))
+            tokens = self.tokenizer(text=row["prompt"] + row["completion"])
         num_prompt = common_prefix_length(prompt, tokens["input_ids"])
         if num_prompt < len(prompt):
             logger.warning_once(
@@ -109,30 +109,32 @@ class RowTokenizer:
                 "boundary, or the chat template renders a prompt without an answer differently. The completion starts at "
                 f"the first difference, before {self.tokenizer.decode(prompt[num_prompt:])!r}. Printed once."
             )
-        return tokens | {"completion_mask": [0] * num_prompt + [1] * (len(tokens["input_ids"]) - num_prompt)}
+        mask = [0] * num_prompt + [1] * (len(tokens["input_ids"]) - num_prompt)
+        return {**tokens, "completion_mask": mask}
 
-    def _render(self, messages: list[dict[str, Any]], row: dict[str, Any], **options: Any) -> Mapping[str, Any]:
+    def _render(self, messages: list[object], row: Row, **options: bool) -> BatchEncoding:
         tools = row.get("tools") or None
         tools = json.loads(tools) if isinstance(tools, str) else tools
-        options |= {"chat_template": self.chat_template, "tools": tools, **(row.get("chat_template_kwargs") or {})}
-        return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
+        kwargs = (
+            options | {"chat_template": self.chat_template, "tools": tools} | (row.get("chat_template_kwargs") or {})
+        )
+        return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **kwargs)
 
-    def _with_end_token(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Append the end token to the row's text, or to the completion of a row without a text, unless it is already there."""
+    def _with_end_token(self, row: Row) -> Row:
         end = self.tokenizer.eos_token
         for column in (self.text_column, "completion"):
             if isinstance(row.get(column), str) and not row[column].endswith(end):
                 return row | {column: row[column] + end}
         return row
 
-    def _labels(self, tokens: Mapping[str, Any]) -> list[int]:
+    def _labels(self, tokens: Row | BatchEncoding) -> list[int]:
         if tokens.get("labels") is not None:
             return list(tokens["labels"])
         names = ("completion_mask", "assistant_masks") if self.completion_only else ("assistant_masks",)
         masks = [tokens[name] for name in names if tokens.get(name) is not None]
         return [token if all(bits) else NO_LABEL for token, *bits in zip(tokens["input_ids"], *masks, strict=False)]
 
-    def _finish(self, ids: list[int], labels: list[int]) -> dict[str, Any]:
+    def _finish(self, ids: list[int], labels: list[int]) -> Row:
         """Truncate the row; drop it if nothing is left to train on."""
         if set(ids) <= set(self.special_ids):
             return _dropped(RowStatus.SPECIAL_TOKENS_ONLY)
@@ -143,18 +145,17 @@ class RowTokenizer:
         return tokens if has_trainable_label(tokens) else _dropped(RowStatus.NOTHING_TO_LEARN)
 
 
-def is_conversational(row: Mapping[str, Any]) -> bool:
+def is_conversational(row: Row) -> bool:
     """Return whether a row holds messages rather than text or tokens."""
     return isinstance(row["prompt"] if "prompt" in row and "completion" in row else row.get("messages"), list)
 
 
-def has_trainable_label(row: Mapping[str, Any]) -> bool:
+def has_trainable_label(row: Row) -> bool:
     """Return whether any token but the first has a label; the first token is never predicted."""
     return any(label != NO_LABEL for label in row["labels"][1:])
 
 
-def _without_padding(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenized row without the tokens that its attention mask excludes."""
+def _without_padding(row: Row) -> Row:
     mask = row.get("attention_mask")
     if mask is None or all(mask):
         return row
@@ -162,11 +163,11 @@ def _without_padding(row: dict[str, Any]) -> dict[str, Any]:
     return row | {name: [value for value, bit in zip(row[name], mask, strict=True) if bit] for name in columns}
 
 
-def _dropped(status: RowStatus) -> dict[str, Any]:
+def _dropped(status: RowStatus) -> Row:
     return {"input_ids": [], "labels": [], "status": int(status)}
 
 
-def _shorten_text(value: Any, num_characters: int) -> Any:
+def _shorten_text(value: object, num_characters: int) -> object:
     if isinstance(value, str):
         return value[:num_characters]
     if isinstance(value, dict) and isinstance(value.get("content"), str):  # a message

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.training.data.filtering import RowCounts, print_counts
 from hf_fsdp_recipes.training.data.streaming import RowStream
 from hf_fsdp_recipes.training.device_metrics import DeviceMetricsTrainer
+
+Batch = dict[str, torch.Tensor]
 
 
 class StreamTrainer(DeviceMetricsTrainer):
@@ -42,7 +44,7 @@ class StreamTrainer(DeviceMetricsTrainer):
             generator=torch.Generator(),  # the default generator would change the random state that checkpoints restore
         )
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train, or resume from a checkpoint if given, then print how many rows were kept, truncated and dropped.
 
         Collective: every rank must call this.
@@ -58,7 +60,9 @@ class StreamTrainer(DeviceMetricsTrainer):
         print_counts({"stream, all ranks": sum(counts, RowCounts())}, self.args.max_length)
         return result
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], torch.Tensor | int | None]:
         """Return the batches of a step; if any rank cannot read its rows, raise the error on all ranks.
 
         Collective: every rank must call this. It costs one small all-reduce in host memory.
@@ -84,7 +88,7 @@ class PositionCallback(TrainerCallback):
 
     def __init__(self, stream: RowStream) -> None:
         self._stream = stream
-        self._position: dict[str, Any] = {}
+        self._position: dict[str, object] = {}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Record the position, and set `state.epoch` to the share of all steps done so far, including those before a resume."""
@@ -93,9 +97,8 @@ class PositionCallback(TrainerCallback):
 
     def checkpoint_files(self) -> dict[str, str]:
         """Return the file that stores this rank's position in a checkpoint, as {file name: text}."""
-        return {
-            _position_file(distributed.rank()): json.dumps({"world_size": distributed.world_size()} | self._position)
-        }
+        position = {"world_size": distributed.world_size()} | self._position
+        return {_position_file(distributed.rank()): json.dumps(position)}
 
 
 def _position_file(rank: int) -> str:
@@ -115,12 +118,13 @@ def restore_position(stream: RowStream, checkpoint: Path) -> bool:
         return False
     first = _read_position(checkpoint, 0)
     saved_names = [source["name"] for source in first["start"]["sources"]]
+    saved_world_size, world_size = first["world_size"], distributed.world_size()
     names = [source.name for source in stream.sources]
     if saved_names != names:
         distributed.print_main(
             f"resume: the stream read {', '.join(saved_names)} and now reads {', '.join(names)}; starting at its first row"
         )
-    elif first["world_size"] == distributed.world_size():
+    elif saved_world_size == world_size:
         stream.load_state_dict(_read_position(checkpoint, distributed.rank()))
         num_read = sum(source["num_read"] for source in first["start"]["sources"])
         settings = stream.settings | first.get("settings", {})
@@ -132,12 +136,19 @@ def restore_position(stream: RowStream, checkpoint: Path) -> bool:
                 f"resume: {', '.join(changed)}, so each rank's last block is prepared and trained again; rank 0's starts after row "
                 f"{num_read:,}"
             )
-            return True
-        distributed.print_main(
-            f"resume: rank 0's stream continues with sequence {first['offset'] + 1:,} of the block after row {num_read:,}"
-        )
+        else:
+            distributed.print_main(
+                f"resume: rank 0's stream continues with sequence {first['offset'] + 1:,} of the block after row {num_read:,}"
+            )
     else:
-        _skip_shares(stream, checkpoint, first["world_size"])
+        positions = [_read_position(checkpoint, rank)["start"]["sources"] for rank in range(saved_world_size)]
+        read = [sum(source["num_read"] for source in sources) for sources in zip(*positions, strict=True)]
+        stream.skip([count // world_size for count in read])
+        distributed.print_main(
+            f"resume: the stream was split over {saved_world_size} ranks and is now split over {world_size}; each rank skips its "
+            f"share of the {sum(read):,} rows read. Each rank's last block repeats; if ranks read complete files, some rows "
+            f"repeat and some are skipped in this pass"
+        )
     return True
 
 
@@ -148,15 +159,3 @@ def _read_position(checkpoint: Path, rank: int) -> Any:
         raise CheckpointError(
             f"{checkpoint / _position_file(rank)} cannot be read: {error}. Use another checkpoint."
         ) from error
-
-
-def _skip_shares(stream: RowStream, checkpoint: Path, saved_world_size: int) -> None:
-    positions = [_read_position(checkpoint, rank)["start"]["sources"] for rank in range(saved_world_size)]
-    num_read = [sum(source["num_read"] for source in sources) for sources in zip(*positions, strict=True)]
-    world_size = distributed.world_size()
-    stream.skip([count // world_size for count in num_read])
-    distributed.print_main(
-        f"resume: the stream was split over {saved_world_size} ranks and is now split over {world_size}; each rank skips its "
-        f"share of the {sum(num_read):,} rows read. Each rank's last block repeats; if ranks read complete files, some rows "
-        f"repeat and some are skipped in this pass"
-    )

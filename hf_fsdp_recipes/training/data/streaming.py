@@ -28,6 +28,7 @@ from hf_fsdp_recipes.training.data.dataset_parts import DatasetPart, load_parts
 from hf_fsdp_recipes.training.data.filtering import RowCounts, RowStatus, check_any_kept
 from hf_fsdp_recipes.training.data.image_rows import has_images
 from hf_fsdp_recipes.training.data.preparation import Preparation, TrainingRows, packs_evaluation
+from hf_fsdp_recipes.training.data.row_formats import Row
 
 DEFAULT_BLOCK_ROWS = 1000  # rows per block if they are not shuffled; TRL packs as many at a time
 
@@ -50,28 +51,30 @@ class StreamSource:
         self._rows = split_dataset_by_node(rows, rank, num_ranks)
         self._start_pass(0, None)
 
-    def _start_pass(self, num_passes: int, state: dict[str, Any] | None) -> None:
+    def _start_pass(self, num_passes: int, state: dict[str, object] | None) -> None:
         """Start a pass over the rows, at the first row or at the position in `state`, a state dict of `datasets`."""
         self.num_passes = num_passes
         self._rows.set_epoch(num_passes)  # changes the order of the files
         self._rows.load_state_dict(state)
-        self._iterator: Iterator[dict[str, Any]] = iter(self._rows)
+        self._iterator: Iterator[Row] = iter(self._rows)
         # Keep the start state: until the first row is read, `datasets` still reports the state of the previous iteration.
         self._start_state, self._has_read = state, False
 
-    def read(self, count: int, across_passes: bool = False) -> list[dict[str, Any]]:
+    def read(self, count: int, across_passes: bool = False) -> list[Row]:
         """Return the next `count` rows. At the end of a pass, return fewer, unless `across_passes` continues with the next pass.
 
         Raises a DataError if an endless source has no rows.
         """
-        found: list[dict[str, Any]] = []
+        found: list[Row] = []
         num_empty = 0  # passes without a row, one after the other
         while len(found) < count and num_empty < (2 if self.is_endless else 1):
             wanted = count - len(found)
             with explain_errors(self.name):
                 rows = list(islice(self._iterator, wanted))
-            self.num_read, self._has_read = self.num_read + len(rows), True
-            found, num_empty = found + rows, 0 if rows else num_empty + 1
+            self._has_read = True
+            self.num_read += len(rows)
+            found += rows
+            num_empty = 0 if rows else num_empty + 1
             if len(rows) < wanted:
                 self._start_pass(self.num_passes + 1, None)
             if found and not across_passes:
@@ -87,7 +90,7 @@ class StreamSource:
         while count > 0:
             count -= len(self.read(min(count, DEFAULT_BLOCK_ROWS)))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the position of the next row as a JSON-serializable dict."""
         state = self._rows.state_dict() if self._has_read else self._start_state
         return {"name": self.name, "num_passes": self.num_passes, "num_read": self.num_read, "state": state}
@@ -105,8 +108,8 @@ class Block:
     `counts` covers all rows read for the block, including dropped ones.
     """
 
-    rows: list[dict[str, Any]]
-    start: dict[str, Any]
+    rows: list[Row]
+    start: dict[str, object]
     counts: RowCounts
 
 
@@ -121,13 +124,11 @@ class RowStream(IterableDataset):
         self, sources: list[StreamSource], preparation: Preparation, packing: bool, seed: int, shuffle_rows: int
     ) -> None:
         self.sources = sources
-        self.counts = RowCounts()  # counts all rows read so far
-        self._preparation, self._packing = preparation, packing
-        self._seed, self._shuffles = seed, shuffle_rows > 0
-        self._block_rows = shuffle_rows or DEFAULT_BLOCK_ROWS
+        self._preparation, self._packing, self._seed = preparation, packing, seed
+        self._block_rows, self._shuffles = shuffle_rows or DEFAULT_BLOCK_ROWS, shuffle_rows > 0
         self._is_endless = sources[0].is_endless
         # What a block's rows depend on, besides its position in the sources.
-        self.settings: dict[str, Any] = {
+        self.settings: dict[str, object] = {
             "shuffle_buffer_size": shuffle_rows,
             "seed": seed,
             "max_length": preparation.training.max_length,
@@ -144,9 +145,9 @@ class RowStream(IterableDataset):
         self._num_blocks, self._offset = num_blocks, offset
         self._block: Block | None = None  # the block in use
         self._next_block: Future[Block | None] | None = None
-        self.counts = RowCounts()
+        self.counts = RowCounts()  # of all rows read so far
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Row]:
         """Yield rows from the current position. A second iteration continues where the first one stopped."""
         with ThreadPoolExecutor(1, thread_name_prefix="row-stream") as pool:
             block = self.first_block()
@@ -170,20 +171,25 @@ class RowStream(IterableDataset):
     def _read_block(self) -> Block | None:
         """Read and prepare blocks until one has rows to train on; return None at the end of a finite stream.
 
-        Raises:
-            DataError: two passes of an endless stream, or one pass of a finite stream, have no row to train on, or the chat
-                template rejects the first thousand rows.
+        Raises a DataError if two passes of an endless stream, or one of a finite stream, have no row to train on, or if the
+        chat template rejects the first thousand rows.
         """
         first_pass, counts, seen = self._num_passes(), RowCounts(), self.counts
         while self._is_endless or self._num_passes() == 0:
-            start = {"num_blocks": self._num_blocks, "sources": [source.state_dict() for source in self.sources]}
+            start: dict[str, object] = {
+                "num_blocks": self._num_blocks,
+                "sources": [source.state_dict() for source in self.sources],
+            }
             rng = np.random.default_rng([self._seed, self._num_blocks])
             # A mixture keeps its fractions even if a block has more rows of a source than the source's pass has left.
-            drawn = [source.read(count, across_passes=len(self.sources) > 1) for source, count in self._draw(rng)]
+            drawn = [
+                source.read(count, across_passes=len(self.sources) > 1)
+                for source, count in zip(self.sources, self._draw(rng), strict=True)
+            ]
             rows, counts_of_block = self._prepare(drawn)
             self._num_blocks += 1
             counts, seen = counts + counts_of_block, seen + counts_of_block
-            if rows is not None and len(rows):
+            if len(rows):
                 order = rng.permutation(len(rows)) if self._shuffles else range(len(rows))
                 return Block([rows[int(i)] for i in order], start, counts)
             is_rejected = counts.by_status[RowStatus.REJECTED] >= DEFAULT_BLOCK_ROWS and not seen.num_kept
@@ -197,15 +203,14 @@ class RowStream(IterableDataset):
     def _num_passes(self) -> int:
         return min(source.num_passes for source in self.sources)
 
-    def _draw(self, rng: np.random.Generator) -> list[tuple[StreamSource, int]]:
-        """Return each source and how many rows to read from it for a block, drawn in proportion to the sources' fractions."""
+    def _draw(self, rng: np.random.Generator) -> list[int]:
+        """Draw how many rows of each source a block has, in proportion to the sources' fractions."""
         if len(self.sources) == 1:
-            return [(self.sources[0], self._block_rows)]
+            return [self._block_rows]
         fractions = np.array([source.fraction for source in self.sources], dtype=float)
-        counts = rng.multinomial(self._block_rows, fractions / fractions.sum())
-        return list(zip(self.sources, map(int, counts), strict=True))
+        return rng.multinomial(self._block_rows, fractions / fractions.sum()).tolist()
 
-    def _prepare(self, read: list[list[dict[str, Any]]]) -> tuple[Dataset | None, RowCounts]:
+    def _prepare(self, read: list[list[Row]]) -> tuple[Dataset | list[Row], RowCounts]:
         disable_progress_bars()  # `datasets` would show several bars for every block
         counts, parts = RowCounts(), []
         for source, rows in zip(self.sources, read, strict=True):
@@ -216,10 +221,10 @@ class RowStream(IterableDataset):
                 counts += counts_of_source
                 parts += [tokenized] if len(tokenized) else []
         if not parts:
-            return None, counts
+            return [], counts
         return self._preparation.pack(concatenate_datasets(parts), "stream", self._packing), counts
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the position of the next row as a JSON-serializable dict."""
         block = self.first_block()
         return {"start": block.start if block else None, "offset": self._offset, "settings": self.settings}
@@ -268,9 +273,7 @@ def open_streams(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, evalu
 
 
 def _write_evaluation(parts: list[DatasetPart], preparation: Preparation, packing: bool, directory: Path) -> None:
-    """Prepare all evaluation rows and write them to a new directory."""
-
-    def rows() -> Iterator[dict[str, Any]]:
+    def rows() -> Iterator[Row]:
         for part in parts:
             source = StreamSource(part.name, part.evaluation, None, 0, 1, is_endless=False)
             yield from RowStream([source], preparation, packing, 0, 0)
