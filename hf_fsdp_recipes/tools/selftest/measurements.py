@@ -145,7 +145,7 @@ def measure_save(site: Site) -> Figures:
     """Measure saving during training, and compare the checkpoint with the state at the time of the save."""
     checkpoint = find_model(site, site.config)
     with tempfile.TemporaryDirectory(dir=site.directory) as directory:
-        sizes = {"num_tokens": site.num_tokens, "num_batches": site.num_batches}
+        sizes: dict[str, Any] = {"num_tokens": site.num_tokens, "num_batches": site.num_batches}
         return run_on_ranks(site, "save", checkpoint=checkpoint, directory=directory, **sizes)
 
 
@@ -178,7 +178,7 @@ def train_kill_resume(site: Site) -> Figures:
             {file.name: checksum(file) for file in (run / "export").glob("*.safetensors")} for run in (steady, killed)
         ]
     return {
-        "steps": RECIPE["max_steps"],
+        "steps": str(RECIPE["max_steps"]),
         "killed after step": killed_at,
         "the resumed run has the same losses": losses[0] == losses[1] and len(losses[0]) == RECIPE["max_steps"],
         "the resumed run has the same export": exports[0] == exports[1] and bool(exports[0]),
