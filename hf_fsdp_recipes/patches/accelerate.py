@@ -4,27 +4,43 @@ Most patches of Accelerate for FSDP1 are in fsdp1.py.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.patches.registry import Patch
+from hf_fsdp_recipes.patches.registry import Original, Patch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator, PartialState
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import FullyShardedDataParallelPlugin
 
 LOADER_ATTRIBUTE = "_meta_model_loader"
 
 
-def find_meta_model_loader(model: torch.nn.Module) -> Any:
-    """Return the loader that `load_model` attached to a model on meta, even if the model is wrapped; None if there is none.
+class MetaModelLoader(Protocol):
+    """What `load_model` attaches to a model on meta."""
 
-    Three methods of the loader are collective. Each shards the model, fills it from the checkpoint, and returns it:
+    def shard_fsdp2(self, accelerator: "Accelerator", model: torch.nn.Module, shard: Original) -> torch.nn.Module:
+        """Shard the model with Accelerate's `shard(accelerator, model)`, and fill it from the checkpoint. Collective."""
 
-    - `shard_fsdp2(accelerator, model, shard)`, which calls Accelerate's `shard(accelerator, model)`;
-    - `prepare_fsdp1(accelerator, model, prepare)`, which calls `prepare()`;
-    - `prepare_frozen(accelerator, model)`, for a model that is not trained.
+    def prepare_fsdp1(
+        self, accelerator: "Accelerator", model: torch.nn.Module, prepare: Callable[[], torch.nn.Module]
+    ) -> torch.nn.Module:
+        """Shard the model with `prepare`, and fill it. Collective."""
 
-    A fourth method, `fingerprint(model)`, returns a string that identifies the checkpoint.
-    """
+    def prepare_frozen(self, accelerator: "Accelerator", model: torch.nn.Module) -> torch.nn.Module:
+        """Shard and fill a model that is not trained. Collective."""
+
+    def fingerprint(self, model: torch.nn.Module) -> str:
+        """Return a string that identifies the checkpoint."""
+
+
+def find_meta_model_loader(model: torch.nn.Module) -> MetaModelLoader | None:
+    """Return the loader that `load_model` attached to a model on meta, even if the model is wrapped; None if there is none."""
     found = (module.__dict__.get(LOADER_ATTRIBUTE) for module in model.modules())
     return next((loader for loader in found if loader is not None), None)
 
@@ -39,7 +55,7 @@ def find_meta_model_loader(model: torch.nn.Module) -> Any:
     reason="Accelerate does not turn MULTI_CPU into FSDP, so the FSDP template is silently ignored.",
     upstream="to file: `accelerate launch --use_cpu` with an FSDP config trains as plain data parallel, without a warning",
 )
-def _turn_cpu_ranks_into_fsdp(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def _turn_cpu_ranks_into_fsdp(original: Original, self: "AcceleratorState", *args: Any, **kwargs: Any) -> None:
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
     from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
@@ -75,7 +91,7 @@ def _turn_cpu_ranks_into_fsdp(original: Any, self: Any, *args: Any, **kwargs: An
     upstream="to file: `fully_shard` without a mesh ignores that the default process group is for CPU tensors",
     depends_on=("accelerate",),
 )
-def _shard_over_cpu_ranks(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+def _shard_over_cpu_ranks(original: Original, module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     if kwargs.get("mesh") is None:
         world_size = torch.distributed.get_world_size()
         kwargs["mesh"] = torch.distributed.init_device_mesh("cpu", (world_size,))
@@ -90,7 +106,7 @@ def _shard_over_cpu_ranks(original: Any, module: Any, *args: Any, **kwargs: Any)
     upstream="to file: `wait_for_everyone` passes device_ids on CPU ranks and fails on a machine with an accelerator",
     depends_on=("torch",),
 )
-def _wait_on_cpu_ranks(original: Any, self: Any) -> None:
+def _wait_on_cpu_ranks(original: Original, self: "PartialState") -> None:
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     else:
@@ -112,7 +128,9 @@ def _wait_on_cpu_ranks(original: Any, self: Any) -> None:
     upstream="to file: SIZE_BASED_WRAP with fsdp_version 2 fails on ModuleList and shards the final norm twice",
     depends_on=("trl",),
 )
-def _wrap_only_modules_that_run(original: Any, fsdp2_plugin: Any, model: torch.nn.Module) -> Any:
+def _wrap_only_modules_that_run(
+    original: Original, fsdp2_plugin: "FullyShardedDataParallelPlugin", model: torch.nn.Module
+) -> Callable[[torch.nn.Module], bool] | None:
     from accelerate.utils import fsdp_utils
 
     policy = original(fsdp2_plugin, model)
@@ -131,7 +149,7 @@ def _wrap_only_modules_that_run(original: Any, fsdp2_plugin: Any, model: torch.n
     )
 
 
-def is_size_based(policy: Any) -> bool:
+def is_size_based(policy: object) -> bool:
     """Return whether a wrap policy is torch's size-based policy."""
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
@@ -159,7 +177,7 @@ def find_heads(model: torch.nn.Module) -> list[torch.nn.Module]:
     "`data_ptr` is 0.",
     upstream="to file: `_prepare_fsdp2` maps optimizer parameters by data_ptr and mixes up parameters on meta",
 )
-def _prepare_with_distinct_pointers(original: Any, self: Any, *args: Any) -> Any:
+def _prepare_with_distinct_pointers(original: Original, self: "Accelerator", *args: object) -> tuple[object, ...]:
     for model in args:
         if isinstance(model, torch.nn.Module) and find_meta_model_loader(model) is not None:
             for number, parameter in enumerate(model.parameters(), start=1):
@@ -175,7 +193,7 @@ def _prepare_with_distinct_pointers(original: Any, self: Any, *args: Any) -> Any
     reason="Accelerate fills meta parameters only from a full state dict, which needs a full copy of the model on rank 0.",
     upstream="to file: a hook between `fully_shard` and the first forward, to load sharded weights",
 )
-def _shard_then_fill(original: Any, accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
+def _shard_then_fill(original: Original, accelerator: "Accelerator", model: torch.nn.Module) -> torch.nn.Module:
     loader = find_meta_model_loader(model)
     return original(accelerator, model) if loader is None else loader.shard_fsdp2(accelerator, model, original)
 
@@ -190,8 +208,8 @@ def _shard_then_fill(original: Any, accelerator: Any, model: torch.nn.Module) ->
     upstream="to file: `prepare_model(evaluation_mode=True)` does not shard under FSDP",
 )
 def _prepare_on_meta(
-    original: Any,
-    self: Any,
+    original: Original,
+    self: "Accelerator",
     model: torch.nn.Module,
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
@@ -212,7 +230,9 @@ def _prepare_on_meta(
     reason="FSDP1 replaces the parameters, so the optimizer would update none of the new ones.",
     upstream="to file: an optimizer of parameters on meta is accepted under FSDP1 and trains nothing",
 )
-def _prepare_unless_on_meta(original: Any, self: Any, optimizer: Any, device_placement: bool | None = None) -> Any:
+def _prepare_unless_on_meta(
+    original: Original, self: "Accelerator", optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+) -> "AcceleratedOptimizer":
     is_on_meta = any(parameter.is_meta for group in optimizer.param_groups for parameter in group["params"])
     if is_on_meta and getattr(getattr(self.state, "fsdp_plugin", None), "fsdp_version", None) == 1:
         raise LoadError(

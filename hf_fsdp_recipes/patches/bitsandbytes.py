@@ -49,7 +49,7 @@ class _LocalStep:
     is_paged: bool
     get_state_buffer: Callable[..., torch.Tensor]
 
-    def init_state(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
+    def init_state(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
         if not isinstance(p, DTensor):
             return super().init_state(group, p, gindex, pindex)  # type: ignore[misc]
         # Use the largest shard's size on every rank, so that all ranks choose the same dtype and number of blocks.
@@ -58,7 +58,7 @@ class _LocalStep:
         state = self.state.pop(largest)
         self.state[p] = {name: _to_sharded(name, value, p) for name, value in state.items()}
 
-    def update_step(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
+    def update_step(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
         if not isinstance(p, DTensor):
             return super().update_step(group, p, gindex, pindex)  # type: ignore[misc]
         state = self.state[p]

@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils.constants import OPTIMIZER_NAME
@@ -12,7 +12,13 @@ from accelerate.utils.constants import OPTIMIZER_NAME
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.parameter_names import is_adapter, without_wrappers
 from hf_fsdp_recipes.patches.accelerate import find_heads, is_size_based
-from hf_fsdp_recipes.patches.registry import Patch
+from hf_fsdp_recipes.patches.registry import Original, Patch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 _patch = functools.partial(Patch, upstream="not filed; FSDP1 is in maintenance mode")
 
@@ -26,7 +32,11 @@ _patch = functools.partial(Patch, upstream="not filed; FSDP1 is in maintenance m
     reason="FSDP1 treats `cpu` and `cpu:0` as different devices, so it would raise an error.",
 )
 def _compute_on_cpu(
-    original: Any, module: Any, ignored_params: Any, device_from_device_id: Any, *args: Any
+    original: Original,
+    module: torch.nn.Module,
+    ignored_params: set[torch.nn.Parameter],
+    device_from_device_id: torch.device | None,
+    *args: Any,
 ) -> torch.device:
     if device_from_device_id is not None and device_from_device_id.type == "cpu":
         return torch.device("cpu")
@@ -40,7 +50,9 @@ def _compute_on_cpu(
     changes="With gloo, hybrid sharding shards over the ranks of a node.",
     reason="torch counts one CPU device per node, so it would treat every rank as a separate node.",
 )
-def _group_by_local_ranks(original: Any, global_process_group: Any, num_devices_per_node: int) -> Any:
+def _group_by_local_ranks(
+    original: Original, global_process_group: "ProcessGroup", num_devices_per_node: int
+) -> "tuple[ProcessGroup, ProcessGroup]":
     if torch.distributed.get_backend(global_process_group) == "gloo":
         num_devices_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_devices_per_node))
     return original(global_process_group, num_devices_per_node)
@@ -56,7 +68,9 @@ def _group_by_local_ranks(original: Any, global_process_group: Any, num_devices_
     reason="TRL uses the head's weight without calling the head, so FSDP1 would never gather the head if it were a separate unit.",
     depends_on=("trl",),
 )
-def _set_policy_without_heads(original: Any, self: Any, model: torch.nn.Module) -> None:
+def _set_policy_without_heads(
+    original: Original, self: "FullyShardedDataParallelPlugin", model: torch.nn.Module
+) -> None:
     was_size_based = is_size_based(self.auto_wrap_policy)
     original(self, model)
     policy = self.auto_wrap_policy
@@ -78,7 +92,9 @@ def _set_policy_without_heads(original: Any, self: Any, model: torch.nn.Module) 
     reason="PEFT looks up adapters by module name, and FSDP1 adds wrapper names to these, so no tensor would be saved.",
     depends_on=("peft",),
 )
-def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = False, sd_options: Any = None) -> Any:
+def _get_state_with_adapters(
+    original: Original, model: torch.nn.Module, adapter_only: bool = False, sd_options: "StateDictOptions | None" = None
+) -> "STATE_DICT_TYPE":
     if adapter_only and sd_options is None and _is_fsdp1_peft(model):
         return {name: tensor for name, tensor in model.state_dict().items() if is_adapter(name)}
     return original(model, adapter_only=adapter_only, sd_options=sd_options)
@@ -93,8 +109,12 @@ def _get_state_with_adapters(original: Any, model: Any, adapter_only: bool = Fal
     depends_on=("peft",),
 )
 def _set_state_with_adapters(
-    original: Any, model: Any, state_dict: Any, adapter_only: bool = False, sd_options: Any = None
-) -> Any:
+    original: Original,
+    model: torch.nn.Module,
+    state_dict: "STATE_DICT_TYPE",
+    adapter_only: bool = False,
+    sd_options: "StateDictOptions | None" = None,
+) -> object:
     if adapter_only and sd_options is None and _is_fsdp1_peft(model):
         # Hide FSDP1's warnings about the base weights, which an adapter-only state dict does not contain.
         logger = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
@@ -118,15 +138,15 @@ def _set_state_with_adapters(
     depends_on=("torch",),
 )
 def _load_into_allocated_state(
-    original: Any,
-    fsdp_plugin: Any,
-    accelerator: Any,
-    optimizer: Any,
-    model: Any,
-    input_dir: Any,
+    original: Original,
+    fsdp_plugin: "FullyShardedDataParallelPlugin",
+    accelerator: "Accelerator",
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    input_dir: str,
     *args: Any,
     **kwargs: Any,
-) -> Any:
+) -> object:
     names = distributed.run_on_main(lambda: _read_names_with_state(Path(input_dir) / f"{OPTIMIZER_NAME}_0"))
     trained = {
         without_wrappers(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -169,13 +189,13 @@ def _read_names_with_state(directory: Path) -> set[str]:
     reason="DCP drops such a tensor and mistakes the checkpoint for one written by torch 2.3, so a run cannot resume if an "
     "adapter has fewer rows than there are ranks.",
 )
-def _keep_empty_shards(original: Any, state_dict: Any) -> Any:
+def _keep_empty_shards(original: Original, state_dict: "STATE_DICT_TYPE") -> "STATE_DICT_TYPE":
     from torch.distributed._shard.sharded_tensor import ShardedTensor
     from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict
 
     flattened = original(state_dict)
 
-    def keep(path: Any, value: Any) -> None:
+    def keep(path: tuple[str | int, ...], value: object) -> None:
         if isinstance(value, ShardedTensor) and not value.local_shards():
             set_element(flattened, path, value)
 
@@ -183,7 +203,7 @@ def _keep_empty_shards(original: Any, state_dict: Any) -> Any:
     return flattened
 
 
-def _is_fsdp1_peft(model: Any) -> bool:
+def _is_fsdp1_peft(model: torch.nn.Module) -> bool:
     from peft import PeftModel
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 

@@ -5,13 +5,19 @@ PEFT moves adapters to the device of their base layer, so adapters of a layer on
 """
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_fsdp_recipes.environment import fsdp_version
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.patches.registry import Patch
+from hf_fsdp_recipes.patches.registry import Original, Patch
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.dora import DoraLinearLayer
+    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
 _patch = functools.partial(
     Patch,
@@ -25,7 +31,9 @@ _patch = functools.partial(
     changes="Adapters of a base layer on meta stay on the CPU.",
     reason="Adapters moved to meta would lose their initial values.",
 )
-def _move_unless_to_meta(original: Any, self: Any, adapter_name: str, device: torch.device | None = None) -> None:
+def _move_unless_to_meta(
+    original: Original, self: "BaseTunerLayer", adapter_name: str, device: torch.device | None = None
+) -> None:
     if device is None and any(parameter.is_meta for parameter in self.get_base_layer().parameters(recurse=False)):
         device = torch.device("cpu")
     original(self, adapter_name, device)
@@ -36,7 +44,9 @@ def _move_unless_to_meta(original: Any, self: Any, adapter_name: str, device: to
     changes="Adapters of fused experts on meta stay on the CPU.",
     reason="`ParamWrapper` overrides the method of `BaseTunerLayer`. On meta the adapters would lose their initial values.",
 )
-def _move_expert_adapter_unless_to_meta(original: Any, self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+def _move_expert_adapter_unless_to_meta(
+    original: Original, self: "ParamWrapper", adapter_name: str, *args: Any, **kwargs: Any
+) -> None:
     parameter = self.get_param()
     if not parameter.is_meta:
         original(self, adapter_name, *args, **kwargs)
@@ -50,7 +60,15 @@ def _move_expert_adapter_unless_to_meta(original: Any, self: Any, adapter_name: 
     changes="DoRA's magnitudes stay on meta until the base weights are loaded.",
     reason="DoRA's magnitudes are norms of base weights, which are not loaded yet.",
 )
-def _defer_magnitude(original: Any, self: Any, *, base_layer: Any, lora_A: Any, lora_B: Any, **rest: Any) -> None:
+def _defer_magnitude(
+    original: Original,
+    self: "DoraLinearLayer",
+    *,
+    base_layer: torch.nn.Module,
+    lora_A: torch.Tensor,
+    lora_B: torch.Tensor,
+    **rest: Any,
+) -> None:
     if not base_layer.weight.is_meta:
         original(self, base_layer=base_layer, lora_A=lora_A, lora_B=lora_B, **rest)
         return
@@ -68,7 +86,7 @@ def _defer_magnitude(original: Any, self: Any, *, base_layer: Any, lora_A: Any, 
 DEFERRED_INIT = "_deferred_init"
 
 
-def _defer_init(original: Any, self: Any, adapter_name: str, *args: Any) -> None:
+def _defer_init(original: Original, self: "LoraLayer", adapter_name: str, *args: Any) -> None:
     base = self.get_base_layer()
     if not base.weight.is_meta:
         original(self, adapter_name, *args)
@@ -101,8 +119,8 @@ LINEAR_LAYERS = "lora_target_modules: [q_proj, k_proj, v_proj, o_proj]"
     "would fail in the first step, or with a message that does not name the setting.",
 )
 def _inject_unless_weights_are_needed(
-    original: Any, self: Any, model: torch.nn.Module, adapter_name: str, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original, self: "BaseTuner", model: torch.nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+) -> object:
     init = getattr(self.peft_config[adapter_name], "init_lora_weights", True)
     is_supported = init in (True, False, "gaussian", "orthogonal", "pissa") or str(init).lower() == "olora"
     is_loading = any(p.is_meta for p in model.parameters())
@@ -129,7 +147,12 @@ def _inject_unless_weights_are_needed(
 
 
 def _replace_and_keep_adapters(
-    original: Any, self: Any, parent: Any, child_name: str, new_module: torch.nn.Module, child: Any
+    original: Original,
+    self: "BaseTuner",
+    parent: torch.nn.Module,
+    child_name: str,
+    new_module: torch.nn.Module,
+    child: torch.nn.Module,
 ) -> None:
     real = {
         (module, leaf): parameter

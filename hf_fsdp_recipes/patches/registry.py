@@ -9,7 +9,7 @@ import functools
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -17,10 +17,11 @@ from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from hf_fsdp_recipes.errors import PatchError
 
+Original: TypeAlias = Callable[..., Any]  # the upstream function that a patch replaces
 Feature = Literal["cpu ranks", "size wrap", "loading", "checkpointing", "reduction dtype"]
 # Modules of this package that declare patches when imported.
 MODULES = ("accelerate", "fsdp1", "peft", "torch", "transformers", "trl")
@@ -46,9 +47,9 @@ class Patch:
     upstream: str  # an issue or pull request, or the title of an issue to file
     depends_on: tuple[str, ...] = ()  # other packages whose versions matter
     is_copied: bool = False  # whether other modules import the function by name; their copies are then replaced too
-    replacement: Callable[..., Any] = field(init=False)
+    replacement: Original = field(init=False)
 
-    def __call__(self, replacement: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, replacement: Original) -> Original:
         """Declare the decorated function as the replacement, and return it unchanged."""
         self.replacement = replacement
         _declared.append(self)
@@ -69,18 +70,19 @@ class Patch:
         """The versions the patch was tested with."""
         return versions_of(self.package, *self.depends_on)
 
-    def find(self) -> tuple[Any, str, Callable[..., Any]]:
+    def find(self) -> tuple[type | ModuleType, str, Original]:
         """Return the upstream function's module or class, its name, and the function.
 
         Raises a PatchError if the function is gone or its parameters differ.
         """
         path, _, name = self.target.rpartition(".")
         expected = self.signature.partition("(")[2].rstrip(")").split(", ")
-        owner = found = None
+        owner: type | ModuleType | None = None
+        found = None
         with contextlib.suppress(ImportError, AttributeError):
             owner = pkgutil.resolve_name(path)
             found = getattr(owner, name)
-        if found is None or list(inspect.signature(found).parameters)[: len(expected)] != expected:
+        if owner is None or found is None or list(inspect.signature(found).parameters)[: len(expected)] != expected:
             raise PatchError(
                 f"{self.package} {version(self.package)} has no {self.signature}, which hf-fsdp-recipes patches for "
                 f"{self.feature}. Install {self.tested_with}, the versions that it was tested with."
@@ -135,7 +137,9 @@ class _PatchOnImport(MetaPathFinder):
     feature: Feature
     is_searching: bool = field(default=False, compare=False)
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Return the package's spec from the other finders, with a loader that also patches."""
         if fullname != self.package or self.is_searching:
             return None
@@ -157,7 +161,7 @@ class _PatchOnImport(MetaPathFinder):
         return spec
 
 
-def _wrap(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap(replacement: Original, original: Original) -> Original:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)

@@ -16,19 +16,26 @@ import atexit
 import contextlib
 import functools
 import gc
+import io
 import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_recipes.errors import CheckpointError, PatchError
-from hf_fsdp_recipes.patches.registry import Patch, versions_of
+from hf_fsdp_recipes.patches.registry import Original, Patch, versions_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, LoadPlanner
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import ReadItem
 
 WORKER_NAME = "pt_gloo_runloop"
 PAUSE_SECONDS = 0.02  # longer than the interpreter's 5 ms switch interval
@@ -99,7 +106,7 @@ def deferred_save_errors() -> Iterator[None]:
         raise failures[0]
 
 
-def set_local_tensor(dtensor: Any, local: torch.Tensor) -> Any:
+def set_local_tensor(dtensor: DTensor, local: torch.Tensor) -> DTensor:
     """Replace a DTensor's local tensor with one of the same shape and dtype, and return the DTensor.
 
     Unlike with `DTensor.from_local`, the local tensor and the mesh may be on different devices.
@@ -125,7 +132,7 @@ if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):  # torch 2.15 no longer 
         "head's weight without calling the head. With gradient accumulation, the first step would fail.",
         upstream="to file: accumulating gradients with a reduce_dtype fails for a unit whose forward never ran",
     )
-    def _convert_if_gathered(original: Any, self: Any) -> None:
+    def _convert_if_gathered(original: Original, self: FSDPParam) -> None:
         if hasattr(self, "_unsharded_param"):
             original(self)
 
@@ -153,7 +160,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         super().__init__(stream)
         self._attributes: dict[type, dict[str, Any]] = {}
 
-    def load(self) -> Any:
+    def load(self) -> object:
         try:
             return super().load()
         finally:
@@ -166,7 +173,7 @@ class _MetadataUnpickler(pickle.Unpickler):
                             setattr(each, name, before[name])
                     raise pickle.UnpicklingError(f"it alters the class {each.__name__}")
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if name not in _ALLOWED.get(module, "").split():
@@ -178,7 +185,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return found
 
 
-def load_metadata(stream: IO[bytes]) -> Any:
+def load_metadata(stream: IO[bytes]) -> "Metadata":
     """Return the DCP `Metadata` in a `.metadata` file without running code from it; raise a CheckpointError if it is invalid."""
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -210,7 +217,7 @@ def load_metadata(stream: IO[bytes]) -> Any:
     reason="torch unpickles the file, so resuming could run any code in the checkpoint.",
     upstream="to file: `FileSystemReader.read_metadata` unpickles without restrictions",
 )
-def _read_metadata_safely(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _read_metadata_safely(original: Original, self: "FileSystemReader", *args: Any, **kwargs: Any) -> "Metadata":
     from torch.distributed.checkpoint.metadata import StorageMeta
 
     with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
@@ -227,7 +234,9 @@ def _read_metadata_safely(original: Any, self: Any, *args: Any, **kwargs: Any) -
     reason="torch loads these values with `weights_only=False`, so resuming could run any code in the checkpoint.",
     upstream="to file: `DefaultLoadPlanner.load_bytes` loads with weights_only=False",
 )
-def _load_bytes_safely(original: Any, self: Any, read_item: Any, value: Any) -> None:
+def _load_bytes_safely(
+    original: Original, self: "DefaultLoadPlanner", read_item: "ReadItem", value: io.BytesIO
+) -> None:
     try:
         torch.load(value, weights_only=True)
     except Exception as error:
@@ -258,7 +267,9 @@ def register_read_hook(hook: Callable[[Path, Chunks], None]) -> None:
     reason="Which bytes a rank reads is known only after DCP has compared the model's shards with those in the checkpoint.",
     upstream="to file: a hook in `FileSystemReader` that is called with the plan before files are opened",
 )
-def _download_then_read(original: Any, self: Any, plan: Any, planner: Any) -> Any:
+def _download_then_read(
+    original: Original, self: "FileSystemReader", plan: "LoadPlan", planner: "LoadPlanner"
+) -> "torch.futures.Future[None]":
     if _before_read is not None:
         stored = [self.storage_data[item.storage_index] for item in plan.items]
         _before_read(Path(self.path), {(info.relative_path, info.offset, info.length) for info in stored})

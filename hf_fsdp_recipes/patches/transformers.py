@@ -3,13 +3,21 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_recipes.errors import CheckpointError, RecipeError
-from hf_fsdp_recipes.patches.registry import Patch
+from hf_fsdp_recipes.patches.registry import Original, Patch
+
+if TYPE_CHECKING:
+    import torch
+    from optuna import Trial
+    from torch.nn.modules.module import _IncompatibleKeys
+    from torch.utils.data import DataLoader
+    from transformers import Trainer
+    from transformers.trainer_utils import EvalLoopOutput
 
 _patch = functools.partial(Patch, feature="checkpointing")
-ResumeCheck = Callable[[Any, Path, bool], None]
+ResumeCheck = Callable[["Trainer", Path, bool], None]
 _check: ResumeCheck | None = None
 
 
@@ -33,8 +41,12 @@ def register_resume_check(check: ResumeCheck) -> None:
     upstream="to file: resuming a sharded checkpoint of another model is not refused",
 )
 def _check_then_prepare(
-    original: Any, self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
-) -> Any:
+    original: Original,
+    self: "Trainer",
+    max_steps: int,
+    train_dataloader: "DataLoader",
+    resume_from_checkpoint: str | None,
+) -> object:
     from torch.distributed.checkpoint import CheckpointException
 
     _refuse_presharded(self, self.is_fsdp_enabled or self.args.load_best_model_at_end)
@@ -65,14 +77,16 @@ def _check_then_prepare(
     reason="Trainer loads whatever matches by name, and the optimizer's state and the dtypes are known only after sharding.",
     upstream="to file: resuming a sharded checkpoint of another optimizer is not refused",
 )
-def _check_then_load(original: Any, self: Any, resume_from_checkpoint: Any, model: Any = None) -> Any:
+def _check_then_load(
+    original: Original, self: "Trainer", resume_from_checkpoint: str, model: "torch.nn.Module | None" = None
+) -> None:
     _refuse_presharded(self)
     if _check is not None:
         _check(self, Path(resume_from_checkpoint), self.is_fsdp_enabled)
     return original(self, resume_from_checkpoint, model)
 
 
-def _refuse_presharded(trainer: Any, is_needed: bool = True) -> None:
+def _refuse_presharded(trainer: "Trainer", is_needed: bool = True) -> None:
     """Raise a CheckpointError if transformers has already sharded the model on load.
 
     Trainer can neither shard such a model again nor load a checkpoint into it. `is_needed` is whether this run does either.
@@ -92,7 +106,7 @@ def _refuse_presharded(trainer: Any, is_needed: bool = True) -> None:
     reason="Without FSDP, Trainer loads whatever matches by name and only logs a warning.",
     upstream="to file: resuming from a checkpoint of another model is only a warning",
 )
-def _refuse_other_model(original: Any, self: Any, load_result: Any) -> None:
+def _refuse_other_model(original: Original, self: "Trainer", load_result: "_IncompatibleKeys") -> None:
     missing = set(load_result.missing_keys) - set(getattr(self.model, "_keys_to_ignore_on_save", None) or ())
     if missing:
         state = self.model.state_dict()
@@ -116,7 +130,7 @@ def _refuse_other_model(original: Any, self: Any, load_result: Any) -> None:
     "would train one step more.",
     upstream="to file: should_training_stop set in on_train_begin is ignored until after the first step",
 )
-def _skip_epoch_if_stopped(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def _skip_epoch_if_stopped(original: Original, self: "Trainer", *args: Any, **kwargs: Any) -> None:
     if not self.control.should_training_stop:
         original(self, *args, **kwargs)
 
@@ -127,7 +141,9 @@ def _skip_epoch_if_stopped(original: Any, self: Any, *args: Any, **kwargs: Any) 
     reason="With SHARDED_STATE_DICT, Trainer silently writes nothing.",
     upstream="to file: Trainer.save_model silently saves nothing with SHARDED_STATE_DICT",
 )
-def _save_sharded(original: Any, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+def _save_sharded(
+    original: Original, self: "Trainer", output_dir: str | None = None, _internal_call: bool = False
+) -> None:
     for callback in self.callback_handler.callbacks:
         if hasattr(callback, "save_sharded_model") and not _internal_call:
             callback.save_sharded_model(self, output_dir or self.args.output_dir)
@@ -140,7 +156,9 @@ def _save_sharded(original: Any, self: Any, output_dir: str | None = None, _inte
     reason="On a full disk, Trainer ends the run with a traceback and leaves an unusable checkpoint.",
     upstream="to file: a failed save ends the run and leaves an incomplete checkpoint directory",
 )
-def _pass_on_failed_save(original: Any, self: Any, model: Any, trial: Any) -> None:
+def _pass_on_failed_save(
+    original: Original, self: "Trainer", model: "torch.nn.Module", trial: "Trial | dict[str, Any] | None"
+) -> None:
     handlers = [one for one in self.callback_handler.callbacks if getattr(one, "handles_failed_saves", False)]
     if not handlers:
         return original(self, model, trial)
@@ -168,7 +186,7 @@ def _pass_on_failed_save(original: Any, self: Any, model: Any, trial: Any) -> No
     reason="Accelerate shards FSDP2 models only together with an optimizer, and its error does not say what to do.",
     upstream="to file: evaluate() before train() fails under FSDP2",
 )
-def _evaluate_sharded(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _evaluate_sharded(original: Original, self: "Trainer", *args: Any, **kwargs: Any) -> "EvalLoopOutput":
     if getattr(self.accelerator, "is_fsdp2", False) and not self.accelerator._models:
         raise RecipeError(
             "evaluate() was called before train(), which shards the model under FSDP2. Call train() first, or set "

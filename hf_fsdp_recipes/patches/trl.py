@@ -1,14 +1,20 @@
 """Patches for TRL: `load_model` loads its reference models, so that no rank holds a full one."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_fsdp_recipes.patches.accelerate import find_meta_model_loader
-from hf_fsdp_recipes.patches.registry import Patch
+from hf_fsdp_recipes.patches.registry import Original, Patch
 
-load_hooks: list[Callable[..., Any]] = []  # load_model adds itself, because patches cannot import the loading package
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+load_hooks: list[
+    Callable[..., torch.nn.Module]
+] = []  # load_model adds itself, because patches cannot import the loading package
 
 
 @Patch(
@@ -19,7 +25,7 @@ load_hooks: list[Callable[..., Any]] = []  # load_model adds itself, because pat
     upstream="to file: `prepare_fsdp` ignores the wrap policy under FSDP2",
     is_copied=True,
 )
-def _shard_reference(original: Any, model: torch.nn.Module, accelerator: Any) -> torch.nn.Module:
+def _shard_reference(original: Original, model: torch.nn.Module, accelerator: "Accelerator") -> torch.nn.Module:
     loader = find_meta_model_loader(model)
     return original(model, accelerator) if loader is None else loader.prepare_frozen(accelerator, model)
 
@@ -32,7 +38,9 @@ def _shard_reference(original: Any, model: torch.nn.Module, accelerator: Any) ->
     upstream="to file: under FSDP, DPOTrainer loads the full reference model on every rank",
     is_copied=True,
 )
-def _load_by_shards(original: Any, model_id: str, architecture: Any = None, **kwargs: Any) -> torch.nn.Module:
+def _load_by_shards(
+    original: Original, model_id: str, architecture: "_BaseAutoModelClass | None" = None, **kwargs: Any
+) -> torch.nn.Module:
     kwargs.pop("device_map", None)
     return load_hooks[-1](model_id, auto_class=architecture, **({"dtype": "float32"} | kwargs))
 
@@ -45,6 +53,6 @@ def _load_by_shards(original: Any, model_id: str, architecture: Any = None, **kw
     upstream="to file: `precompute_ref_log_probs` hashes the full reference model on every rank",
     is_copied=True,
 )
-def _hash_files(original: Any, module: torch.nn.Module) -> str:
+def _hash_files(original: Original, module: torch.nn.Module) -> str:
     loader = find_meta_model_loader(module)
     return original(module) if loader is None else loader.fingerprint(module)
