@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LOADER_ATTRIBUTE = "_meta_model_loader"
 
 
-class MetaModelLoader(Protocol):
+class AttachedLoader(Protocol):
     """What `load_model` attaches to a model on meta."""
 
     def shard_fsdp2(self, accelerator: "Accelerator", model: torch.nn.Module, shard: Original) -> torch.nn.Module:
@@ -39,7 +39,7 @@ class MetaModelLoader(Protocol):
         """Return a string that identifies the checkpoint."""
 
 
-def find_meta_model_loader(model: torch.nn.Module) -> MetaModelLoader | None:
+def find_meta_model_loader(model: torch.nn.Module) -> AttachedLoader | None:
     """Return the loader that `load_model` attached to a model on meta, even if the model is wrapped; None if there is none."""
     found = (module.__dict__.get(LOADER_ATTRIBUTE) for module in model.modules())
     return next((loader for loader in found if loader is not None), None)
