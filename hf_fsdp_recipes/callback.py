@@ -38,6 +38,7 @@ from hf_fsdp_recipes.patches import cpu_ranks, registry
 from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
 if TYPE_CHECKING:
+    from accelerate import FullyShardedDataParallelPlugin
     from transformers import Trainer
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._schedule: SaveSchedule | None = None  # set under FSDP only, like the writer
         self._writer: Writer | None = None
         self._lock: SoftFileLease | None = None
-        self._plugin: Any = None  # Accelerate's FSDP plugin, or None
+        self._plugin: FullyShardedDataParallelPlugin | None = None  # Accelerate's FSDP plugin, or None
         self._is_unsharded = False  # whether Trainer itself saves: in one process or under DDP
         self._is_completing = False  # whether to add manifests to the checkpoints that Trainer writes without FSDP
         self._has_saved = False  # whether Trainer has saved a checkpoint that has no manifest yet
@@ -109,7 +110,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._callbacks: list[object] = []  # the trainer's callbacks and its control
         self._resumed: Path | None = None  # the checkpoint that this run resumes from
         self._save_total_limit: int | None = None
-        self._random_state: dict[str, Any] = {}
+        self._random_state: dict[str, object] = {}
         self._model_assets: dict[str, bytes] = {}
 
     # Trainer's events, in the order of a run.
@@ -373,7 +374,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         except (CheckpointError, UnexpectedError) as error:
             self._record_failure(state, error)
 
-    def _complete(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
+    def _complete(self, args: TrainingArguments, state: TrainerState, model: torch.nn.Module) -> None:
         """Complete the checkpoint that Trainer has just written, push it and delete old ones. Rank 0 only."""
         self._has_saved = False
         try:

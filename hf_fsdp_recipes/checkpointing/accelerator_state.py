@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing import layout
@@ -61,7 +61,7 @@ def save_checkpoint(
     return final
 
 
-def _write(accelerator: "Accelerator", incomplete: Path, final: Path) -> dict[str, dict[str, Any]]:
+def _write(accelerator: "Accelerator", incomplete: Path, final: Path) -> dict[str, layout.ManifestEntry]:
     """Write and flush the checkpoint's files. Return the manifest entries of all ranks' files. Collective."""
     from torch.distributed.checkpoint import CheckpointException
 

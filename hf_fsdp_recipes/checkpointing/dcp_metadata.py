@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -50,7 +50,7 @@ def stored_tensors(metadata: "Metadata", prefix: str) -> dict[str, TensorFacts]:
     }
 
 
-def describe_tensors(state: Mapping[str, Any]) -> dict[str, TensorFacts]:
+def describe_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
     """Return {name: global shape and dtype} of a state dict's tensors, sharded or not."""
     return {name: TensorFacts(tuple(v.size()), v.dtype) for name, v in state.items() if hasattr(v, "dtype")}
 

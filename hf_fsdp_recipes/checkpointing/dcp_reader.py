@@ -12,11 +12,11 @@ import logging
 import math
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -27,6 +27,11 @@ from hf_fsdp_recipes.checkpointing.dcp_metadata import read_dcp_metadata
 from hf_fsdp_recipes.checkpointing.direct_io import CHECKSUM_BLOCK_BYTES
 from hf_fsdp_recipes.checkpointing.layout import METADATA_FILE, MODEL_DIRECTORY
 from hf_fsdp_recipes.errors import UNREADABLE, CheckpointError, ExportError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +159,7 @@ class _Window(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: "WriteableBuffer") -> int:
         count = os.preadv(
             self._stream.fileno(), [memoryview(buffer)[: max(0, self._length - self._at)]], self._start + self._at
         )
@@ -265,9 +270,9 @@ def _changed(file: Path) -> ExportError:
 def _chunk(
     directory: Path,
     name: str,
-    entry: Any,
-    chunk: Any,
-    storage: Any,
+    entry: "TensorStorageMetadata",
+    chunk: "ChunkStorageMetadata",
+    storage: "Mapping[tuple[str, tuple[int, ...]], _StorageInfo]",
     files: Callable[[str], StoredFile],
     plain: PlainPickles,
 ) -> Chunk:
@@ -314,7 +319,7 @@ def _data_start(file: StoredFile, name: str, offset: int, length: int, num_bytes
     return offset + data.header_offset + 30 + name_bytes + extra_bytes
 
 
-def _join(directory: Path, name: str, entry: Any, chunks: list[Chunk]) -> DcpTensor:
+def _join(directory: Path, name: str, entry: "TensorStorageMetadata", chunks: list[Chunk]) -> DcpTensor:
     """Join chunks into a tensor. If several chunks are replicas of the same range, use only one of them."""
     by_first = {chunk.first: chunk for chunk in chunks if chunk.count}
     ordered = tuple(by_first[first] for first in sorted(by_first))

@@ -9,12 +9,13 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from hf_fsdp_recipes.checkpointing.direct_io import ChecksummedStream
+from hf_fsdp_recipes.checkpointing.layout import ManifestEntry
 
 
 class DirectWriter(FileSystemWriter):
@@ -28,10 +29,10 @@ class DirectWriter(FileSystemWriter):
         notify: called with the number of bytes of each write.
     """
 
-    def __init__(self, directory: Path, notify: Callable[[int], Any] = lambda num_bytes: None) -> None:
+    def __init__(self, directory: Path, notify: Callable[[int], object] = lambda num_bytes: None) -> None:
         # By default, torch copies tensors ahead of their write, which synchronizes the stream that training uses.
         super().__init__(directory, sync_files=False, per_thread_copy_ahead=0)
-        self.manifest_entries: dict[str, dict[str, Any]] = {}
+        self.manifest_entries: dict[str, ManifestEntry] = {}
         self.fs = _DirectFileSystem(notify, self.manifest_entries)
 
 
@@ -60,12 +61,12 @@ def forget_plans() -> None:
 
 
 class _DirectFileSystem(FileSystem):
-    def __init__(self, notify: Callable[[int], Any], manifest_entries: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, notify: Callable[[int], object], manifest_entries: dict[str, ManifestEntry]) -> None:
         self._notify = notify
         self._manifest_entries = manifest_entries
 
     @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IO[bytes]]:
         if mode != "wb" or not str(path).endswith(".distcp"):
             with super().create_stream(path, mode) as stream:
                 yield stream

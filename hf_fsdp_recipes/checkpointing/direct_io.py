@@ -13,12 +13,14 @@ import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import xxhash
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+    from hf_fsdp_recipes.checkpointing.layout import ManifestEntry
 
 BLOCK_BYTES = max(4096, mmap.PAGESIZE)  # offset, length and memory address of a direct write must be multiples of this
 BUFFER_BYTES = 2 * 1024 * 1024
@@ -98,7 +100,7 @@ class ChecksummedStream(io.RawIOBase):
         notify: called with the number of bytes of each write.
     """
 
-    def __init__(self, file: Path, notify: Callable[[int], Any] = lambda num_bytes: None) -> None:
+    def __init__(self, file: Path, notify: Callable[[int], object] = lambda num_bytes: None) -> None:
         super().__init__()
         self._notify = notify
         file.touch()
@@ -140,7 +142,7 @@ class ChecksummedStream(io.RawIOBase):
             self._block_hash.reset()
         self._start, self._num_buffered = self.tell(), 0
 
-    def manifest_entry(self) -> dict[str, Any]:
+    def manifest_entry(self) -> "ManifestEntry":
         """Return the size and checksums of the closed file, in the manifest's format."""
         last = [self._block_hash.hexdigest()] if self.tell() % CHECKSUM_BLOCK_BYTES else []
         return {"bytes": self.tell(), "xxh3": self._hash.hexdigest(), "blocks": [*self._blocks, *last]}

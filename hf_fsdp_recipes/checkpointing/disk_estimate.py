@@ -5,7 +5,7 @@ Source: defaults of trl 1.16 `ModelConfig` (dtype float32) and transformers 5.23
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_fsdp_recipes.configs import validate
 from hf_fsdp_recipes.errors import TemplateError, summarize
@@ -40,7 +40,7 @@ class DiskEstimate:
         )
 
 
-def estimate(recipe: dict[str, Any]) -> DiskEstimate:
+def estimate(recipe: validate.Section) -> DiskEstimate:
     """Estimate the disk space of a run, with TRL's and Trainer's defaults for fields that the recipe omits.
 
     Raises a TemplateError if the model cannot be built from its config.
@@ -59,7 +59,7 @@ def estimate(recipe: dict[str, Any]) -> DiskEstimate:
     return DiskEstimate(trained_bytes * num_copies, export_bytes, num_checkpoints, is_lower_bound)
 
 
-def _count_adapter_parameters(model: "PreTrainedModel", recipe: dict[str, Any]) -> int:
+def _count_adapter_parameters(model: "PreTrainedModel", recipe: validate.Section) -> int:
     """Add the recipe's LoRA adapter to the meta model, by default on all linear layers, and count the adapter's parameters."""
     from peft import LoraConfig, get_peft_model
 
@@ -76,7 +76,7 @@ def _count_adapter_parameters(model: "PreTrainedModel", recipe: dict[str, Any]) 
     return sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
 
 
-def _count_checkpoints(recipe: dict[str, Any]) -> tuple[int, bool]:
+def _count_checkpoints(recipe: validate.Section) -> tuple[int, bool]:
     """Return (maximum number of checkpoints on disk, False), or (a lower bound, True) if the maximum is unknown."""
     limit, num_saves = recipe.get("save_total_limit"), _count_saves(recipe)
     if limit:
@@ -85,7 +85,7 @@ def _count_checkpoints(recipe: dict[str, Any]) -> tuple[int, bool]:
     return (num_saves, False) if num_saves else (2, True)
 
 
-def _count_saves(recipe: dict[str, Any]) -> int | None:
+def _count_saves(recipe: validate.Section) -> int | None:
     """Return how many checkpoints the run saves, or None if their number depends on the data."""
     strategy, save_steps = recipe.get("save_strategy", "steps"), float(recipe.get("save_steps", 500))
     max_steps = int(recipe.get("max_steps", -1))

@@ -115,7 +115,7 @@ class _Download:
     """
 
     storage: Storage
-    files: dict[str, Any]  # the manifest's entries
+    files: dict[str, layout.ManifestEntry]  # the manifest's entries
     directory: Path
     sharers: list[int]
     fetched: set[tuple[str, int]] = field(default_factory=set)  # (file, block number)

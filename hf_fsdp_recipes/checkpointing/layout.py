@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import xxhash
 
@@ -33,6 +33,14 @@ PARTS = {"model": MODEL_DIRECTORY, "optimizer": "optimizer_0"}  # directories of
 METADATA_FILE = ".metadata"  # torch DCP writes this file to each part's directory
 _NAME = re.compile(r"checkpoint-(\d+)")
 _INCOMPLETE = re.compile(r"\.checkpoint-(\d+)\.(incomplete|download)")
+
+
+class ManifestEntry(TypedDict):
+    """What a manifest says about one file."""
+
+    bytes: int
+    xxh3: str
+    blocks: NotRequired[list[str]]  # checksum of each block of a `.distcp` file
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,7 @@ def checksum(file: Path) -> str:
         return str(hashlib.file_digest(stream, xxhash.xxh3_64).hexdigest())
 
 
-def manifest_entries(directory: Path, files: Iterable[str]) -> dict[str, dict[str, Any]]:
+def manifest_entries(directory: Path, files: Iterable[str]) -> dict[str, ManifestEntry]:
     """Return {path: size and checksum} for the given files; paths are relative to `directory`."""
     return {
         name: {"bytes": (directory / name).stat().st_size, "xxh3": checksum(directory / name)} for name in sorted(files)
@@ -151,7 +159,7 @@ def remove_interrupted(output_dir: str | os.PathLike[str], kind: str = "incomple
             old.unlink() if old.is_symlink() else shutil.rmtree(old)
 
 
-def commit(incomplete: Path, final: Path, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+def commit(incomplete: Path, final: Path, files: Mapping[str, ManifestEntry], facts: Mapping[str, object]) -> None:
     """Write the manifest, make everything durable, and give the directory its final name. Rank 0 only."""
     present = set(files_in(incomplete))
     if present != set(files):
@@ -169,7 +177,7 @@ def commit(incomplete: Path, final: Path, files: Mapping[str, Mapping[str, Any]]
         ) from error
 
 
-def complete_in_place(directory: Path, facts: Mapping[str, Any]) -> None:
+def complete_in_place(directory: Path, facts: Mapping[str, object]) -> None:
     """Flush a checkpoint that Trainer has written, and add a manifest; raise a CheckpointError if the disk fails. Rank 0 only."""
     try:
         (directory / MANIFEST).unlink(missing_ok=True)
@@ -184,7 +192,7 @@ def complete_in_place(directory: Path, facts: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _write_manifest(directory: Path, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+def _write_manifest(directory: Path, files: Mapping[str, ManifestEntry], facts: Mapping[str, object]) -> None:
     manifest = {"format": MANIFEST_FORMAT, **facts, "files": {name: dict(files[name]) for name in sorted(files)}}
     part = directory / f"{MANIFEST}.part"
     part.write_text(json.dumps(manifest, indent=1))

@@ -60,7 +60,7 @@ def global_batch_size(args: "TrainingArguments") -> int:
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size()
 
 
-def manifest_facts(args: "TrainingArguments", state: "TrainerState", callbacks: Iterable[object]) -> dict[str, Any]:
+def manifest_facts(args: "TrainingArguments", state: "TrainerState", callbacks: Iterable[object]) -> dict[str, object]:
     """Return the manifest entries that describe the run."""
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     return {
@@ -92,11 +92,11 @@ def train_params(args: "TrainingArguments", model: torch.nn.Module | None = None
     }
 
 
-def _model_facts(model: torch.nn.Module) -> dict[str, Any]:
+def _model_facts(model: torch.nn.Module) -> dict[str, object]:
     """Return what an offline export needs: the name of the trained model and an adapter's PEFT config."""
     peft_model = find_peft_model(model)
     base = model if peft_model is None else peft_model.get_base_model()
-    facts: dict[str, Any] = {"model_name_or_path": getattr(getattr(base, "config", None), "name_or_path", None)}
+    facts: dict[str, object] = {"model_name_or_path": getattr(getattr(base, "config", None), "name_or_path", None)}
     if peft_model is not None:
         name = active_adapter(peft_model)
         config = peft_model.peft_config[name].to_dict() | {"auto_mapping": describe_class(base)}
@@ -108,13 +108,13 @@ def _model_facts(model: torch.nn.Module) -> dict[str, Any]:
     return facts
 
 
-def _checksum_base(base: Any) -> int | None:
+def _checksum_base(base: torch.nn.Module) -> int | None:
     config = getattr(base, "config", None)
     name = getattr(config, "name_or_path", None)
     return checksum_weights(name, getattr(config, "_commit_hash", None)) if name else None
 
 
-def _as_plain(value: Any) -> Any:
+def _as_plain(value: object) -> object:
     return sorted(value) if isinstance(value, set) else str(getattr(value, "value", value))
 
 

@@ -4,22 +4,22 @@ import functools
 import json
 import re
 import zlib
+from collections.abc import Sized
 from pathlib import Path
-from typing import Any
 
 _NUM_ROWS = 16
 _SAMPLE_BYTES = 64 * 1024
 _MEDIA = re.compile(r"\b(Image|Audio|Video|Pdf)\(")
 
 
-def describe_rows(rows: Any) -> dict[str, Any]:
+def describe_rows(rows: object) -> dict[str, int]:
     """Return a dataset's number of rows and a checksum of some rows, or an empty dict if the dataset has no length.
 
     Only a `datasets.Dataset` gets a checksum, because other datasets may return different values each time they are read.
     """
     from datasets import Dataset
 
-    if not hasattr(rows, "__len__"):
+    if not isinstance(rows, Sized):
         return {}
     facts = {"num_train_rows": len(rows)}
     if isinstance(rows, Dataset):

@@ -23,7 +23,7 @@ def collect(
     args: "TrainingArguments",
     state: "TrainerState",
     event: Mapping[str, Any],
-    random: dict[str, Any],
+    random: dict[str, object],
     rank_files: Mapping[str, str],
     assets: Mapping[str, bytes],
 ) -> dict[str, bytes]:
@@ -48,7 +48,7 @@ def collect(
 
 def export_callbacks(state: "TrainerState", callbacks: Iterable[object]) -> None:
     """Update the callbacks' states in Trainer's state, as Trainer does before it saves."""
-    states: dict[str, list[Any]] = {}
+    states: dict[str, list[dict[str, object]]] = {}
     for callback in callbacks:
         if isinstance(callback, ExportableState):
             states.setdefault(type(callback).__name__, []).append(copy.deepcopy(callback.state()))
@@ -60,7 +60,7 @@ def format_params(args: "TrainingArguments", model: torch.nn.Module) -> bytes:
     return yaml.safe_dump(resume.train_params(args, model), sort_keys=True).encode()
 
 
-def _dump(value: Any) -> bytes:
+def _dump(value: object) -> bytes:
     """Return the bytes that `torch.save` writes for a value."""
     buffer = io.BytesIO()
     torch.save(value, buffer)

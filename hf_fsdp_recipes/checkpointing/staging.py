@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 1024**3
 ALIGNMENT_BYTES = 512
 
-KeyPath = tuple[Any, ...]  # the keys that lead to a tensor in a nested state dict
+KeyPath = tuple[str | int, ...]  # the keys that lead to a tensor in a nested state dict
 
 
 class CopyStream:
@@ -37,7 +37,7 @@ class CopyStream:
     Create it on the training thread. If the state is in host memory, all methods do nothing.
     """
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, object]) -> None:
         devices = (tensor.device for _, tensor in local_tensors(state))
         self._device = next((device for device in devices if device.type != "cpu"), None)
         self._stream = None if self._device is None else torch.Stream(self._device)
@@ -104,7 +104,9 @@ class HostStaging:
             return self._copy_sharded_tensor(value, path, memory)
         return self._copy_tensor(value, path, memory) if isinstance(value, torch.Tensor) else value
 
-    def _copy_sharded_tensor(self, tensor: "ShardedTensor", path: KeyPath, memory: "dict[bool, _HostMemory]") -> Any:
+    def _copy_sharded_tensor(
+        self, tensor: "ShardedTensor", path: KeyPath, memory: "dict[bool, _HostMemory]"
+    ) -> "ShardedTensor":
         """Copy an FSDP1 tensor. Source: torch 2.13 `ShardedTensor.cpu`."""
         from torch.distributed._shard.sharded_tensor import Shard
         from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase

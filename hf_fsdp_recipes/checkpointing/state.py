@@ -52,7 +52,7 @@ def capture(
     return {"model": model_state, "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
 
 
-def local_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def local_tensors(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the local values of each tensor in a state: this rank's shard, or all of an unsharded tensor."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -66,12 +66,12 @@ def local_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
         yield name, value.to_local() if hasattr(value, "to_local") else value
 
 
-def random_state() -> dict[str, Any]:
+def random_state() -> dict[str, object]:
     """Return this rank's random state in the form that Trainer restores."""
     import numpy
     from accelerate import PartialState
 
-    states: dict[str, Any] = {
+    states: dict[str, object] = {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
         "cpu": torch.random.get_rng_state(),

@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,7 +29,7 @@ def is_supported(args: "TrainingArguments", state: "TrainerState") -> bool:
 
 
 def complete_checkpoint(
-    args: "TrainingArguments", state: "TrainerState", model: torch.nn.Module, facts: Mapping[str, Any]
+    args: "TrainingArguments", state: "TrainerState", model: torch.nn.Module, facts: Mapping[str, object]
 ) -> Path | None:
     """Add `train_params.yaml` and a manifest to the checkpoint that Trainer has just written.
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ from hf_fsdp_recipes.metrics import progress
 
 logger = logging.getLogger(__name__)
 
-State = Mapping[str, Any]
+State = Mapping[str, object]
 # A state, and an event that is reached when its copy to host memory is done. Without an event, it can be written immediately.
 StagedState = tuple[State, torch.Event | None]
 
@@ -45,7 +44,7 @@ class Snapshot:
     step: int
     state: Mapping[str, State]  # {"model": ..., "optimizer": ...}, sharded tensors
     small_files: Mapping[str, bytes]  # {name: content} of this rank's other files
-    facts: Mapping[str, Any]  # additional manifest entries, used on rank 0
+    facts: Mapping[str, object]  # additional manifest entries, used on rank 0
 
 
 class Writer:
@@ -224,7 +223,7 @@ class Writer:
     def _write(self, snapshot: Snapshot, state_of: Callable[[str], State]) -> None:
         directory = layout.incomplete_directory_for(self.output_dir, snapshot.step)
         names = list(snapshot.small_files)
-        entries: dict[str, Any] = {}
+        entries: dict[str, layout.ManifestEntry] = {}
         with _sync_errors(self._group):
             _check_directory(directory)
         for part, folder in PARTS.items():
@@ -255,7 +254,7 @@ class Writer:
         except Exception as error:  # the checkpoint is complete, so the save has not failed
             logger.warning("%s is complete, but uploading it or deleting old checkpoints failed: %s", final, error)
 
-    def _write_state(self, state: State, part: str, directory: Path) -> dict[str, Any]:
+    def _write_state(self, state: State, part: str, directory: Path) -> dict[str, layout.ManifestEntry]:
         """Write the model or the optimizer; return the manifest entries of this rank's `.distcp` files.
 
         Makes the same calls as `dcp.save` (torch 2.13, `state_dict_saver.py`), but rank 0 does not send the metadata of all

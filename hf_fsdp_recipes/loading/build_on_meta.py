@@ -74,7 +74,9 @@ def check_has_layers(config: "PreTrainedConfig") -> None:
         raise LoadError(f"num_hidden_layers is {num_layers}, so there is nothing to train. Set it to at least 1.")
 
 
-def resolve_dtype(dtype: Any, config: "PreTrainedConfig", stored: dict[str, StoredTensor]) -> torch.dtype:
+def resolve_dtype(
+    dtype: str | torch.dtype | None, config: "PreTrainedConfig", stored: dict[str, StoredTensor]
+) -> torch.dtype:
     """Return the parameters' dtype as `from_pretrained` would choose it; raise a LoadError if `dtype` is not a dtype."""
     if isinstance(dtype, str) and dtype != "auto":
         found = getattr(torch, dtype, None)

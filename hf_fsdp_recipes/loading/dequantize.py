@@ -10,7 +10,7 @@ Source: transformers 5.18 to 5.23, `integrations/finegrained_fp8.py` (`Fp8Dequan
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +19,7 @@ from hf_fsdp_recipes.loading.safetensors_index import SafetensorsIndex, StoredTe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
 METHODS = ("fp8", "mxfp4")
 GROUP = 32  # number of MXFP4 values that share a scale; such a group takes 16 bytes
@@ -101,7 +102,9 @@ def _is_float8(tensor: StoredTensor) -> bool:
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
 
 
-def take_quantization(config: "PreTrainedConfig", name_or_path: str, is_quantizing: bool = False) -> Any:
+def take_quantization(
+    config: "PreTrainedConfig", name_or_path: str, is_quantizing: bool = False
+) -> "QuantizationConfigMixin | None":
     """Remove the quantization config from a model's config; return the config that dequantizes the checkpoint, or None.
 
     Returns None if the checkpoint is not quantized. Any rank may call this.
@@ -127,7 +130,7 @@ def take_quantization(config: "PreTrainedConfig", name_or_path: str, is_quantizi
     return quantization
 
 
-def find_quantization(config: "PreTrainedConfig") -> tuple[str | None, Any]:
+def find_quantization(config: "PreTrainedConfig") -> tuple[str | None, "QuantizationConfigMixin | None"]:
     """Return a checkpoint's quantization method, and the transformers config that dequantizes the checkpoint.
 
     Both are None if the checkpoint is not quantized. If the method is not supported, only the config is None.
@@ -145,7 +148,9 @@ def find_quantization(config: "PreTrainedConfig") -> tuple[str | None, Any]:
     return method, AutoQuantizationConfig.from_dict(quantization | {"dequantize": True})
 
 
-def dequantizing_arguments(config: "PreTrainedConfig", part: "PreTrainedConfig") -> dict[str, Any]:
+def dequantizing_arguments(
+    config: "PreTrainedConfig", part: "PreTrainedConfig"
+) -> "dict[str, QuantizationConfigMixin]":
     """Return the arguments that make `from_pretrained` dequantize FP8 and MXFP4 on every device; {} for other checkpoints.
 
     `part` is the config to load: `config` itself or its text part. This function sets `part`'s quantization config.
@@ -158,7 +163,7 @@ def dequantizing_arguments(config: "PreTrainedConfig", part: "PreTrainedConfig")
 
 
 def describe_dequantized(
-    stored: Mapping[str, StoredTensor], quantization: Any, dtype: torch.dtype
+    stored: Mapping[str, StoredTensor], quantization: "QuantizationConfigMixin | None", dtype: torch.dtype
 ) -> dict[str, StoredTensor]:
     """Describe a checkpoint's tensors as if it were not quantized: each quantized weight and its scales become one entry.
 

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,7 +76,7 @@ class WeightStream:
         self,
         targets: Sequence[ShardTarget],
         index: SafetensorsIndex | None = None,
-        advance: Callable[[int], Any] = lambda num_bytes: None,
+        advance: Callable[[int], object] = lambda num_bytes: None,
     ) -> None:
         """Fill every rank's shards of the targets from `index`, or from the stream's own index if `index` is None.
 
@@ -115,7 +114,7 @@ class WeightStream:
 
     @torch.no_grad()
     def _send(
-        self, spans: Sequence[Span], use: Use, index: SafetensorsIndex | None, advance: Callable[[int], Any]
+        self, spans: Sequence[Span], use: Use, index: SafetensorsIndex | None, advance: Callable[[int], object]
     ) -> None:
         if not spans:
             return
@@ -160,14 +159,14 @@ class WeightStream:
         use: Use,
         upload: Upload,
         index: SafetensorsIndex,
-        advance: Callable[[int], Any],
+        advance: Callable[[int], object],
     ) -> None:
         prefetcher = Prefetcher(
             index, (part for t, *elements in spans for part in byte_ranges(index, t.ranges, *elements))
         )
         with ThreadPoolExecutor(count_readers(1)) as pool:
 
-            def read(bucket: _Bucket, slot: torch.Tensor) -> list[Callable[[], Any]]:
+            def read(bucket: _Bucket, slot: torch.Tensor) -> list[Callable[[], object]]:
                 return [pool.submit(self._read, pieces, slot, index).result for pieces in _split(bucket)]
 
             def note(bucket: _Bucket) -> None:
@@ -189,7 +188,7 @@ class WeightStream:
             if self._error is not None:
                 buffer.zero_()
 
-    def _receive(self, bucket: _Bucket, slot: torch.Tensor) -> list[Callable[[], Any]]:
+    def _receive(self, bucket: _Bucket, slot: torch.Tensor) -> list[Callable[[], object]]:
         first_ranks = self._node.first_ranks
         before = first_ranks[first_ranks.index(distributed.rank()) - 1]
         return [self._transfer(dist.irecv, slot[: _end(bucket)], before).wait]
@@ -199,7 +198,7 @@ class WeightStream:
         buckets: Iterable[tuple[int, _Bucket]],
         use: Use,
         upload: Upload,
-        fetch: Callable[[_Bucket, torch.Tensor], list[Callable[[], Any]]],
+        fetch: Callable[[_Bucket, torch.Tensor], list[Callable[[], object]]],
         note: Callable[[_Bucket], None] = lambda bucket: None,
     ) -> None:
         """Pass buckets on to the next node and to this node's ranks, and fetch NUM_SLOTS - 1 buckets ahead.
@@ -208,10 +207,10 @@ class WeightStream:
         each bucket after this rank has used its elements.
         """
         after = self._node.first_ranks[self._node.first_ranks.index(distributed.rank()) + 1 :][:1]
-        fetching: deque[tuple[int, _Bucket, list[Callable[[], Any]]]] = deque()
+        fetching: deque[tuple[int, _Bucket, list[Callable[[], object]]]] = deque()
         in_use: deque[list[dist.Work]] = deque()  # sends and receives of buckets that other ranks may still need
 
-        def pass_on(number: int, bucket: _Bucket, arrivals: list[Callable[[], Any]]) -> None:
+        def pass_on(number: int, bucket: _Bucket, arrivals: list[Callable[[], object]]) -> None:
             for wait in arrivals:
                 wait()
             slot = self._slot(number)

@@ -5,8 +5,6 @@
 Source: peft 0.21 `lora/dora.py` (`DoraLinearLayer.update_layer`, `get_weight_norm`).
 """
 
-from typing import Any
-
 import torch
 
 
@@ -29,5 +27,5 @@ def fill_magnitudes(model: torch.nn.Module) -> None:
             _local(layer.lora_magnitude_vector[adapter].weight).copy_(torch.linalg.norm(adapted, dim=1))
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,9 +19,15 @@ from hf_fsdp_recipes.loading.distribute import WeightStream
 from hf_fsdp_recipes.loading.read_ranges import PROGRESS_TITLE
 from hf_fsdp_recipes.metrics import progress
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 
 def prepare(
-    accelerator: Any, model: torch.nn.Module, source: CheckpointSource, prepare_model: Callable[[], torch.nn.Module]
+    accelerator: "Accelerator",
+    model: torch.nn.Module,
+    source: CheckpointSource,
+    prepare_model: Callable[[], torch.nn.Module],
 ) -> torch.nn.Module:
     """Run Accelerate's `prepare_model` while filling FSDP1's units from the checkpoint. Collective: every rank must call this."""
     plugin = accelerator.state.fsdp_plugin

@@ -18,7 +18,7 @@ from hf_fsdp_recipes.errors import LoadError, summarize
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import KernelConfig, PreTrainedConfig, PreTrainedModel
 
 ARGUMENTS = ("use_kernels", "kernel_config", "allow_all_kernels")  # of `from_pretrained`
 
@@ -28,7 +28,7 @@ class HubKernels:
     """Which kernels from the Hub to use in a model."""
 
     is_used: bool = False
-    config: Any = None  # a KernelConfig; None for the kernels that transformers chooses
+    config: "KernelConfig | None" = None  # None for the kernels that transformers chooses
     allows_all: bool = False  # whether to also use kernels of publishers that the kernels package does not trust
 
     @contextlib.contextmanager

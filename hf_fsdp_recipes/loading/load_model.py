@@ -41,7 +41,16 @@ from hf_fsdp_recipes.patches import cpu_ranks, registry, trl
 from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    Description = tuple[
+        PreTrainedConfig | None,
+        QuantizationConfigMixin | None,
+        GenerationConfig | None,
+        dict[str, StoredTensor],
+        torch.Tensor,
+    ]
 
 
 _WHERE_FSDP_PLACES = "Remove it; FSDP places the weights. The template's fsdp_offload_params keeps them on the CPU."
@@ -121,7 +130,7 @@ def initialize_model(
     config_name: str,
     *,
     overrides: str | None = None,
-    dtype: Any = "float32",
+    dtype: str | torch.dtype = "float32",
     auto_class: model_class.AutoClass = None,
     attn_implementation: str | None = None,
     experts_implementation: str | None = None,
@@ -162,7 +171,7 @@ def initialize_model(
     return model
 
 
-def _check_experts(implementation: Any) -> None:
+def _check_experts(implementation: str | dict[str, str] | None) -> None:
     """Raise a LoadError if transformers lacks an experts_implementation (one name, or a dict with a name per model part)."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -275,7 +284,7 @@ def _load_on_meta(
     index: SafetensorsIndex | None = None
     check_together(Path(name_or_path, kwargs.get("subfolder") or ""), is_read_by_all=source != "rank0")
 
-    def describe() -> tuple[Any, Any, Any, dict[str, StoredTensor], torch.Tensor]:
+    def describe() -> "Description":
         nonlocal index
         directory = resolve_directory(name_or_path, kwargs)
         refuse_adapter(name_or_path, directory)
@@ -344,7 +353,7 @@ def _read_custom_config(
 
 def _read_config(
     name_or_path: str, directory: Path, kwargs: dict[str, Any], is_quantizing: bool = False
-) -> tuple["PreTrainedConfig", Any]:
+) -> "tuple[PreTrainedConfig, QuantizationConfigMixin | None]":
     """Return a model's config, and the config with which its checkpoint is dequantized, or None if that is not quantized."""
     from transformers import AutoConfig, PreTrainedConfig
 

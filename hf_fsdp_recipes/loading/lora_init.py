@@ -7,7 +7,7 @@ Source: peft 0.21 `lora/layer.py` (`LoraLayer.pissa_init`, `olora_init`).
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.shard_layout import find_shard
 from hf_fsdp_recipes.patches.peft import DEFERRED_INIT
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 
 def has_deferred_adapters(model: torch.nn.Module) -> bool:
@@ -61,7 +64,7 @@ def compute_adapters(model: torch.nn.Module, device: torch.device) -> None:
             _local(weight).copy_(_local(weight).to(delta) - delta)
 
 
-def _compute(layer: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute(layer: "LoraLayer", weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the matrices A and B that PEFT computes from a layer's full weight. PEFT gets plain tensors instead of shards."""
     adapter, compute = layer.__dict__[DEFERRED_INIT]
     base, a, b = (
@@ -92,11 +95,11 @@ def _empty(parameters: Sequence[torch.Tensor], device: torch.device) -> tuple[to
     return tuple(torch.empty(parameter.shape, device=device) for parameter in parameters)
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
 
 
-def _rows(tensor: Any) -> slice:
+def _rows(tensor: torch.Tensor) -> slice:
     """Return, as a slice, which rows of a matrix this rank holds."""
     found = find_shard(tensor) if hasattr(tensor, "device_mesh") else None
     first, count, _ = found or (0, tensor.numel(), False)

@@ -5,10 +5,11 @@ This module handles FSDP2; `fsdp1.py` materializes FSDP1's units.
 
 import hashlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_recipes import distributed, parameter_names
 from hf_fsdp_recipes.configs.launch import check_num_processes
@@ -28,7 +29,10 @@ from hf_fsdp_recipes.patches.accelerate import LOADER_ATTRIBUTE
 from hf_fsdp_recipes.peft_models import has_adapter
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from transformers import PreTrainedModel
+
+    from hf_fsdp_recipes.patches.registry import Original
 
 
 class MetaModelLoader:
@@ -50,9 +54,7 @@ class MetaModelLoader:
         setattr(self._model, LOADER_ATTRIBUTE, self)
         resize.track_resize(self._model, self.source)
 
-    def shard_fsdp2(
-        self, accelerator: Any, model: torch.nn.Module, shard: Callable[[Any, torch.nn.Module], torch.nn.Module]
-    ) -> torch.nn.Module:
+    def shard_fsdp2(self, accelerator: "Accelerator", model: torch.nn.Module, shard: Original) -> torch.nn.Module:
         """Let Accelerate shard the model, then fill the shards. Collective: every rank must call this."""
         from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -72,7 +74,7 @@ class MetaModelLoader:
         return model
 
     def prepare_fsdp1(
-        self, accelerator: Any, model: torch.nn.Module, prepare: Callable[[], torch.nn.Module]
+        self, accelerator: "Accelerator", model: torch.nn.Module, prepare: Callable[[], torch.nn.Module]
     ) -> torch.nn.Module:
         """Run Accelerate's `prepare_model` while filling FSDP1's units one by one. Collective: every rank must call this."""
         check_num_processes(accelerator.num_processes)
@@ -84,7 +86,7 @@ class MetaModelLoader:
         verify.check_buffers(model)
         return model
 
-    def prepare_frozen(self, accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
+    def prepare_frozen(self, accelerator: "Accelerator", model: torch.nn.Module) -> torch.nn.Module:
         """Shard and fill a model that is not trained, such as a reference model. Collective: every rank must call this."""
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -192,7 +194,8 @@ def _allocate(
     sharded: list[ShardTarget] = []
     replicated: list[ShardTarget] = []
     packed: list[bnb_4bit.Packed] = []
-    owners: dict[int, list[tuple[Any, str]]] = {}  # parameter's id -> the modules that hold it, and its name in each
+    # A parameter's id -> the modules that hold it, and its name in each.
+    owners: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
             owners.setdefault(id(parameter), []).append((module, leaf))
@@ -224,7 +227,7 @@ def _allocate(
     return sharded, replicated, packed
 
 
-def _shard_target(name: str, parameter: Any, source: CheckpointSource) -> ShardTarget:
+def _shard_target(name: str, parameter: DTensor, source: CheckpointSource) -> ShardTarget:
     found = find_shard(parameter)
     local = parameter.detach().to_local().view(-1)
     if found is None or found[1] != local.numel():

@@ -9,7 +9,7 @@ with a covariance scaled by 1e-9; this module adds none.
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,7 +32,7 @@ def track_resize(model: "PreTrainedModel", source: CheckpointSource) -> None:
     @functools.wraps(original)
     def resize(
         new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-    ) -> Any:
+    ) -> torch.nn.Module:
         std = getattr(model.config.get_text_config(decoder=True), "initializer_range", 0.02)
         source.new_rows = "mean" if mean_resizing else std
         return original(new_num_tokens, pad_to_multiple_of, mean_resizing=False)

@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +21,7 @@ from hf_fsdp_recipes.units import count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter
 
     from hf_fsdp_recipes.loading.safetensors_index import StoredTensor
 
@@ -89,7 +90,7 @@ class WeightMapping:
         target, pattern = self._rename(name, dict.fromkeys(names, True))
         return target == name and (pattern is None or _keeps_shapes(self._converter(pattern)))
 
-    def _converter(self, pattern: str) -> Any:
+    def _converter(self, pattern: str) -> "WeightConverter":
         return next(converter for converter in self._converters if pattern in converter.source_patterns)
 
     def _rename(self, stored: str, names: Mapping[str, bool]) -> tuple[str, str | None]:
@@ -240,7 +241,7 @@ def stored_ranges(model: "PreTrainedModel", name: str, shape: tuple[int, ...]) -
     return parts
 
 
-def _keeps_shapes(converter: Any) -> bool:
+def _keeps_shapes(converter: "WeightConverter") -> bool:
     """Return whether a conversion changes a tensor only if it does not have the parameter's shape yet."""
     return all(getattr(operation, "check_dims", False) for operation in converter.operations)
 
