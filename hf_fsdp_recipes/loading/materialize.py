@@ -26,13 +26,12 @@ from hf_fsdp_recipes.loading.read_ranges import PROGRESS_TITLE, read_direct
 from hf_fsdp_recipes.loading.shard_layout import ShardTarget, find_shard
 from hf_fsdp_recipes.metrics import progress, stages
 from hf_fsdp_recipes.patches.accelerate import LOADER_ATTRIBUTE
+from hf_fsdp_recipes.patches.registry import Original
 from hf_fsdp_recipes.peft_models import has_adapter
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
-
-    from hf_fsdp_recipes.patches.registry import Original
 
 
 class MetaModelLoader:
