@@ -1,12 +1,12 @@
 """Builds the model of a recipe, loaded or new, with its attention, dtypes and added tokens."""
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.environment import fsdp_version, is_fsdp_requested
-from hf_fsdp_recipes.errors import RecipeError
-from hf_fsdp_recipes.loading.build_on_meta import resolve_directory
+from hf_fsdp_recipes.errors import LoadError, RecipeError
 from hf_fsdp_recipes.loading.load_model import initialize_model, load_model, refuse_adapter
 from hf_fsdp_recipes.model_class import task_type_of
 from hf_fsdp_recipes.precision import mixed_precision_dtype
@@ -126,12 +126,18 @@ def _check_adapter_names(model: "PreTrainedModel", model_arguments: "ModelConfig
 
 
 def _load(arguments: Arguments, implementation: str | None, dtype: "torch.dtype | None" = None) -> "PreTrainedModel":
+    from transformers.utils import find_adapter_config_file
     from trl import get_quantization_config
 
     model_arguments, training = arguments.model, arguments.training
     name, revision = model_arguments.model_name_or_path, model_arguments.model_revision
     if not is_fsdp_requested():  # otherwise load_model refuses adapters itself
-        refuse_adapter(name, resolve_directory(name, {"revision": revision}))
+        try:
+            found = find_adapter_config_file(name, revision=revision)
+        except OSError as error:
+            raise LoadError(f"{name} is neither a directory nor a Hub id. Check the path.") from error
+        if found is not None:
+            refuse_adapter(name, Path(found).parent)
     kwargs: dict[str, Any] = (training.model_init_kwargs or {}) | ({"dtype": dtype} if dtype else {})
     kind = find_kind(training)
     if kind.name == "reward":
