@@ -1,6 +1,6 @@
 """Time and extra memory of an export, compared with stock methods in one run.
 
-    python benchmarks/export.py [--parameters 1.1e9] [--parameters 0.3e9]
+    python -m benchmarks.export [--parameters 1.1e9] [--parameters 0.3e9]
 
 Exports a Llama of the given size with bf16 parameters, sharded with FSDP2 over two gloo ranks. Every method ends with
 the full model on disk, fsynced. Prints a table and rewrites its section of docs/measured.md.
@@ -40,7 +40,7 @@ def main() -> None:
     for size in options.parameters or [0.3e9, 1.1e9]:
         with tempfile.TemporaryDirectory(prefix="bench-export-") as scratch:
             lines += measure_size(size, Path(scratch), options.repeats)
-    lines.append(f"`python benchmarks/export.py`, median of {options.repeats}, fsync included; {machine()}")
+    lines.append(f"`python -m benchmarks.export`, median of {options.repeats}, fsync included; {machine()}")
     print("\n".join(lines))
     write_section("Exporting", lines)
 

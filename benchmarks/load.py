@@ -1,17 +1,19 @@
 """Time and host memory of loading, per rank, compared with stock loaders in one run.
 
-    python benchmarks/load.py [--parameters 1.1e9] [--parameters 0.3e9]
+    python -m benchmarks.load [--parameters 1.1e9] [--parameters 0.3e9] [--only "bf16 parameters"]
 
 Loads a random Llama of the given size from bf16 safetensors files of at most 500 MB on two gloo ranks of one machine. Every
 loader ends with sharded parameters whose pages have all been touched. Memory is the peak anonymous memory above the level at
-the start. The files are in the page cache, except in rows marked "from disk". Prints a table and rewrites its section of
-docs/measured.md.
+the start. The files are in the page cache, except in rows marked "from disk". The seconds in brackets are those of reading into
+the shards alone, with their allocation and checks, but without building and sharding the model. Prints a table and, without
+`--only`, rewrites its section of docs/measured.md.
 """
 
 import argparse
 import os
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,19 +37,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=float, action="append")
     parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument(
+        "--only", choices=(FP32, BF16, COLD, NF4), action="append", help="measure only this; prints the table"
+    )
     parser.add_argument("--directory", default=None, help="where checkpoints are kept; default: a temporary directory")
     options = parser.parse_args()
     lines: list[str] = []
     with tempfile.TemporaryDirectory(prefix="bench-load-") as scratch:
         for size in options.parameters or [0.3e9, 1.1e9]:
-            lines += measure_size(size, Path(options.directory or scratch), options.repeats)
+            lines += measure_size(size, Path(options.directory or scratch), options.repeats, options.only)
     rounds = f"median of {options.repeats} (of {QUICK * options.repeats} for bf16 parameters from memory)"
-    lines.append(f"`python benchmarks/load.py`, {rounds}; {machine()}")
+    lines.append(f"`python -m benchmarks.load`, {rounds}; {machine()}")
     print("\n".join(lines))
-    write_section("Loading", lines)
+    if not options.only:
+        write_section("Loading", lines)
 
 
-def measure_size(num_parameters: float, directory: Path, repeats: int) -> list[str]:
+def measure_size(num_parameters: float, directory: Path, repeats: int, only: Sequence[str] | None = None) -> list[str]:
     checkpoint = directory / f"llama-{num_parameters:g}"
     checkpoint.mkdir(parents=True, exist_ok=True)
     (num_bytes,) = run_ranks(make_checkpoint, 1, checkpoint, num_parameters)
@@ -60,7 +66,8 @@ def measure_size(num_parameters: float, directory: Path, repeats: int) -> list[s
         "|---|---|---|---|---|---|---|",
     ]
     results: dict[tuple[str, str], list[list[dict]]] = {}
-    for precision in (FP32, BF16, COLD, NF4):
+    measured_precisions = [each for each in (FP32, BF16, COLD, NF4) if not only or each in only]
+    for precision in measured_precisions:
         # The extra first round does not count: after other work, a virtual machine first has to get memory from its host.
         for number in range(1 + repeats * (QUICK if precision == BF16 else 1)):
             for way, (kind, precisions) in WAYS.items():  # loaders alternate, so that a slow minute affects all of them
@@ -72,7 +79,7 @@ def measure_size(num_parameters: float, directory: Path, repeats: int) -> list[s
                 print(number, way, precision, [round(rank["seconds"], 2) for rank in found], flush=True)
                 if number:
                     results.setdefault((way, precision), []).append(found)
-    for precision in (FP32, BF16, COLD, NF4):
+    for precision in measured_precisions:
         reference = "torch DCP HuggingFaceStorageReader" if precision in (BF16, COLD) else STOCK
         base = seconds(results[(reference, precision)])
         for (way, measured), runs in results.items():
@@ -97,8 +104,10 @@ def row(way: str, precision: str, runs: list[list[dict]], base: float) -> str:
     peaks = [statistics.median(run[rank]["peak"] for run in runs) / 1e6 for rank in (0, 1)]
     shard = max(rank["shard"] for rank in runs[0]) / 1e6
     spent = seconds(runs)
+    reading = [max(rank["reading_seconds"] for rank in run) for run in runs if "reading_seconds" in run[0]]
+    read = f" ({statistics.median(reading):.2f})" if reading else ""
     return (
-        f"| {way} | {precision} | {spent:.1f} | {spent / base:.2f} | {shard:,.0f} | {peaks[0]:,.0f} / {peaks[1]:,.0f} | "
+        f"| {way} | {precision} | {spent:.2f}{read} | {spent / base:.2f} | {shard:,.0f} | {peaks[0]:,.0f} / {peaks[1]:,.0f} | "
         f"{max(peaks) - shard:+,.0f} |"
     )
 
@@ -119,7 +128,10 @@ def quantization() -> dict:
 
 
 def load(kind: str, precision: str, checkpoint: str) -> dict:
-    """Load with one loader; return seconds, peak bytes above the initial level, and the shard's bytes. Every rank runs this."""
+    """Load with one loader; return seconds, peak bytes above the initial level, and the shard's bytes. Every rank runs this.
+
+    If the loader has a separate phase for it, also return the seconds for reading into the shards.
+    """
     os.environ.update(ACCELERATE_USE_CPU="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(kind == "stock")
     os.environ["ACCELERATE_USE_FSDP"] = str(kind in ("stock", "rank0", "direct"))
@@ -129,6 +141,7 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
     from transformers import AutoModelForCausalLM
 
     from hf_fsdp_recipes.loading import load_model, materialize  # noqa: F401 - imported before the measurement
+    from hf_fsdp_recipes.metrics import stages
     from hf_fsdp_recipes.metrics.memory import HostPeak
     from hf_fsdp_recipes.patches import cpu_ranks
 
@@ -144,6 +157,7 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
     if quantized:
         import bitsandbytes.nn  # noqa: F401 - as above
     dist.barrier()
+    reading: dict[str, float] = {}
     with HostPeak() as memory:
         if kind == "stock":
             model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, **quantized)
@@ -152,7 +166,7 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
             model = load_model.load_model(checkpoint, dtype="bfloat16", source=cast("Any", kind), **quantized)
             model = prepare(accelerator, model)
         elif kind == "dcp":
-            model = load_with_dcp(checkpoint)
+            model, reading["reading_seconds"] = load_with_dcp(checkpoint)
         else:
             from transformers.distributed import DistributedConfig
 
@@ -168,7 +182,13 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
             touched.copy_(touched.clone())  # training writes too, and a write makes mapped pages private
         dist.barrier()
     shard_bytes = sum(shard.numel() * shard.dtype.itemsize for shard in shards)
-    return {"seconds": memory.seconds, "peak": memory.peak_bytes - memory.before_bytes, "shard": shard_bytes}
+    own = [
+        stage.seconds
+        for stage in stages.gathered
+        if stage.stage == "read into shards" and stage.rank == dist.get_rank()
+    ]
+    reading |= {"reading_seconds": own[0]} if own else {}
+    return {"seconds": memory.seconds, "peak": memory.peak_bytes - memory.before_bytes, "shard": shard_bytes, **reading}
 
 
 def prepare(accelerator: Any, model: Any) -> Any:
@@ -178,7 +198,10 @@ def prepare(accelerator: Any, model: Any) -> Any:
     return model
 
 
-def load_with_dcp(checkpoint: str) -> Any:
+def load_with_dcp(checkpoint: str) -> tuple[Any, float]:
+    """Return the model, and the seconds for allocating and reading its shards."""
+    import time
+
     import torch
     import torch.distributed.checkpoint as dcp
     from accelerate import init_empty_weights
@@ -193,11 +216,12 @@ def load_with_dcp(checkpoint: str) -> Any:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    started = time.perf_counter()
     model.to_empty(device="cpu")
     state = model.state_dict()
     dcp.load(state, storage_reader=HuggingFaceStorageReader(checkpoint))
     model.load_state_dict(state, assign=True)
-    return model
+    return model, time.perf_counter() - started
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compare the planner's predictions with the measured peak host memory of CPU ranks that really train.
 
-    python benchmarks/plan.py [--only 3] [--write]
+    python -m benchmarks.plan [--only 3] [--write]
 
 Each row is a separate run: load_model loads the model, Accelerate shards it, and TRL's SFTTrainer (or Trainer) trains
 it for two steps on 1 or 2 gloo ranks. Measured: the peak anonymous memory of the largest rank, above the level before the
@@ -101,7 +101,7 @@ def main() -> None:
         "",
         f"Median error {statistics.median(sizes):.1%}, worst {sizes[-1]:.1%}.",
         "",
-        f"`python benchmarks/plan.py --write`; {machine()}",
+        f"`python -m benchmarks.plan --write`; {machine()}",
     ]
     print("\n".join(lines))
     if options.write:

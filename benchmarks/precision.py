@@ -1,6 +1,6 @@
 """Compares losses: a float32 run, and bf16 runs that reduce gradients in float32 or in bfloat16.
 
-    python benchmarks/precision.py [--parameters 2e6] [--steps 200]
+    python -m benchmarks.precision [--parameters 2e6] [--steps 200]
 
 Runs recipes/sft.py under FSDP2 on two CPU ranks: a full fine-tune of a new model, 4 micro-batches per step. Prints a table
 for docs/speed.md.

@@ -1,6 +1,6 @@
 """Overhead of MetricsCallback: steps with and without it, alternating in one run.
 
-    python benchmarks/report.py [--parameters 1e7] [--steps 40]
+    python -m benchmarks.report [--parameters 1e7] [--steps 40]
 
 A stock Trainer on two gloo ranks with FSDP2 logs every step, which is the worst case. Compares the median wall
 time and CPU time of both kinds of steps, and measures the time inside the callback; CPU time and time inside the callback
@@ -146,7 +146,7 @@ def report(options: argparse.Namespace, results: list[dict[str, float]]) -> None
         row("inside the callback, wall time", "wall", "own"),
         row("inside its gather, including the wait for the slower rank", "wall", "gather"),
         "",
-        f"`python benchmarks/report.py --parameters {options.parameters:g} --steps {options.steps}`; {machine()}",
+        f"`python -m benchmarks.report --parameters {options.parameters:g} --steps {options.steps}`; {machine()}",
     ]
     print("\n".join(lines))
     write_section("Reporting", lines)

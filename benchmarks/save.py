@@ -1,6 +1,6 @@
 """How long a save pauses training, compared with Trainer's own save in one run.
 
-    python benchmarks/save.py [--parameters 1.1e9]
+    python -m benchmarks.save [--parameters 1.1e9]
 
 Runs a Llama of the given size with AdamW on two gloo ranks; parameters and optimizer state are in bf16. Prints a table and
 rewrites its section of docs/measured.md.
@@ -179,7 +179,7 @@ def report(num_parameters: float, results: list[dict]) -> None:
         f"{found['extra'] / 1e6:,.0f} MB for {results[0]['state_bytes'] / 1e6:,.0f} MB of state. Exchanging signals "
         f"between the ranks at the end of a step: {found['signals'] * 1e3:.2f} ms.",
         "",
-        f"`python benchmarks/save.py --parameters {num_parameters:g}`; {machine()}",
+        f"`python -m benchmarks.save --parameters {num_parameters:g}`; {machine()}",
     ]
     print("\n".join(lines))
     write_section("Saving", lines)

@@ -1,6 +1,6 @@
 """Compares a recipe with and without each speed or memory feature.
 
-    python benchmarks/speed.py [--parameters 1e7] [--steps 12] [--rounds 1]
+    python -m benchmarks.speed [--parameters 1e7] [--steps 12] [--rounds 1]
 
 Runs recipes/sft.py under FSDP2 on two CPU ranks. Rows have 150 to 450 tokens, so that padding costs time; times are
 per token. CPU time is meaningful on a busy machine too; memory is the peak during training. Prints a table for docs/speed.md.

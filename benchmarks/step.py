@@ -1,7 +1,7 @@
 """A training step: the overhead of our recipe over plain `trl sft`, and the throughput of one GPU.
 
-    python benchmarks/step.py [--parameters 3e7] [--steps 24] [--rounds 3]
-    python benchmarks/step.py --gpu [--cases lora_8b full_1b] [-- --gradient_checkpointing true]
+    python -m benchmarks.step [--parameters 3e7] [--steps 24] [--rounds 3]
+    python -m benchmarks.step --gpu [--cases lora_8b full_1b] [-- --gradient_checkpointing true]
 
 On two CPU ranks, recipes/sft.py and TRL's own scripts/sft.py alternate in one run, with the same template, YAML and
 stopwatch. The stopwatch, `timed.py`, also turns on FSDP, because Accelerate alone trains unsharded copies on CPU ranks. The
@@ -158,7 +158,7 @@ def report_tax(options: Any, results: dict[str, list[dict[str, Any]]]) -> None:
             )
         ),
         "",
-        f"The losses differ by at most {difference:.1e}. `python benchmarks/step.py --parameters {options.parameters:g} "
+        f"The losses differ by at most {difference:.1e}. `python -m benchmarks.step --parameters {options.parameters:g} "
         f"--steps {options.steps} --rounds {options.rounds}`; {machine()}",
     ]
     print("\n".join(lines))
@@ -250,7 +250,7 @@ def gpu_lines(measured: list[dict[str, Any]], recipe: str) -> list[str]:
         "",
         f"Published by a peer, not measured here: {PEER}.",
         "",
-        f"`python benchmarks/step.py --gpu{' -- ' if recipe else ''}{recipe}`; {machine()}",
+        f"`python -m benchmarks.step --gpu{' -- ' if recipe else ''}{recipe}`; {machine()}",
     ]
 
 

@@ -39,8 +39,9 @@ MEDIUM = {
 }  # fmt: skip
 MEDIUM_DEVICE_BYTES = 16_000_000_000  # enough for MEDIUM, which needs 10 GB to train with a second copy of its state
 NUM_LOG_LINES = 40  # number of lines that the report shows from the end of a failed launch's log
+NUM_STEPS = 60
 RECIPE = {
-    "max_length": 64, "max_steps": 60, "save_steps": 10, "logging_steps": 1, "per_device_train_batch_size": 2,
+    "max_length": 64, "max_steps": NUM_STEPS, "save_steps": 10, "logging_steps": 1, "per_device_train_batch_size": 2,
     "learning_rate": 1.0e-3, "gradient_checkpointing": False, "attention": "eager", "full_determinism": True,
     "report_to": "none", "disable_tqdm": True, "verify_export": "off", "resume_from_checkpoint": "auto",
 }  # fmt: skip
@@ -178,9 +179,9 @@ def train_kill_resume(site: Site) -> Figures:
             {file.name: checksum(file) for file in (run / "export").glob("*.safetensors")} for run in (steady, killed)
         ]
     return {
-        "steps": str(RECIPE["max_steps"]),
+        "steps": NUM_STEPS,
         "killed after step": killed_at,
-        "the resumed run has the same losses": losses[0] == losses[1] and len(losses[0]) == RECIPE["max_steps"],
+        "the resumed run has the same losses": losses[0] == losses[1] and len(losses[0]) == NUM_STEPS,
         "the resumed run has the same export": exports[0] == exports[1] and bool(exports[0]),
     }
 
