@@ -177,10 +177,10 @@ def fill_sharded(model: torch.nn.Module, source: CheckpointSource, device: torch
     stream.verify(replicated)
     fill_buffers(model, source, stream)
     stream.check()
+    loaded = [(target.name, target.local) for target in [*sharded, *replicated]]
+    verify.check_finite(loaded, source.name_or_path, sums)  # NaN would break the computation of adapters
     lora_init.compute_adapters(model, device)
     dora.fill_magnitudes(model)
-    loaded = [(target.name, target.local) for target in [*sharded, *replicated]]
-    verify.check_finite(loaded, source.name_or_path, sums)
     verify.check_model(model)
     if source.index is not None:
         source.index.close()

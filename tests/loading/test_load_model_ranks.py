@@ -557,6 +557,20 @@ def _train_pissa(model, data, output, init, loader):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.parametrize("loader", ["rank0", pytest.param("direct", marks=pytest.mark.slow)])
+def test_nan_is_refused_before_an_adapter_is_computed_from_it(tiny_model, text_file, tmp_path, loader):
+    def poison(tensors):
+        tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] = float("nan")
+
+    directory = _copy_changed(tiny_model("llama"), tmp_path, poison)
+    arguments = (directory, text_file, tmp_path / "out", "pissa", loader)
+    errors = run_ranks(_train_pissa, 2, *arguments, environment=fsdp_environment(FSDP2), expect_failure=True)
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "LoadError"
+    assert "contain NaN or infinity" in errors[0][1]
+    assert "self_attn.q_proj" in errors[0][1]
+
+
 @pytest.mark.parametrize("init", ["pissa", pytest.param("olora", marks=pytest.mark.slow)])
 def test_adapter_computed_from_base_weights_is_pefts_own(tiny_model, text_file, tmp_path, init):
     import shutil
