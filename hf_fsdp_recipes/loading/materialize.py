@@ -178,7 +178,7 @@ def fill_sharded(model: torch.nn.Module, source: CheckpointSource, device: torch
     fill_buffers(model, source, stream)
     stream.check()
     loaded = [(target.name, target.local) for target in [*sharded, *replicated]]
-    verify.check_finite(loaded, source.name_or_path, sums)  # NaN would break the computation of adapters
+    verify.check_finite(loaded, source.name_or_path, sums)  # first, because NaN would break the computation of adapters
     lora_init.compute_adapters(model, device)
     dora.fill_magnitudes(model)
     verify.check_model(model)

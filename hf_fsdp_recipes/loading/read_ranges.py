@@ -58,9 +58,10 @@ def read_bytes(
 
 
 def read_direct(targets: Sequence[ShardTarget], index: SafetensorsIndex) -> list[torch.Tensor | None]:
-    """Fill all of this rank's shards from the files, and return the sum of each, to search for NaN. Any rank may call this.
+    """Fill all of this rank's shards from the files. Any rank may call this.
 
-    Summing the values while they are in a core's cache is faster than reading them again from memory.
+    Returns the sum of each shard in host memory, for the search for NaN: summing the values while they are in a core's cache is
+    faster than reading them again. It is None for shards on an accelerator, which are summed later, with one kernel each.
     """
     if not targets:
         return []
@@ -92,7 +93,7 @@ def read_direct(targets: Sequence[ShardTarget], index: SafetensorsIndex) -> list
 
 
 def _fill_shard(target: ShardTarget, index: SafetensorsIndex, upload: Upload) -> torch.Tensor | None:
-    """Read this rank's shard and cast it, READ_BYTES at a time. Returns the sum of its values, if torch can add them."""
+    """Read this rank's shard and cast it, READ_BYTES at a time. Returns the sum that `read_direct` describes."""
     total: torch.Tensor | None = None
     step = READ_BYTES // target.stored_dtype.itemsize
     for start in range(0, target.local.numel(), step):
@@ -101,7 +102,7 @@ def _fill_shard(target: ShardTarget, index: SafetensorsIndex, upload: Upload) ->
         read_elements(index, target.ranges, target.first + start, staging.view(target.stored_dtype))
         with upload.uploaded(staging) as values:
             local.copy_(values.view(target.stored_dtype))
-            if local.is_floating_point() and local.itemsize > 1:  # torch cannot add float8 values
+            if local.device.type == "cpu" and local.itemsize > 1:  # torch cannot add float8 values
                 total = local.sum() if total is None else total + local.sum()
     return total
 

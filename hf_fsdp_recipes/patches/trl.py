@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-load_hooks: list[
-    Callable[..., torch.nn.Module]
-] = []  # load_model adds itself, because patches cannot import the loading package
+# load_model adds itself, because patches cannot import the loading package.
+load_hooks: list[Callable[..., torch.nn.Module]] = []
 
 
 @Patch(
