@@ -1,1 +1,1 @@
-"""Sharded checkpoints: staging, asynchronous writing, manifests, resume and preemption."""
+"""Writes, verifies and deletes the checkpoints of a run."""

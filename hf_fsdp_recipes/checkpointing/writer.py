@@ -1,333 +1,162 @@
-"""Writes SHARDED_STATE_DICT checkpoints with torch DCP, in the background or synchronously.
+"""Copies the sharded state of a run to host memory and writes it, both in threads, while training continues.
 
-`Writer.save` starts two threads: one copies this rank's state to host memory, the other writes the copy to files with fsync
-and checksums. Rank 0 renames the directory when every rank is done. The threads use a separate process group and, on
-an accelerator, a separate stream. The copy overlaps the next forward and backward; only the next optimizer step waits for it.
-One save is in flight at a time; if it fails, the next call of `save` or `wait` raises the error.
+One save is in flight at a time. Its outcome is agreed among the ranks, so every rank sees the same error or none.
 """
 
 import contextlib
-import functools
-import logging
 import shutil
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.checkpointing import layout
-from hf_fsdp_recipes.checkpointing.dcp_writer import CachedPlanner, DirectWriter, forget_plans
-from hf_fsdp_recipes.checkpointing.divergence import check_weights
-from hf_fsdp_recipes.checkpointing.layout import METADATA_FILE, PARTS, sync_path
-from hf_fsdp_recipes.checkpointing.lock import check_lock
-from hf_fsdp_recipes.checkpointing.staging import CopyStream, HostStaging
-from hf_fsdp_recipes.checkpointing.state import local_tensors
-from hf_fsdp_recipes.errors import CheckpointError, DivergenceError, RecipeError
-from hf_fsdp_recipes.metrics import progress
-
-logger = logging.getLogger(__name__)
-
-State = Mapping[str, object]
-# A state, and an event that is reached when its copy to host memory is done. Without an event, it can be written immediately.
-StagedState = tuple[State, torch.Event | None]
+from hf_fsdp_recipes.checkpointing.directory import RunDirectory
+from hf_fsdp_recipes.checkpointing.hashing import FileFacts, HashingWriter, read_facts
+from hf_fsdp_recipes.checkpointing.recorder import State
+from hf_fsdp_recipes.errors import CheckpointError, describe
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The contents of one checkpoint."""
+@dataclass
+class Save:
+    """One save: the state, and what rank 0 needs to complete the checkpoint."""
 
-    step: int
-    state: Mapping[str, State]  # {"model": ..., "optimizer": ...}, sharded tensors
-    small_files: Mapping[str, bytes]  # {name: content} of this rank's other files
-    facts: Mapping[str, object]  # additional manifest entries, used on rank 0
+    written: Path  # where the files are written
+    final: Path  # the checkpoint's final name
+    facts: Mapping[str, object]  # additional entries of the manifest
+    keep: int | None  # save_total_limit
+    protected: set[str]  # checkpoints that are not deleted
+    error: Exception | None = None  # why this rank could not write Trainer's own files
+    parts: dict[str, State] = field(default_factory=dict)  # {folder: state dict}
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Sends a rank's plan only when it changes. torch keeps one plan for each class, hence a key for each folder."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(enable_plan_caching=True)
+        self._cached_plans_key = folder
 
 
 class Writer:
-    """Writes snapshots as checkpoints, one at a time. Every rank creates a writer and calls its methods in the same order.
+    """Writes saves as checkpoints. Every rank creates a writer and calls its methods in the same order.
 
     Args:
-        output_dir: the run's output directory.
-        asynchronous: whether training continues while a snapshot is written.
-        on_complete: called on every rank with the path of each complete checkpoint, from the thread that wrote it.
+        directory: the run's output directory; only rank 0 changes it.
+        device: the device of the sharded state.
+        group: a gloo group of all ranks that nothing else uses.
     """
 
-    def __init__(
-        self,
-        output_dir: str | Path,
-        asynchronous: bool = True,
-        on_complete: Callable[[Path], None] | None = None,
-    ) -> None:
-        forget_plans()  # an earlier run in this process may have left save plans in torch's cache
-        self._on_complete = on_complete
-        self.output_dir = Path(output_dir)
-        self._asynchronous = asynchronous
-        self._group: dist.ProcessGroup | None = None
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
-        self._staging: dict[str, HostStaging] = {}
-        self._is_staged = threading.Event()  # set once the copies are done or queued, or the write has ended
-        self._copies: CopyStream | None = None
-        self._completed: Path | None = None
+    def __init__(self, directory: RunDirectory, device: torch.device, group: dist.ProcessGroup) -> None:
+        self._directory, self._device, self._group = directory, device, group
+        # torch's stager pins memory through CUDA only. Shared memory is for writers in other processes.
+        is_pinned = device.type == "cuda"
+        options = StagingOptions(
+            use_pinned_memory=is_pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+        )
+        self._stager = DefaultStager(options)
+        self._staging = ThreadPoolExecutor(1, "checkpoint-staging")
+        self._writing = ThreadPoolExecutor(1, "checkpoint-writing")
+        self._staged: Future[dict[str, State]] | None = None
+        self._written: Future[None] | None = None
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether a save is in flight on this rank."""
-        return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def has_started(self) -> bool:
-        """Whether a save was started and `wait` has not been called since."""
-        return self._thread is not None
-
-    @property
-    def completed(self) -> Path | None:
-        """The last complete checkpoint of this run; None while a save is in flight. Not a collective."""
-        return None if self.is_writing else self._completed
-
-    def save(self, snapshot: Snapshot) -> None:
-        """Start writing a snapshot. The state must not change before `wait_until_staged` returns.
-
-        Collective: every rank must call this. Waits for a previous save that is still in flight. A synchronous writer
-        returns when the checkpoint is complete.
-
-        Raises:
-            CheckpointError: on every rank, if the previous save failed or this one cannot start; from a synchronous writer,
-                also if this one fails.
-        """
-        self.wait()
-        self._group = distributed.patient_group("checkpoint-writer")
-        with distributed.sync_errors():
-            if distributed.is_main():
-                layout.start(self.output_dir, snapshot.step)
-        if self._asynchronous:
-            self._is_staged.clear()
-            state = dict(snapshot.state)
-            self._copies = CopyStream(state)
-            self._copies.wait_for_training()
-            write = functools.partial(self._stage_and_write, replace(snapshot, state={}), state)
-            self._thread = _start_thread(write, "checkpoint-writer")
+    def start(self, save: Save, asynchronous: bool) -> None:
+        """Start a save. With `asynchronous`, the state must not change before `wait_until_staged` returns."""
+        parts, save.parts = save.parts, {}
+        if asynchronous:
+            stream = None if self._device.type == "cpu" else torch.Stream(self._device)
+            if stream is not None:
+                stream.wait_stream(torch.accelerator.current_stream(self._device))
+            self._staged = self._staging.submit(self._stage, parts, stream)
         else:
-            self._write_guarded(snapshot, snapshot.state.__getitem__)
-            self.wait()
+            self._staged = Future()
+            self._staged.set_result(parts)
+        self._written = self._writing.submit(self._write, save, self._staged)
 
     def wait_until_staged(self) -> None:
-        """Wait for the copy of the state to host memory, so that training can then change the state. Not a collective.
-
-        On an accelerator, this blocks only until the copies are queued; kernels that training queues later run after them.
-        """
-        if self._thread is not None and self._copies is not None:
-            self._is_staged.wait()
-            self._copies.hold_training()
-
-    def wait(self) -> Path | None:
-        """Wait for the save in flight and return the last completed checkpoint.
-
-        Collective: every rank must call this.
-
-        Raises:
-            CheckpointError: on every rank, once, if the save failed.
-            RecipeError: on every rank, if another run has taken over the directory.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        try:
-            check_lock(self.output_dir)  # can fail only on rank 0, which holds the lock
-        except RecipeError as error:
-            failure = error
-        distributed.raise_together(failure)
-        return self._completed
+        """Wait for the copy to host memory. After this, training may change the state. Not a collective."""
+        if self._staged is not None:
+            wait([self._staged])
 
     @property
-    def failure(self) -> Exception | None:
-        """The error of a finished save that `wait` has not raised yet. Not a collective."""
-        return None if self.is_writing else self._failure
+    def has_failed(self) -> bool:
+        """Whether a save has ended with an error that `wait` has not returned yet. Not a collective."""
+        return self._written is not None and self._written.done() and self._written.exception() is not None
 
-    def _stage_all(
-        self, state: dict[str, State], staged: Mapping[str, "Future[StagedState]"], copies: CopyStream
-    ) -> None:
-        """Copy the model, then the optimizer, so that the model is written while the optimizer is copied."""
+    def wait(self) -> str | None:
+        """Wait for the save in flight and return its error, once; None if it has succeeded or there is no save. Collective."""
+        written, self._written, self._staged = self._written, None, None
+        error = None if written is None else written.exception()
+        return None if error is None else describe(error)
+
+    def close(self) -> None:
+        """Wait for the threads and free the host memory."""
+        self._writing.shutdown()
+        self._staging.shutdown()
+        self._stager.close()
+
+    def _stage(self, parts: dict[str, State], stream: torch.Stream | None) -> dict[str, State]:
+        with stream or contextlib.nullcontext():  # also makes the stream's device current in this thread
+            return self._stager.stage(parts)
+
+    def _write(self, save: Save, staged: "Future[dict[str, State]]") -> None:
         try:
-            try:
-                with copies.current():
-                    for part, future in staged.items():
-                        copied = self._staging.setdefault(part, HostStaging()).copy(state[part])
-                        future.set_result((copied, copies.record_copies()))
-                    self._is_staged.set()
-                    copies.synchronize()
-                state.clear()  # frees FSDP1's temporary copy on the device
-            except (MemoryError, RuntimeError) as error:
-                copies.synchronize()  # copies must end before memory is freed; raises if the accelerator has failed
-                # Fall back to writing the state without a copy.
-                logger.warning(
-                    "not enough host memory to stage the state, so training waits for the write: %s", _cause(error)
-                )
-                self._staging.clear()
-                for part, future in staged.items():
-                    if not future.done():
-                        future.set_result((state[part], None))
-        except BaseException as error:  # pass it to the writing thread, which waits for these futures
-            for future in staged.values():
-                if not future.done():
-                    future.set_exception(error)
-
-    def _stage_and_write(self, snapshot: Snapshot, state: dict[str, State]) -> None:
-        assert self._copies is not None
-        staged: dict[str, Future[StagedState]] = {part: Future() for part in PARTS}
-        stager = _start_thread(functools.partial(self._stage_all, state, staged, self._copies), "checkpoint-stager")
-
-        def wait_for(part: str) -> State:
-            copied, is_copied = staged[part].result()
-            if is_copied is not None:
-                is_copied.synchronize()
-            return copied
-
-        try:
-            self._write_guarded(snapshot, wait_for, self._copies)
-        finally:
-            if stager is not None:
-                stager.join()
-            self._is_staged.set()
-
-    def _write_guarded(
-        self,
-        snapshot: Snapshot,
-        state_of: Callable[[str], State],
-        copies: CopyStream | None = None,
-    ) -> None:
-        try:
-            with contextlib.nullcontext() if copies is None else copies.current():
-                self._write(snapshot, state_of)
-        except DivergenceError as error:
-            self._failure = error
-        except BaseException as error:
-            self._failure = CheckpointError(describe_failure(snapshot.step, error, self.output_dir))
-        if self._failure is not None:
-            self._discard(snapshot.step)
-
-    def _discard(self, step: int) -> None:
-        """Delete what a failed save has written, once every rank has stopped writing."""
-        forget_plans()
-        with contextlib.suppress(RuntimeError, RecipeError):  # if a rank has exited, or another run has taken over
-            distributed.raise_together(None, self._group)
-            if distributed.is_main():
-                check_lock(self.output_dir)
-                shutil.rmtree(layout.incomplete_directory_for(self.output_dir, step), ignore_errors=True)
-
-    def _write(self, snapshot: Snapshot, state_of: Callable[[str], State]) -> None:
-        directory = layout.incomplete_directory_for(self.output_dir, snapshot.step)
-        names = list(snapshot.small_files)
-        entries: dict[str, layout.ManifestEntry] = {}
-        with _sync_errors(self._group):
-            _check_directory(directory)
-        for part, folder in PARTS.items():
-            with _sync_errors(self._group):
-                state = state_of(part)
-                if part == "model":
-                    check_weights(local_tensors(state), snapshot.step, self.output_dir)
-            entries |= self._write_state(state, part, directory / folder)
-            if distributed.is_main():
-                names.append(f"{folder}/{METADATA_FILE}")
-        with _sync_errors(self._group):
-            for name, content in snapshot.small_files.items():
-                (directory / name).write_bytes(content)
-            for name in names:
-                sync_path(directory / name)
-            entries |= layout.manifest_entries(directory, names)
-        gathered = distributed.gather_on_main(entries, self._group)
-        final = layout.directory_for(self.output_dir, snapshot.step)
-        with _sync_errors(self._group):
-            if distributed.is_main():
-                check_lock(self.output_dir)
-                files = {name: entry for of_rank in gathered for name, entry in of_rank.items()}
-                layout.commit(directory, final, files, {"step": snapshot.step, **snapshot.facts})
-        self._completed = final
-        try:
-            if self._on_complete is not None:
-                self._on_complete(final)
-        except Exception as error:  # the checkpoint is complete, so the save has not failed
-            logger.warning("%s is complete, but uploading it or deleting old checkpoints failed: %s", final, error)
-
-    def _write_state(self, state: State, part: str, directory: Path) -> dict[str, layout.ManifestEntry]:
-        """Write the model or the optimizer; return the manifest entries of this rank's `.distcp` files.
-
-        Makes the same calls as `dcp.save` (torch 2.13, `state_dict_saver.py`), but rank 0 does not send the metadata of all
-        tensors to every rank. For a 405B model on 512 ranks, this metadata is 86 MB, and each rank takes 5 s to read it.
-        """
-        num_bytes = sum(tensor.nbytes for _, tensor in local_tensors(state))
-        with progress.bar(num_bytes, f"save {part}", leave=False) as bar:
-            writer, planner, metadata = DirectWriter(directory, bar.update), CachedPlanner(part), None
-            with _sync_errors(self._group):
-                planner.set_up_planner({part: dict(state)}, writer.storage_meta(), distributed.is_main())
-                writer.set_up_storage_writer(distributed.is_main(), rank=distributed.rank())
-                plan = writer.prepare_local_plan(planner.create_local_plan())
-            plans = distributed.gather_on_main(plan, self._group)
-            with _sync_errors(self._group):
+            with distributed.agreed(self._group):
+                if save.error is not None:
+                    raise save.error
+                parts = staged.result()
+                for state in parts.values():
+                    check_finite(state.get("model", {}))
+            files = self._write_parts(save, parts)
+            with distributed.agreed(self._group):
+                files |= self._hash_small_files(save.written)
+            gathered = distributed.gather(files, self._group)
+            with distributed.agreed(self._group):
                 if distributed.is_main():
-                    plans, metadata = planner.create_global_plan(plans)
-                    plans = writer.prepare_global_plan(plans)
-            plan = distributed.scatter_from_main(plans, self._group)
-            with _sync_errors(self._group):
-                written = writer.write_data(planner.finish_plan(plan), planner).wait()
-            gathered = distributed.gather_on_main(written, self._group)
-            with _sync_errors(self._group):
-                if distributed.is_main():
-                    writer.finish(metadata, gathered)
-        return {f"{directory.name}/{name}": entry for name, entry in writer.manifest_entries.items()}
-
-
-def _check_directory(directory: Path) -> None:
-    """Raise a CheckpointError if this rank does not see the directory that rank 0 has created."""
-    with contextlib.suppress(FileNotFoundError):
-        list(directory.parent.iterdir())  # makes NFS look for directories that another node has created
-    if not directory.is_dir():
-        raise CheckpointError(
-            f"{directory} is missing on rank {distributed.rank()}. Mount the same output_dir on every node."
-        )
-
-
-def _start_thread(work: Callable[[], None], name: str) -> threading.Thread | None:
-    """Start `work` in a thread and return the thread. If the system allows no more threads, do the work first and return None."""
-    thread = threading.Thread(target=work, name=name)
-    try:
-        thread.start()
-    except RuntimeError as error:
-        logger.warning("training waits for the save, because no thread could be started for it: %s", error)
-        work()
-        return None
-    return thread
-
-
-@contextlib.contextmanager
-def _sync_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Like `distributed.sync_errors`, but errors other than a RecipeError become a CheckpointError with the cause. Collective."""
-    with distributed.sync_errors(group):
-        try:
-            yield
-        except RecipeError:
+                    everything = {name: facts for of_rank in gathered for name, facts in sorted(of_rank.items())}
+                    self._directory.publish(save.written, save.final, {**save.facts, "files": everything})
+        except Exception:
+            if distributed.is_main():  # every rank has stopped writing, because errors are agreed
+                shutil.rmtree(save.written, ignore_errors=True)
             raise
-        except Exception as error:
-            raise CheckpointError(_cause(error)) from error
+        if distributed.is_main():
+            self._directory.prune(save.final.parent, save.keep, save.protected)
+
+    def _write_parts(self, save: Save, parts: dict[str, State]) -> dict[str, FileFacts]:
+        """Write the sharded state; return this rank's files. DCP raises the same error on every rank."""
+        files: dict[str, FileFacts] = {}
+        for folder, state in parts.items():
+            writer = HashingWriter(save.written / folder)
+            try:
+                dcp.save(dict(state), storage_writer=writer, planner=_Planner(folder), process_group=self._group)
+            except dcp.CheckpointException as error:  # not an Exception
+                first = next(iter(error.failures.values()), (error, None))[0]
+                raise CheckpointError(describe(first)) from error
+            files |= {f"{folder}/{name}": facts for name, facts in writer.files.items()}
+        return files
+
+    def _hash_small_files(self, directory: Path) -> dict[str, FileFacts]:
+        """Flush and hash Trainer's files: each rank its random state, rank 0 all that it sees."""
+        own = f"rng_state_{distributed.rank()}.pth"
+        found = list(directory.iterdir()) if distributed.is_main() else [directory / own]
+        return {path.name: read_facts(path, sync=True) for path in found if path.is_file()}
 
 
-def describe_failure(step: int, error: BaseException, output_dir: str | Path) -> str:
-    """Return a message that says why a checkpoint was not written, and what to do."""
-    return (
-        f"the checkpoint of step {step} was not written: {_cause(error).removesuffix('.')}. Earlier checkpoints are "
-        f"intact. Check free space and permissions of {output_dir}."
-    )
-
-
-def _cause(error: BaseException) -> str:
-    """Return the most useful part of an error: the operating system's message if it has one, otherwise its last line."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    if "inline_container.cc" in str(error):  # torch's message gives only a position in the file
-        return "torch.save could not write a file"
-    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+def check_finite(tensors: Mapping[str, Any]) -> None:
+    """Raise a CheckpointError if a weight contains NaN or infinity, so that it does not replace a usable checkpoint."""
+    for name, value in tensors.items():
+        local = value.to_local() if isinstance(value, DTensor) else value
+        is_checked = (
+            isinstance(local, torch.Tensor) and local.is_floating_point() and local.numel() and local.itemsize > 1
+        )
+        if is_checked and not torch.stack(torch.aminmax(local)).isfinite().all():  # aminmax propagates NaN
+            raise CheckpointError(
+                f"{name} contains NaN or infinity. Resume from an earlier checkpoint with other settings."
+            )

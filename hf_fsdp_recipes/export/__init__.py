@@ -1,1 +1,1 @@
-"""Exports a model in training or a sharded checkpoint to safetensors, merges LoRA adapters, and verifies the exports."""
+"""Writes trained models as Hugging Face safetensors."""

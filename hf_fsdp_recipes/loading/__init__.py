@@ -1,1 +1,1 @@
-"""Loads models without a full copy in host memory: builds a model on meta, then fills each rank's shards."""
+"""Loads pretrained models into FSDP2 shards; no rank ever holds the full model."""

@@ -1,432 +1,198 @@
-"""`load_model`: `from_pretrained` for FSDP, without a full model on any rank.
-
-Global rank 0 reads the config and the headers of the weight files, and every rank builds the same model on meta. The weights are
-read when Accelerate shards the model (`materialize.py`).
-"""
+"""`load_model`: a model whose weights are read when Accelerate shards it."""
 
 import copy
-import json
 import os
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from hf_fsdp_recipes import distributed, model_class
-from hf_fsdp_recipes.configs.launch import check_launch
-from hf_fsdp_recipes.environment import is_fsdp_requested, is_true
-from hf_fsdp_recipes.errors import UNREADABLE, LoadError, summarize
-from hf_fsdp_recipes.loading import bnb_4bit, missing
-from hf_fsdp_recipes.loading.build_on_meta import (
-    build_on_meta,
-    check_has_layers,
-    read_config,
-    resolve_directory,
-    resolve_dtype,
-)
-from hf_fsdp_recipes.loading.checkpoint_source import CheckpointSource, Source, Verify
-from hf_fsdp_recipes.loading.dequantize import dequantizing_arguments, describe_dequantized, take_quantization
-from hf_fsdp_recipes.loading.export_marker import check_together
-from hf_fsdp_recipes.loading.hub_kernels import take_arguments
-from hf_fsdp_recipes.loading.materialize import MetaModelLoader
-from hf_fsdp_recipes.loading.safetensors_index import (
-    SafetensorsIndex,
-    StoredTensor,
-    open_index,
-    read_header,
-)
-from hf_fsdp_recipes.loading.weight_mapping import TensorRange, map_checkpoint, set_conversions
-from hf_fsdp_recipes.metrics import stages
-from hf_fsdp_recipes.patches import cpu_ranks, registry, trl
-from hf_fsdp_recipes.patches.torch import wait_for_gloo_at_exit
+from hf_fsdp_recipes import distributed, patches
+from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.loading.bnb_4bit import pack_weights, replace_linears
+from hf_fsdp_recipes.loading.checkpoint import Checkpoint
+from hf_fsdp_recipes.loading.loader import Loader
+from hf_fsdp_recipes.loading.placeholder import insert_placeholders
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-    from transformers.utils.quantization_config import QuantizationConfigMixin
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.quantizers.base import HfQuantizer
 
-    Description = tuple[
-        PreTrainedConfig | None,
-        QuantizationConfigMixin | None,
-        GenerationConfig | None,
-        dict[str, StoredTensor],
-        torch.Tensor,
-    ]
-
-
-_WHERE_FSDP_PLACES = "Remove it; FSDP places the weights. The template's fsdp_offload_params keeps them on the CPU."
-# Arguments of `from_pretrained` that have no effect, or a different one, under FSDP.
-REFUSED_ARGUMENTS = {
-    **dict.fromkeys(("device_map", "max_memory", "offload_folder", "offload_state_dict"), _WHERE_FSDP_PLACES),
-    "low_cpu_mem_usage": "Remove it; load_model never holds more than a rank's shard.",
-    "load_in_4bit": "Pass quantization_config=BitsAndBytesConfig(load_in_4bit=True).",
-    "load_in_8bit": "Pass quantization_config=BitsAndBytesConfig(load_in_4bit=True); 8-bit weights cannot be sharded.",
-    "ignore_mismatched_sizes": "Pass ignore_mismatched=True.",
-    "distributed_config": "Remove it; the template shards the model.",
-    **dict.fromkeys(("tp_plan", "device_mesh"), "Remove it; tensor parallelism is not supported."),
-}
+HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only")
+FOR_BUILDING = ("attn_implementation", "experts_implementation", "trust_remote_code")
 
 
 def load_model(
     name_or_path: str | os.PathLike[str],
     *,
-    source: Source = "rank0",
-    verify: Verify = "sample",
-    ignore_mismatched: bool = False,
-    auto_class: model_class.AutoClass = None,
-    **from_pretrained_kwargs: Any,
+    source: Literal["rank0", "direct"] = "rank0",
+    auto_class: type | None = None,
+    **kwargs: Any,
 ) -> "PreTrainedModel":
-    """Load a language model with no more host memory per rank than the rank's shard and a small constant.
+    """Return a pretrained model that takes no memory until it is sharded, and then only its shard on each rank.
 
-    Collective: every rank must call this. Turns on FSDP for CPU ranks if the launcher requests it.
+    The weights are read when Accelerate shards the model with FSDP2, in `trainer.train` or `accelerator.prepare`. Until then,
+    parameters are placeholders: adapters can be added as usual, but the model can neither run nor be saved. Values, dtypes and
+    tied weights equal those of `from_pretrained`. Without FSDP, this is `from_pretrained`.
+
+    Collective: every rank calls this, with the same arguments. In host memory, each rank takes its shard (CPU ranks and
+    offload) and the weights in flight, about two; rank 0 memory-maps the files.
 
     Args:
-        name_or_path: a local directory or a Hub id, as in `from_pretrained`.
-        source: which ranks read the weights. `rank0`: global rank 0 reads them for all ranks. `direct`:
-            every rank reads its own byte ranges, so every rank needs access to the files. `auto`: `direct` if every rank
-            sees rank 0's files, else `rank0`.
-        verify: how much of every tensor is read again and compared with every rank's shards: `sample`, a few hundred
-            elements, or `full`, all of them. Shards that ranks read themselves (`direct`) are not compared.
-        ignore_mismatched: initialize parameters that the checkpoint lacks or has in another shape, instead of raising an error.
-        auto_class: class to load, as a class or its name: AutoModelForCausalLM, AutoModelForImageTextToText,
-            AutoModelForSequenceClassification, AutoModelForTokenClassification, or a model class. None means the class that
-            the checkpoint's config declares in `architectures`, or AutoModelForCausalLM if transformers lacks that class. A
-            classifier's head is newly initialized if the checkpoint is of another class.
-        **from_pretrained_kwargs: as in `from_pretrained`: dtype, attn_implementation, experts_implementation, revision, token,
-            trust_remote_code, config, use_kernels, kernel_config, allow_all_kernels, quantization_config (4-bit
-            bitsandbytes; weights are quantized while they load), and overrides of config fields. FP8 and
-            MXFP4 checkpoints are always dequantized to `dtype` while they load.
-
-    Returns:
-        The model. Under FSDP its parameters stay on meta until Accelerate prepares the model with its optimizer, which
-        Trainer does in `train()`; buffers are real. Without FSDP, it is the model from `from_pretrained`.
+        name_or_path: a directory or a Hub id. With `rank0`, only rank 0 needs to see the directory.
+        source: `rank0`: only rank 0 reads weight files. `direct`: every rank reads its own rows, so every rank must see the
+            directory; faster on storage that serves all nodes at once.
+        auto_class: the class whose `from_pretrained` would be called; default: `AutoModelForCausalLM`.
+        **kwargs: as in `from_pretrained`, such as `dtype`, `attn_implementation`, `revision` and `quantization_config` (4-bit
+            bitsandbytes only). With `trust_remote_code`, every rank must see the code.
 
     Raises:
-        LoadError: on every rank, before any weight is read. An argument is not supported, or the model does not exist. The
-            checkpoint is pickled, truncated, inconsistent, a PEFT adapter, or an export that has changed. A parameter is
-            missing, has the wrong shape, or cannot be read shard by shard. The class cannot be trained, or it is only the text
-            part of a larger model and `auto_class` does not request it.
-        TemplateError: the launch uses unsupported parallelism or precision.
+        LoadError: on every rank. Here: FSDP1, a missing directory, a checkpoint that does not fit the model, one that is
+            quantized otherwise than in FP8 or MXFP4. While sharding: an unreadable file, a model whose weights were computed
+            with or changed in shape (PiSSA, OLoRA, DoRA, `resize_token_embeddings`).
+        PatchError: this version of Accelerate is not supported.
     """
-    _check_experts(from_pretrained_kwargs.get("experts_implementation"))
-    if source not in get_args(Source) or verify not in get_args(Verify):
-        raise LoadError(
-            f"source is {source!r} and verify is {verify!r}. Use source rank0, direct or auto, and verify sample or full."
-        )
-    _prepare_process()
-    if not is_fsdp_requested():
-        return _load_without_fsdp(str(name_or_path), ignore_mismatched, auto_class, from_pretrained_kwargs)
-    faults = [
-        f"{name}={from_pretrained_kwargs[name]!r} does not apply under FSDP. {cure}"
-        for name, cure in REFUSED_ARGUMENTS.items()
-        if from_pretrained_kwargs.get(name) not in (None, False)
-    ]
-    if faults:
-        raise LoadError(" ".join(faults))
-    with stages.record("build on meta"):
-        return _load_on_meta(str(name_or_path), source, verify, ignore_mismatched, auto_class, from_pretrained_kwargs)
+    from accelerate import PartialState
+    from transformers import AutoModelForCausalLM
 
-
-def initialize_model(
-    config_name: str,
-    *,
-    overrides: str | None = None,
-    dtype: str | torch.dtype = "float32",
-    auto_class: model_class.AutoClass = None,
-    attn_implementation: str | None = None,
-    experts_implementation: str | None = None,
-) -> "PreTrainedModel":
-    """Build a model from its config, with new weights that the model's own code initializes.
-
-    Collective: every rank must call this. Rank 0 creates the weights module by module while it sends them to the shards, so
-    no rank holds the full new model. The weights do not depend on the number of ranks.
-
-    Args:
-        config_name: a config.json, a directory with one, or a Hub id.
-        overrides: config fields to change, such as `hidden_size=768,num_hidden_layers=12`.
-        dtype: dtype of the parameters.
-        auto_class: as in `load_model`. If the config declares a model without a head, a causal language model is built.
-        attn_implementation: as in `from_config`.
-        experts_implementation: as in `from_config`.
-
-    Raises:
-        LoadError: on every rank, if the config does not exist, or if an override, the dtype, the class or an implementation is
-            invalid.
-    """
-    _check_experts(experts_implementation)
-    _prepare_process()
-    with distributed.sync_errors():
-        config = read_config(config_name, overrides)
-        auto_class = model_class.for_new_model(config, auto_class)
-    if attn_implementation is not None:
-        config._attn_implementation = attn_implementation
-    if experts_implementation is not None:
-        config._experts_implementation = experts_implementation
-    if not is_fsdp_requested():
-        return model_class.build(config, auto_class, dtype=resolve_dtype(dtype, config, {}))
-    with distributed.sync_errors():
-        model = build_on_meta(config, resolve_dtype(dtype, config, {}), auto_class=auto_class)
-        found = CheckpointSource("the new model", SafetensorsIndex(()) if distributed.is_main() else None, {}, {})
-        missing.complete_ranges(model, found, is_new=True)
-    MetaModelLoader(model, found).attach()
+    auto_class = auto_class or AutoModelForCausalLM
+    if not patches.is_fsdp_requested():
+        return auto_class.from_pretrained(name_or_path, **kwargs)
+    check_fsdp_version()
+    patches.enable_cpu_ranks()
+    patches.apply_for_loading()
+    PartialState(cpu=patches.is_true(os.environ.get("ACCELERATE_USE_CPU")))  # starts the process group
+    dtype, packing = kwargs.pop("dtype", "auto"), kwargs.pop("quantization_config", None)
+    directory, config, rest, generation_config = describe_model(str(name_or_path), kwargs)
+    quantizer = take_quantizer(config)
+    checkpoint = Checkpoint(directory, quantizer)
+    dtype = distributed.run_on_main(lambda: resolve_dtype(dtype, config, checkpoint))
+    model = build_on_meta(config, dtype, auto_class, rest)
+    if generation_config is not None:
+        model.generation_config = generation_config
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    entries, conversions = distributed.run_on_main(lambda: checkpoint.plan(model, shapes))
+    if conversions is not None:
+        model._weight_conversions = conversions
+    if packing is not None:
+        pack_weights(model, replace_linears(model, packing, dtype), dtype)
+    insert_placeholders(model)
+    Loader(model, checkpoint, entries, is_direct=source == "direct")
     return model
 
 
-def _check_experts(implementation: str | dict[str, str] | None) -> None:
-    """Raise a LoadError if transformers lacks an experts_implementation (one name, or a dict with a name per model part)."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    known = ["eager", *sorted(ALL_EXPERTS_FUNCTIONS)]
-    names = implementation.values() if isinstance(implementation, dict) else [implementation]
-    if not all(name is None or name in known for name in names):
-        raise LoadError(f"experts_implementation is {implementation!r}. Use {', '.join(known[:-1])} or {known[-1]}.")
-
-
-def _prepare_process() -> None:
-    """Check the launch, start the process group and apply the patches that this run needs."""
-    check_launch()
-    wait_for_gloo_at_exit()
-    cpu_ranks.enable()
-    if distributed.world_size() > 1 and not distributed.is_distributed():
-        from accelerate import PartialState
-
-        PartialState(cpu=is_true(os.environ.get("ACCELERATE_USE_CPU", "false")))
-    if is_fsdp_requested():
-        registry.apply("size wrap")
-        registry.apply("loading")
-        trl.load_hooks[:] = [load_model]
-
-
-def refuse_adapter(name_or_path: str, directory: Path) -> None:
-    """Raise a LoadError if a model's directory holds a PEFT adapter, which is not loaded under FSDP.
-
-    Without FSDP, transformers loads the adapter onto its base model, and the run's own adapter would then silently replace it.
-    """
-    if (directory / "adapter_config.json").is_file():
+def check_fsdp_version() -> None:
+    """Raise a LoadError if the launcher asks for FSDP1, which is Accelerate's default."""
+    if os.environ.get("FSDP_VERSION", "1") != "2":
         raise LoadError(
-            f"{name_or_path} is a PEFT adapter, not a full model. Merge it into its base model with hf-fsdp "
-            f"export {directory} merged --merge-adapter, and use the merged model."
+            "the Accelerate config asks for FSDP1, Accelerate's default. Set fsdp_version: 2 in its fsdp_config, or convert "
+            "the file with `accelerate to-fsdp2`."
         )
 
 
-def _load_without_fsdp(
-    name_or_path: str, ignore_mismatched: bool, auto_class: model_class.AutoClass, kwargs: dict[str, Any]
-) -> "PreTrainedModel":
-    from safetensors import SafetensorError
+def describe_model(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Path, "PreTrainedConfig", dict[str, Any], Any]:
+    """Return a model's directory, config, the remaining arguments and the generation config. Collective.
+
+    Rank 0 reads them for all ranks. Classes that come with the checkpoint cannot be sent, so each rank reads those itself.
+    """
+
+    def describe() -> tuple[Any, ...]:
+        from transformers import GenerationConfig
+
+        directory = find_directory(name_or_path, kwargs)
+        has_generation_config = (directory / "generation_config.json").is_file()
+        generation_config = GenerationConfig.from_pretrained(directory) if has_generation_config else None
+        return directory, *read_config(directory, kwargs), generation_config
+
+    if not kwargs.get("trust_remote_code"):
+        return _named(distributed.run_on_main(describe), name_or_path)
+    distributed.run_on_main(lambda: find_directory(name_or_path, kwargs))  # downloads once
+    with distributed.agreed():
+        found = describe()
+    return _named(found, name_or_path)
+
+
+def _named(found: tuple[Any, ...], name_or_path: str) -> tuple[Any, ...]:
+    found[1].name_or_path = name_or_path
+    return found
+
+
+def find_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
+    """Return a model's local directory, after downloading it if `name_or_path` is a Hub id."""
+    directory = Path(name_or_path)
+    if not directory.is_dir():
+        if directory.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") > 1:
+            raise LoadError(f"{name_or_path} is not a directory. Pass the model's directory or its Hub id.")
+        from huggingface_hub import snapshot_download
+
+        hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+        try:
+            directory = Path(snapshot_download(name_or_path, allow_patterns=HUB_PATTERNS, **hub))
+        except Exception as error:
+            raise LoadError(f"{name_or_path} is no directory and cannot be downloaded from the Hub: {error}") from error
+    return directory / kwargs.get("subfolder", "")
+
+
+def read_config(directory: Path, kwargs: dict[str, Any]) -> tuple["PreTrainedConfig", dict[str, Any]]:
+    """Return the config with the fields that `kwargs` override, and the rest of `kwargs`."""
     from transformers import AutoConfig, PreTrainedConfig
 
-    kwargs = {"trust_remote_code": False, "ignore_mismatched_sizes": ignore_mismatched} | kwargs
-    directory = distributed.main_first(lambda: resolve_directory(name_or_path, kwargs))
-    adapter_file = directory / "adapter_config.json"
-    with distributed.sync_errors():
-        try:
-            is_adapter = adapter_file.is_file() and not (directory / "config.json").is_file()
-            adapter = dict(json.loads(adapter_file.read_text())) if is_adapter else {}
-        except UNREADABLE as error:
-            raise LoadError(f"{adapter_file} cannot be read ({error!r}). Export or copy the adapter again.") from error
-    base = adapter.get("base_model_name_or_path")  # transformers loads the adapter onto this model
-    check_together(Path(name_or_path, kwargs.get("subfolder") or ""), is_read_by_all=True)
-    # Ranks may see different copies, but all of them must call check_together.
-    if distributed.first_rank(bool(base)) is not None:
-        check_together(base or directory, is_read_by_all=True)
-    if adapter.get("revision") and Path(name_or_path).is_dir():
-        kwargs.setdefault("revision", adapter["revision"])  # the base model's revision
-    with distributed.sync_errors(distributed.patient_group()):
-        try:
-            config = kwargs.get("config")
-            if not isinstance(config, PreTrainedConfig):
-                hub = {key: kwargs[key] for key in ("revision", "token", "trust_remote_code") if key in kwargs}
-                config = AutoConfig.from_pretrained(config or base or directory, **hub)
-                config.name_or_path = name_or_path
-            declared = model_class.declared_class(config)
-            chosen, part = model_class.choose_class(config, auto_class, kwargs["trust_remote_code"])
-            if part is not config:
-                kwargs["config"] = part
-                _print_text_part(config, chosen)
-            dequantizing = dequantizing_arguments(config, part)
-            model, report = chosen.from_pretrained(name_or_path, **(dequantizing | kwargs), output_loading_info=True)
-            if dequantizing:  # otherwise the model would be quantized again when it is saved
-                model._weight_conversions = None
-                set_conversions(model)
-            model.config.architectures = [type(model).__name__]
-        except (*UNREADABLE, SafetensorError) as error:
-            raise LoadError(f"{name_or_path} cannot be loaded: {error}") from error
-        absent = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
-        lacking = missing.without_new_head(model, absent, declared, name_or_path)
-        tied = getattr(model, "all_tied_weights_keys", None) or {}
-        loaded = model.state_dict().keys() - {*absent, *lacking, *tied}
-        missing.check_complete(name_or_path, lacking, bool(loaded), ignore_mismatched)
-    return model
+    rest = {name: value for name, value in kwargs.items() if name not in (*HUB_ARGUMENTS, "subfolder")}
+    config = copy.deepcopy(rest.pop("config", None))
+    if isinstance(config, PreTrainedConfig):
+        return config, rest
+    config, unused = AutoConfig.from_pretrained(config or directory, return_unused_kwargs=True, **rest)
+    return config, {name: rest[name] for name in rest if name in unused or name in FOR_BUILDING}
 
 
-def _print_text_part(config: "PreTrainedConfig", chosen: type) -> None:
-    distributed.print_main(
-        f"load: {chosen.__name__} is the text part of {config.name_or_path}; the other parts are not loaded, and the export "
-        f"will be a text-only model"
+def take_quantizer(config: "PreTrainedConfig") -> "HfQuantizer | None":
+    """Remove the quantization of an FP8 or MXFP4 checkpoint from its config; return the quantizer that dequantizes it."""
+    from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
+
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    found = found if isinstance(found, dict) else found.to_dict()
+    if found.get("quant_method") not in ("fp8", "mxfp4"):
+        raise LoadError(
+            f"the checkpoint is already quantized with {found.get('quant_method')}. Load the unquantized model."
+        )
+    del config.quantization_config
+    return AutoHfQuantizer.from_config(
+        AutoQuantizationConfig.from_dict(found | {"dequantize": True}), pre_quantized=True
     )
 
 
-def _load_on_meta(
-    name_or_path: str,
-    source: Source,
-    verify: Verify,
-    ignore_mismatched: bool,
-    auto_class: model_class.AutoClass,
-    kwargs: dict[str, Any],
+def resolve_dtype(dtype: str | torch.dtype | None, config: "PreTrainedConfig", checkpoint: Checkpoint) -> torch.dtype:
+    """Return the model's dtype as `from_pretrained` chooses it."""
+    if dtype in (None, "auto"):
+        return getattr(config, "dtype", None) or checkpoint.first_dtype()
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise LoadError(f"dtype is {dtype!r}. Use auto, float32, bfloat16, float16 or a torch.dtype.")
+    return found
+
+
+def build_on_meta(
+    config: "PreTrainedConfig", dtype: torch.dtype, auto_class: type, kwargs: dict[str, Any]
 ) -> "PreTrainedModel":
-    from transformers import GenerationConfig
+    """Return a model with meta parameters and real buffers, in evaluation mode."""
+    from accelerate import init_empty_weights
 
-    kwargs = {"trust_remote_code": False} | kwargs
-    with distributed.sync_errors():
-        kernels = take_arguments(kwargs)
-    dtype = kwargs.pop("dtype", "auto")
-    quantization = kwargs.pop("quantization_config", None)
-    is_quantizing = quantization is not None and not getattr(quantization, "dequantize", False)
-    index: SafetensorsIndex | None = None
-    check_together(Path(name_or_path, kwargs.get("subfolder") or ""), is_read_by_all=source != "rank0")
-
-    def describe() -> "Description":
-        nonlocal index
-        directory = resolve_directory(name_or_path, kwargs)
-        refuse_adapter(name_or_path, directory)
-        config, stored_as = _read_config(name_or_path, directory, kwargs, is_quantizing)
-        generation_config = None
-        if (directory / "generation_config.json").is_file():
-            generation_config = GenerationConfig.from_pretrained(directory)
-        index = open_index(directory)
-        # Custom code exists only on ranks that have imported it, so objects of its classes cannot be broadcast.
-        is_custom = kwargs["trust_remote_code"] and hasattr(config, "auto_map")
-        return None if is_custom else config, stored_as, generation_config, index.tensors, torch.get_rng_state()
-
-    # Rank 0 may have to download the model.
-    config, stored_as, generation_config, stored, random_state = distributed.run_on_main(
-        describe, distributed.patient_group()
-    )
-    if config is None:
-        config = distributed.main_first(lambda: _read_custom_config(name_or_path, auto_class, kwargs))
-    is_direct = source == "direct" or distributed.world_size() == 1 or (source == "auto" and _do_all_ranks_see(stored))
-    directory = distributed.main_first(lambda: resolve_directory(name_or_path, kwargs)) if source == "direct" else None
-    with distributed.sync_errors():
-        if stored_as is not None and dtype == "auto":
-            dtype = getattr(config, "dtype", None) or torch.bfloat16
-        dtype = resolve_dtype(dtype, config, stored)
-        if is_direct and index is None:
-            index = SafetensorsIndex(stored.values()) if directory is None else open_index(directory)
-            _check_copy(name_or_path, index.tensors, stored)
-        stored = describe_dequantized(stored, stored_as, dtype)
-        if index is not None:
-            index.tensors = describe_dequantized(index.tensors, stored_as, dtype)
-        declared = model_class.declared_class(config)
-        with kernels.building(config, auto_class, kwargs["trust_remote_code"]):
-            model = build_on_meta(config, dtype, kwargs["trust_remote_code"], auto_class)
-        if type(model.config) is not type(config):
-            _print_text_part(config, type(model))
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        quantizer = None
-        if is_quantizing:  # transposes the weights of Conv1D layers
-            quantizer = bnb_4bit.replace_linears(model, quantization, dtype)
-        if generation_config is not None:
-            model.generation_config = generation_config
-        ranges = _map_ranges(model, shapes, stored, name_or_path, ignore_mismatched)
-        found = CheckpointSource(name_or_path, index, stored, ranges, is_direct, verify, random_state)
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(random_state)  # every rank that reads creates the same new values
-            missing.complete_ranges(model, found, ignore_mismatched=ignore_mismatched, declared=declared)
-        if quantizer is not None:
-            found.quantized = bnb_4bit.pack_weights(model, quantizer, dtype)
-    MetaModelLoader(model, found, kernels).attach()
-    return model
-
-
-def _read_custom_config(
-    name_or_path: str, auto_class: model_class.AutoClass, kwargs: dict[str, Any]
-) -> "PreTrainedConfig":
-    """Read the config of a model with custom code, and import that code."""
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    config, _ = _read_config(name_or_path, resolve_directory(name_or_path, kwargs), kwargs)
-    chosen, _ = model_class.choose_class(config, auto_class, trust_remote_code=True)
-    reference = config.auto_map.get(chosen.__name__)
-    if reference is not None:
-        get_class_from_dynamic_module(reference, name_or_path, revision=kwargs.get("revision"))
-    return config
-
-
-def _read_config(
-    name_or_path: str, directory: Path, kwargs: dict[str, Any], is_quantizing: bool = False
-) -> "tuple[PreTrainedConfig, QuantizationConfigMixin | None]":
-    """Return a model's config, and the config with which its checkpoint is dequantized, or None if that is not quantized."""
-    from transformers import AutoConfig, PreTrainedConfig
-
-    rest = {key: value for key, value in kwargs.items() if key not in (*REFUSED_ARGUMENTS, "revision", "token")}
-    config = copy.deepcopy(rest.pop("config", None))  # as from_pretrained does
-    if config is None:
-        rest.pop("subfolder", None)  # `directory` includes it
+    build = getattr(auto_class, "from_config", None) or auto_class._from_config  # an auto class, or one model's class
     try:
-        if not isinstance(config, PreTrainedConfig):
-            config, unused = AutoConfig.from_pretrained(config or directory, return_unused_kwargs=True, **rest)
-            unknown = sorted(set(unused) - {"attn_implementation", "trust_remote_code", "use_cache"})
-            if unknown:
-                raise LoadError(
-                    f"{', '.join(unknown)}: load_model has no such argument, and {type(config).__name__} no such field. Remove "
-                    f"{'it' if len(unknown) == 1 else 'them'}."
-                )
-        quantization = take_quantization(config, name_or_path, is_quantizing)
-    except (OSError, ValueError, TypeError) as error:
-        raise LoadError(
-            f"the config of {name_or_path} cannot be read: {summarize(error, 'sentence')}. Check its config.json, which "
-            f"must have a model_type; a model with its own code needs trust_remote_code."
-        ) from error
-    if "attn_implementation" in rest:
-        config._attn_implementation = rest["attn_implementation"]
-    config.name_or_path = name_or_path
-    check_has_layers(config)
-    return config, quantization
-
-
-def _do_all_ranks_see(stored: dict[str, StoredTensor]) -> bool:
-    """Return whether every rank sees rank 0's files, with the same headers. Collective."""
-    try:
-        found = {tensor for file in {tensor.file for tensor in stored.values()} for tensor in read_header(file)}
-        sees = found.issuperset(stored.values())
-    except (OSError, LoadError):
-        sees = False
-    blind = [rank for rank, sees_files in enumerate(distributed.gather_objects(sees)) if not sees_files]
-    decision = (
-        f"ranks {blind[:3]} cannot see rank 0's files, so rank 0 reads for all"
-        if blind
-        else "every rank reads its shards"
-    )
-    distributed.print_main(f"load: {decision}")
-    return not blind
-
-
-def _check_copy(name_or_path: str, own: dict[str, StoredTensor], of_rank_0: dict[str, StoredTensor]) -> None:
-    """Raise a LoadError if this rank's copy of a checkpoint has other tensors than rank 0's copy. Compares no values."""
-    own_headers, headers = (
-        {name: f"{tensor.dtype} of shape {list(tensor.shape)}" for name, tensor in tensors.items()}
-        for tensors in (own, of_rank_0)
-    )
-    different = [name for name in headers | own_headers if own_headers.get(name) != headers.get(name)]
-    if different:
-        name = different[0]
-        raise LoadError(
-            f"the copy of {name_or_path} that rank {distributed.rank()} reads differs from rank 0's copy: {name} is "
-            f"{own_headers.get(name, 'missing')}, not {headers.get(name, 'missing')}. Copy the model again, or use "
-            f'source="rank0" (in a recipe, load_source: rank0).'
-        )
-
-
-def _map_ranges(
-    model: "PreTrainedModel",
-    shapes: dict[str, tuple[int, ...]],
-    stored: dict[str, StoredTensor],
-    name_or_path: str,
-    ignore_mismatched: bool,
-) -> dict[str, list[TensorRange]]:
-    ranges, unexpected = map_checkpoint(model, shapes, stored, name_or_path, ignore_mismatched)
-    unused = [name for name in unexpected if "rotary_emb.inv_freq" not in name and "position_ids" not in name]
-    if unused:
-        distributed.warn_main(
-            f"{name_or_path}: {len(unused)} tensors match no parameter and are not loaded: {unused[:3]}"
-        )
-    return ranges
+        with init_empty_weights(include_buffers=False):
+            model = build(config, dtype=dtype, **kwargs)
+    except TypeError as error:
+        raise LoadError(f"the model cannot be built with these arguments: {error}") from error
+    model.tie_weights()  # init_empty_weights unties the weights
+    stored = model.state_dict().keys()
+    for pattern, kept_dtype in model._get_dtype_plan(dtype).items():  # weights that the model class keeps in float32
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name in stored and re.search(pattern.replace("*", ".*"), name):
+                tensor.data = tensor.data.to(kept_dtype)
+    # Accelerate raises an error if `_no_split_modules` names a class that the model has no layer of.
+    model._no_split_modules = {type(module).__name__ for module in model.modules()} & set(model._no_split_modules or ())
+    return model.eval()

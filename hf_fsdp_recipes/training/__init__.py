@@ -1,1 +1,1 @@
-"""Recipe arguments, data preparation, and model and trainer construction."""
+"""What recipes/sft.py adds to TRL: a few arguments, row formats, and checks before training."""

@@ -20,9 +20,8 @@ def model_types(auto_class):
 def small_config(auto_class, model_type):
     """Return a model class and its config: transformers' default one, made small."""
     import transformers
-    from transformers import CONFIG_MAPPING
-
     from hf_fsdp_recipes.training.tiny_config import tiny_config
+    from transformers import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[model_type]()
     model_class = getattr(transformers, auto_class)._model_mapping[type(config)]

@@ -13,8 +13,9 @@ def train(argv: Sequence[str], *, record: str | None = None) -> dict[str, Any]:
     from hf_fsdp_recipes.patches import cpu_ranks
 
     cpu_ranks.enable()
-    from hf_fsdp_recipes.training.arguments import parse_arguments
     from hf_fsdp_recipes.training.build import build_trainer, find_resume
+
+    from hf_fsdp_recipes.training.arguments import parse_arguments
 
     arguments = parse_arguments(argv)
     checkpoint = find_resume(arguments)

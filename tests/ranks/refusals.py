@@ -22,6 +22,7 @@ from typing import Any
 
 from hf_fsdp_recipes.checkpointing.lock import LOCK_FILE
 from hf_fsdp_recipes.environment import is_true
+
 from tests.ranks.harness import run_ranks
 from tests.recipes.launching import run_recipe
 

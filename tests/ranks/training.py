@@ -1,7 +1,9 @@
 """Functions that the tests run on ranks: a few real SFTTrainer steps, with stock loading or with this package."""
 
+import hashlib
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,14 @@ def build(
     steps: int = 5,
     callbacks: list[Any] | None = None,
     load_arguments: dict[str, Any] | None = None,
-    prepare: tuple[str, int] | None = None,
+    prepare: Callable[[Any], None] | None = None,
     quantization: dict[str, Any] | None = None,
     **sft_arguments: Any,
 ) -> Any:
     """Build an SFTTrainer; `loader` is stock (from_pretrained), rank0 or direct."""
-    from hf_fsdp_recipes.patches import cpu_ranks
+    from hf_fsdp_recipes import patches
 
-    cpu_ranks.enable()
+    patches.enable_cpu_ranks()
     from datasets import load_dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -56,8 +58,8 @@ def build(
         )
     else:
         model = load_model(model_dir, dtype=dtype, source=loader, **quantized(quantization), **(load_arguments or {}))
-    if prepare and prepare[0] == "resize":
-        model.resize_token_embeddings(prepare[1])
+    if prepare:
+        prepare(model)
     cache = Path(tempfile.gettempdir()) / f"hf-fsdp-tests-{os.getuid()}" / f"rank-{os.environ['RANK']}"
     eval_rows = None
     rows = load_dataset("json", data_files=str(data_file), cache_dir=str(cache))
@@ -95,3 +97,31 @@ def train_losses(*arguments: Any, **keywords: Any) -> list[float]:
     trainer = build(*arguments, **keywords)
     trainer.train()
     return losses_of(trainer)
+
+
+def digest(model: Any) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    """Return the dtype, shape and hash of each full parameter and buffer. Collective."""
+    import torch
+
+    found = {}
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        full = value.full_tensor() if hasattr(value, "full_tensor") else value
+        values = full.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        found[name] = str(full.dtype), tuple(full.shape), hashlib.sha1(values).hexdigest()
+    return found
+
+
+def train(*arguments: Any, **keywords: Any) -> tuple[list[float], dict[str, Any]]:
+    """Train a few steps; return the losses and the digest of the weights."""
+    trainer = build(*arguments, **keywords)
+    trainer.train()
+    return losses_of(trainer), digest(trainer.model)
+
+
+def error_of(*arguments: Any, **keywords: Any) -> tuple[str, str]:
+    """Build and train; return the class and the text of the error."""
+    try:
+        build(*arguments, **keywords).train()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "none", ""

@@ -1,0 +1,160 @@
+"""Changes checkpoints in a run's output directory, with one rename each, so that a kill never leaves part of one behind.
+
+    checkpoint-4/           complete; `manifest.json` lists its files with sizes and hashes
+    _saving-<run id>/       checkpoints that are being written, replaced or deleted; locked while the run's rank 0 lives
+    _set-aside-<time>-checkpoint-6/  was in the way of a run that resumed at an earlier step; never deleted
+
+The names begin with `_` because Trainer does not upload such names to the Hub.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_recipes.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+
+
+def list_checkpoints(output_dir: Path) -> list[Path]:
+    """Return all directories named `checkpoint-<step>`, complete or not, the latest step first."""
+    found = [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted((path for path in found if path.is_dir()), key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step in the name of a checkpoint."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
+    """Return a checkpoint's manifest, or None if it has none or an unreadable one."""
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        manifest["files"] = {
+            name: {"bytes": int(facts["bytes"]), "xxh3": str(facts["xxh3"])}
+            for name, facts in manifest["files"].items()
+        }
+        return manifest
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+class RunDirectory:
+    """The output directory of one run. Only rank 0 calls the methods.
+
+    Args:
+        output_dir: Trainer's output directory.
+        run: the run's id.
+    """
+
+    def __init__(self, output_dir: Path, run: str) -> None:
+        self.output_dir, self.run = output_dir, run
+        self.workspace = output_dir / f"_saving-{run}"
+        self._locks: list[Any] = []
+
+    def open(self, resumed_step: int) -> None:
+        """Lock the directory for this run, and delete what earlier, killed processes left unfinished.
+
+        Raises:
+            CheckpointError: the run starts at step 0, but another run has written here; or the same run is still running.
+        """
+        others = [path for path in list_checkpoints(self.output_dir) if not self._is_own(path)]
+        if others and not resumed_step:
+            raise CheckpointError(
+                f"{self.output_dir} holds {others[0].name} of another run. Resume it with resume_from_checkpoint="
+                f"latest_checkpoint(output_dir), or choose another output_dir."
+            )
+        for leftover in self.output_dir.glob("_saving-*"):
+            if leftover == self.workspace or not resumed_step:
+                lock = _lock(leftover)
+                if lock is not None:
+                    shutil.rmtree(leftover, ignore_errors=True)
+                    lock.close()
+                elif leftover == self.workspace:
+                    raise CheckpointError(f"another process still runs this run in {self.output_dir}. End it first.")
+        self.workspace.mkdir(parents=True, exist_ok=True)
+        self._locks.append(_lock(self.workspace))
+        for path in list_checkpoints(self.output_dir):
+            if step_of(path) > resumed_step:  # otherwise the next resume would take it for the latest state of this run
+                aside = self.output_dir / f"_set-aside-{time.time_ns()}-{path.name}"
+                path.rename(aside)
+                logger.warning("training continues at step %d, so %s is renamed to %s", resumed_step, path, aside.name)
+
+    def close(self) -> None:
+        """Delete the workspace and unlock the directory."""
+        shutil.rmtree(self.workspace, ignore_errors=True)
+        while self._locks:
+            if (lock := self._locks.pop()) is not None:
+                lock.close()
+
+    def publish(self, written: Path, final: Path, manifest: Mapping[str, Any]) -> None:
+        """Give a completely written checkpoint its manifest, make it durable, and rename it to its final name."""
+        for name, facts in manifest["files"].items():
+            if (written / name).stat().st_size != facts["bytes"]:
+                raise CheckpointError(f"{written / name} differs from what was written. Do all nodes share output_dir?")
+        with (written / MANIFEST).open("w") as stream:
+            json.dump({"run": self.run, **manifest}, stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        for directory in [written, *(path for path in written.rglob("*") if path.is_dir())]:
+            _sync_directory(directory)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        replaced = self.workspace / f"replaced-{final.name}"
+        while final.exists():
+            if self._is_own(final):  # the same step was saved before, for instance at the end of the epoch's last step
+                final.rename(replaced)
+                break
+            for path in final.iterdir():  # another callback has written to the directory in on_save
+                path.rename(written / path.name)
+            with contextlib.suppress(OSError):  # not empty: another file has just been written
+                final.rmdir()
+        written.rename(final)
+        _sync_directory(final.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def prune(self, directory: Path, keep: int | None, protected: set[str]) -> None:
+        """Delete this run's oldest checkpoints until `keep` are left. The latest and the protected ones are never deleted."""
+        own = [path for path in list_checkpoints(directory) if self._is_own(path)]
+        num_extra = len(own) - keep if keep else 0
+        for path in [path for path in own[:0:-1] if str(path) not in protected][: max(0, num_extra)]:
+            doomed = self.workspace / f"delete-{path.name}"
+            path.rename(doomed)  # a kill during the deletion must not leave half a checkpoint under its name
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    def _is_own(self, checkpoint: Path) -> bool:
+        return (read_manifest(checkpoint) or {}).get("run") == self.run
+
+
+def _lock(directory: Path) -> Any:
+    """Lock a workspace until this process ends, and return the open file; None if another process holds the lock.
+
+    A file system without locks locks nothing.
+    """
+    stream = (directory / "lock").open("a")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        return None
+    except OSError as error:
+        logger.warning("%s cannot be locked: %s. Start only one run in this directory at a time.", directory, error)
+    return stream
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,61 @@
+"""Agrees among the ranks, once per step, on whether a rank was signaled and whether a save has failed."""
+
+import ctypes
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+PR_SET_PDEATHSIG = 1  # prctl's number, from linux/prctl.h
+
+
+class StepFlags:
+    """Two flags that are true on every rank from the step at which they are true on any rank.
+
+    The exchange is one all-reduce of two integers between host processes. It is started before the optimizer's step and runs
+    while the optimizer works.
+
+    Args:
+        group: a gloo group of all ranks that nothing else uses; None without other ranks.
+        listen: whether to install handlers for STOP_SIGNALS, and to be sent SIGTERM if the launcher dies. Python allows
+            handlers in the main thread only.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, listen: bool) -> None:
+        self._group, self._signal = group, 0
+        self._flags, self._work = torch.zeros(2, dtype=torch.int32), None
+        self._previous: dict[signal.Signals, Any] = {}
+        if listen and threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._record) for number in STOP_SIGNALS}
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+
+    def start(self, has_failed: bool) -> None:
+        """Start the exchange. Collective."""
+        self._flags = torch.tensor([self._signal, has_failed], dtype=torch.int32)
+        if self._group is not None:
+            self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def finish(self, has_failed: bool) -> tuple[int, bool]:
+        """Return the signal that a rank has received, or 0, and whether a rank's save has failed. Collective.
+
+        `has_failed` is used only if the Trainer did not call `start` in this step.
+        """
+        if self._work is None:
+            self.start(has_failed)
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        number, any_failed = self._flags.tolist()
+        return number, bool(any_failed)
+
+    def close(self) -> None:
+        """Restore the previous signal handlers."""
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)

@@ -1,0 +1,254 @@
+"""Exports a model in training, or a checkpoint, to a directory that `from_pretrained` and vLLM load.
+
+Every file is written by one rank, so no page of a file is ever written by two nodes. The ranks send their shards, one
+parameter at a time, to the rank that writes the parameter's file.
+"""
+
+import contextlib
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from huggingface_hub import snapshot_download, split_state_dict_into_shards_factory
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.export import directory, merge, shells, sources
+from hf_fsdp_recipes.export.files import FileWriter, check_finite
+from hf_fsdp_recipes.export.sources import Source, describe
+from hf_fsdp_recipes.export.steps import Plan, Step, Tensors, copy_step, plan_in_file_format
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MODEL_FOLDER = "pytorch_model_fsdp_0"  # Accelerate's name for the sharded weights in a checkpoint
+PathLike = str | os.PathLike[str]
+
+
+def export_model(
+    model: torch.nn.Module,
+    output_dir: PathLike,
+    *,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    merge_adapter: bool = False,
+) -> Path:
+    """Write a model that may be sharded with FSDP2. Collective: every rank must call this, with the same arguments.
+
+    Args:
+        model: a transformers model or a PeftModel. Only the adapter of a PeftModel is written, unless `merge_adapter` is set.
+        output_dir: the directory to create. If it exists, `<output_dir>-1` or the next free name is used instead.
+        dtype: floating-point dtype of the files; None keeps each parameter's dtype.
+        max_shard_size: maximum size of a file, as in `save_pretrained`.
+        tokenizer: saved next to the weights.
+        merge_adapter: write the base model with the adapter merged in. A quantized base is read from its original files.
+
+    Returns:
+        The export's directory.
+
+    Raises:
+        ExportError: on every rank. Nothing is left behind.
+    """
+
+    def save_tokenizer(target: Path) -> None:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(target)
+
+    output_dir, dtype = Path(output_dir), parse_dtype(dtype)
+    is_adapted = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    held = sources.from_model(model, None if is_adapted else dtype)
+    if is_adapted and not merge_adapter:
+        return _export_adapter(model, held, output_dir, dtype, save_tokenizer)
+    with distributed.agreed():
+        base = model.get_base_model() if is_adapted else model
+        shell = shells.copy_on_meta(base)
+        if not is_adapted:
+            plan = _plan_full(shell, model, held, dtype)
+        else:
+            adapter = model.active_adapter
+            adapted = (shell, *shells.adapt(shell, model.peft_config[adapter], adapter))
+            if getattr(base, "quantization_method", None) is None:
+                plan = merge.plan_merge(*adapted, held, dtype)
+            else:
+                plan = merge.plan_merge_into_files(*adapted, held, _read_base(base.config.name_or_path), dtype)
+    return _export_weights(plan, shell, output_dir, max_shard_size, save_tokenizer)
+
+
+def export_checkpoint(
+    checkpoint_dir: PathLike,
+    output_dir: PathLike,
+    *,
+    base_model: PathLike | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+    merge_adapter: bool = False,
+) -> Path:
+    """Convert a sharded checkpoint or an exported adapter in one process, without a GPU, one tensor at a time.
+
+    Args:
+        checkpoint_dir: a checkpoint with `pytorch_model_fsdp_0`, or an adapter's directory.
+        output_dir: as in `export_model`.
+        base_model: directory or Hub id of the model with the config and, to merge an adapter, the weights. None uses the
+            checkpoint's own config, or the base model that its `adapter_config.json` names.
+        dtype: as in `export_model`.
+        max_shard_size: as in `export_model`.
+        merge_adapter: write the base model with the adapter merged in, instead of the adapter.
+
+    Returns:
+        The export's directory.
+
+    Raises:
+        ExportError: the checkpoint does not fit the model, or the export cannot be written. Nothing is left behind.
+    """
+    checkpoint, output_dir, dtype = Path(checkpoint_dir), Path(output_dir), parse_dtype(dtype)
+    sharded = next((path for path in (checkpoint / MODEL_FOLDER, checkpoint) if (path / ".metadata").is_file()), None)
+    held = sources.from_files(checkpoint) if sharded is None else sources.from_checkpoint(sharded)
+    config = shells.load_adapter_config(checkpoint)
+    if config is None and any(".lora_" in name for name in held):
+        raise ExportError(f"{checkpoint} holds an adapter, but no adapter_config.json.")
+    name = base_model or (config.base_model_name_or_path if config is not None else checkpoint)
+    shell = shells.load_on_meta(name)
+    save_tokenizer = functools.partial(_save_tokenizer_of, [checkpoint, name])
+    if config is None:
+        plan = _plan_full(shell, shell, held, dtype)
+        return _export_weights(plan, shell, output_dir, max_shard_size, save_tokenizer)
+    adapted, base_names = shells.adapt(shell, config, "default")
+    stored = shells.match_adapter(adapted, adapted.state_dict(), "default")
+    if differing := sorted(stored.keys() ^ held.keys()):
+        raise ExportError(f"{checkpoint} does not fit its adapter_config.json and {name}: {differing[:3]}.")
+    held = {stored[key]: source for key, source in held.items()}
+    if not merge_adapter:
+        return _export_adapter(adapted, held, output_dir, dtype, save_tokenizer)
+    plan = merge.plan_merge_into_files(shell, adapted, base_names, held, _read_base(name), dtype)
+    return _export_weights(plan, shell, output_dir, max_shard_size, save_tokenizer)
+
+
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a floating-point dtype from its name, or raise an ExportError. Not a collective."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ExportError(f"{dtype!r} is no floating-point dtype. Use float32, bfloat16 or float16.")
+    return found
+
+
+def _read_base(name: PathLike) -> dict[str, Source]:
+    return sources.from_files(Path(name) if Path(name).is_dir() else Path(snapshot_download(os.fspath(name))))
+
+
+def _save_tokenizer_of(names: list[PathLike], target: Path) -> None:
+    from transformers import AutoTokenizer
+
+    for name in names:
+        with contextlib.suppress(OSError, ValueError):
+            AutoTokenizer.from_pretrained(name).save_pretrained(target)
+            return
+
+
+def _plan_full(
+    shell: "PreTrainedModel", owner: "PreTrainedModel", held: Mapping[str, Source], dtype: torch.dtype | None
+) -> Plan:
+    """Plan to write all weights of a model. `owner` knows which are tied; it is `shell` if there is no other model."""
+    ignored = set(shell._keys_to_ignore_on_save or ())
+    state = {name: value for name, value in shell.state_dict().items() if name not in ignored}
+    kept = remove_tied_weights_from_state_dict(dict(state), owner)
+    wrong = [name for name in kept if name not in held or held[name].meta.shape != kept[name].shape]
+    if wrong := wrong + sorted(held.keys() - state.keys() - ignored):
+        raise ExportError(f"the weights do not fit the config of {type(shell).__name__}: {wrong[:3]}.")
+    steps = [copy_step(name, describe(held[name].meta.shape, held[name].meta.dtype, dtype), name) for name in kept]
+    return plan_in_file_format(shell, kept, steps, held)
+
+
+def _export_adapter(
+    model: "PeftModel",
+    held: Mapping[str, Source],
+    output_dir: Path,
+    dtype: torch.dtype | None,
+    save_tokenizer: Callable[[Path], None],
+) -> Path:
+    """Gather the adapter on rank 0, which writes it with PEFT's own `save_pretrained`. Collective."""
+    adapter = model.active_adapter
+    with distributed.agreed():
+        stored = shells.match_adapter(model, {name: source.meta for name, source in held.items()}, adapter)
+    names = distributed.from_main(sorted(set(stored.values())))
+
+    def write(target: Path) -> None:
+        state = {}
+        for name in names:
+            tensor = held[name].read(0) if held[name].is_collective or distributed.is_main() else None
+            if tensor is not None and distributed.is_main():
+                state[name] = tensor.to("cpu", dtype if tensor.is_floating_point() else None)
+        with distributed.agreed():
+            if distributed.is_main():
+                for name, tensor in state.items():
+                    check_finite(name, tensor)
+                model.save_pretrained(os.fspath(target), state_dict=state, selected_adapters=[adapter])
+                save_tokenizer(target)
+
+    return directory.create(output_dir, sum(held[name].meta.nbytes for name in names), write)
+
+
+def _export_weights(
+    plan: Plan,
+    shell: "PreTrainedModel",
+    output_dir: Path,
+    max_shard_size: int | str,
+    save_tokenizer: Callable[[Path], None],
+) -> Path:
+    """Write the weights, the configs and the tokenizer. Collective."""
+    split = split_state_dict_into_shards_factory(
+        plan.outputs,
+        get_storage_id=lambda value: StorageWeakRef(value.untyped_storage()),  # tensors cut from one stay in one file
+        get_storage_size=lambda value: value.untyped_storage().nbytes(),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    files = {file: {name: plan.outputs[name] for name in names} for file, names in split.filename_to_tensors.items()}
+    dtype = next(value.dtype for value in plan.outputs.values() if value.is_floating_point())
+
+    def write(target: Path) -> None:
+        _write_files(plan, files, target)
+        with distributed.agreed():
+            if distributed.is_main():
+                directory.write_configs(target, shell, dtype, split)
+                save_tokenizer(target)
+
+    return directory.create(output_dir, sum(value.nbytes for value in plan.outputs.values()), write)
+
+
+@torch.no_grad()
+def _write_files(plan: Plan, files: Mapping[str, Tensors], target: Path) -> None:
+    """Write all files. Collective. After an error, the remaining tensors are gathered, but not written."""
+    writers = directory.find_writers(target)
+    rank_of = {file: writers[number % len(writers)] for number, file in enumerate(files)}
+    own = {file: tensors for file, tensors in files.items() if rank_of[file] == distributed.rank()}
+    file_writer = FileWriter(target, own)
+    for rank, step in _in_turns(plan.steps, {name: rank_of[file] for file, names in files.items() for name in names}):
+        tensors = {}
+        for name in step.inputs:
+            source = plan.sources[name]
+            with file_writer.recording_errors():  # this rank must still gather the remaining tensors with the others
+                if source.is_collective or rank == distributed.rank():
+                    tensors[name] = source.read(rank)
+        if rank == distributed.rank():
+            file_writer.submit(functools.partial(step.compute, tensors))
+        del tensors
+    with distributed.agreed():
+        file_writer.close()
+
+
+def _in_turns(steps: list[Step], rank_of: Mapping[str, int]) -> list[tuple[int, Step]]:
+    """Pair the steps with the ranks that write their outputs, in an order in which all ranks write at the same time."""
+    turns, written = [], Counter[int]()  # a rank's turn comes after as many bytes as it writes before
+    for step in steps:
+        for rank in dict.fromkeys(rank_of[name] for name in step.outputs):
+            turns.append((written[rank], len(turns), rank, step))
+            written[rank] += sum(value.nbytes for name, value in step.outputs.items() if rank_of[name] == rank)
+    return [(rank, step) for *_, rank, step in sorted(turns, key=lambda turn: turn[:2])]

@@ -1,0 +1,137 @@
+"""Writes safetensors files one tensor at a time, in a background thread."""
+
+import contextlib
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from hf_fsdp_recipes.errors import ExportError
+
+# safetensors' names of the dtypes. A file has its tensors in this order, so that they are aligned.
+DTYPES = {
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F32": torch.float32,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+IN_FLIGHT = 2  # steps of an export that wait to be written
+FLUSH_BYTES = 256 * 1024**2  # flush this often, so that the last flush is short and the page cache stays small
+
+
+def make_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
+    """Return a file's header, as `save_file` writes it, and the position of each tensor in the file."""
+    dtypes = {dtype: text for text, dtype in DTYPES.items()}
+    order = list(dtypes)
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for name in sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name)):
+        value, offsets[name] = tensors[name], end
+        end += value.nbytes
+        header[name] = {"dtype": dtypes[value.dtype], "shape": list(value.shape), "data_offsets": [offsets[name], end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + at for name, at in offsets.items()}
+
+
+def check_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise an ExportError if a tensor contains NaN or infinity. Float8 values are not checked."""
+    is_checked = tensor.numel() and tensor.is_floating_point() and tensor.itemsize > 1
+    if is_checked and not torch.stack(torch.aminmax(tensor)).isfinite().all():  # aminmax propagates NaN
+        raise ExportError(f"{name} contains NaN or infinity, so nothing was exported.")
+
+
+class FileWriter:
+    """Writes this rank's files. After an error, it ignores further tensors, and `close` raises the error.
+
+    Args:
+        directory: where the files are created.
+        files: for each file, its tensors on meta.
+    """
+
+    def __init__(self, directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        self._directory, self._files = directory, files
+        self._left = {name: file for file, tensors in files.items() for name in tensors}  # tensors yet to be written
+        self._open: dict[str, tuple[int, dict[str, int]]] = {}  # descriptors and positions of the started files
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._pending: deque[Future[None]] = deque()
+        self._error: Exception | None = None
+        self._unflushed = 0
+
+    def submit(self, compute: Callable[[], dict[str, torch.Tensor]]) -> None:
+        """Write those tensors of `compute()` that belong to this rank's files, in the background.
+
+        Waits if `IN_FLIGHT` earlier calls are not finished.
+        """
+        self._pending.append(self._thread.submit(self._compute_and_write, compute))
+        while len(self._pending) > IN_FLIGHT:
+            self._pending.popleft().result()
+
+    def close(self) -> None:
+        """Wait until everything is on disk; raise the first error."""
+        self._thread.shutdown()
+        for descriptor, _ in self._open.values():
+            os.close(descriptor)
+        if self._error is not None:
+            raise self._error
+        if self._left:
+            raise ExportError(f"{sorted(self._left)[:3]} were not written. Please report this as a bug.")
+
+    @contextlib.contextmanager
+    def recording_errors(self) -> Iterator[None]:
+        """Keep the first error of the block for `close`, instead of raising it."""
+        try:
+            yield
+        except Exception as error:
+            self._error = self._error or error
+
+    @torch.no_grad()  # grad mode is per thread
+    def _compute_and_write(self, compute: Callable[[], dict[str, torch.Tensor]]) -> None:
+        with self.recording_errors():
+            if self._error is None:
+                for name, tensor in compute().items():
+                    if name in self._left:
+                        self._write(self._left.pop(name), name, tensor)
+
+    def _write(self, file: str, name: str, tensor: torch.Tensor) -> None:
+        planned = self._files[file][name]
+        if tensor.shape != planned.shape:
+            raise ExportError(f"{name} has shape {list(tensor.shape)}, not {list(planned.shape)} as planned.")
+        tensor = tensor.to(planned.dtype)
+        check_finite(name, tensor)
+        if file not in self._open:
+            header, positions = make_header(self._files[file])
+            self._open[file] = os.open(self._directory / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), positions
+            self._write_bytes(self._open[file][0], memoryview(header), 0)
+        descriptor, positions = self._open[file]
+        values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        self._write_bytes(descriptor, memoryview(values), positions.pop(name))
+        if not positions:
+            del self._open[file]
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+    def _write_bytes(self, descriptor: int, values: memoryview, position: int) -> None:
+        self._unflushed += len(values)
+        while values:
+            count = os.pwrite(descriptor, values, position)
+            values, position = values[count:], position + count
+        if self._unflushed >= FLUSH_BYTES:
+            os.fdatasync(descriptor)
+            self._unflushed = 0

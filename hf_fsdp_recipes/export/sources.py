@@ -1,0 +1,127 @@
+"""Where the tensors of an export come from: a sharded model, a checkpoint of torch DCP, or safetensors files."""
+
+import functools
+import os
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor, Shard
+
+from hf_fsdp_recipes.checkpointing.verification import check_pickles
+from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.export.files import DTYPES
+
+_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")  # modules around modules
+
+
+@dataclass(frozen=True)
+class Source:
+    """One full tensor, read when it is needed."""
+
+    meta: torch.Tensor  # its shape and dtype
+    read: Callable[[int], torch.Tensor | None]  # returns the tensor on the given rank, and possibly None on the others
+    is_collective: bool = False  # whether all ranks must call `read`, or only the given one
+
+
+def describe(shape: torch.Size, held: torch.dtype, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a meta tensor. Its dtype is `dtype`, or `held` if that is None or the values are not floating-point."""
+    return torch.empty(shape, dtype=dtype if dtype is not None and held.is_floating_point else held, device="meta")
+
+
+def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, Source]:
+    """Return the tensors of a model's state dict. FSDP2's shards are converted to `dtype` and then gathered."""
+    sources = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor):  # not the strings of bitsandbytes
+            meta = describe(value.shape, value.dtype, dtype)
+            read = functools.partial(_gather, value.detach(), meta.dtype)
+            sources[_WRAPPERS.sub("", name)] = Source(meta, read, isinstance(value, DTensor))
+    return sources
+
+
+def _gather(value: torch.Tensor, dtype: torch.dtype, writer: int) -> torch.Tensor | None:
+    """Return a full tensor on the rank `writer`, and None on the others. Collective if `value` is a DTensor."""
+    value = value.to(dtype)
+    if not isinstance(value, DTensor):
+        return value
+    mesh = value.device_mesh
+    value = value.to(mesh.device_type)  # the shards may be offloaded to the CPU
+    replicas = mesh.mesh.reshape(-1, mesh.size(-1)).tolist()  # HSDP has several rows, each with all shards
+    ranks = next((row for row in replicas if writer in row), None)
+    *outer, inner = value.placements
+    if ranks is None or inner != Shard(0) or not all(placement.is_replicate() for placement in outer):
+        return value.full_tensor()
+    local, own = value.to_local().contiguous(), dist.get_rank()
+    if own != writer:
+        _exchange([dist.P2POp(dist.isend, local, writer)] if own in ranks and local.numel() else [])
+        return None
+    full = torch.empty(value.shape, dtype=value.dtype, device=local.device)
+    parts = dict(zip(ranks, full.chunk(len(ranks)), strict=False))  # the last ranks may have no part
+    requests = [dist.P2POp(dist.irecv, part, rank) for rank, part in parts.items() if rank != own]
+    if own in parts:
+        parts[own].copy_(local)
+    _exchange(requests)
+    return full
+
+
+def _exchange(requests: list[dist.P2POp]) -> None:
+    for request in dist.batch_isend_irecv(requests) if requests else ():
+        request.wait()
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads a checkpoint's metadata only once, although every tensor is loaded on its own."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
+
+
+def from_checkpoint(directory: Path) -> dict[str, Source]:
+    """Return the tensors of a checkpoint of torch DCP, without the key `model` that Accelerate puts around them."""
+    try:
+        check_pickles(directory)
+    except (OSError, pickle.UnpicklingError) as error:
+        raise ExportError(f"{directory} is unusable: {error}") from error
+    reader = _Reader(directory)
+    metadata = reader.read_metadata()
+    tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+    paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in tensors}
+    tops = {path[0] for path in paths.values() if len(path) > 1}  # {"model": {...}}, or a plain state dict
+    top = "model" if "model" in tops else next(iter(tops), None)
+    names = {key: ".".join(map(str, path[1:])) if top else key for key, path in paths.items() if top in (None, path[0])}
+
+    def read(key: str) -> torch.Tensor:
+        tensor = torch.empty(tensors[key].size, dtype=tensors[key].properties.dtype)
+        dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
+        return tensor
+
+    def source(key: str) -> Source:
+        return Source(describe(tensors[key].size, tensors[key].properties.dtype), lambda _: read(key))
+
+    return {_WRAPPERS.sub("", name): source(key) for key, name in names.items()}
+
+
+def from_files(directory: Path) -> dict[str, Source]:
+    """Return the tensors of all safetensors files in a directory."""
+    sources = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        store = safe_open(os.fspath(file), "pt")
+        for name in store.keys():  # noqa: SIM118
+            part = store.get_slice(name)
+            meta = describe(part.get_shape(), DTYPES[part.get_dtype()])
+            sources[name] = Source(meta, lambda _, store=store, name=name: store.get_tensor(name))
+    if not sources:
+        raise ExportError(f"{directory} has no safetensors files.")
+    return sources

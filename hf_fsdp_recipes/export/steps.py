@@ -1,0 +1,116 @@
+"""Divides an export into steps. Each reads a few tensors and computes some of the files' tensors from them.
+
+Names and shapes in the files are those of `save_pretrained`, whose conversion is applied to meta tensors for the plan, and to
+each step's tensors while writing.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
+
+from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.export.sources import Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Computes `outputs`, which are on meta here, from the sources named `inputs`."""
+
+    inputs: tuple[str, ...]
+    outputs: Tensors
+    compute: Callable[[Tensors], Tensors]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an export writes: its steps, what they read, and all outputs in the order in which they fill the files."""
+
+    steps: list[Step]
+    sources: Mapping[str, Source]
+    outputs: Tensors
+
+
+def copy_step(name: str, meta: torch.Tensor, source: str) -> Step:
+    """Return a step that writes a source under the name `name`."""
+    return Step((source,), {name: meta}, lambda tensors: {name: tensors[source]})
+
+
+def rename_outputs(step: Step, names: Mapping[str, str]) -> Step:
+    """Return a step with other names for its outputs."""
+    outputs = {names[name]: value for name, value in step.outputs.items()}
+    return Step(step.inputs, outputs, lambda tensors: {names[k]: v for k, v in step.compute(tensors).items()})
+
+
+def plan_in_file_format(
+    model: "PreTrainedModel", names: Iterable[str], steps: Iterable[Step], sources: Mapping[str, Source]
+) -> Plan:
+    """Plan to write the parameters `names` of a model, which `steps` compute, as `save_pretrained` writes them.
+
+    Parameters that transformers converts together are one step per layer.
+    """
+    steps = list(steps)
+    outputs = _outputs(steps)
+    expected = revert_weight_conversion(model, {name: outputs[name] for name in names})
+    layers: dict[str, list[Step]] = defaultdict(list)
+    for step in steps:
+        first = next(iter(step.outputs))
+        layers[re.match(r".*?\.\d+\.|", first).group()].append(step)  # up to the first number
+    converted: list[Step] = []
+    for layer in layers.values():
+        together = []
+        for step in layer:
+            alone = _convert([step], model, expected)
+            converted.append(alone) if alone is not None else together.append(step)
+        if together and (joined := _convert(together, model, expected)) is not None:
+            converted.append(joined)
+    found = _outputs(converted)
+    if found.keys() != expected.keys() or sum(len(step.outputs) for step in converted) != len(found):
+        missing = sorted(expected.keys() - found.keys())[:3]
+        raise ExportError(
+            f"transformers makes {missing} from several layers. Gather the model and use save_pretrained."
+        )
+    return Plan(converted, sources, {name: found[name] for name in expected})
+
+
+def _convert(steps: list[Step], model: "PreTrainedModel", expected: Tensors) -> Step | None:
+    """Join steps into one whose outputs are in the files' format; None if these steps alone give other outputs."""
+
+    def compute(tensors: Tensors) -> Tensors:
+        computed = {name: value for step in steps for name, value in step.compute(tensors).items()}
+        return revert_weight_conversion(model, computed)
+
+    try:
+        outputs = revert_weight_conversion(model, _outputs(steps))
+    except Exception:  # a conversion lacks one of its tensors
+        return None
+    if not all(name in expected and value.shape == expected[name].shape for name, value in outputs.items()):
+        return None
+    return Step(tuple(name for step in steps for name in step.inputs), outputs, compute)
+
+
+def _outputs(steps: Iterable[Step]) -> Tensors:
+    return {name: value for step in steps for name, value in step.outputs.items()}
+
+
+def match_files(model: "PreTrainedModel", stored: Iterable[str]) -> dict[str, str]:
+    """Map parameters of a model to tensors of its checkpoint, without those that transformers converts while loading."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    state, names = model.state_dict(), {}
+    for key in stored:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if pattern is None:
+            names[name] = key
+    return names

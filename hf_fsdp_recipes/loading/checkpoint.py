@@ -1,0 +1,189 @@
+"""Maps a checkpoint's tensors to a model's weights, and reads them with transformers' own conversions."""
+
+import copy
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+
+from hf_fsdp_recipes.errors import LoadError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.quantizers.base import HfQuantizer
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+NUM_NAMED = 3  # of the names in a message
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is read at once: one tensor of the checkpoint, all that transformers converts together, or a new weight."""
+
+    names: tuple[str, ...]  # the weights that it becomes, by their names in the model
+    keys: tuple[str, ...]  # the checkpoint's tensors; none for a new weight
+    patterns: tuple[str | None, ...]  # for each of them, the converter's pattern that it matches; None: not converted
+    dtype: torch.dtype | None  # None: the model's, because it is converted
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the weight is stored as it is, so that its rows can be read alone."""
+        return bool(self.keys) and self.patterns[0] is None
+
+
+class Checkpoint:
+    """The safetensors files of one directory, opened when first used."""
+
+    def __init__(self, directory: Path, quantizer: "HfQuantizer | None" = None) -> None:
+        self.directory, self.quantizer = directory, quantizer
+        self._converters: dict[str, Any] = {}
+        self._new: dict[str, torch.Tensor] = {}  # weights of a new head, on rank 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Checkpoint":
+        """Share the open files between copies of the model."""
+        return self
+
+    @functools.cached_property
+    def files(self) -> dict[str, Any]:
+        """The open files by name."""
+        found = {file.name: safe_open(file, "pt") for file in sorted(self.directory.glob("*.safetensors"))}
+        if not found:
+            raise LoadError(f"{self.directory} has no *.safetensors files. Convert the checkpoint to safetensors.")
+        return found
+
+    @functools.cached_property
+    def file_of(self) -> dict[str, str]:
+        """The file of each tensor, in the order in which the tensors are stored."""
+        return {key: name for name, file in self.files.items() for key in file.offset_keys()}
+
+    def first_dtype(self) -> torch.dtype:
+        """Return the dtype of the first floating-point tensor."""
+        found = (DTYPES.get(self._slice(key).get_dtype()) for key in self.file_of)
+        return getattr(torch, next(filter(None, found), "float32"))
+
+    def _slice(self, key: str) -> Any:
+        return self.files[self.file_of[key]].get_slice(key)
+
+    def plan(
+        self, model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[list[Entry], list[Any] | None]:
+        """Return what to read for a model, in file order, and the conversions that `save_pretrained` has to revert.
+
+        Raises a LoadError if a weight is missing or has another shape. Weights of a head that the checkpoint's own model class
+        lacks are new, as in `from_pretrained`.
+        """
+        groups, conversions = self._group_keys(model, shapes)
+        entries = [self._entry(name, *zip(*found, strict=True)) for name, found in groups.items()]
+        order = {key: number for number, key in enumerate(self.file_of)}
+        entries.sort(key=lambda entry: order[entry.keys[0]])
+        return entries + self._find_new(model, entries, shapes), conversions
+
+    def _group_keys(
+        self, model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[dict[str, list[tuple[str, str | None]]], list[Any] | None]:
+        """Return the tensors that each weight is made of, with the converters' patterns that they match, and the conversions."""
+        from transformers import conversion_mapping, core_model_loading
+
+        transforms = conversion_mapping.get_model_conversion_mapping(model, None, self.quantizer)
+        renamings = [one for one in transforms if isinstance(one, core_model_loading.WeightRenaming)]
+        converters = [one for one in transforms if isinstance(one, core_model_loading.WeightConverter)]
+        self._converters = {pattern: one for one in converters for pattern in one.source_patterns}
+        rename = functools.partial(
+            core_model_loading.rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=shapes
+        )
+        groups: dict[str, list[tuple[str, str | None]]] = {}
+        unexpected = []
+        for key in sorted(self.file_of, key=core_model_loading.dot_natural_key):
+            name, pattern = rename(key, renamings, converters)
+            if name not in shapes and key in shapes:
+                name, pattern = rename(key, [], [])
+            if name in shapes:
+                groups.setdefault(name, []).append((key, pattern))
+            else:
+                unexpected.append(key)
+        if unexpected:
+            logger.warning(
+                "%s has tensors that %s does not use: %s", self.directory, type(model).__name__, some(unexpected)
+            )
+        used = [one for one in transforms if one.was_used()]
+        return groups, used if self.quantizer is None else None  # otherwise save_pretrained would quantize again
+
+    def _entry(self, name: str, keys: tuple[str, ...], patterns: tuple[str | None, ...]) -> Entry:
+        if patterns[0] is None:
+            dtype = getattr(torch, DTYPES.get(self._slice(keys[-1]).get_dtype(), ""), None)
+            return Entry((name,), keys[-1:], patterns[-1:], dtype)
+        first, *others = self._converters[patterns[0]].target_patterns
+        return Entry((name, *(name.replace(first, other) for other in others)), keys, patterns, None)
+
+    def _find_new(
+        self, model: "PreTrainedModel", entries: list[Entry], shapes: Mapping[str, tuple[int, ...]]
+    ) -> list[Entry]:
+        found = {name: entry for entry in entries for name in entry.names}
+        present = set(found)
+        for pair in (
+            getattr(model, "all_tied_weights_keys", None) or {}
+        ).items():  # files may hold either name, or both
+            one, other = (found.get(name) for name in pair)
+            if one and other and not torch.equal(self.read_rows(one, ...), self.read_rows(other, ...)):
+                raise LoadError(
+                    f"{' and '.join(pair)} are tied, but differ in the checkpoint. Set tie_word_embeddings=False."
+                )
+            present |= set(pair) if one or other else set()
+        missing = [name for name in shapes if name not in present]
+        is_own_class = type(model).__name__ in (model.config.architectures or ())
+        new = [] if is_own_class else [n for n in missing if not n.startswith(f"{model.base_model_prefix}.")]
+        problems = [f"{name} is missing" for name in missing if name not in new]
+        for entry in entries:
+            stored = tuple(self._slice(entry.keys[0]).get_shape())
+            if entry.is_stored and stored != tuple(shapes[entry.names[0]]):
+                problems.append(f"{entry.keys[0]} is {list(stored)}, not {list(shapes[entry.names[0]])}")
+        if problems:
+            raise LoadError(f"{self.directory} does not fit {type(model).__name__}: {some(problems)}.")
+        if new:
+            logger.warning("%s has no %s, so the values are new: train them", self.directory, some(new))
+        self._new = {name: new_value(model, name) for name in new}
+        return [Entry((name,), (), (), None) for name in new]
+
+    def read(self, entry: Entry, model: "PreTrainedModel") -> dict[str, torch.Tensor]:
+        """Return the weights of an entry by name; those that are not converted are memory-mapped."""
+        if not entry.keys:
+            return {name: self._new[name] for name in entry.names}
+        if entry.is_stored:
+            return {entry.names[0]: self.read_rows(entry, ...)}
+        converter = copy.deepcopy(self._converters[entry.patterns[0]])
+        for key, pattern in zip(entry.keys, entry.patterns, strict=True):
+            converter.add_tensor(entry.names[0], key, pattern, functools.partial(self._slice(key).__getitem__, ...))
+        values = converter.convert(entry.names[0], model=model, config=model.config, hf_quantizer=self.quantizer)
+        return {name: values[name][0] if isinstance(values[name], list) else values[name] for name in entry.names}
+
+    def read_rows(self, entry: Entry, rows: slice | EllipsisType) -> torch.Tensor:
+        """Return rows of a stored weight."""
+        return self._slice(entry.keys[0])[rows]
+
+
+@torch.no_grad()
+def new_value(model: "PreTrainedModel", name: str) -> torch.Tensor:
+    """Return initial values for a weight that the checkpoint lacks, from the model's own `_init_weights`."""
+    path, _, parameter = name.rpartition(".")
+    module = model.get_submodule(path)
+    twin = copy.copy(module)
+    twin._parameters = {
+        key: None if value is None else torch.nn.Parameter(torch.empty(value.shape, dtype=value.dtype))
+        for key, value in module._parameters.items()
+    }
+    model._init_weights(twin)
+    return twin._parameters[parameter].detach()
+
+
+def some(names: list[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+    return "; ".join(names[:NUM_NAMED]) + more

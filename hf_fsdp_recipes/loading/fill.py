@@ -1,0 +1,208 @@
+"""Fills a sharded model: rank 0 reads each weight and sends every rank its rows, or each rank reads its own rows."""
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.errors import LoadError, describe
+from hf_fsdp_recipes.loading import bnb_4bit
+from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
+
+WRAPPERS = re.compile(
+    r"(_checkpoint_wrapped_module|_orig_mod|base_layer)\.|\.(modules_to_save\.[^.]+|original_module)(?=\.)"
+)
+NUM_READ_AHEAD = 2  # entries that rank 0 reads while it sends earlier ones
+NUM_IN_FLIGHT = 2  # weights that are being sent
+PAGE_BYTES = 4096
+
+Tensors = dict[str, list[torch.Tensor]]
+Weights = dict[str, torch.Tensor]
+
+
+def name_in_base_model(name: str) -> str:
+    """Return a tensor's name without the wrappers of PEFT, activation checkpointing and torch.compile."""
+    return WRAPPERS.sub("", name).removeprefix("base_model.model.")
+
+
+def allocate(model: torch.nn.Module, device: torch.device) -> Tensors:
+    """Give a model's meta parameters memory; return the tensors to fill, by their names in the base model.
+
+    A name has several tensors if PEFT has copied it (`modules_to_save`), and a tied weight has several names.
+    """
+    targets: Tensors = {name_in_base_model(name): [buffer] for name, buffer in model.named_buffers()}
+    allocated = set()
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if parameter.is_meta:
+            real = torch.nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, real)
+            allocated.add(parameter)
+        if parameter in allocated:
+            targets.setdefault(name_in_base_model(name), []).append(parameter)
+    return targets
+
+
+class Layout:
+    """Which rows of a weight each rank holds."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self.local = target.detach()
+        self.ranks: list[
+            int
+        ] = []  # the ranks of the first replica, in the order of their rows; empty: all hold all rows
+        if isinstance(target, DTensor):
+            *replicated, sharded = target.placements
+            mesh = target.device_mesh
+            if sharded != Shard(0) or set(replicated) - {Replicate()} or mesh.size() != dist.get_world_size():
+                raise LoadError(
+                    f"{target.placements} is not supported. Use full or hybrid sharding, without other parallelism."
+                )
+            self.local, self._num_rows = target.to_local().detach(), target.shape[0]
+            self.ranks = mesh.mesh.view(-1, mesh.shape[-1])[0].tolist()
+            self.number = mesh.get_coordinate()[-1]  # of this rank, in its replica
+
+    def rows(self, number: int) -> slice:
+        """Return the rows of one rank of a replica, as `fully_shard` chooses them."""
+        chunk = -(-self._num_rows // len(self.ranks))
+        return slice(min(chunk * number, self._num_rows), min(chunk * (number + 1), self._num_rows))
+
+
+class Transfer:
+    """Copies one weight of rank 0 into the shards of the first replica, while the caller goes on. Collective."""
+
+    def __init__(
+        self, full: torch.Tensor | None, target: torch.Tensor, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        layout = Layout(target)
+        self._local, self._received, transfers = layout.local, full, []
+        if not layout.ranks:
+            self._received = torch.empty(target.shape, dtype=dtype, device=device) if full is None else full
+            dist.broadcast(self._received, 0)
+        elif full is not None:
+            parts = [(full[layout.rows(number)], rank) for number, rank in enumerate(layout.ranks)]
+            transfers = [dist.P2POp(dist.isend, part, rank) for part, rank in parts[1:] if len(part)]
+            self._received = parts[0][0]
+        elif dist.get_rank() in layout.ranks and len(self._local):
+            is_same = (self._local.dtype, self._local.device) == (dtype, device)
+            self._received = self._local if is_same else torch.empty(self._local.shape, dtype=dtype, device=device)
+            transfers = [dist.P2POp(dist.irecv, self._received, 0)]
+        self._is_sender, self._full = full is not None, full  # what is sent must stay alive
+        self._works = dist.batch_isend_irecv(transfers) if transfers else []
+        if self._is_sender:
+            self._local.copy_(self._received)  # while the other ranks receive their rows
+
+    def finish(self) -> None:
+        """Wait for the transfer. Not a collective."""
+        for work in self._works:
+            work.wait()
+        if not self._is_sender and self._received is not None and self._received is not self._local:
+            self._local.copy_(self._received)
+
+
+def read_ahead(read: Callable[[Entry], Weights], entries: Sequence[Entry]) -> Iterator[Weights]:
+    """Yield the weights of each entry; a thread reads the next entries meanwhile."""
+    with ThreadPoolExecutor(1, "weights-reading") as pool:
+        pending: deque[Future[Weights]] = deque()
+        for entry in entries:
+            pending.append(pool.submit(read, entry))
+            if len(pending) > NUM_READ_AHEAD:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+class Reader:
+    """Reads weights on rank 0. After an error it returns uninitialized memory, because the other ranks wait for data."""
+
+    def __init__(self, model: torch.nn.Module, checkpoint: Checkpoint, targets: Tensors, device: torch.device) -> None:
+        self.error: Exception | None = None
+        self.layers = bnb_4bit.find_layers(model)
+        self._model, self._checkpoint, self._targets, self._device = model, checkpoint, targets, device
+
+    def dtype_of(self, entry: Entry, name: str) -> torch.dtype:
+        """Return the dtype in which a weight is sent."""
+        is_changed = entry.dtype is None or name in self.layers
+        return self._targets[name][0].dtype if is_changed else entry.dtype
+
+    def read(self, entry: Entry) -> Weights:
+        """Return the weights of an entry that the model has, on the device."""
+        try:
+            if self.error is None:
+                return self._read(entry)
+        except Exception as caught:
+            self.error = LoadError(f"{entry.names[0]}: {describe(caught)}")
+        names = [name for name in entry.names if name in self._targets]
+        shapes = {name: self._targets[name][0].shape for name in names}
+        return {
+            name: torch.empty(shapes[name], dtype=self.dtype_of(entry, name), device=self._device) for name in names
+        }
+
+    @torch.no_grad()  # grad mode is per thread
+    def _read(self, entry: Entry) -> Weights:
+        weights = {}
+        for name, value in self._checkpoint.read(entry, self._model).items():
+            if name in self._targets:  # a module may have been replaced
+                if name in self.layers:
+                    value = self.layers[name].quantize(value.to(self._device))
+                if value.shape != self._targets[name][0].shape:
+                    raise LoadError(f"{name} is {list(value.shape)}, not {list(self._targets[name][0].shape)}")
+                weights[name] = bring(value, self.dtype_of(entry, name), self._device)
+        return weights
+
+
+@torch.no_grad()
+def fill_from_rank0(
+    model: torch.nn.Module, checkpoint: Checkpoint, entries: Sequence[Entry], targets: Tensors, device: torch.device
+) -> None:
+    """Fill the tensors from rank 0, which alone reads files. Collective.
+
+    After an error, rank 0 sends uninitialized memory for the remaining weights, and at the end all ranks raise the error.
+    """
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+    reader = Reader(model, checkpoint, targets, device)
+    weights = read_ahead(reader.read, entries) if distributed.is_main() else None
+    in_flight: deque[Transfer] = deque()
+    for entry in entries:
+        values = next(weights) if weights else {}
+        for name in entry.names:
+            for target in targets.get(name, ()):
+                in_flight.append(Transfer(values.get(name), target, reader.dtype_of(entry, name), device))
+                if len(in_flight) > NUM_IN_FLIGHT:
+                    in_flight.popleft().finish()
+    for transfer in in_flight:
+        transfer.finish()
+    distributed.raise_agreed(reader.error)
+    for layer in reader.layers.values():
+        layer.broadcast_scales(device)
+
+
+def bring(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Read a memory-mapped tensor from disk, in the thread that calls this, and move it to the device."""
+    if device.type == "cpu" and value.is_contiguous() and value.dtype == dtype:
+        value.view(-1).view(torch.uint8)[::PAGE_BYTES].sum()  # touches every page
+    return value.to(device, dtype).contiguous()
+
+
+@torch.no_grad()
+def fill_directly(checkpoint: Checkpoint, entries: Sequence[Entry], targets: Tensors) -> None:
+    """Fill the tensors from entries that are not converted; each rank reads its own rows. Collective."""
+    with distributed.agreed():
+        for entry in entries:
+            for target in targets.get(entry.names[0], ()):
+                layout = Layout(target)
+                if layout.local.numel():
+                    layout.local.copy_(checkpoint.read_rows(entry, layout.rows(layout.number) if layout.ranks else ...))
+
+
+@torch.no_grad()
+def copy_to_replicas(targets: Tensors) -> None:
+    """Under hybrid sharding, copy the shards of the first replica to the others. Collective."""
+    for target in dict.fromkeys(target for tensors in targets.values() for target in tensors):
+        if isinstance(target, DTensor) and target.device_mesh.ndim > 1:
+            dist.broadcast(target.to_local(), group=target.device_mesh.get_group(0), group_src=0)

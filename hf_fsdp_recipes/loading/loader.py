@@ -1,0 +1,106 @@
+"""Shards and fills a model from `load_model`, and keeps it from being used before that."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_recipes import patches
+from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.loading import bnb_4bit, fill
+from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
+from hf_fsdp_recipes.loading.placeholder import OFFLINE, is_placeholder, move_to_meta
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+Shard = Callable[["Accelerator", torch.nn.Module], torch.nn.Module]
+
+
+class Loader:
+    """Fills one model while Accelerate prepares it. It is attached to the model until then."""
+
+    def __init__(
+        self, model: "PreTrainedModel", checkpoint: Checkpoint, entries: Sequence[Entry], is_direct: bool
+    ) -> None:
+        self.model, self.checkpoint, self.entries, self.is_direct = model, checkpoint, entries, is_direct
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        model.__dict__[patches.LOADER] = self
+        model.__dict__["save_pretrained"] = _refuse
+        self._guard = model.register_forward_pre_hook(_refuse)
+
+    def detach(self) -> None:
+        """Let the model be used."""
+        del self.model.__dict__[patches.LOADER], self.model.__dict__["save_pretrained"]
+        self._guard.remove()
+
+    def shard(self, accelerator: "Accelerator", model: torch.nn.Module, shard: Shard) -> torch.nn.Module:
+        """Shard the model with Accelerate's `shard(accelerator, model)`, and fill the shards. Collective."""
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        plugin, device = accelerator.state.fsdp_plugin, accelerator.device
+        if device.type == "cpu":
+            device = torch.device("cpu")  # Accelerate's cpu:0 is another device to torch, so each `to` would copy
+        bnb_4bit.check_storage(self.model, plugin.mixed_precision_policy)
+        broadcast_adapters(model, device)
+        move_to_meta(model)
+        was_efficient, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
+        try:
+            model = shard(accelerator, model)
+        finally:
+            plugin.cpu_ram_efficient_loading = was_efficient
+        is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        self.fill(model, torch.device("cpu") if is_offloaded else device, device)
+        self.detach()
+        return model
+
+    def fill(self, model: torch.nn.Module, home: torch.device, device: torch.device) -> None:
+        """Fill a sharded model whose shards live on `home`, and which computes on `device`. Collective."""
+        targets = fill.allocate(model, home)
+        changed = [name for name, shape in self.shapes.items() if name in targets and targets[name][0].shape != shape]
+        if changed:
+            raise LoadError(f"{changed[0]} changed its shape before it was loaded. {OFFLINE}.")
+        packed = bnb_4bit.find_layers(self.model)
+        direct = [
+            entry for entry in self.entries if self.is_direct and entry.is_stored and entry.names[0] not in packed
+        ]
+        if self.is_direct:
+            fill.fill_directly(self.checkpoint, direct, targets)
+        read = set(direct)
+        others = [entry for entry in self.entries if entry not in read]
+        fill.fill_from_rank0(self.model, self.checkpoint, others, targets, device)
+        fill.copy_to_replicas(targets)
+        check(model)
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise LoadError(
+        "the model's weights are not loaded yet: they are loaded when the Trainer or Accelerator that trains the model "
+        "shards it. Train first, or use from_pretrained for a model that is not trained, such as a reference model; LoRA "
+        "needs none."
+    )
+
+
+def broadcast_adapters(model: torch.nn.Module, device: torch.device) -> None:
+    """Give all ranks rank 0's values of the parameters that are no placeholders. Collective."""
+    for name, parameter in model.named_parameters():
+        if not is_placeholder(parameter):
+            value = parameter.detach().to(device)
+            dist.broadcast(value, 0)
+            if not value.isfinite().all():
+                raise LoadError(
+                    f"{name} was computed from a weight that is not loaded yet, for example by OLoRA, DoRA or "
+                    f"resize_token_embeddings. {OFFLINE}."
+                )
+            parameter.data.copy_(value)
+
+
+def check(model: torch.nn.Module) -> None:
+    """Raise a LoadError if a parameter has no values."""
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if local.is_meta or (local.numel() > 1 and is_placeholder(local)):
+            raise LoadError(f"{name} was not loaded. Please report this as an error of this package.")

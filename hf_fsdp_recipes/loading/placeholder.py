@@ -1,0 +1,66 @@
+"""Placeholders: parameters of a model whose weights are not loaded yet.
+
+A placeholder has the shape and dtype of its weight, but all its elements share one NaN in host memory. Unlike meta tensors,
+placeholders have a device and distinct addresses, so PEFT, TRL, Trainer, optimizers and Accelerate handle them like weights.
+Writing to one raises an error, and whatever is computed from one is NaN, never a plausible number.
+"""
+
+from typing import Any
+
+import torch
+
+from hf_fsdp_recipes.errors import LoadError
+
+OFFLINE = "Change the model without FSDP, save it, and train the saved model"
+_CASTS = (torch.Tensor.to, torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16)
+
+
+class Placeholder(torch.nn.Parameter):
+    """A parameter without memory. Copies of it, such as PEFT's `modules_to_save`, are placeholders too."""
+
+    def __new__(cls, like: torch.Tensor) -> "Placeholder":
+        """Return a placeholder for a tensor of any device."""
+        return torch.Tensor._make_subclass(cls, nan_like(like), like.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Placeholder":
+        """Return another placeholder; torch would allocate the full tensor."""
+        return memo.setdefault(id(self), Placeholder(self))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Refuse casts: they are how PEFT's PiSSA, OLoRA and DoRA start to compute adapters from a weight."""
+        if function in _CASTS and (function is not torch.Tensor.to or isinstance(args[1], torch.dtype)):
+            raise LoadError(
+                "a weight is read before it is loaded, for example by init_lora_weights='pissa' or 'olora', or by DoRA. Use plain "
+                f"LoRA. Or: {OFFLINE[0].lower()}{OFFLINE[1:]}."
+            )
+        return torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
+
+
+def nan_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same shape and dtype whose elements share one NaN in host memory."""
+    return torch.full((), float("nan"), dtype=tensor.dtype).expand(tensor.shape)
+
+
+def is_placeholder(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is a placeholder; bitsandbytes' packed weights keep their own class."""
+    has_no_memory = parameter.ndim > 0 and not any(parameter.stride()) and parameter.numel() > 1
+    return isinstance(parameter, Placeholder) or has_no_memory
+
+
+def insert_placeholders(model: torch.nn.Module) -> None:
+    """Replace a model's meta parameters with placeholders."""
+    for parameter in model.parameters():
+        if parameter.is_meta and type(parameter) is torch.nn.Parameter:
+            torch.utils.swap_tensors(parameter, Placeholder(parameter))
+
+
+def move_to_meta(model: torch.nn.Module) -> None:
+    """Replace a model's placeholders with meta parameters of the same class and attributes."""
+    for parameter in model.parameters():
+        if is_placeholder(parameter):
+            meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            cls = torch.nn.Parameter if isinstance(parameter, Placeholder) else type(parameter)
+            new = torch.Tensor._make_subclass(cls, meta, parameter.requires_grad)
+            new.__dict__.update(parameter.__dict__)
+            torch.utils.swap_tensors(parameter, new)

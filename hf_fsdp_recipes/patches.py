@@ -1,0 +1,255 @@
+"""All upstream functions that this package replaces: four. Importing the package replaces none of them.
+
+Each replacement acts only on models of `load_model`, on trainers that hold a `ShardedCheckpointCallback`, or on CPU ranks that
+were launched with FSDP; everything else passes through. When a patch is applied, it checks that its target still has the
+parameters that it relies on.
+"""
+
+import functools
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_fsdp_recipes.errors import PatchError, RecipeError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from transformers import Trainer
+
+Function = Callable[..., Any]
+
+LOADER = "_hf_fsdp_loader"  # attribute of a model whose weights are not loaded yet; see loading/loader.py
+MARK = "_hf_fsdp_recipes_original"  # attribute of a replacement: the function that it replaced
+
+# Hides the accelerators of a machine from CPU ranks. Each runtime reads its variable when it is first used.
+HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function of another package that is replaced.
+
+    Attributes:
+        module: where the function is looked up, such as `accelerate.accelerator`.
+        name: its name there, with the class if it is a method.
+        parameters: its first parameters, by name.
+        tested: the versions of the package that are tested.
+        remains: what works without the patch.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+    tested: str
+    remains: str
+
+    def apply(self, replacement: Function) -> None:
+        """Replace the function by `replacement(original, ...)`. Idempotent.
+
+        Raises:
+            PatchError: upstream has moved the function or has changed its parameters.
+        """
+        owner, _, attribute = f"{self.module}.{self.name}".rpartition(".")
+        holder = self._find_holder()
+        original = getattr(holder, attribute, None)
+        if hasattr(original, MARK):
+            return
+        if original is None:
+            raise self._error(f"{owner} has no {attribute}")
+        found = tuple(inspect.signature(original).parameters)[: len(self.parameters)]
+        if found != self.parameters:
+            raise self._error(f"{self.module}.{self.name} has the parameters {', '.join(found)}")
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        setattr(replaced, MARK, original)
+        setattr(holder, attribute, replaced)
+
+    def _find_holder(self) -> Any:
+        *classes, _ = self.name.split(".")
+        try:
+            return functools.reduce(getattr, classes, import_module(self.module))
+        except (ImportError, AttributeError) as error:
+            raise self._error(str(error)) from error
+
+    def _error(self, found: str) -> PatchError:
+        package = self.module.partition(".")[0]
+        return PatchError(
+            f"{found}, so this package cannot replace {self.module}.{self.name}({', '.join(self.parameters)}): {package} "
+            f"{version(package)} is installed, {self.tested} is tested. Install a tested version; {self.remains}."
+        )
+
+
+# Accelerate fills meta parameters only from a full state dict, which needs a full copy of the model on rank 0.
+# For upstream: a hook between `fully_shard` and the first forward, in which sharded weights are loaded.
+FILL_SHARDS = Patch(
+    "accelerate.accelerator",
+    "fsdp2_prepare_model",
+    ("accelerator", "model"),
+    "1.13 to 1.15",
+    "models of from_pretrained, saving and exporting work without it",
+)
+
+
+def _fill_shards(original: Function, accelerator: "Accelerator", model: torch.nn.Module) -> torch.nn.Module:
+    loader = find_loader(model)
+    return original(accelerator, model) if loader is None else loader.shard(accelerator, model, original)
+
+
+# FSDP2 rejects module lists, which have no forward, and Accelerate shards the final norm together with the output head, so a
+# unit that contains the norm would shard it twice. TRL uses the head's weight without calling the head.
+# For upstream: SIZE_BASED_WRAP with fsdp_version 2 fails on ModuleList and shards the final norm twice.
+WRAP_BY_SIZE = Patch(
+    "accelerate.utils.fsdp_utils",
+    "fsdp2_prepare_auto_wrap_policy",
+    ("fsdp2_plugin", "model"),
+    "1.13 to 1.15",
+    "TRANSFORMER_BASED_WRAP works without it",
+)
+
+
+def _wrap_by_size(original: Function, fsdp2_plugin: "FullyShardedDataParallelPlugin", model: torch.nn.Module) -> Any:
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+    policy = original(fsdp2_plugin, model)
+    wanted = fsdp2_plugin.auto_wrap_policy
+    if find_loader(model) is None or getattr(wanted, "func", wanted) is not size_based_auto_wrap_policy:
+        return policy
+    base = getattr(model, "get_base_model", lambda: model)()
+    ends = [base.get_input_embeddings(), base.get_output_embeddings()]
+    norms = [child for child in base.base_model.children() if "Norm" in type(child).__name__]
+    in_root = {module for module in (*ends, *norms) if module is not None}
+    # PEFT's adapters of experts use the weights of the modules inside them without calling these.
+    adapters = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
+    kept_whole = {inner for adapter in adapters for child in adapter.children() for inner in child.modules()}
+    return lambda module: (
+        not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)
+        and module not in kept_whole
+        and in_root.isdisjoint(module.modules())
+        and policy(module)
+    )
+
+
+# Trainer offers no way to replace how, but not when, a checkpoint is written.
+# For upstream: a strategy object for `Trainer._save_checkpoint`, or a callback event around it.
+SAVE_CHECKPOINT = Patch(
+    "transformers.trainer",
+    "Trainer._save_checkpoint",
+    ("self", "model", "trial"),
+    "5.14 to 5.23",
+    "load_model and export_model work without it",
+)
+
+
+def _save_checkpoint(original: Function, self: "Trainer", model: torch.nn.Module, trial: Any) -> None:
+    # The method is public for this purpose only; the callback is active while it trains under FSDP.
+    found = [one for one in self.callback_handler.callbacks if getattr(one, "saves_checkpoints", False)]
+    if found:
+        found[0].save(self, functools.partial(original, self, model, trial), trial)
+    else:
+        original(self, model, trial)
+
+
+# Accelerate turns MULTI_GPU with an FSDP plugin into FSDP, but not MULTI_CPU: the template is ignored in silence.
+# For upstream: `accelerate launch` with `use_cpu: true` and an FSDP config trains as plain data parallel, without a warning.
+CPU_RANKS = Patch(
+    "accelerate.state",
+    "AcceleratorState.__init__",
+    ("self", "mixed_precision", "cpu", "dynamo_plugin", "deepspeed_plugin", "fsdp_plugin"),
+    "1.13 to 1.15",
+    "FSDP on accelerators works without it",
+)
+
+
+def _turn_cpu_ranks_into_fsdp(original: Function, self: "AcceleratorState", *args: Any, **kwargs: Any) -> None:
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    was_initialized, plugin = self._shared_state.get("_mixed_precision") is not None, kwargs.get("fsdp_plugin")
+    original(self, *args, **kwargs)
+    is_on_cpu = self.distributed_type in (DistributedType.MULTI_CPU, DistributedType.NO)
+    if was_initialized or plugin is None or not is_on_cpu:
+        return
+    if not torch.distributed.is_initialized():  # Accelerate starts no process group for a single CPU rank
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if self._mixed_precision != "no":
+        plugin.set_mixed_precision(self._mixed_precision)
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
+    self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def find_loader(model: torch.nn.Module) -> Any:
+    """Return the loader of a model whose weights are not loaded yet, even if the model is wrapped; otherwise None."""
+    return next((module.__dict__[LOADER] for module in model.modules() if LOADER in module.__dict__), None)
+
+
+def apply_for_loading() -> None:
+    """Let Accelerate fill the models of `load_model`, and let SIZE_BASED_WRAP work for them. Idempotent."""
+    FILL_SHARDS.apply(_fill_shards)
+    WRAP_BY_SIZE.apply(_wrap_by_size)
+
+
+def apply_for_saving() -> None:
+    """Let a `ShardedCheckpointCallback` save its trainer's checkpoints. Idempotent."""
+    SAVE_CHECKPOINT.apply(_save_checkpoint)
+
+
+def is_true(value: object) -> bool:
+    """Parse a flag from the environment as Accelerate does."""
+    return str(value).lower() in ("true", "1", "yes", "on", "y", "t")
+
+
+def is_fsdp_requested() -> bool:
+    """Return whether the launcher asks for FSDP."""
+    return is_true(os.environ.get("ACCELERATE_USE_FSDP"))
+
+
+def are_cpu_ranks_requested() -> bool:
+    """Return whether the launcher asks for FSDP on CPU ranks, or for FSDP on a machine without an accelerator.
+
+    `accelerate launch` passes `use_cpu: true` on only for configs without FSDP, so its absence says nothing.
+    """
+    flag = os.environ.get("ACCELERATE_USE_CPU")
+    return is_fsdp_requested() and (not torch.accelerator.is_available() if flag is None else is_true(flag))
+
+
+def enable_cpu_ranks() -> None:
+    """Turn CPU ranks that were launched with an FSDP template into FSDP ranks over gloo; otherwise do nothing. Idempotent.
+
+    Call it on every rank before the first Accelerator. Accelerators of the machine are hidden from this process.
+
+    Raises:
+        RecipeError: an Accelerator without FSDP already exists.
+    """
+    if not are_cpu_ranks_requested():
+        return
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    os.environ.update(dict.fromkeys(HIDDEN_DEVICES, ""))
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns on every rank that it found no GPU kernels
+    CPU_RANKS.apply(_turn_cpu_ranks_into_fsdp)
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    if AcceleratorState._shared_state.get("distributed_type") in (DistributedType.MULTI_CPU, DistributedType.NO):
+        raise RecipeError(
+            "an Accelerator was created before FSDP could be turned on for CPU ranks. Call load_model or "
+            "ShardedCheckpointCallback before the first Accelerator or Trainer."
+        )
+    # A TrainingArguments that was created without ACCELERATE_USE_CPU has set Accelerate's state up for a single process.
+    if PartialState._shared_state.get("distributed_type") == DistributedType.NO:
+        PartialState._reset_state()
+        PartialState(cpu=True)

@@ -1,1 +1,0 @@
-"""Runs a recipe end to end on CPU ranks with a tiny model."""

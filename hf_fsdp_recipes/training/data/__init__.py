@@ -1,1 +1,0 @@
-"""Datasets: reading, filtering, tokenizing, caching and streaming."""

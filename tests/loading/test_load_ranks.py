@@ -1,0 +1,354 @@
+"""`load_model` on ranks: weights and losses are those of from_pretrained, and every error is one error on all ranks."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
+from tests.ranks.training import LORA, build, digest, error_of, train
+
+HYBRID = {"dp_replicate_size": 2, "dp_shard_size": 2}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+NF4 = {
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_quant_storage": "float32",
+    "bnb_4bit_compute_dtype": "float32",
+    "bnb_4bit_use_double_quant": True,
+}
+
+
+class EightBit:
+    """Stands for a BitsAndBytesConfig of 8-bit weights."""
+
+    load_in_4bit = False
+
+
+def _train(loader, model, data, output, options):
+    import safetensors
+
+    from hf_fsdp_recipes.loading import checkpoint
+
+    opened = []
+    checkpoint.safe_open = lambda *args: opened.append(args) or safetensors.safe_open(*args)
+    losses, weights = train(str(model), str(data), str(output), loader=loader, steps=3, **options)
+    return losses, weights, len(opened)
+
+
+def _compare(model, data, output, source="rank0", world_size=2, parallel=None, precision="no", fsdp=None, **options):
+    """Train with stock and with our loader; return how many files each rank opened."""
+    environment = fsdp_environment(FSDP2 | (fsdp or {}), parallel, precision)
+
+    def run(loader):
+        return run_ranks(_train, world_size, loader, model, data, output, options, environment=environment)
+
+    stock, ours = run("stock"), run(source)
+    for (losses, weights, _), (own_losses, own_weights, _) in zip(stock, ours, strict=True):
+        assert own_losses == losses
+        assert own_weights == weights
+    return [opened for *_, opened in ours]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "options"),
+    [
+        ("llama", "float32", {}),
+        ("llama_tied", "bfloat16", {"dtype": "auto", "bf16": True, "precision": "bf16"}),
+        ("qwen3_moe", "bfloat16", {"dtype": "float32"}),
+        pytest.param("gpt2", "float32", {}, marks=pytest.mark.slow),
+        pytest.param("mixtral", "float32", {}, marks=pytest.mark.slow),
+        pytest.param("llama", "float32", {"world_size": 1}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "bfloat16", {"world_size": 3}, marks=pytest.mark.slow),
+        pytest.param("llama", "float32", {"fsdp": {"fsdp_offload_params": True}}, marks=pytest.mark.slow),
+        ("llama", "bfloat16", {"dtype": "bfloat16", "bf16": True, "precision": "bf16", "gradient_checkpointing": True}),
+    ],
+)
+def test_weights_and_losses_are_those_of_from_pretrained(kind, dtype, options, tiny_model, text_file, tmp_path):
+    opened = _compare(tiny_model(kind, dtype, "40KB"), text_file, tmp_path, **options)
+    assert opened[0]
+    assert not any(opened[1:])  # only rank 0 opens weight files
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_direct_reading_is_equal_under_hybrid_sharding(kind, tiny_model, text_file, tmp_path):
+    opened = _compare(tiny_model(kind), text_file, tmp_path, "direct", world_size=4, parallel=HYBRID)
+    assert all(opened)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        LORA | {"modules_to_save": ["lm_head", "embed_tokens"]},
+        pytest.param(LORA, marks=pytest.mark.slow),
+        {"r": 4, "target_modules": ["q_proj"], "target_parameters": EXPERTS, "task_type": "CAUSAL_LM"},
+    ],
+)
+def test_lora_is_equal_with_nothing_patched_in_peft(lora, tiny_model, text_file, tmp_path):
+    kind = "qwen3_moe" if "target_parameters" in lora else "llama"
+    _compare(tiny_model(kind, "bfloat16"), text_file, tmp_path, lora=lora)
+
+
+def test_4bit_weights_are_equal(tiny_model, text_file, tmp_path):
+    model = tiny_model("llama_wide", "bfloat16")
+    _compare(model, text_file, tmp_path, lora=LORA, quantization=NF4)
+    _compare(model, text_file, tmp_path, "direct", lora=LORA, quantization=NF4)
+
+
+def test_units_by_size_have_the_losses_of_units_by_layer(tiny_model, text_file, tmp_path):
+    def losses(fsdp):
+        arguments = ("rank0", tiny_model("llama"), text_file, tmp_path, {})
+        return run_ranks(_train, 2, *arguments, environment=fsdp_environment(FSDP2 | fsdp))[0][0]
+
+    by_size = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 2000}
+    assert losses(by_size) == pytest.approx(losses({}), rel=1e-6)
+
+
+# Adapters and memory.
+
+
+def _adapters(model, data, output):
+    trainer = build(str(model), str(data), str(output), lora=LORA)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_A" in name:
+            parameter.data += int(os.environ["RANK"])
+    own = [p.detach().double().sum().item() for n, p in trainer.model.named_parameters() if "lora_A" in n]
+    held = sum(p.untyped_storage().nbytes() for n, p in trainer.model.named_parameters() if "lora" not in n)
+    trainer.args.max_steps, trainer.args.learning_rate = 1, 0.0
+    trainer.train()
+    now = [p.full_tensor().double().sum().item() for n, p in trainer.model.named_parameters() if "lora_A" in n]
+    return own, now, held
+
+
+def test_all_ranks_train_rank_0s_adapter_and_placeholders_take_no_memory(tiny_model, text_file, tmp_path):
+    environment = fsdp_environment(FSDP2)
+    first, second = run_ranks(_adapters, 2, tiny_model(), text_file, tmp_path, environment=environment)
+    assert first[0] != second[0]
+    assert first[1] == second[1] == first[0]
+    assert first[2] < 200
+
+
+def _peak_above_shard(model, source):
+    from accelerate import Accelerator
+
+    from hf_fsdp_recipes import load_model
+    from tests.ranks.memory import PeakMemory
+
+    loaded = load_model(str(model), source=source)
+    accelerator = Accelerator(cpu=True)
+    with PeakMemory() as memory:
+        loaded, _ = accelerator.prepare(loaded, torch.optim.SGD(loaded.parameters(), lr=0.1))
+    shard = sum(p.to_local().nbytes for p in loaded.parameters())
+    return (memory.growth_bytes - shard) / 1e6, max(p.nbytes for p in loaded.parameters()) / 1e6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["rank0", "direct"])
+def test_a_rank_holds_its_shard_and_two_parameters(source, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=8000, hidden_size=1024, intermediate_size=2048, num_hidden_layers=8)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    for above, parameter in run_ranks(_peak_above_shard, 2, tmp_path, source, environment=fsdp_environment(FSDP2)):
+        assert above < 2 * parameter + 20
+
+
+# Model classes and new heads.
+
+
+def _new_head(model, data, output, loader):
+    from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments, set_seed
+
+    from hf_fsdp_recipes import load_model, patches
+
+    patches.enable_cpu_ranks()
+    args = TrainingArguments(output_dir=str(output), max_steps=1, use_cpu=True, report_to="none", learning_rate=0.0)
+    set_seed(3)
+    options = {"num_labels": 3, "dtype": "float32"}
+    if loader == "stock":
+        loaded = AutoModelForSequenceClassification.from_pretrained(model, **options)
+    else:
+        loaded = load_model(model, auto_class=AutoModelForSequenceClassification, **options)
+    rows = [{"input_ids": [5, 6, 7], "labels": 1}] * 16
+    trainer = Trainer(loaded, args, train_dataset=rows)
+    trainer.train()
+    return digest(trainer.model)
+
+
+def test_a_new_head_has_from_pretraineds_values(tiny_model, tmp_path):
+    def run(loader):
+        arguments = (tiny_model(), None, tmp_path, loader)
+        return run_ranks(_new_head, 2, *arguments, environment=fsdp_environment(FSDP2))
+
+    assert run("rank0") == run("stock")
+
+
+# Errors.
+
+
+def _errors(model, data, output, world_size=2, **options):
+    """Return the error that all ranks raise."""
+    environment = fsdp_environment(FSDP2)
+    found = run_ranks(_error, world_size, model, data, output, options, environment=environment)
+    assert len(set(found)) == 1, found
+    return found[0]
+
+
+def _error(model, data, output, options):
+    return error_of(str(model), str(data), str(output), **options)
+
+
+def _drop_layer(tensors):
+    for name in [name for name in tensors if "layers.1" in name][:5]:
+        del tensors[name]
+
+
+def _reshape(tensors):
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:3].clone()
+
+
+def _drop_expert(tensors):
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+
+
+def _untie(tensors):
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "text"),
+    [
+        ("llama", _drop_layer, "is missing"),
+        ("llama", _reshape, r"model.norm.weight is \[3\], not \[32\]"),
+        pytest.param("qwen3_moe", _drop_expert, "experts", marks=pytest.mark.slow),
+        pytest.param("llama_tied", _untie, "are tied, but differ", marks=pytest.mark.slow),
+        ("llama", None, "model.safetensors|header|incomplete"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_one_error(kind, change, text, tiny_model, text_file, tmp_path):
+    import re
+
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model(kind, "bfloat16"), directory)
+    file = directory / "model.safetensors"
+    if change is None:
+        with file.open("r+b") as stream:
+            stream.truncate(file.stat().st_size - 8)
+    else:
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+    kind, message = _errors(directory, text_file, tmp_path)
+    assert kind in ("LoadError", "RecipeError")
+    assert re.search(text, message)
+
+
+def _break_reading(model):
+    from hf_fsdp_recipes.loading.checkpoint import Checkpoint
+
+    read, calls = Checkpoint.read_rows, []
+
+    def read_rows(self, entry, rows):
+        calls.append(entry)
+        if len(calls) == 5 and os.environ["RANK"] == os.environ.get("BROKEN", "0"):
+            raise OSError(5, f"cannot read {entry.keys[0]}")
+        return read(self, entry, rows)
+
+    Checkpoint.read_rows = read_rows
+
+
+def _break_on_rank_1(model):
+    os.environ["BROKEN"] = "1"
+    _break_reading(model)
+
+
+def _resize(model):
+    model.resize_token_embeddings(320, mean_resizing=False)
+
+
+def _evaluate(model):
+    model(input_ids=torch.ones(1, 3, dtype=torch.long))
+
+
+def _save(model):
+    model.save_pretrained("unused")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"prepare": _break_reading}, "cannot read"),
+        ({"prepare": _break_on_rank_1, "loader": "direct"}, "cannot read"),
+        ({"prepare": _evaluate}, "not loaded yet"),
+        ({"prepare": _save}, "not loaded yet"),
+        ({"prepare": _resize}, "changed its shape|computed from"),
+        ({"lora": LORA | {"init_lora_weights": "pissa"}}, "pissa"),
+        pytest.param({"lora": LORA | {"init_lora_weights": "olora"}}, "olora", marks=pytest.mark.slow),
+        pytest.param({"lora": LORA | {"use_dora": True}}, "DoRA|read before it is loaded", marks=pytest.mark.slow),
+        ({"load_arguments": {"no_such_argument": 1}}, "no_such_argument"),
+        ({"load_arguments": {"quantization_config": EightBit()}}, "4-bit"),
+    ],
+)
+def test_use_before_loading_and_bad_arguments_are_one_error(options, text, tiny_model, text_file, tmp_path):
+    import re
+
+    kind, message = _errors(tiny_model("llama", "bfloat16"), text_file, tmp_path, **options)
+    assert kind in ("LoadError", "RecipeError"), message
+    assert re.search(text, message), message
+
+
+def test_a_missing_directory_and_a_quantized_checkpoint_are_one_error(tiny_model, text_file, tmp_path):
+    assert "is not a directory" in _errors(tmp_path / "nothing", text_file, tmp_path)[1]
+    shutil.copytree(tiny_model(), tmp_path / "gptq")
+    config = json.loads((tmp_path / "gptq" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "gptq" / "config.json").write_text(json.dumps(config))
+    assert "already quantized with gptq" in _errors(tmp_path / "gptq", text_file, tmp_path)[1]
+
+
+def test_fsdp1_names_the_key_and_the_converter(tiny_model, text_file, tmp_path):
+    environment = fsdp_environment(FSDP2) | {"FSDP_VERSION": "1"}
+    arguments = (tiny_model(), text_file, tmp_path, {})
+    for _, message in run_ranks(_error, 2, *arguments, environment=environment):
+        assert "fsdp_version: 2" in message
+        assert "accelerate to-fsdp2" in message
+
+
+def _evaluate_before_training(model, data, output):
+    trainer = build(str(model), str(data), str(output), eval_strategy="epoch")
+    try:
+        trainer.evaluate()
+    except Exception as error:
+        return type(error).__name__
+    return None
+
+
+def test_evaluation_before_training_never_computes_with_placeholders(tiny_model, text_file, tmp_path):
+    arguments = (tiny_model(), text_file, tmp_path)
+    assert run_ranks(_evaluate_before_training, 2, *arguments, environment=fsdp_environment(FSDP2)) in (["LoadError"] * 2, ["ValueError"] * 2)
+
+
+def _without_fsdp(model):
+    from hf_fsdp_recipes import load_model
+
+    return bool(torch.isfinite(load_model(str(model)).lm_head.weight).all())
+
+
+def test_without_fsdp_it_is_from_pretrained(tiny_model):
+    assert run_ranks(_without_fsdp, 1, tiny_model()) == [True]
+
+
+def test_importing_the_package_replaces_nothing():
+    import subprocess
+    import sys
+
+    code = (
+        "import hf_fsdp_recipes, accelerate.accelerator as a, transformers as t; "
+        "from hf_fsdp_recipes import load_model, ShardedCheckpointCallback, export_model; "
+        "assert 'hf_fsdp' not in repr([a.fsdp2_prepare_model, t.Trainer._save_checkpoint]); "
+        "assert not hasattr(a.fsdp2_prepare_model, '__wrapped__')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
