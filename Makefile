@@ -5,31 +5,26 @@ TORCH_PIP_ARGS ?=
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Liger's kernels and the Triton that interprets them, where only the test that runs them looks.
-KERNELS := $(VENV)/kernels
 # The environments of test-versions, one for each list of versions in tests/versions.
-VERSIONS ?= lowest newest
+VERSIONS ?= lowest middle newest
 
-.PHONY: quickstart check test test-all test-device test-slurm test-failed test-versions rehearse rehearse-all lint bench soak gpu-day templates docs-tables docs clean
+.PHONY: quickstart check test test-all test-device test-slurm test-failed test-versions rehearse lint bench soak gpu-day docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py $(if $(MODEL),--model $(MODEL))
 
 # About two minutes: lint, types, and the tests that start no ranks.
 check: lint
-	$(BIN)/python -m pytest -m "not ranks and not launch and not slow and not gpu and not slurm and not device and not rehearsal and not rehearsal_of_all"
+	$(BIN)/python -m pytest -m "not ranks and not launch and not slow and not gpu and not slurm and not device and not rehearsal"
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not slow and not gpu and not slurm and not device and not rehearsal and not rehearsal_of_all"
+	$(BIN)/python -m pytest -m "not slow and not gpu and not slurm and not device and not rehearsal"
 
 rehearse: $(VENV)/.installed
 	$(BIN)/python -m pytest -m rehearsal
 
-rehearse-all: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "rehearsal or rehearsal_of_all"
-
-test-all: $(VENV)/.installed $(KERNELS)
-	$(BIN)/python -m pytest -m "not gpu and not slurm and not rehearsal_of_all" --timeout=1800
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not gpu and not slurm" --timeout=1800
 
 # On an accelerator emulated on the CPU; needs g++ and Python's headers. It is built once.
 test-device: $(VENV)/.installed
@@ -43,7 +38,7 @@ test-slurm: $(VENV)/.installed
 test-failed: $(VENV)/.installed
 	REQUIRE_DEVICE=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
-# The lowest and the newest versions that setup.cfg allows; VERSIONS=newest tests one of them.
+# The lowest, a middle and the newest set of versions in tests/versions; VERSIONS=newest tests one of them.
 test-versions: $(VERSIONS:%=.venv-versions/%/.installed)
 	$(PYTHON) tests/versions/run.py $(VERSIONS)
 
@@ -52,18 +47,17 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tests/budgets.py
 
 bench: $(VENV)/.installed
-	for claim in load export save report step; do $(BIN)/python -m benchmarks.$$claim || exit 1; done
-	$(BIN)/python -m benchmarks.plan --write
+	for claim in load save export step plan; do $(BIN)/python -m benchmarks.$$claim || exit 1; done
 
-# Kills runs at random moments and resumes them; DISK and TMPFS are new directories.
+# Kills runs at random moments and resumes them, in a new directory.
 KILLS ?= 1000
 DISK ?= runs/soak
-TMPFS ?= /dev/shm/hf-fsdp-soak
 SEED ?= 0
 soak: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.soak --kills $(KILLS) --disk $(DISK) --tmpfs $(TMPFS) --seed $(SEED)
+	$(BIN)/python -m benchmarks.soak --kills $(KILLS) --disk $(DISK) --seed $(SEED)
 
 # On one accelerator, at most MINUTES per call; call it until nothing is left. MODELS takes 25 GB.
 OUT ?= runs/gpu-day
@@ -72,13 +66,6 @@ MINUTES ?= 9
 AGAIN ?=
 gpu-day: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.gpu_day --out $(OUT) --models $(MODELS) --minutes $(MINUTES) $(if $(AGAIN),--again $(AGAIN))
-
-templates: $(VENV)/.installed
-	$(BIN)/hf-fsdp config render-all
-
-# docs/reference.md and docs/patches.md, from the code.
-docs-tables: $(VENV)/.installed
-	$(BIN)/python docs/make_reference.py
 
 # The documentation as a site in site/.
 docs: $(VENV)/.installed
@@ -99,9 +86,6 @@ $(VENV)/.installed: setup.cfg setup.py Makefile
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH_PIP_ARGS) $$(grep ^torch== $<)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< -e '.[dev]'
 	touch $@
-
-$(KERNELS): | $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.9.0 liger-kernel==0.8.5
 
 clean:
 	rm -rf $(VENV) .venv-versions build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -140,12 +140,11 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
 
-    from hf_fsdp_recipes.loading import load_model, materialize  # noqa: F401 - imported before the measurement
-    from hf_fsdp_recipes.metrics import stages
-    from hf_fsdp_recipes.metrics.memory import HostPeak
-    from hf_fsdp_recipes.patches import cpu_ranks
+    from benchmarks.running import HostPeak
+    from hf_fsdp_recipes import patches
+    from hf_fsdp_recipes.loading import load_model  # imported before the measurement
 
-    cpu_ranks.enable()
+    patches.enable_cpu_ranks()
     accelerator = None
     if kind in ("stock", "rank0", "direct"):
         from accelerate import Accelerator
@@ -162,7 +161,7 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
         if kind == "stock":
             model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, **quantized)
             model = prepare(accelerator, model)
-        elif kind == "rank0" or kind == "direct":
+        elif kind in ("rank0", "direct"):
             model = load_model.load_model(checkpoint, dtype="bfloat16", source=cast("Any", kind), **quantized)
             model = prepare(accelerator, model)
         elif kind == "dcp":
@@ -182,12 +181,6 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
             touched.copy_(touched.clone())  # training writes too, and a write makes mapped pages private
         dist.barrier()
     shard_bytes = sum(shard.numel() * shard.dtype.itemsize for shard in shards)
-    own = [
-        stage.seconds
-        for stage in stages.gathered
-        if stage.stage == "read into shards" and stage.rank == dist.get_rank()
-    ]
-    reading |= {"reading_seconds": own[0]} if own else {}
     return {"seconds": memory.seconds, "peak": memory.peak_bytes - memory.before_bytes, "shard": shard_bytes, **reading}
 
 

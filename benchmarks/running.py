@@ -5,6 +5,8 @@ import os
 import platform
 import re
 import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -58,6 +60,33 @@ def _run(function: Callable[..., Any], arguments: Any, rank: int, world_size: in
         results.put((rank, function(*arguments)))
     except BaseException:
         results.put((rank, traceback.format_exc()))
+
+
+class HostPeak:
+    """Measures the seconds of a block, and the peak of this process's anonymous memory, sampled every millisecond."""
+
+    def __enter__(self) -> "HostPeak":
+        self.before_bytes = self.peak_bytes = _anonymous_bytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds = time.perf_counter() - self._started
+        self._stop.set()
+        self._thread.join()
+        self.peak_bytes = max(self.peak_bytes, _anonymous_bytes())
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.002):
+            self.peak_bytes = max(self.peak_bytes, _anonymous_bytes())
+
+
+def _anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
 def llama_config(num_parameters: float) -> Any:

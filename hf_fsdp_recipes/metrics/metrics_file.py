@@ -1,52 +1,46 @@
-"""Reads and writes metrics.jsonl: one JSON object per line, appended during the run and continued after a resume."""
+"""Entries of metrics.jsonl, one JSON object per line."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 METRICS_FILE = "metrics.jsonl"
-Entry: TypeAlias = dict[str, Any]  # one line
-_NEED_STEP = {"loss", "eval_loss", "ended_at_step"}
+PHASES = ("data", "forward_backward", "optimizer", "save", "evaluation", "other")
+NOT_TRAINING = ("save", "evaluation")  # phases that throughput excludes
+
+Entry: TypeAlias = dict[str, Any]
 
 
 def read_metrics(path: Path) -> list[Entry]:
-    """Return the entries of a metrics.jsonl; skip incomplete lines, and entries that lack a required step."""
+    """Return the entries of a metrics.jsonl, without a line that a killed run left incomplete; [] if there is no file."""
     entries = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
+            entries.append(dict(json.loads(line)))
+        except (TypeError, ValueError):
             continue
-        if isinstance(entry, dict) and type(entry.get("step", None if _NEED_STEP & entry.keys() else 0)) is int:
-            entries.append(entry)
     return entries
 
 
-def append(path: Path, entry: Entry) -> None:
-    """Append an entry in a single write, on a new line even if the last line is incomplete. Rank 0 only."""
-    with path.open("a+b") as stream:
-        end = stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, end - 1))
-        separator = b"" if stream.read(1) in (b"", b"\n") else b"\n"
-        stream.write(separator + json.dumps(entry).encode() + b"\n")
-
-
-def begin(path: Path, step: int, entries: Sequence[Entry]) -> None:
-    """Create the file of a run, or continue it after a resume. Rank 0 only.
-
-    The run continues from `step`, so entries of later steps are dropped; step 0 drops all. The new file replaces the old
-    one atomically.
-    """
+def begin(path: Path, step: int, entry: Entry) -> None:
+    """Start a run's file with an entry. A run that resumes from `step` keeps the entries up to that step, and no others."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = [entry for entry in read_metrics(path) if entry.get("step", 0) <= step] if step else []
+    kept = [old for old in read_metrics(path) if old.get("step", 0) <= step] if step else []
     part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps(entry) + "\n" for entry in [*kept, *entries]))
+    part.write_text("".join(json.dumps(one) + "\n" for one in [*kept, entry]))
     part.replace(path)
 
 
-def last_of_each_step(entries: Sequence[Entry], key: str) -> list[Entry]:
-    """Return the entries that have `key`, ordered by step; for a step that a resumed run repeated, only the last entry."""
-    found = {entry["step"]: entry for entry in entries if key in entry}
-    return [found[step] for step in sorted(found)]
+def append(path: Path, entry: Entry) -> None:
+    """Append an entry."""
+    with path.open("a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def average(entries: Sequence[Entry], rate: str) -> float | None:
+    """Return the mean of a rate over the entries after the warm-up, weighted by their time; None if there are none."""
+    measured = [entry for entry in entries if rate in entry and not entry.get("is_warmup")]
+    weights = [entry["step_seconds"] * entry["num_steps"] for entry in measured]
+    weighted = sum(entry[rate] * weight for entry, weight in zip(measured, weights, strict=True))
+    return weighted / sum(weights) if weights else None

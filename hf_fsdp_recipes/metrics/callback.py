@@ -1,0 +1,208 @@
+"""`MetricsCallback` measures a Trainer's steps and writes metrics.jsonl and the report."""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.errors import describe
+from hf_fsdp_recipes.metrics import flops, memory, metrics_file, report
+from hf_fsdp_recipes.metrics.metrics_file import NOT_TRAINING, PHASES, Entry
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+logger = logging.getLogger(__name__)
+
+LOGGED = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "step_seconds")
+
+
+def _ends(phase: str) -> Callable[..., None]:
+    """Return a handler for one of Trainer's events: it ends a phase of the step."""
+    return lambda self, *args, **kwargs: self._end_phase(phase)
+
+
+class MetricsCallback(TrainerCallback):
+    """Measures throughput, MFU and memory of any Trainer, and writes metrics.jsonl and a report with plots (docs/report.md).
+
+    Pass it to the trainer's constructor on every rank. It also adds the main figures to Trainer's logs. A step that is not
+    logged is never synchronized with the device; at a logged step, where Trainer has just gathered the loss, one gather of a few
+    integers per rank follows. A failure to count tokens or to write a file is one warning.
+
+    Args:
+        throughput_warmup_steps: number of steps after each start or resume that averages leave out.
+    """
+
+    def __init__(self, *, throughput_warmup_steps: int = 3) -> None:
+        self._warmup_steps = throughput_warmup_steps
+        self._built_at: float | None = None
+        self._is_running = self._has_warned = False
+        self._flops: flops.ModelFlops | None = None
+        self._peak_flops: float | None = None
+
+    def on_init_end(self, *_: Any, **kwargs: Any) -> None:
+        """Start to measure the time until training begins, in which models of `load_model` are loaded."""
+        self._built_at = time.perf_counter()
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        """Print the wrapped model, and start to measure."""
+        model = kwargs["model"]
+        distributed.print_main(str(model))
+        start = _describe_run(args, state, model)
+        with contextlib.suppress(Exception):  # a stream has no length, and Accelerate's shard of one raises an error
+            start["num_rows"] = len(kwargs["train_dataloader"].dataset)
+        if self._built_at is not None:
+            start["load_seconds"], self._built_at = time.perf_counter() - self._built_at, None
+        try:
+            self._flops = flops.find_model_flops(model)
+            self._peak_flops = flops.find_peak_flops(start["device"], start["dtype"])
+        except Exception as error:  # models from outside transformers may raise anything
+            start["no_mfu"] = str(error)
+        self._unwritten: Entry | None = start
+        self._file = Path(args.output_dir) / metrics_file.METRICS_FILE
+        self._device, self._start_step, self._is_running = args.device, state.global_step, True
+        self._counts = torch.zeros(2, dtype=torch.int64, device=args.device)
+        self._hook = model.register_forward_pre_hook(self._count_batch, with_kwargs=True)
+        memory.pop_device_bytes(args.device)
+        self._begin_interval(state)
+
+    on_step_begin = _ends("data")
+    on_substep_end = _ends("forward_backward")
+    on_step_end = _ends("optimizer")
+    on_evaluate = _ends("evaluation")
+    on_save = _ends("save")  # without the part of a save that runs in the background
+
+    def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
+        """End the forward and backward phase, including clipping, and sample the host memory while the gradients exist."""
+        self._end_phase("forward_backward")
+        self._host_bytes = max(self._host_bytes, memory.host_bytes())
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        """Write an entry to metrics.jsonl, and add figures to Trainer's logs. Collective: Trainer calls this on every rank."""
+        logs = kwargs["logs"]
+        if not self._is_running:
+            return
+        entry: Entry = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+        entry |= {"step": state.global_step, "epoch": state.epoch}
+        if "loss" in logs:
+            entry |= self._measure(state)
+            logs |= {name: entry[name] for name in LOGGED if name in entry}
+            logs["host_memory_gb"] = max(entry["host_bytes"]) / 1e9
+            logs["device_peak_memory_gb"] = max(entry["device_peak_bytes"]) / 1e9
+        self._append(entry)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        """Write the time since the last logged step, and the report."""
+        self._end_phase("other")
+        self._is_running = False
+        self._hook.remove()
+        self._append({"step": state.global_step, "ended_at_step": state.global_step, "seconds": self._seconds})
+        self._try_on_main(lambda: report.write_report(self._file.parent))
+
+    def _end_phase(self, phase: str) -> None:
+        """Count the time since the last phase ended, by the host's clock, as this phase."""
+        if self._is_running:
+            now = time.perf_counter()
+            self._seconds[phase] += now - self._phase_began_at
+            self._phase_began_at = now
+
+    def _begin_interval(self, state: TrainerState) -> None:
+        """Begin the steps that the next entry of metrics.jsonl covers."""
+        self._logged_step, self._host_bytes = state.global_step, 0
+        self._phase_began_at = time.perf_counter()
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._counts.zero_()
+
+    def _measure(self, state: TrainerState) -> Entry:
+        """Return what all ranks measured since the last logged step. Collective."""
+        self._end_phase("other")
+        tokens, pairs = self._counts.tolist()
+        own = {
+            "tokens": tokens,
+            "pairs": pairs,
+            "host_bytes": self._host_bytes,
+            **memory.pop_device_bytes(self._device),
+        }
+        rows = distributed.gather(own)
+        entry: Entry = {name: [row[name] for row in rows] for name in own}
+        tokens, pairs = sum(entry.pop("tokens")), sum(entry.pop("pairs"))
+        entry |= {"tokens": tokens, "num_steps": state.global_step - self._logged_step, "seconds": self._seconds}
+        seconds = sum(value for phase, value in self._seconds.items() if phase not in NOT_TRAINING)
+        entry["step_seconds"] = seconds / max(1, entry["num_steps"])
+        if tokens:
+            entry["tokens_per_second"] = tokens / seconds
+            entry["tokens_per_second_per_device"] = tokens / seconds / len(rows)
+        if self._flops and self._peak_flops:
+            entry["mfu"] = self._flops.count(tokens, pairs) / seconds / len(rows) / self._peak_flops
+        if self._logged_step < self._start_step + self._warmup_steps:
+            entry["is_warmup"] = True
+        self._begin_interval(state)
+        return entry
+
+    def _count_batch(self, module: torch.nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+        if module.training and torch.is_grad_enabled():
+            try:
+                self._counts += flops.count_tokens(kwargs).to(self._counts.device)
+            except Exception as error:  # models from outside transformers may have any arguments
+                logger.warning("cannot count tokens, so throughput is missing: %s", describe(error))
+                self._hook.remove()
+
+    def _append(self, entry: Entry) -> None:
+        # The file is begun at the first entry: a run that is refused before its first step changes nothing.
+        start, self._unwritten = self._unwritten, None
+        if start is not None:
+            self._try_on_main(lambda: metrics_file.begin(self._file, self._start_step, start))
+        self._try_on_main(lambda: metrics_file.append(self._file, entry))
+
+    def _try_on_main(self, work: Callable[[], object]) -> None:
+        """Call `work` on rank 0. The first error is a warning, because metrics must not end a run."""
+        try:
+            if distributed.is_main():
+                work()
+        except Exception as error:
+            if not self._has_warned:
+                logger.warning("metrics are incomplete: %s", describe(error))
+            self._has_warned = True
+
+
+def place_before_reporters(trainer: "Trainer") -> None:
+    """Move MetricsCallback before the callbacks of `report_to`, so that they log its figures. Call this on every rank.
+
+    Trainer passes one dict of logs to all callbacks, first to those of `report_to`.
+    """
+    trainer.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, MetricsCallback))
+
+
+def _describe_run(args: TrainingArguments, state: TrainerState, model: torch.nn.Module) -> Entry:
+    """Return the entry of metrics.jsonl that describes a start of the run."""
+    from accelerate.state import AcceleratorState
+
+    name = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__).name
+    device = torch.get_device_module(args.device)
+    return {
+        "run": args.run_name or _name_run(args, name),
+        "model": name,
+        "from_step": state.global_step,
+        "max_steps": state.max_steps,
+        "num_ranks": distributed.world_size(),
+        "device": device.get_device_name() if hasattr(device, "get_device_name") else args.device.type,
+        "dtype": flops.find_matmul_dtype(str(AcceleratorState().mixed_precision), model),
+        "batch_per_device": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+    }
+
+
+def _name_run(args: TrainingArguments, model: str) -> str:
+    """Return fsdp_training_DATE_MODEL_NODES_GPUS-PER-NODE_EPOCHS_BATCH, as in AMD's article on FSDP with ROCm."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    length = f"{args.max_steps}steps" if args.max_steps > 0 else f"{args.num_train_epochs:g}"
+    parts = [model, distributed.world_size() // per_node, per_node, length, args.per_device_train_batch_size]
+    return "_".join(["fsdp_training", f"{datetime.now():%Y%m%d-%H%M}", *map(str, parts)])

@@ -1,0 +1,1 @@
+"""Answers whether a recipe fits on a GPU."""
