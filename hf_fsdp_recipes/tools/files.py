@@ -1,0 +1,59 @@
+"""Finds the shipped templates and recipes, which are folders in a checkout and package data in a wheel. Imports no torch."""
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from hf_fsdp_recipes.errors import ToolError
+
+Kind = Literal["template", "recipe"]
+FOLDERS: dict[Kind, str] = {"template": "accelerate_configs", "recipe": "recipes"}
+
+
+def shipped_directory(kind: Kind) -> Path:
+    """Return the directory of the shipped templates or recipes."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / FOLDERS[kind]
+    return inside if inside.is_dir() else package.parent / FOLDERS[kind]
+
+
+def shipped_files(kind: Kind) -> list[Path]:
+    """Return the shipped templates or recipes, sorted by name. YAML files without output_dir are no recipes."""
+    files = sorted(shipped_directory(kind).glob("*.yaml"))
+    return [file for file in files if kind == "template" or "\noutput_dir:" in file.read_text()]
+
+
+def find_file(kind: Kind, name: str) -> Path:
+    """Return a file: as given or, if there is none, the shipped file of that name; `.yaml` can be left out.
+
+    Raises:
+        ToolError: neither exists; the message names similar shipped files.
+    """
+    directory, relative = shipped_directory(kind), name.removeprefix(f"{FOLDERS[kind]}/")
+    for file in (Path(name), Path(f"{name}.yaml"), directory / relative, directory / f"{relative}.yaml"):
+        if file.is_file():
+            return file
+    command = "hf-fsdp config list" if kind == "template" else "hf-fsdp recipes list"
+    close = get_close_matches(Path(relative).stem, [file.stem for file in shipped_files(kind)], cutoff=0.5)
+    similar = f" Similar names: {', '.join(close)}." if close else ""
+    raise ToolError(f"{name} is neither a file nor a shipped {kind}.{similar} `{command}` lists all.")
+
+
+def describe(file: Path) -> str:
+    """Return the first sentence of the comment at the top of a template or recipe."""
+    lines = [line.removeprefix("#").strip() for line in file.read_text().split("\n\n")[0].splitlines()]
+    text = " ".join(line for line in lines if line and not line.startswith("hf-fsdp "))
+    return f"{text.partition('. ')[0].rstrip('.')}."
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file, or raise a ToolError with the file's name."""
+    try:
+        values = yaml.safe_load(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ToolError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ToolError(f"{file} is not a mapping of names to values.")
+    return values

@@ -1,1 +1,0 @@
-"""Starts the shipped scripts and copies the shipped recipes, from any directory."""

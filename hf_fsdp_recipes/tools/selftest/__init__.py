@@ -1,1 +1,0 @@
-"""Short measurements and checks on this machine's own devices, in one report."""
