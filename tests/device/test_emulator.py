@@ -7,7 +7,6 @@ import torch
 
 from tests.device.emulator.build import BuildError, build
 from tests.device.emulator.events import TO_HOST, read_events, total_bytes
-from tests.device.ranks import DEVICE
 
 
 def test_missing_compiler_is_named(tmp_path, monkeypatch):
@@ -73,20 +72,20 @@ def collectives():
 
 
 def test_memory_of_host_and_device_do_not_mix(ranks):
-    ranks.run(memory_rules, 1, environment=DEVICE)
+    ranks.run(memory_rules, 1)
 
 
 def test_queued_work_is_late(ranks):
-    ranks.run(queue_rules, 1, environment=DEVICE)
+    ranks.run(queue_rules, 1)
 
 
 def test_host_that_reads_device_memory_crashes(ranks):
     with pytest.raises(pytest.fail.Exception, match=r"rank 0: no report \(exit code -11"):
-        ranks.run(read_device_memory_on_the_host, 1, environment=DEVICE)
+        ranks.run(read_device_memory_on_the_host, 1)
 
 
 def test_collectives_have_the_rules_of_nccl(ranks):
-    assert ranks.run(collectives, 2, environment=DEVICE) == [[0.5, 1.5], [2.5, 3.5]]
+    assert ranks.run(collectives, 2) == [[0.5, 1.5], [2.5, 3.5]]
 
 
 def copies():
@@ -99,7 +98,7 @@ def copies():
 
 
 def test_events_name_the_copy_and_who_asked(ranks, tmp_path):
-    ranks.run(copies, 1, environment=DEVICE, watch=tmp_path)
+    ranks.run(copies, 1, watch=tmp_path)
     to_host = [event for event in read_events(tmp_path, rank=0) if event.kind in TO_HOST]
     assert [(event.kind, event.is_pinned, event.phase) for event in to_host] == [
         ("d2h_sync", False, "first"),
