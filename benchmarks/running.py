@@ -89,6 +89,14 @@ def _anonymous_bytes() -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
+def sync_files(directory: Path, rank: int) -> None:
+    """Flush to disk the files that a rank has written with torch DCP."""
+    for file in directory.rglob(f"__{rank}_*.distcp"):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
 def llama_config(num_parameters: float) -> Any:
     """Return a Llama config of about `num_parameters`, with the proportions of TinyLlama 1.1B."""
     from transformers import LlamaConfig
