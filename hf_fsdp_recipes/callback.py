@@ -111,6 +111,19 @@ class ShardedCheckpointCallback(TrainerCallback):
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no hooks
         self._hook = optimizer.register_step_pre_hook(lambda *_: self._writer and self._writer.wait_until_staged())
         self._kept_best = _best(state)
+        if state.max_steps <= state.global_step and (state.epoch or 0) % 1:
+            self._end_complete_run(state, kwargs["model"], kwargs.get("processing_class"))
+
+    def _end_complete_run(self, state: TrainerState, model: torch.nn.Module, processor: Any) -> None:
+        """End a resumed run that has no step left: Trainer counts its steps only after the first, so it would train one more."""
+        self._close()
+        if self._export_dir is None:
+            raise CheckpointError(
+                f"checkpoint-{state.global_step} is complete: the run has {state.max_steps} steps. Use it, or raise max_steps."
+            )
+        self._export(model, processor)
+        distributed.print_main(f"the run was complete at step {state.global_step}; its model is exported now")
+        sys.exit()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

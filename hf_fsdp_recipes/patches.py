@@ -31,7 +31,7 @@ LOADER = "_hf_fsdp_loader"  # attribute of a model whose weights are not loaded 
 MARK = "_hf_fsdp_recipes_original"  # attribute of a replacement: the function that it replaced
 
 # Hides the accelerators of a machine from CPU ranks. Each runtime reads its variable when it is first used.
-HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,10 @@ def _merge_step(path: str, layer: torch.nn.Module, meta: Tensors, dtype: torch.d
         return {f"{path}.{name}": value for name, value in merged.items()}
 
     def merge_in_float32(tensors: Tensors) -> Tensors:
-        return merge({name: v.float() if v.is_floating_point() else v for name, v in tensors.items()})
+        # The adapter may be on an accelerator, and base weights from files on the CPU.
+        device = max((value.device for value in tensors.values()), key=lambda device: device.type != "cpu")
+        floating = {name: torch.float32 if value.is_floating_point() else None for name, value in tensors.items()}
+        return merge({name: value.to(device, floating[name]) for name, value in tensors.items()})
 
     outputs = {name: describe(value.shape, value.dtype, dtype) for name, value in merge(meta).items()}
     return Step(tuple(meta), outputs, merge_in_float32)
