@@ -1,286 +1,222 @@
-"""Measures on one accelerator what CPU ranks cannot show, on machines that are available for only a few minutes.
+"""Measures on one node's accelerators what CPU ranks cannot show, on machines that are available for a few minutes.
 
-    make gpu-day [OUT=runs/gpu-day] [MODELS=runs/gpu-day-models] [MINUTES=9] [AGAIN=copies]
+    make gpu-day [OUT=runs/gpu-day] [MODELS=runs/gpu-day-models] [MINUTES=9] [AGAIN=full_1b]
 
-Each measurement has its own process and a line in OUT/results.jsonl, so that a crash loses only one measurement. A call ends
-before MINUTES are over and prints which measurements are left; the next call runs those. OUT/report.md has all figures.
-OUT/logs has the output of each measurement. OUT/traces has a Perfetto trace of one step of each training run. All models have
-random weights; they take 25 GB in the directory MODELS, which can be deleted afterwards. `--scale small` measures tiny models,
-to test this script.
+Each measurement has its own process and a line in OUT/results.jsonl, so that a crash loses only one. A call ends before MINUTES
+are over and prints what is left; the next call goes on. OUT/report.md has all figures. All models have random weights; they take
+20 GB in MODELS. `--scale small` measures tiny models, also on the emulated accelerator, to test this script.
 """
 
 import argparse
-import dataclasses
-import functools
 import json
 import os
-import statistics
+import shutil
+import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from benchmarks.running import llama_config, machine
 
-from benchmarks.load import forget
-from benchmarks.step import FULL, LLAMA3, LORA, ROOT, Case, figures, train_case
-from benchmarks.traced import WARMUP_STEPS
-from hf_fsdp_recipes.tools.planner import command as planner
-from hf_fsdp_recipes.tools.selftest import measurements as selftest
-from hf_fsdp_recipes.tools.selftest.measurements import Figures, Result, Site, find_model, measure, run_on_ranks
-from hf_fsdp_recipes.tools.subprocess_runner import start
-
-RANKS_SCRIPT = ROOT / "benchmarks" / "gpu_day_ranks.py"
-SMALL_SECONDS = 60  # expected time of each measurement with `--scale small`
-MARGIN_SECONDS = 15  # reserved at the end of a call for the report
-LLAMA_8B = LLAMA3 | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-LLAMA_1B = LLAMA3 | {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "tie_word_embeddings": True,
-}
-LLAMA_1_7B = LLAMA_1B | {"num_hidden_layers": 23}  # 1.66 billion parameters: 20 GB with AdamW in float32
-SETTINGS = {
-    "lora_8b": LORA,
-    "qlora_8b": LORA | {"load_in_4bit": True, "use_bnb_nested_quant": True},
-    "full_1b": FULL | {"gradient_checkpointing": False, "per_device_train_batch_size": 2},
-}
-CHECKPOINTING = {"gradient_checkpointing": True}
-# Like recipes/qwen3_8b_lora_80gb.yaml, but with 4 micro-batches. NeMo Automodel uses 16, which would take too long here.
-FASTEST = {
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 4,
-    "compile_blocks": True,
-    "dataloader_num_workers": 2,
-}
-VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "lora_8b": {
-        "": {},
-        "checkpointing": CHECKPOINTING,
-        "micro_batch_2": {"per_device_train_batch_size": 2},
-        "sdpa": {"attention": "sdpa"},
-        "flash": {"attention": "flash"},
-        "flex": {"attention": "flex"},
-        "compile_blocks": {"compile_blocks": True},
-        "liger": {"use_liger_kernel": True},
-        "no_reshard": {"template": "fsdp2_shard_grad_op"},
-        "fastest": FASTEST,
-    },
-    "qlora_8b": {"checkpointing": CHECKPOINTING},
-    "full_1b": {
-        "": {},
-        "checkpointing": CHECKPOINTING,
-        "offload": {"template": "fsdp2_full_shard_offload"},
-        "activation_offloading": {"activation_offloading": True},
-        "compile_blocks": {"compile_blocks": True},
-        "liger": {"use_liger_kernel": True},
-        "paged_adamw_32bit": {"optim": "paged_adamw_32bit"},
-        "paged_adamw_8bit": {"optim": "paged_adamw_8bit"},
-    },
-}
+ROOT = Path(__file__).resolve().parents[1]
+SMALL_PARAMETERS, LOAD_REPEATS = 3e6, 3
+NUM_STEPS, SAVE_STEPS, KILL_STEP = 12, 6, 9
+LORA = {"use_peft": True, "lora_target_modules": "all-linear", "dtype": "bfloat16", "learning_rate": 1e-4}
+QLORA = LORA | {"load_in_4bit": True, "use_bnb_nested_quant": True}
+FULL = {"dtype": "float32", "learning_rate": 1e-5}
+RECOMPUTED = {"gradient_checkpointing": True}
+Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Day:
-    """What a measurement needs: directories for results and models, the size of the models, and the time limit."""
+    """What a measurement needs: directories, and how large the models are."""
 
     out: Path
     models: Path
     is_small: bool
-    deadline: float
+    num_processes: int
 
-    def site(self, config: dict[str, Any] = selftest.TINY) -> Site:
-        """Return a site with one rank and a model of this config, or a tiny model if `is_small`."""
-        found = selftest.find_site(self.models, selftest.SFT_SCRIPT, self.deadline)
-        if self.is_small:
-            sizes: dict[str, Any] = {
-                "config": selftest.TINY,
-                "copied_bytes": 16_000_000,
-                "num_tokens": 64,
-                "num_batches": 1,
-            }
-        else:
-            sizes = {"config": config, "copied_bytes": 4 * 10**9, "num_tokens": 4096, "num_batches": 4}
-        return dataclasses.replace(found, num_ranks=1, **sizes)
+    def model(self, num_parameters: float) -> Path:
+        """Return a random Llama in bf16, with a tokenizer and rows; make it first if it is not there."""
+        from argparse import Namespace
+
+        from benchmarks.running import make_checkpoint
+        from benchmarks.step import write_model_and_rows
+
+        size = SMALL_PARAMETERS if self.is_small else num_parameters
+        directory = self.models / f"llama-{size:g}"
+        if not (directory / "rows").is_dir():
+            directory.mkdir(parents=True, exist_ok=True)
+            write_model_and_rows(Namespace(parameters=SMALL_PARAMETERS, steps=4 * NUM_STEPS), directory)
+            config = llama_config(size)
+            config.vocab_size = 32000
+            for file in ("config.json", "model.safetensors"):
+                (directory / "model" / file).unlink()
+            make_checkpoint(directory / "model", size, config=config)
+        return directory
+
+    def launch(self, arguments: list[str], kill_at: Path | None = None) -> float:
+        """Run a module or script on all accelerators; return its seconds. With `kill_at`, kill it once that file exists."""
+        from hf_fsdp_recipes.tools.rehearse import kill_tree
+
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+        command += ["--config_file", str(ROOT / "accelerate_configs" / "full_shard.yaml")]
+        command += ["--num_processes", str(self.num_processes), *arguments]
+        started = time.perf_counter()
+        with (self.out / "log.txt").open("a") as log:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+            while process.poll() is None and not (kill_at and kill_at.exists()):
+                time.sleep(0.05)
+        kill_tree(process)
+        if process.returncode and kill_at is None:
+            raise RuntimeError(f"exit status {process.returncode}; see {self.out / 'log.txt'}")
+        return time.perf_counter() - started
+
+    def recipe(self, directory: Path, output: Path, settings: dict[str, Any]) -> list[str]:
+        """Return the arguments of recipes/sft.py."""
+        length = 256 if self.is_small else 4096
+        values = {
+            "model_name_or_path": directory / "model", "dataset_name": directory / "rows", "output_dir": output,
+            "max_steps": NUM_STEPS, "max_length": length, "packing": True, "attn_implementation": "sdpa",
+            "packing_strategy": "wrapped", "per_device_train_batch_size": 1, "save_steps": SAVE_STEPS, "bf16": True,
+            "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "resume_from_checkpoint": "auto", "seed": 1,
+            "gradient_checkpointing": False,
+        } | settings  # fmt: skip
+        words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+        return [str(ROOT / "recipes" / "sft.py"), *words]
 
 
 def measure_load(day: Day) -> Figures:
-    """Load 16 GB with each source and with transformers, from the page cache and from disk."""
-    site = day.site(LLAMA_8B)
-    checkpoint, tiny = find_model(site, site.config), find_model(site, selftest.TINY)
-    inputs: dict[str, Any] = {"precision": "no", "checkpoint": checkpoint, "tiny": tiny}
-    found = run_on_ranks(site, "load", **inputs) | run_on_ranks(site, "stock load", script=RANKS_SCRIPT, **inputs)
-    for source in ("rank0", "direct", "from_pretrained"):
-        forget(checkpoint)
-        options = {"script": RANKS_SCRIPT} if source == "from_pretrained" else {"sources": [source]}
-        cold = run_on_ranks(site, "load" if "sources" in options else "stock load", **inputs, **options)
-        found |= {f"from disk: {name}": value for name, value in cold.items() if name.startswith(source)}
-    return found
+    """Load a model and shard it: load_model with both sources, and from_pretrained with Accelerate."""
+    file = day.out / "load.json"
+    day.launch(["--module", "benchmarks.gpu_day", "--load", str(day.model(8e9) / "model"), "--figures", str(file)])
+    return json.loads(file.read_text())
 
 
-def compare_4bit(day: Day) -> Figures:
-    """Compare 4-bit weights with those that bitsandbytes makes on the device."""
-    site = day.site(LLAMA_1B)
-    checkpoint, tiny = find_model(site, site.config), find_model(site, selftest.TINY)
-    return run_on_ranks(site, "4-bit", script=RANKS_SCRIPT, precision="no", checkpoint=checkpoint, tiny=tiny)
+def load_on_ranks(model: str, figures: Path) -> None:
+    """Time each way of loading, on this rank; rank 0 writes the figures."""
+    import torch
+    from accelerate import Accelerator
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks.running import HostPeak
+    from hf_fsdp_recipes import distributed, load_model
+
+    accelerator, found = Accelerator(), {}
+    for _ in range(LOAD_REPEATS):
+        for kind in ("from_pretrained", "rank0", "direct"):
+            torch.accelerator.synchronize()
+            with HostPeak() as memory:
+                if kind == "from_pretrained":
+                    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+                else:
+                    loaded = load_model(model, dtype="bfloat16", source=kind)
+                loaded, _ = accelerator.prepare(loaded, torch.optim.SGD(loaded.parameters()))
+                torch.accelerator.synchronize()
+            found[f"{kind}, seconds"] = min(memory.seconds, found.get(f"{kind}, seconds", memory.seconds))
+            found[f"{kind}, host MB"] = (memory.peak_bytes - memory.before_bytes) / 1e6
+            accelerator.free_memory()
+            del loaded
+    if distributed.is_main():
+        figures.write_text(json.dumps(found))
 
 
-def train(day: Day, model: str, variant: str) -> Figures:
-    """Train 20 steps with the recipe; compare time and memory with the plan, and the report's times with wall-clock time."""
-    site = day.site(LLAMA_1B if model == "full_1b" else LLAMA_8B)
-    length, steps = (128, 8) if day.is_small else (4096, 20)
-    settings = SETTINGS[model] | VARIANTS[model][variant]
-    template = str(settings.pop("template", "fsdp2_full_shard"))
-    case = Case(f"{model}-{variant}".strip("-"), dict(site.config), settings, length, steps, template)
-    with tempfile.TemporaryDirectory(dir=day.models) as name:
-        directory = Path(name)
-        wrapper = [str(ROOT / "benchmarks" / "traced.py"), name]
-        on_cpu = site.device is None
-        options = ["--export", "false"]
-        entries, output = train_case(case, find_model(site, site.config), directory, options, on_cpu, wrapper)
-        wall_seconds = json.loads((directory / "wall.json").read_text())["seconds"]
-        trace = directory / "trace.json.gz"
-        if trace.exists():
-            (day.out / "traces").mkdir(exist_ok=True)
-            trace.replace(day.out / "traces" / f"{case.title}.json.gz")
-        planned = plan(directory / "recipe.yaml", template)
-    measured = figures(case, entries, output)
-    training = [entry for entry in entries if "loss" in entry and not entry.get("is_warmup")]
-    timed = [entry for entry in training if WARMUP_STEPS < entry["step"] < steps]
-    clock_seconds = sum(sum(entry["seconds"].values()) for entry in timed)
-    rates = {"mfu": measured["mfu"]} if "mfu" in measured else {}
-    return rates | {
-        "attention": measured["attention"],
-        "tokens/s": measured["tokens_per_second_per_device"],
-        "step, seconds": statistics.median(entry["step_seconds"] for entry in training),
-        "planned step, seconds": planned["communication"]["compute_seconds"],
-        "peak allocated, GiB": measured["device_peak_bytes"] / 2**30,
-        "peak reserved, GiB": max(max(entry["device_reserved_peak_bytes"]) for entry in training) / 2**30,
-        "planned peak, GiB": planned["peak_bytes"] / 2**30,
-        "planned with allowance, GiB": planned["needed_bytes"] / 2**30,
-        "the report's clock, seconds": clock_seconds,
-        "wall, seconds": wall_seconds,
-    }
+def measure_run(day: Day, name: str, num_parameters: float, settings: dict[str, Any]) -> Figures:
+    """Train, save and export; then kill the same run after a save, resume it, and compare the losses."""
+    from hf_fsdp_recipes.metrics.metrics_file import read_metrics
+
+    directory = day.model(num_parameters)
+    whole, killed = day.out / name, day.out / f"{name}-killed"
+    for output in (whole, killed):
+        shutil.rmtree(output, ignore_errors=True)
+    seconds = day.launch(day.recipe(directory, whole, settings))
+    entries = [entry for entry in read_metrics(whole / "metrics.jsonl") if "loss" in entry]
+    day.launch(day.recipe(directory, killed, settings), kill_at=killed / f"checkpoint-{SAVE_STEPS}" / "manifest.json")
+    day.launch(day.recipe(directory, killed, settings))
+    resumed = {e["step"]: e["loss"] for e in read_metrics(killed / "metrics.jsonl") if "loss" in e}
+    steady = [entry for entry in entries if not entry.get("is_warmup")]
+    figures = {key: steady[-1].get(key) for key in ("tokens_per_second_per_device", "mfu", "step_seconds")}
+    figures["peak device GB"] = max(max(entry["device_peak_bytes"]) for entry in entries) / 1e9
+    figures["save, seconds of standstill"] = max(entry["seconds"]["save"] for entry in entries)
+    figures["whole command, seconds"] = seconds
+    figures["resumed losses equal"] = resumed == {entry["step"]: entry["loss"] for entry in entries}
+    for output in (whole, killed):
+        shutil.rmtree(output)
+    return figures
 
 
-def plan(recipe: Path, template: str) -> dict[str, Any]:
-    """Return the plan of a recipe on one device."""
-    text, _ = planner.run(None, template, recipe, {"gpus": 1, "gpus_per_node": 1}, False, True)
-    return json.loads(text)
+def measure_step(day: Day) -> Figures:
+    """Compare a step with one of `trl sft`."""
+    size = SMALL_PARAMETERS if day.is_small else 1e9
+    options = ["--parameters", str(size), "--template", "full_shard", "--num_processes", str(day.num_processes)]
+    command = [sys.executable, "-m", "benchmarks.step", *options, "--rounds", "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return {"table": done.stdout}
 
 
-MEASUREMENTS: dict[str, tuple[int, Callable[[Day], Figures]]] = {  # the number is the expected time in seconds
-    "copies": (30, lambda day: selftest.measure_copies(day.site())),
-    "train_kill_resume": (120, lambda day: selftest.train_kill_resume(day.site())),
-    "save_20gb": (180, lambda day: selftest.measure_save(day.site(LLAMA_1_7B))),
-    "load_16gb": (300, measure_load),
-    "4bit": (90, compare_4bit),
-    **{
-        f"{model}-{variant}".strip("-"): (
-            120 if settings.get("compile_blocks") else 80,
-            functools.partial(train, model=model, variant=variant),
-        )
-        for model, variants in VARIANTS.items()
-        for variant, settings in variants.items()
-    },
-}  # fmt: skip
+MEASUREMENTS: dict[str, Callable[[Day], Figures]] = {
+    "load_8b": measure_load,
+    "full_1b": lambda day: measure_run(day, "full_1b", 1e9, FULL),
+    "lora_8b": lambda day: measure_run(day, "lora_8b", 8e9, LORA),
+    "qlora_8b": lambda day: measure_run(day, "qlora_8b", 8e9, QLORA),
+    "lora_8b_recomputed": lambda day: measure_run(day, "lora_8b_recomputed", 8e9, LORA | RECOMPUTED),
+    "step": measure_step,
+}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-day"))
     parser.add_argument("--models", type=Path, default=Path("runs/gpu-day-models"))
-    parser.add_argument("--minutes", type=float, default=9.0, help="end before this")
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--again", nargs="*", default=[])
     parser.add_argument("--scale", choices=("full", "small"), default="full")
-    parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS))
-    parser.add_argument("--again", nargs="+", choices=MEASUREMENTS, default=[], help="measure these again")
-    parser.add_argument("--run", choices=MEASUREMENTS, help=argparse.SUPPRESS)  # runs one measurement, in this process
+    parser.add_argument("--num_processes", type=int, default=1)
+    parser.add_argument("--load", help=argparse.SUPPRESS)
+    parser.add_argument("--figures", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.out, options.models = options.out.resolve(), options.models.resolve()
-    for directory in (options.out / "logs", options.models):
-        directory.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + 60 * options.minutes - MARGIN_SECONDS
-    if options.run:
-        day = Day(options.out, options.models, options.scale == "small", deadline + MARGIN_SECONDS)
-        result = measure(options.run, lambda _: MEASUREMENTS[options.run][1](day), day.site())
-        result_file(options.out, options.run).write_text(json.dumps(dataclasses.asdict(result)))
-        return
-    if options.scale == "full" and not torch.accelerator.is_available():
-        parser.error("there is no accelerator. On CPU ranks, use --scale small, which tests the program.")
-    left = run_all(options, deadline)
-    print(f"left: {', '.join(left) or 'nothing'}; report: {options.out / 'report.md'}")
-
-
-def run_all(options: argparse.Namespace, deadline: float) -> list[str]:
-    """Run the measurements that are not in results.jsonl and should end in time; return the names of the rest."""
-    results = read_results(options.out)
-    left = []
-    for name in options.only:
-        expected_seconds = SMALL_SECONDS if options.scale == "small" else MEASUREMENTS[name][0]
-        if name in results and name not in options.again:
+    if options.load:
+        load_on_ranks(options.load, options.figures)
+        return 0
+    day = Day(options.out.resolve(), options.models.resolve(), options.scale == "small", options.num_processes)
+    day.out.mkdir(parents=True, exist_ok=True)
+    results = day.out / "results.jsonl"
+    deadline = time.monotonic() + 60 * options.minutes
+    for name, measure in MEASUREMENTS.items():
+        done = read_results(results)
+        if (name in done and name not in options.again) or time.monotonic() > deadline:
             continue
-        if time.monotonic() + expected_seconds > deadline:
-            left.append(name)
-            continue
-        results[name] = run_in_process(options, name, deadline)
-        with (options.out / "results.jsonl").open("a") as stream:
-            stream.write(json.dumps(dataclasses.asdict(results[name])) + "\n")
-        reason = results[name].error.partition("\n")[0]
-        print(f"{results[name].status:<8}{results[name].seconds:4.0f} s  {name}  {reason}", flush=True)
-        report(options.out, results)
-    report(options.out, results)
-    return left
-
-
-def run_in_process(options: argparse.Namespace, name: str, deadline: float) -> Result:
-    """Run one measurement in its own process, which is killed at the deadline."""
-    started = time.monotonic()
-    limit_seconds = deadline - started
-    command = [sys.executable, "-m", "benchmarks.gpu_day", "--run", name, "--minutes", str(limit_seconds / 60)]
-    command += ["--out", str(options.out), "--models", str(options.models), "--scale", options.scale]
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    file = result_file(options.out, name)
-    file.unlink(missing_ok=True)
-    log = options.out / "logs" / f"{name}.txt"
-    with start(command, os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}, log) as run:
         try:
-            for _ in run.poll(limit_seconds, interval_seconds=0.2):
-                pass
-        except TimeoutError as error:
-            return Result(name, "failed", time.monotonic() - started, error=f"Killed: {error}.")
-    if not file.exists():
-        return Result(name, "failed", time.monotonic() - started, error=run.describe_failure())
-    return Result(**json.loads(file.read_text()))
+            figures = measure(day)
+        except Exception as error:  # the other measurements go on
+            figures = {"error": f"{type(error).__name__}: {error}"}
+        with results.open("a") as stream:
+            stream.write(json.dumps({"name": name, "figures": figures}) + "\n")
+        write_report(day.out / "report.md", read_results(results))
+    left = [name for name in MEASUREMENTS if name not in read_results(results)]
+    print(f"left: {', '.join(left)}; call this again" if left else f"all measured: {day.out / 'report.md'}")
+    return 0
 
 
-def read_results(out: Path) -> dict[str, Result]:
-    """Return the last result of each measurement; a line that was cut off is skipped."""
-    results = {}
-    file = out / "results.jsonl"
-    for line in file.read_text().splitlines() if file.exists() else ():
-        try:
-            result = Result(**json.loads(line))
-        except ValueError:
-            continue
-        results[result.name] = result
-    return results
+def read_results(file: Path) -> dict[str, Figures]:
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return {row["name"]: row["figures"] for row in map(json.loads, lines)}
 
 
-def report(out: Path, results: dict[str, Result]) -> None:
-    """Write OUT/report.md."""
-    site = selftest.find_site(out, selftest.SFT_SCRIPT, 0.0)
-    ordered = [results[name] for name in MEASUREMENTS if name in results]
-    selftest.write_report(out / "report.md", "One accelerator", site.device, 1, ordered)
+def write_report(file: Path, results: dict[str, Figures]) -> None:
+    import torch
 
-
-def result_file(out: Path, name: str) -> Path:
-    """Return where the process of a measurement writes its result."""
-    return out / "logs" / f"{name}.json"
+    device = torch.get_device_module().get_device_name() if torch.accelerator.is_available() else "no accelerator"
+    lines = [f"# One accelerator: {device}", "", machine(), ""]
+    for name, figures in results.items():
+        lines += [f"## {name}", "", *(f"- {key}: {value}" for key, value in figures.items()), ""]
+    file.write_text("\n".join(lines))
 
 
 if __name__ == "__main__":
-    main()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.exit(main())

@@ -117,7 +117,9 @@ def llama_config(num_parameters: float) -> Any:
     )
 
 
-def make_checkpoint(directory: Path, num_parameters: float, max_shard_size: str = "500MB") -> int:
+def make_checkpoint(
+    directory: Path, num_parameters: float, max_shard_size: str = "500MB", config: Any | None = None
+) -> int:
     """Write a random bf16 checkpoint in the Hub's layout; return its size in bytes."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -127,7 +129,7 @@ def make_checkpoint(directory: Path, num_parameters: float, max_shard_size: str 
         previous = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
-            model = AutoModelForCausalLM.from_config(llama_config(num_parameters), dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(config or llama_config(num_parameters), dtype=torch.bfloat16)
         finally:
             torch.set_default_dtype(previous)
         model.save_pretrained(directory, max_shard_size=max_shard_size)
