@@ -3,8 +3,8 @@
 #   docker build -t hf-fsdp-recipes .                                                       # CUDA
 #   docker build -t hf-fsdp-recipes --build-arg BASE=rocm/pytorch:latest --build-arg TORCH= .     # ROCm, the image's torch
 #
-# PyTorch's CUDA wheels contain CUDA and NCCL; the host needs the driver and the NVIDIA Container Toolkit. Never built or run by
-# this project: a test parses this file and compares it with the checkout.
+# PyTorch's CUDA wheels contain CUDA and NCCL; the host needs the driver and the NVIDIA Container Toolkit. This project has never
+# built or run the image.
 ARG BASE=python:3.12-slim
 FROM ${BASE}
 
@@ -22,7 +22,7 @@ COPY setup.cfg setup.py MANIFEST.in README.md CHANGELOG.md LICENSE ./
 COPY hf_fsdp_recipes hf_fsdp_recipes
 COPY accelerate_configs accelerate_configs
 COPY recipes recipes
-ARG EXTRAS=qlora,mirror
+ARG EXTRAS=qlora
 RUN pip install --no-cache-dir ".[${EXTRAS}]"
 
 CMD ["hf-fsdp", "--help"]

@@ -1,48 +1,104 @@
-"""Defines the `hf-fsdp` command. Each subpackage defines its own subcommands, which import torch only when they run."""
+"""Defines the `hf-fsdp` command. torch is imported only when a subcommand that needs it runs."""
 
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
-from hf_fsdp_recipes.checkpointing import command as checkpoints_command
-from hf_fsdp_recipes.configs import command as config_command
-from hf_fsdp_recipes.errors import RecipeError
-from hf_fsdp_recipes.export import command as export_command
-from hf_fsdp_recipes.metrics import command as report_command
-from hf_fsdp_recipes.tools.launcher import command as launcher_command
-from hf_fsdp_recipes.tools.planner import command as plan_command
-from hf_fsdp_recipes.tools.preflight import command as preflight_command
-from hf_fsdp_recipes.tools.rehearsal import command as rehearsal_command
-from hf_fsdp_recipes.tools.selftest import command as selftest_command
-from hf_fsdp_recipes.tools.sweep import command as sweep_command
+from hf_fsdp_recipes.errors import RecipeError, ToolError
+from hf_fsdp_recipes.tools.config import config_app
+from hf_fsdp_recipes.tools.generate import generate
+from hf_fsdp_recipes.tools.launch import sft
+from hf_fsdp_recipes.tools.plan.command import plan
+from hf_fsdp_recipes.tools.preflight import preflight
+from hf_fsdp_recipes.tools.recipes import quickstart, recipes_app
+from hf_fsdp_recipes.tools.rehearse import rehearse
+from hf_fsdp_recipes.tools.sweep.command import sweep
 
-# Any recipe field can be passed as --field value.
-WITH_RECIPE_FIELDS = {"allow_extra_args": True, "ignore_unknown_options": True}
+PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}  # fields of a recipe can follow
 
 app = typer.Typer(
     help="FSDP recipes for Accelerate, Trainer and TRL.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # a failed launch ends with torch's own table of the ranks' errors
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # --base_model is --base-model
 )
-launcher_command.register(app)
-config_command.register(app)
-app.command("plan")(plan_command.plan)
-app.command("preflight")(preflight_command.preflight)
-app.command("rehearse", context_settings=WITH_RECIPE_FIELDS)(rehearsal_command.rehearse)
-app.command("selftest")(selftest_command.selftest)
-app.command("sweep", context_settings=WITH_RECIPE_FIELDS)(sweep_command.sweep)
-app.command("checkpoints")(checkpoints_command.list_command)
-export_command.register(app)
-app.command("report")(report_command.report)
+app.command(context_settings=PASS_ON)(sft)
+app.add_typer(recipes_app, name="recipes")
+app.add_typer(config_app, name="config")
+app.command(context_settings=PASS_ON)(plan)
+app.command(context_settings=PASS_ON)(preflight)
+app.command(context_settings=PASS_ON)(rehearse)
+app.command(context_settings=PASS_ON)(sweep)
+
+
+@app.command()
+def checkpoints(
+    output_dir: Annotated[Path, typer.Argument(help="Output directory of a run.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare it with its hash.")] = False,
+) -> None:
+    """List a run's checkpoints; exit status 1 if it cannot be resumed from any."""
+    from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, read_manifest, step_of
+    from hf_fsdp_recipes.checkpointing.verification import find_damage
+
+    usable = 0
+    print(f"{'step':>8}  {'GB':>8}  {'ranks':>5}  state")
+    for checkpoint in reversed(list_checkpoints(output_dir)):
+        manifest = read_manifest(checkpoint) or {}
+        gigabytes = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file()) / 1e9
+        damage = find_damage(checkpoint) if verify or not manifest else None
+        usable += damage is None
+        ranks = manifest.get("world_size", "?")
+        print(f"{step_of(checkpoint):>8}  {gigabytes:>8.2f}  {ranks:>5}  {damage or 'complete'}")
+    if not usable:
+        raise ToolError(f"{output_dir} holds no checkpoint that a run can be resumed from.")
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="checkpoint-<step>, or with --merge-adapter an exported adapter.")],
+    output: Annotated[Path, typer.Argument(help="Directory to write. If it exists, the next free name is used.")],
+    base_model: Annotated[Optional[str], typer.Option(help="Base model, if the checkpoint names none.")] = None,
+    dtype: Annotated[Optional[str], typer.Option(help="Dtype of the weights, such as bfloat16.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
+    merge_adapter: Annotated[bool, typer.Option("--merge-adapter", help="Merge LoRA into the base model.")] = False,
+) -> None:
+    """Convert a checkpoint to a directory that `from_pretrained` and vLLM load, without a GPU, one tensor at a time."""
+    from hf_fsdp_recipes.export.export import export_checkpoint
+
+    written = export_checkpoint(
+        checkpoint,
+        output,
+        base_model=base_model,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        merge_adapter=merge_adapter,
+    )
+    print(f"exported: {written}")
+
+
+app.command()(generate)
+
+
+@app.command()
+def report(
+    output_dir: Annotated[Path, typer.Argument(help="Output directory of a run, which may still go on.")],
+) -> None:
+    """Write a run's report.md and plots from its metrics.jsonl."""
+    from hf_fsdp_recipes.metrics.report import write_report
+
+    print(f"report: {write_report(output_dir)}")
+
+
+app.command(context_settings=PASS_ON | {"help_option_names": []})(quickstart)
 
 
 def main() -> None:
     """Run the command. A RecipeError becomes one line on stderr and exit status 1."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # hides its warning about missing 4-bit kernels
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns that 4-bit kernels for the CPU are missing
     try:
         app()
     except RecipeError as error:
@@ -50,15 +106,5 @@ def main() -> None:
         sys.exit(1)
 
 
-@app.command("prepare-data", context_settings=WITH_RECIPE_FIELDS)
-def prepare_data(
-    context: typer.Context,
-    output: Annotated[Path, typer.Option(help="Directory to write; pass it to a recipe as dataset_name.")],
-    config: Annotated[Optional[Path], typer.Option(help="Recipe to read the settings from: a name or a file.")] = None,
-) -> None:
-    """Tokenize and pack a recipe's dataset once, on a CPU. Override any field of the recipe with --field value."""
-    from hf_fsdp_recipes.training.data.cache import prepare_directory
-
-    recipe = [] if config is None else ["--config", str(config)]
-    for line in prepare_directory([*recipe, *context.args], output):
-        print(line)
+if __name__ == "__main__":
+    main()

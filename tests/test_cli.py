@@ -1,40 +1,135 @@
-"""The command line's tables and errors."""
+"""The command line: starts at once, finds files by name, splits arguments, and reports errors in one line."""
 
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
-from hf_fsdp_recipes.cli import app
-from hf_fsdp_recipes.errors import CheckpointError
-from tests.checkpointing.test_layout import make, tear_flipped, tear_truncated
+from hf_fsdp_recipes import cli
+from hf_fsdp_recipes.checkpointing.hashing import read_facts
+from hf_fsdp_recipes.tools import launch
+from hf_fsdp_recipes.tools.files import find_file, shipped_directory, shipped_files
 
 run = CliRunner().invoke
+COMMANDS = {"sft", "recipes", "config", "plan", "preflight", "rehearse", "sweep", "checkpoints", "export", "generate"}
 
 
-def test_checkpoints_are_listed_with_their_faults(tmp_path):
-    make(tmp_path, 5)
-    tear_truncated(make(tmp_path, 10))
-    output = run(app, ["checkpoints", str(tmp_path)]).output
-    lines = output.splitlines()
-    assert lines[0].split() == ["step", "size", "ranks", "loss", "state"]
-    assert lines[1].split()[0] == "5" and lines[1].endswith("complete")
-    assert lines[2].split()[0] == "10" and "a.bin has 1 bytes" in lines[2]
+def hf_fsdp(*arguments, directory=None):
+    command = [sys.executable, "-m", "hf_fsdp_recipes.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
 
 
-def test_verify_reads_every_checksum(tmp_path):
-    tear_flipped(make(tmp_path, 5))
-    assert "complete" in run(app, ["checkpoints", str(tmp_path)]).output
-    result = run(app, ["checkpoints", str(tmp_path), "--verify"])
-    assert "a.bin has changed" in result.output
-    assert isinstance(result.exception, CheckpointError)
+def test_help_names_every_command_within_half_a_second_of_processor_time_and_without_torch():
+    code = "import resource, sys; from hf_fsdp_recipes.cli import app; app(['--help'], standalone_mode=False)"
+    code += "; print('torch' in sys.modules, resource.getrusage(resource.RUSAGE_SELF).ru_utime)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *shown, last = done.stdout.splitlines()
+    has_torch, seconds = last.split()
+    assert has_torch == "False" and float(seconds) < 0.5
+    assert all(any(f" {name} " in line for line in shown) for name in COMMANDS | {"report", "quickstart"})
 
 
-def test_error_is_one_line_on_stderr_and_status_1(tmp_path):
-    code = "from hf_fsdp_recipes.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "checkpoints", str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("CheckpointError: ")
-    assert "Traceback" not in done.stderr
+def test_an_error_is_one_line_on_stderr_and_status_1(tmp_path):
+    done = hf_fsdp("checkpoints", tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith("ToolError: ") and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b_lra", "no/such.yaml", ".", "a\0b", ""])
+def test_a_recipe_or_template_that_is_not_there_is_one_error(name):
+    for arguments in (("recipes", "show", name), ("config", "check", name), ("sft", "--accelerate_config", name)):
+        result = run(cli.app, arguments)
+        assert type(result.exception).__name__ == "ToolError" and "neither a file nor a shipped" in str(
+            result.exception
+        )
+
+
+def test_a_file_in_the_current_directory_comes_before_a_shipped_one(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    shipped = shipped_directory("recipe") / "quickstart.yaml"
+    for name in ("quickstart", "quickstart.yaml", "recipes/quickstart.yaml", str(shipped)):
+        assert find_file("recipe", name) == shipped
+    Path("quickstart.yaml").touch()
+    assert find_file("recipe", "quickstart") == Path("quickstart.yaml")
+
+
+def test_recipes_are_listed_with_their_template_and_copied_with_the_files_that_they_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    templates = {file.stem for file in shipped_files("template")}
+    for line, file in zip(run(cli.app, ["recipes", "list"]).output.splitlines(), shipped_files("recipe"), strict=True):
+        name, template, *purpose = line.split()
+        assert name == file.stem and template in templates and len(purpose) > 3
+    assert run(cli.app, ["recipes", "copy", "quickstart"]).exit_code == 0
+    copied = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()}
+    assert copied == {"quickstart.yaml", "data/quickstart.jsonl", "launch.slurm"}
+    Path("launch.slurm").unlink()
+    again = run(cli.app, ["recipes", "copy", "quickstart"])
+    assert "quickstart.yaml, data/quickstart.jsonl" in str(again.exception) and not Path("launch.slurm").exists()
+
+
+def test_arguments_go_to_the_launcher_or_to_the_script_in_any_order(monkeypatch):
+    import accelerate.commands.launch
+
+    found = []
+    monkeypatch.setattr(accelerate.commands.launch, "launch_command", found.append)
+    monkeypatch.setattr(os, "environ", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"})
+    for_launcher = ["--num_processes", "2", "--main_process_port=0", "-q", "--tee", "3"]
+    for_script = [
+        "--max_steps",
+        "-1",
+        "--gradient_accumulation_steps=4",
+        "--lora_target_modules",
+        "a",
+        "b",
+        "--debug",
+        "overflow",
+    ]
+    given = [*for_script[:2], *for_launcher[:2], *for_script[2:], *for_launcher[2:]]
+    result = run(cli.app, ["sft", "--accelerate-config", "cpu", "--config", "quickstart", *given])
+    assert result.exit_code == 0, result.exception
+    [parsed] = found
+    assert (parsed.num_processes, parsed.main_process_port, parsed.tee, parsed.quiet) == (2, 0, "3", True)
+    assert not parsed.gradient_accumulation_steps and not parsed.debug
+    recipes = shipped_directory("recipe")
+    assert parsed.training_script == str(recipes / "sft.py")
+    assert parsed.training_script_args == ["--config", str(recipes / "quickstart.yaml"), *for_script]
+    assert os.environ["ACCELERATE_USE_CPU"] == "true" and os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "5"
+    assert "SIGUSR1" in os.environ["PET_SIGNALS_TO_HANDLE"]
+
+
+def test_the_launcher_and_the_recipe_share_only_the_options_that_are_listed():
+    from accelerate.commands.launch import launch_command_parser
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+
+    from hf_fsdp_recipes.training.arguments import RecipeArguments
+
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, RecipeArguments, DatasetMixtureConfig))
+    both = {action.dest for action in parser._actions} & {action.dest for action in launch_command_parser()._actions}
+    assert both == launch.SHARED_OPTIONS | {"help"}
+
+
+def test_checkpoints_are_listed_and_verify_finds_damage(tmp_path):
+    for step in (5, 10):
+        checkpoint = tmp_path / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        (checkpoint / "a.bin").write_bytes(b"weights")
+        facts = {"a.bin": read_facts(checkpoint / "a.bin")}
+        (checkpoint / "manifest.json").write_text(json.dumps({"run": "x", "world_size": 2, "files": facts}))
+    (tmp_path / "checkpoint-10" / "a.bin").write_bytes(b"Weights")
+    (tmp_path / "checkpoint-15").mkdir()
+    rows = [line.split(maxsplit=3) for line in run(cli.app, ["checkpoints", str(tmp_path)]).output.splitlines()]
+    assert [row[0] for row in rows] == ["step", "5", "10", "15"] and [row[2] for row in rows[1:]] == ["2", "2", "?"]
+    assert [row[3] for row in rows[1:3]] == ["complete", "complete"] and "no readable manifest" in rows[3][3]
+    verified = run(cli.app, ["checkpoints", str(tmp_path), "--verify"]).output.splitlines()
+    assert verified[1].endswith("complete") and verified[2].endswith("a.bin is damaged")
+
+
+def test_an_export_generates_and_a_missing_one_is_one_error(tiny_model, tmp_path):
+    arguments = ["generate", str(tiny_model("llama")), "--prompt", "The big fox", "--max-new-tokens", "5"]
+    plain, chat = run(cli.app, arguments), run(cli.app, [*arguments, "--chat"])
+    assert plain.exit_code == chat.exit_code == 0 and plain.output and plain.output != chat.output
+    missing = run(cli.app, ["generate", str(tmp_path / "none"), "--prompt", "a"])
+    assert "is not a directory" in str(missing.exception)

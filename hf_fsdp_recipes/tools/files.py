@@ -42,9 +42,10 @@ def find_file(kind: Kind, name: str) -> Path:
 
 
 def describe(file: Path) -> str:
-    """Return the first sentence of the comment at the top of a template or recipe."""
-    lines = [line.removeprefix("#").strip() for line in file.read_text().split("\n\n")[0].splitlines()]
-    text = " ".join(line for line in lines if line and not line.startswith("hf-fsdp "))
+    """Return the first sentence of the comment at the top of a template or recipe, which also shows a command."""
+    comment = "\n".join(line.removeprefix("#").strip() for line in file.read_text().split("\n\n")[0].splitlines())
+    paragraphs = [" ".join(paragraph.split()) for paragraph in comment.split("\n\n")]
+    text = next((paragraph for paragraph in paragraphs if not paragraph.startswith("hf-fsdp ")), "")
     return f"{text.partition('. ')[0].rstrip('.')}."
 
 

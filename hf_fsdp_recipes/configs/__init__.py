@@ -1,1 +1,0 @@
-"""Accelerate configs: the shipped templates, rendering and validation."""

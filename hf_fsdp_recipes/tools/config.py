@@ -1,0 +1,107 @@
+"""`hf-fsdp config`: lists and prints the shipped templates, and checks Accelerate config files."""
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from math import prod
+from typing import Annotated, Any, Optional
+
+import typer
+
+from hf_fsdp_recipes.errors import ToolError
+from hf_fsdp_recipes.tools.files import describe, find_file, read_yaml, shipped_directory, shipped_files
+
+config_app = typer.Typer(help="List, print and check Accelerate configs for FSDP2.", no_args_is_help=True)
+FSDP1_SETTINGS = ("sharding_strategy", "use_orig_params", "sync_module_states", "backward_prefetch", "forward_prefetch")
+
+
+@config_app.command("list")
+def list_templates() -> None:
+    """List the shipped templates and when to use each."""
+    for file in shipped_files("template"):
+        print(f"{file.stem:<20} {describe(file)}")
+
+
+@config_app.command()
+def show(name: Annotated[str, typer.Argument(help="A template from `config list`, or a file.")]) -> None:
+    """Print a template."""
+    print(find_file("template", name).read_text(), end="")
+
+
+@config_app.command()
+def path(name: Annotated[Optional[str], typer.Argument(help="A template; default: their directory.")] = None) -> None:
+    """Print the path of a template, for `accelerate launch --config_file`."""
+    print(find_file("template", name) if name else shipped_directory("template"))
+
+
+@config_app.command()
+def check(name: Annotated[str, typer.Argument(help="An Accelerate config file, or a template.")]) -> None:
+    """Report all faults of a config together; exit status 1 if there are any."""
+    file = find_file("template", name)
+    if faults := find_faults(read_yaml(file)):
+        raise ToolError("\n  - ".join([f"{file} has {len(faults)} fault{'s'[: len(faults) > 1]}:", *faults]))
+    print(f"{file}: no faults found")
+
+
+def find_faults(config: dict[str, Any]) -> list[str]:
+    """Return what is wrong with a parsed config: what Accelerate ignores in silence, or finds only on the ranks."""
+    sections = {name: config.get(name) or {} for name in ("fsdp_config", "parallelism_config")}
+    if no_mappings := [f"{name} is {value!r}" for name, value in sections.items() if not isinstance(value, dict)]:
+        return [f"{fault}, and Accelerate ignores it. Write a line for each setting." for fault in no_mappings]
+    parallel = sections["parallelism_config"]
+    # Accelerate adds the prefix to FSDP settings that lack it, but not to those of parallelism_config.
+    fsdp = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in sections["fsdp_config"].items()}
+    faults = [*_find_unknown(config, fsdp, parallel), *_check_launch(config, parallel)]
+    return [*faults, *_check_fsdp(fsdp)] if fsdp or config.get("distributed_type") == "FSDP" else faults
+
+
+def _find_unknown(*sections: dict[str, Any]) -> Iterator[str]:
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import launch_command_parser
+
+    # Accelerate merges both sections into the launcher's arguments, which therefore define their settings.
+    arguments = ["fsdp_ignored_modules", *vars(launch_command_parser().parse_args(["script.py"]))]
+    prefixed = ([name for name in arguments if name.startswith(prefix)] for prefix in ("fsdp_", "parallelism_config_"))
+    for section, known in zip(sections, ([*ClusterConfig.__dataclass_fields__], *prefixed), strict=True):
+        for name in sorted({*map(str, section)} - {*known}):
+            close = get_close_matches(name, known, 1, cutoff=0.5)
+            yield f"Accelerate has no setting {name}. {f'Did you mean {close[0]}?' if close else 'Remove it.'}"
+
+
+def _check_launch(config: dict[str, Any], parallel: dict[str, Any]) -> Iterator[str]:
+    kind, precision = config.get("distributed_type"), config.get("mixed_precision", "no")
+    nodes, ranks = config.get("num_machines", 1), config.get("num_processes", 1)
+    sizes = {name: parallel.get(f"parallelism_config_{name}", 1) for name in ("dp_replicate_size", "dp_shard_size")}
+    numbers = {"num_machines": nodes, "num_processes": ranks, **sizes}
+    if config.get("fsdp_config") and kind != "FSDP":
+        yield f"distributed_type is {kind}, so fsdp_config is ignored. Set it to FSDP."
+    if precision not in ("no", "fp16", "bf16"):
+        yield f"mixed_precision is {precision}. Set bf16, fp16 or 'no', in quotes."
+    if nodes != 1 and not config.get("main_process_ip"):
+        yield "main_process_ip is missing, so the nodes would wait for each other. Set the address of node 0."
+    if other := [
+        key for key, size in parallel.items() if key.endswith(("_tp_size", "_cp_size", "_sp_size")) and size != 1
+    ]:
+        yield f"{', '.join(other)}: this package shards over data-parallel ranks only. Remove the setting."
+    if wrong := {name: number for name, number in numbers.items() if type(number) is not int or number < 1}:
+        yield f"{wrong}: set whole numbers from 1."
+    elif ranks % nodes:
+        yield f"num_processes {ranks} is no multiple of num_machines {nodes}. Give each node the same number of ranks."
+    elif parallel and prod(sizes.values()) != ranks:
+        yield f"{sizes} do not multiply to num_processes {ranks}. Set the numbers of nodes and of ranks on each node."
+
+
+def _check_fsdp(fsdp: dict[str, Any]) -> Iterator[str]:
+    version, policy = fsdp.get("fsdp_version", 1), fsdp.get("fsdp_auto_wrap_policy")
+    state, layers = fsdp.get("fsdp_state_dict_type"), fsdp.get("fsdp_transformer_layer_cls_to_wrap") or ""
+    if version != 2:
+        yield f"fsdp_version is {version}. Set `fsdp_version: 2`; `accelerate to-fsdp2` converts a config for FSDP1."
+    elif old := [f"fsdp_{name}" for name in FSDP1_SETTINGS if f"fsdp_{name}" in fsdp]:
+        yield f"{', '.join(old)}: FSDP2 ignores or refuses this. Remove it; fsdp_reshard_after_forward is the strategy."
+    if state not in (None, "SHARDED_STATE_DICT"):
+        yield f"fsdp_state_dict_type is {state}, which gathers the model in each save. Set SHARDED_STATE_DICT."
+    if str(fsdp.get("fsdp_cpu_ram_efficient_loading", True)).lower() != "false":
+        yield "fsdp_cpu_ram_efficient_loading is not false: it needs full copies in host memory, load_model needs none."
+    if policy not in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"):
+        yield f"fsdp_auto_wrap_policy is {policy}, which gathers the whole model at once. Set TRANSFORMER_BASED_WRAP."
+    if not isinstance(layers, str) or " " in layers:
+        yield f"fsdp_transformer_layer_cls_to_wrap is {layers!r}. Write names with commas, without spaces."

@@ -1,0 +1,47 @@
+"""`hf-fsdp generate`: lets a model or an adapter answer a prompt, to try it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_fsdp_recipes.errors import ToolError, describe
+
+
+def generate(
+    model: Annotated[Path, typer.Argument(help="Directory of a model or an adapter, such as runs/first/export.")],
+    prompt: Annotated[str, typer.Option(help="The prompt.")],
+    chat: Annotated[bool, typer.Option("--chat", help="Format the prompt with the model's chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 200,
+) -> None:
+    """Continue a prompt greedily with an exported model or adapter."""
+    print(complete(model, [prompt], is_chat=chat, max_new_tokens=max_new_tokens)[0])
+
+
+def complete(model: Path, prompts: Sequence[str], *, is_chat: bool = False, max_new_tokens: int = 200) -> list[str]:
+    """Return the greedy continuation of each prompt, from transformers' own pipeline.
+
+    Args:
+        model: directory of a model, or of an adapter whose base model can be read.
+        prompts: texts or, with `is_chat`, questions of a user.
+        is_chat: whether to format each prompt with the model's chat template.
+        max_new_tokens: most tokens to generate for each prompt.
+
+    Raises:
+        ToolError: the model or its tokenizer cannot be loaded, or there is no chat template.
+    """
+    if not model.is_dir():
+        raise ToolError(f"{model} is not a directory. Name an export, such as runs/first/export.")
+    from transformers import logging, pipeline
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    inputs = [[{"role": "user", "content": prompt}] if is_chat else prompt for prompt in prompts]
+    try:
+        generator = pipeline("text-generation", str(model), batch_size=len(prompts))
+        generator.tokenizer.pad_token = generator.tokenizer.pad_token or generator.tokenizer.eos_token
+        found = generator(inputs, max_new_tokens=max_new_tokens, do_sample=False, return_full_text=False)
+    except (OSError, ValueError) as error:
+        raise ToolError(f"{model} cannot generate: {describe(error)}") from error
+    return [output["generated_text"].strip() for [output] in found]

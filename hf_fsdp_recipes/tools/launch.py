@@ -1,0 +1,65 @@
+"""`hf-fsdp sft`: runs the recipe script on all ranks with Accelerate's own launcher, in this process."""
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from hf_fsdp_recipes.tools.files import find_file, read_yaml, shipped_directory
+
+# Options of both the launcher and the script. They go to the script, as in `trl sft`.
+SHARED_OPTIONS = {"debug", "gradient_accumulation_steps"}
+# Forward the signal that Slurm sends before it ends a job, and give the ranks ten minutes to write a checkpoint.
+PREEMPTION = {
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+}
+
+
+def sft(
+    context: typer.Context,
+    accelerate_config: Annotated[str, typer.Option("--accelerate_config", help="A template, or an Accelerate config.")],
+    config: Annotated[Optional[str], typer.Option("--config", help="A shipped recipe, or a file.")] = None,
+) -> None:
+    """Fine-tune a model: all weights, LoRA or QLoRA.
+
+    Options of `accelerate launch`, such as `--num_processes 2`, and fields of the recipe, such as `--learning_rate 1e-4`, can
+    follow in any order. The fields are those of TRL's SFTConfig, ScriptArguments and ModelConfig, and those in docs/recipes.md.
+    """
+    recipe = ["--config", str(find_file("recipe", config))] if config else []
+    template = find_file("template", accelerate_config)
+    launch(shipped_directory("recipe") / "sft.py", template, [*recipe, *context.args])
+
+
+def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
+    """Run a script on all ranks, and return when all of them have ended well.
+
+    Args:
+        script: the Python file that each rank runs.
+        template: an Accelerate config file.
+        arguments: options of the launcher and of the script, in any order.
+    """
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    os.environ.update(PREEMPTION | os.environ)
+    if read_yaml(template).get("use_cpu"):
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # the launcher passes use_cpu on only without FSDP
+    parser = launch_command_parser()
+    own = {name for action in parser._actions if action.dest not in SHARED_OPTIONS for name in action.option_strings}
+    for_launcher, for_script = split_arguments(arguments, own)
+    launch_command(parser.parse_args(["--config_file", str(template), *for_launcher, str(script), *for_script]))
+
+
+def split_arguments(arguments: Sequence[str], launcher_options: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the launcher's arguments and the script's. A value goes where the option before it goes."""
+    for_launcher: list[str] = []
+    for_script: list[str] = []
+    target = for_script
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name.startswith("--") or name in launcher_options:
+            target = for_launcher if name in launcher_options else for_script
+        target.append(argument)
+    return for_launcher, for_script
