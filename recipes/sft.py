@@ -11,107 +11,151 @@ A recipe (--config) is a YAML file of TRL's and Trainer's arguments and a few mo
 overrides it. A run writes checkpoint-<step>/, export/, metrics.jsonl, report.md and plots to --output_dir.
 """
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_recipes import patches
-from hf_fsdp_recipes.distributed import exit_with_message, is_main, print_main, run_on_main
-from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes import distributed, patches
+from hf_fsdp_recipes.errors import CheckpointError, RecipeError, describe
 from hf_fsdp_recipes.training.arguments import Arguments, parse_arguments
-from hf_fsdp_recipes.training.checks import check_arguments, check_export_target
+from hf_fsdp_recipes.training.checks import check_arguments, check_targets
 from hf_fsdp_recipes.training.rows import read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from trl import SFTTrainer
+
+    from hf_fsdp_recipes import ShardedCheckpointCallback
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn an error of upstream into one line that says what failed, instead of a traceback of each rank."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except Exception as error:
+        raise RecipeError(f"{what}: {describe(error)}") from error
+
+
+def find_checkpoint(arguments: Arguments) -> str | None:
+    """Return the checkpoint to resume from. `auto` is the latest intact one, or None if there is none. Collective."""
+    from hf_fsdp_recipes import keep_global_batch, latest_checkpoint
+    from hf_fsdp_recipes.checkpointing.verification import find_damage
+
+    training = arguments.training
+    wanted, training.resume_from_checkpoint = training.resume_from_checkpoint, None
+    if wanted in ("auto", "true", "True", True):
+        wanted = latest_checkpoint(training.output_dir)
+    elif wanted:
+        damage = find_damage(Path(wanted), distributed.rank(), distributed.world_size())
+        for found in filter(None, distributed.gather(damage)):
+            raise CheckpointError(f"{wanted} cannot be resumed from: {found}. Set resume_from_checkpoint: auto.")
+    keep_global_batch(training, wanted or None)
+    return wanted or None
 
 
 def load_tokenizer(arguments: Arguments) -> "PreTrainedTokenizerBase":
     """Return the recipe's tokenizer. SFTTrainer sets its end token and chat template."""
     from transformers import AutoTokenizer
 
-    name = arguments.recipe.tokenizer_name or arguments.model.model_name_or_path
-    revision = None if arguments.recipe.tokenizer_name else arguments.model.model_revision
-    try:
-        return AutoTokenizer.from_pretrained(
-            name, revision=revision, trust_remote_code=arguments.training.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"there is no tokenizer in {name}: {error}") from error
+    own = arguments.model.model_name_or_path or arguments.recipe.config_name
+    name = arguments.recipe.tokenizer_name or own
+    options = {"revision": arguments.model.model_revision} if name == own else {}
+    with explained(f"there is no tokenizer in {name}"):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=arguments.training.trust_remote_code, **options)
 
 
 def build_model(arguments: Arguments) -> "PreTrainedModel":
-    """Return the pretrained model, whose weights are read when it is sharded, or a new one with random weights."""
+    """Return the pretrained model, whose weights are read when it is sharded, or a new one with random weights. Collective."""
     import transformers
     from trl import get_quantization_config
 
     from hf_fsdp_recipes import load_model
 
-    model, training = arguments.model, arguments.training
+    model, training, recipe = arguments.model, arguments.training, arguments.recipe
     options: dict[str, Any] = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}
     options |= {"trust_remote_code": training.trust_remote_code} | (training.model_init_kwargs or {})
-    training.model_init_kwargs = None  # SFTTrainer would refuse them for a model that is built already
-    if arguments.recipe.config_name:
-        config = transformers.AutoConfig.from_pretrained(arguments.recipe.config_name)
-        config.update_from_string(arguments.recipe.config_overrides or "")
-        options["dtype"] = "float32" if options["dtype"] in (None, "auto") else options["dtype"]
+    training.model_init_kwargs = None  # SFTTrainer would warn that it ignores them
+    if recipe.config_name:
+        config = transformers.AutoConfig.from_pretrained(recipe.config_name)
+        config.update_from_string(recipe.config_overrides or "")
         return transformers.AutoModelForCausalLM.from_config(config, **options)
     source = {"revision": model.model_revision}
-    config = run_on_main(lambda: transformers.AutoConfig.from_pretrained(model.model_name_or_path, **source))
+    config = distributed.run_on_main(
+        lambda: transformers.AutoConfig.from_pretrained(model.model_name_or_path, **source)
+    )
     # Like TRL, take the class that the checkpoint names.
     auto_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
-    quantization = get_quantization_config(model)
-    if quantization is not None:
+    if quantization := get_quantization_config(model):
         options["quantization_config"] = quantization
     return load_model(model.model_name_or_path, auto_class=auto_class, **source, **options)
 
 
-def find_checkpoint(arguments: Arguments) -> str | None:
-    """Return the checkpoint to resume from. `auto` is the latest intact one, or None if there is none."""
-    from hf_fsdp_recipes import latest_checkpoint
-
-    training = arguments.training
-    wanted, training.resume_from_checkpoint = training.resume_from_checkpoint, None
-    if wanted in ("auto", "true", "True", True):
-        return latest_checkpoint(training.output_dir)
-    return wanted or None
-
-
-def main(arguments: Arguments) -> None:
-    """Run the recipe. Every rank runs this."""
+def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> "SFTTrainer":
+    """Return TRL's trainer with this package's callbacks. Every rank calls this."""
     from transformers import set_seed
     from trl import SFTTrainer, get_peft_config
 
-    from hf_fsdp_recipes import MetricsCallback, ShardedCheckpointCallback, keep_global_batch, sharded_optimizer
+    from hf_fsdp_recipes import MetricsCallback, sharded_optimizer
     from hf_fsdp_recipes.metrics.callback import place_before_reporters
+    from hf_fsdp_recipes.training.adjustments import adjust
 
-    training, recipe = arguments.training, arguments.recipe
-    check_arguments(arguments)
-    check_export_target(arguments)
-    checkpoint = find_checkpoint(arguments)
-    keep_global_batch(training, checkpoint)
+    training = arguments.training
     set_seed(training.seed)
     tokenizer = load_tokenizer(arguments)
     with training.main_process_first(desc="reading rows"):  # rank 0 fills the cache of datasets
         train, evaluation = read_rows(arguments)
+    with explained("the model cannot be built"):
+        model = build_model(arguments)
+    with explained("SFTTrainer refuses the recipe or its rows"):
+        trainer = SFTTrainer(
+            model=model,
+            args=training,
+            train_dataset=train,
+            eval_dataset=evaluation if training.eval_strategy != "no" else None,
+            processing_class=tokenizer,
+            peft_config=get_peft_config(arguments.model),
+            callbacks=[MetricsCallback(throughput_warmup_steps=arguments.recipe.throughput_warmup_steps), saving],
+            optimizer_cls_and_kwargs=sharded_optimizer(training),
+        )
+    place_before_reporters(trainer)
+    adjust(trainer, arguments.is_streamed)
+    return trainer
+
+
+def announce(checkpoint: str, trainer: "SFTTrainer", arguments: Arguments) -> None:
+    """Print where the run resumes, and whether its ranks divide the files of a stream among them as before."""
+    from hf_fsdp_recipes.checkpointing.directory import read_manifest
+
+    distributed.print_main(f"resuming from {checkpoint}")
+    ranks, before = trainer.args.world_size, (read_manifest(Path(checkpoint)) or {}).get("world_size")
+    if arguments.is_streamed and before not in (None, ranks) and trainer.train_dataset.num_shards >= min(before, ranks):
+        distributed.print_main(
+            f"note: {ranks} ranks divide the stream's files differently from the {before} ranks of the checkpoint, so some rows "
+            f"are skipped and others repeated. Resume on {before} ranks to avoid that."
+        )
+
+
+def main(arguments: Arguments) -> None:
+    """Run the recipe. Every rank runs this."""
+    from hf_fsdp_recipes import ShardedCheckpointCallback
+
+    training, recipe = arguments.training, arguments.recipe
+    check_arguments(arguments)
+    check_targets(arguments)
     export_dir = Path(training.output_dir) / "export" if recipe.export else None
     saving = ShardedCheckpointCallback(
         export_dir=export_dir, export_dtype=recipe.export_dtype, merge_adapter=recipe.merge_adapter
     )
-    trainer = SFTTrainer(
-        model=build_model(arguments),
-        args=training,
-        train_dataset=train,
-        eval_dataset=evaluation if training.eval_strategy != "no" else None,
-        processing_class=tokenizer,
-        peft_config=get_peft_config(arguments.model),
-        callbacks=[MetricsCallback(throughput_warmup_steps=recipe.throughput_warmup_steps), saving],
-        optimizer_cls_and_kwargs=sharded_optimizer(training),
-    )
-    place_before_reporters(trainer)
+    checkpoint = find_checkpoint(arguments)
+    trainer = build_trainer(arguments, saving)
     if checkpoint:
-        print_main(f"resuming from {checkpoint}")
+        announce(checkpoint, trainer, arguments)
     trainer.train(resume_from_checkpoint=checkpoint)
-    if training.push_to_hub and export_dir and is_main():
+    if training.push_to_hub and export_dir and distributed.is_main():
         from huggingface_hub import HfApi
 
         api = HfApi(token=training.hub_token)
@@ -120,6 +164,6 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    with exit_with_message():
+    with distributed.exit_with_message():
         patches.enable_cpu_ranks()
         main(parse_arguments())

@@ -34,7 +34,8 @@ def show(name: Name) -> None:
 def copy(name: Name) -> None:
     """Copy a recipe, the files that it names, and launch.slurm into the current directory, to change them."""
     source = find_file("recipe", name)
-    named = [value for value in read_yaml(source).values() if isinstance(value, str)]
+    values = read_yaml(source).values() if source.suffix == ".yaml" else ()
+    named = [value for value in values if isinstance(value, str)]
     files = {file: source.parent / file for file in [source.name, *named] if (source.parent / file).is_file()}
     files["launch.slurm"] = shipped_directory("recipe") / "launch.slurm"
     if existing := [file for file in files if Path(file).exists()]:

@@ -4,26 +4,19 @@ import pytest
 import yaml
 
 from tests.ranks.harness import read_losses
-from tests.recipes.launching import ROOT, run
-
-SETTINGS = {
-    "max_steps": 4, "per_device_train_batch_size": 1, "logging_steps": 1, "learning_rate": 1.0e-2, "max_length": 64,
-    "save_strategy": "no", "gradient_checkpointing": False, "report_to": "none", "disable_tqdm": True,
-}  # fmt: skip
+from tests.recipes.launching import CPU, SETTINGS, run, write_recipe
 
 
 @pytest.mark.slow
 def test_two_launchers_have_the_losses_of_one_with_the_same_global_batch(tiny_model, text_file, tmp_path):
     losses = {}
     for num_nodes, num_ranks, accumulated in ((1, 1, 4), (2, 2, 2)):
-        config = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2_cpu.yaml").read_text())
-        template, recipe = tmp_path / f"template-{num_nodes}.yaml", tmp_path / f"recipe-{num_nodes}.yaml"
-        template.write_text(yaml.safe_dump(config | {"num_machines": num_nodes, "num_processes": num_ranks}))
-        output = tmp_path / f"run-{num_nodes}"
-        names = {"model_name_or_path": tiny_model("llama"), "dataset_name": text_file, "output_dir": output}
-        named = {key: str(value) for key, value in names.items()}
-        recipe.write_text(yaml.safe_dump(SETTINGS | named | {"gradient_accumulation_steps": accumulated}))
-        result = run(template, ["--config", recipe], num_nodes=num_nodes)
+        template, output = tmp_path / f"template-{num_nodes}.yaml", tmp_path / f"run-{num_nodes}"
+        counts = {"num_machines": num_nodes, "num_processes": num_ranks}
+        template.write_text(yaml.safe_dump(yaml.safe_load(CPU.read_text()) | counts))
+        recipe = SETTINGS | {"per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulated}
+        recipe |= {"model_name_or_path": tiny_model("llama"), "dataset_name": text_file, "output_dir": output}
+        result = run(template, write_recipe(tmp_path / "recipe.yaml", recipe), num_nodes=num_nodes)
         assert result.returncode == 0, result.stdout
         losses[num_nodes] = read_losses(output)
     assert len(losses[1]) == SETTINGS["max_steps"] and losses[1][-1] < losses[1][0] - 0.1

@@ -1,7 +1,4 @@
-"""Runs recipes/sft.py slowly, so that a test can interrupt the job's first run, or with a rank that fails.
-
-PACE_SECONDS: extra seconds for each step of the first run. FAILING_RANK: the rank that raises in its third step.
-"""
+"""Runs recipes/sft.py with PACE_SECONDS more for each step of the job's first run, or with a FAILING_RANK."""
 
 import os
 import runpy

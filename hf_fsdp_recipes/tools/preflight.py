@@ -1,0 +1,248 @@
+"""`hf-fsdp preflight`: finds out whether the nodes of a job can work together, before they train."""
+
+import contextlib
+import errno
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from io import BufferedRWPair
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from hf_fsdp_recipes.errors import ToolError
+from hf_fsdp_recipes.tools.files import find_file, read_yaml
+
+PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
+PROBE_BYTES = 64 << 20  # a disk with less free space is full
+ANSWER_SECONDS = 10.0  # a preflight answers at once
+VISIBLE_SECONDS = 5.0  # enough on NFS: listing a directory refreshes the client's cache of it
+
+DEFAULTS = {"num_machines": 1, "machine_rank": 0, "main_process_ip": "127.0.0.1", "main_process_port": 29500}
+OWN_RANK = "Give each node its own --machine_rank; in an srun command, $SLURM_NODEID needs single quotes around it."
+
+
+@dataclass(frozen=True)
+class Node:
+    """What one node reports. `facts` must be the same on all nodes; `faults` are what the node found on its own."""
+
+    machine_rank: int
+    num_machines: int
+    facts: dict[str, str]
+    faults: list[str] = field(default_factory=list)
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+
+    def __str__(self) -> str:
+        return f"node {self.machine_rank} ({self.host}, pid {self.pid})"
+
+
+def preflight(
+    context: typer.Context,
+    accelerate_config: Annotated[Optional[str], typer.Option("--accelerate_config", help="Template.")] = None,
+    num_machines: Annotated[Optional[int], typer.Option("--num_machines", min=1, help="Nodes of the job.")] = None,
+    machine_rank: Annotated[Optional[int], typer.Option("--machine_rank", help="This node, from 0.")] = None,
+    main_process_ip: Annotated[Optional[str], typer.Option("--main_process_ip", help="Address of node 0.")] = None,
+    main_process_port: Annotated[Optional[int], typer.Option("--main_process_port", help="The job's port.")] = None,
+    num_processes: Annotated[Optional[int], typer.Option("--num_processes", min=1, help="Ranks of all nodes.")] = None,
+    config: Annotated[Optional[str], typer.Option("--config", help="Recipe, for its output_dir.")] = None,
+    output_dir: Annotated[Optional[Path], typer.Option("--output_dir", help="Directory of the run.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the other nodes.")] = 120.0,
+) -> None:
+    """Can these nodes work together? Run it on each node with the arguments of `hf-fsdp sft`; other ones are ignored."""
+    template = find_file("template", accelerate_config) if accelerate_config else None
+    given = {name: value for name, value in context.params.items() if value is not None}
+    job = {**DEFAULTS, **(read_yaml(template) if template else {}), **given}
+    job.setdefault("num_processes", job["num_machines"])
+    if output_dir is None and config is not None:
+        output_dir = read_yaml(find_file("recipe", config)).get("output_dir")
+    directory = Path(output_dir) if output_dir else None
+    address, port = job["main_process_ip"], job["main_process_port"]
+    nodes = check_nodes(describe_node(job, template), address, port, directory, timeout)
+    if job["machine_rank"] == 0:
+        facts = ", ".join(f"{name} {value}" for name, value in nodes[0].facts.items())
+        print(f"preflight passed on {', '.join(node.host for node in nodes)}: {facts}", flush=True)
+
+
+def check_nodes(node: Node, address: str, port: int, output_dir: Path | None, timeout: float) -> list[Node]:
+    """Return all nodes by rank, or raise a ToolError, the same on all nodes that reach node 0. Each node calls this.
+
+    Nodes meet at a port of node 0 that is free again afterwards. `timeout` is how many seconds they wait for each other.
+    """
+    probe = output_dir / f".preflight-{node.host}-{node.pid}" if output_dir else None
+    try:
+        if probe:
+            node.faults.extend(write_probe(probe))
+        peers = connect(node, address, port, timeout)
+        nodes = [Node(**values) for values in exchange(node, peers, asdict(node))]
+        nodes.sort(key=lambda each: (each.machine_rank, each.host, each.pid))
+        faults = find_faults(nodes, address, timeout)
+        if probe and not faults:
+            reports = exchange(node, peers, find_unseen(node, probe.parent, nodes))
+            faults = [fault for fault in reports if fault]
+            if len(reports) < len(nodes):
+                faults.append("A node has stopped. Its own output says why.")
+    finally:
+        if probe:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+    if faults:
+        raise ToolError(" ".join(faults))
+    return nodes
+
+
+def describe_node(job: dict[str, Any], template: Path | None) -> Node:
+    """Return what this node reports, without the faults of its output directory."""
+    import torch
+    from accelerate.utils import parse_flag_from_env
+
+    facts = {name: str(job[name]) for name in ("num_machines", "num_processes")}
+    facts |= {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
+    node = Node(job["machine_rank"], job["num_machines"], facts)
+    if template is not None:
+        facts["template"] = f"{template.stem} ({hashlib.sha256(template.read_bytes()).hexdigest()[:8]})"
+        num_devices, num_ranks = torch.accelerator.device_count(), job["num_processes"] // job["num_machines"]
+        if num_devices < num_ranks and not job.get("use_cpu") and not parse_flag_from_env("ACCELERATE_USE_CPU"):
+            cure = "Request more, start fewer ranks, or use the template cpu."
+            node.faults.append(f"{num_devices} accelerators for {num_ranks} ranks. {cure}")
+    return node
+
+
+def find_faults(nodes: list[Node], address: str, timeout: float) -> list[str]:
+    """Return the faults in the nodes' reports, which are sorted by rank."""
+    ranks = [node.machine_rank for node in nodes]
+    faults = [f"{node}: {fault}" for node in nodes for fault in node.faults]
+    for name in nodes[0].facts:
+        holders: dict[str, list[Node]] = {}
+        for node in nodes:
+            holders.setdefault(node.facts.get(name, "none"), []).append(node)
+        if len(holders) > 1:
+            found = "; ".join(f"{value} on {_shorten(members)}" for value, members in holders.items())
+            faults.append(f"{name} differs: {found}. Make it the same on all nodes.")
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    for rank in twice:
+        claims = _shorten([node for node in nodes if node.machine_rank == rank])
+        faults.append(f"machine_rank {rank} is used more than once: {claims}. {OWN_RANK}")
+    missing = sorted(set(range(nodes[0].num_machines)) - set(ranks))
+    if missing and not twice:
+        joined = f"did not join within {timeout:.0f} s; joined: {_shorten(nodes)}"
+        faults.append(f"machine_rank {_shorten(missing)} {joined}. {advise(address)}")
+    return faults
+
+
+def _shorten(names: Sequence[object]) -> str:
+    return ", ".join(map(str, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def connect(node: Node, address: str, port: int, timeout: float) -> list[BufferedRWPair]:
+    """Return connections of node 0 to all others that join in time, of another node to node 0.
+
+    Plain sockets, because a TCPStore that connects to another program's port waits without a timeout.
+    """
+    deadline, peers = time.monotonic() + timeout, list[BufferedRWPair]()
+    try:
+        while node.machine_rank != 0:
+            try:
+                connection = socket.create_connection((address, port), timeout=ANSWER_SECONDS / 2)
+                return [greet(connection, timeout + 2 * ANSWER_SECONDS)]
+            except OSError as error:
+                if isinstance(error, socket.gaierror) or error.errno == errno.EADDRINUSE or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+        family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(target[:2], family=family).close()  # fails unless address and port are this host's to use
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        with socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=dual) as server:
+            while len(peers) < node.num_machines - 1 and (left := deadline - time.monotonic()) > 0:
+                server.settimeout(left)
+                with contextlib.suppress(OSError):  # nobody, or not a node of this job
+                    peers.append(greet(server.accept()[0], ANSWER_SECONDS + VISIBLE_SECONDS))
+    except OSError as error:
+        raise ToolError(f"{node}: {explain(error, address, port)}") from error
+    return peers
+
+
+def greet(connection: socket.socket, timeout: float) -> BufferedRWPair:
+    """Return the connection as a file with this timeout; raise OSError if no preflight of this job is at its other end."""
+    connection.settimeout(ANSWER_SECONDS)
+    greeting, answer, peer = f"preflight {os.environ.get('SLURM_JOB_ID')}\n".encode(), b"", connection.makefile("rwb")
+    with contextlib.suppress(OSError):
+        _send(peer, greeting)
+        answer = peer.readline()
+    if answer != greeting:
+        raise OSError(errno.EADDRINUSE, "another program answers")
+    connection.settimeout(timeout)
+    return peer
+
+
+def _send(peer: BufferedRWPair, line: bytes) -> None:
+    peer.write(line)
+    peer.flush()
+
+
+def exchange(node: Node, peers: list[BufferedRWPair], report: Any) -> list[Any]:
+    """Return the reports of all nodes, the same list on each. Without those of nodes that have stopped."""
+    if node.machine_rank != 0:
+        try:
+            _send(peers[0], json.dumps(report).encode() + b"\n")
+            return list(json.loads(peers[0].readline()))
+        except (OSError, ValueError) as error:
+            raise ToolError(f"{node}: node 0 has stopped. Its own output says why.") from error
+    reports = [report]
+    for peer in peers:
+        with contextlib.suppress(OSError, ValueError):
+            reports.append(json.loads(peer.readline()))
+    for peer in peers:
+        with contextlib.suppress(OSError):
+            _send(peer, json.dumps(reports).encode() + b"\n")
+    return reports
+
+
+def explain(error: OSError, address: str, port: int) -> str:
+    """Explain why node 0 cannot listen, or why another node cannot reach it."""
+    if isinstance(error, socket.gaierror):
+        return f"main_process_ip {address!r} does not resolve. Pass an IP address, or a name that all nodes resolve."
+    if error.errno == errno.EADDRINUSE:
+        return f"main_process_port {port} of {address} is in use (see `ss -ltnp`). Pass another one. {OWN_RANK}"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"main_process_ip {address} is not an address of this host. Pass that of node 0's host. {OWN_RANK}"
+    return f"node 0 cannot be reached at {address} port {port} ({error.strerror or error}). {advise(address)}"
+
+
+def advise(address: str) -> str:
+    """Return what to do if nodes do not meet at this address."""
+    if address == "localhost" or address.startswith(("127.", "::1")):
+        return "A loopback address leads each host to itself: pass the address of node 0's host."
+    return "Check that all nodes were started, their own output, the address, firewalls and routes."
+
+
+def write_probe(probe: Path) -> list[str]:
+    """Create the output directory and a file in it; return why that is impossible, if it is."""
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        with probe.open("wb") as stream:
+            stream.write(os.urandom(PROBE_BYTES))
+            os.fsync(stream.fileno())
+            stream.truncate(0)
+    except OSError as error:
+        return [f"output_dir {probe.parent} cannot be written ({error.strerror}). Check permissions, quota and mount."]
+    return []
+
+
+def find_unseen(node: Node, output_dir: Path, nodes: list[Node]) -> str:
+    """Return the fault that this node does not see the files of all nodes in the output directory, or an empty string."""
+    deadline, unseen = time.monotonic() + VISIBLE_SECONDS, nodes
+    while unseen and time.monotonic() < deadline:
+        names = {file.name for file in output_dir.iterdir()}
+        unseen = [each for each in nodes if f".preflight-{each.host}-{each.pid}" not in names]
+        time.sleep(0.1)
+    cure = f"All nodes save in {output_dir}: pass an absolute path on storage that all of them mount."
+    return f"{node} does not see the files of {_shorten(unseen)}. {cure}" if unseen else ""

@@ -1,1 +1,0 @@
-"""Checks that the nodes of a job can work together, before the job starts."""
