@@ -81,8 +81,8 @@ $(VENV)/.installed: setup.cfg setup.py Makefile
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
-.venv-versions/%/.installed: tests/versions/%.txt setup.cfg
-	$(PYTHON) -m venv --clear $(@D)
+.venv-versions/%/.installed: tests/versions/%.txt
+	$$(grep -o 'python3\.[0-9]*' $<) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH_PIP_ARGS) $$(grep ^torch== $<)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< -e '.[dev]'
 	touch $@

@@ -10,6 +10,7 @@ are over and prints what is left; the next call goes on. OUT/report.md has all f
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,13 +18,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.running import llama_config, machine
 
 ROOT = Path(__file__).resolve().parents[1]
+TEMPLATE = ROOT / "accelerate_configs" / "full_shard.yaml"
 SMALL_PARAMETERS, LOAD_REPEATS = 3e6, 3
-NUM_STEPS, SAVE_STEPS, KILL_STEP = 12, 6, 9
+NUM_STEPS, SAVE_STEPS = 12, 6
+LIMIT_SECONDS = 1200.0
+KINDS = ("from_pretrained", "rank0", "direct")
 LORA = {"use_peft": True, "lora_target_modules": "all-linear", "dtype": "bfloat16", "learning_rate": 1e-4}
 QLORA = LORA | {"load_in_4bit": True, "use_bnb_nested_quant": True}
 FULL = {"dtype": "float32", "learning_rate": 1e-5}
@@ -59,25 +63,12 @@ class Day:
             make_checkpoint(directory / "model", size, config=config)
         return directory
 
-    def launch(self, arguments: list[str], kill_at: Path | None = None) -> float:
-        """Run a module or script on all accelerators; return its seconds. With `kill_at`, kill it once that file exists."""
-        from hf_fsdp_recipes.tools.rehearse import kill_tree
+    def run(
+        self, directory: Path, output: Path, settings: dict[str, Any], is_done: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Run recipes/sft.py on all accelerators to its end, or kill it when `is_done`."""
+        from hf_fsdp_recipes.tools.subprocess_runner import run_recipe
 
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-        command += ["--config_file", str(ROOT / "accelerate_configs" / "full_shard.yaml")]
-        command += ["--num_processes", str(self.num_processes), *arguments]
-        started = time.perf_counter()
-        with (self.out / "log.txt").open("a") as log:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
-            while process.poll() is None and not (kill_at and kill_at.exists()):
-                time.sleep(0.05)
-        kill_tree(process)
-        if process.returncode and kill_at is None:
-            raise RuntimeError(f"exit status {process.returncode}; see {self.out / 'log.txt'}")
-        return time.perf_counter() - started
-
-    def recipe(self, directory: Path, output: Path, settings: dict[str, Any]) -> list[str]:
-        """Return the arguments of recipes/sft.py."""
         length = 256 if self.is_small else 4096
         values = {
             "model_name_or_path": directory / "model", "dataset_name": directory / "rows", "output_dir": output,
@@ -87,13 +78,20 @@ class Day:
             "gradient_checkpointing": False,
         } | settings  # fmt: skip
         words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-        return [str(ROOT / "recipes" / "sft.py"), *words]
+        template = self.out / "template.yaml"
+        template.write_text(re.sub(r"num_processes: \d+", f"num_processes: {self.num_processes}", TEMPLATE.read_text()))
+        if run_recipe(template, words, self.out / "log.txt", LIMIT_SECONDS, is_done, on_cpu=False):
+            raise RuntimeError(f"the recipe failed; see {self.out / 'log.txt'}")
 
 
 def measure_load(day: Day) -> Figures:
     """Load a model and shard it: load_model with both sources, and from_pretrained with Accelerate."""
     file = day.out / "load.json"
-    day.launch(["--module", "benchmarks.gpu_day", "--load", str(day.model(8e9) / "model"), "--figures", str(file)])
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(TEMPLATE)]
+    command += ["--num_processes", str(day.num_processes), "--main_process_port", "0", "--module", "benchmarks.gpu_day"]
+    command += ["--load", str(day.model(8e9) / "model"), "--figures", str(file)]
+    with (day.out / "log.txt").open("a") as log:
+        subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=True)
     return json.loads(file.read_text())
 
 
@@ -106,15 +104,16 @@ def load_on_ranks(model: str, figures: Path) -> None:
     from benchmarks.running import HostPeak
     from hf_fsdp_recipes import distributed, load_model
 
-    accelerator, found = Accelerator(), {}
+    accelerator = Accelerator()
+    found: dict[str, float] = {}
     for _ in range(LOAD_REPEATS):
-        for kind in ("from_pretrained", "rank0", "direct"):
+        for kind in KINDS:
             torch.accelerator.synchronize()
             with HostPeak() as memory:
                 if kind == "from_pretrained":
                     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
                 else:
-                    loaded = load_model(model, dtype="bfloat16", source=kind)
+                    loaded = load_model(model, dtype="bfloat16", source=cast("Any", kind))
                 loaded, _ = accelerator.prepare(loaded, torch.optim.SGD(loaded.parameters()))
                 torch.accelerator.synchronize()
             found[f"{kind}, seconds"] = min(memory.seconds, found.get(f"{kind}, seconds", memory.seconds))
@@ -133,10 +132,12 @@ def measure_run(day: Day, name: str, num_parameters: float, settings: dict[str, 
     whole, killed = day.out / name, day.out / f"{name}-killed"
     for output in (whole, killed):
         shutil.rmtree(output, ignore_errors=True)
-    seconds = day.launch(day.recipe(directory, whole, settings))
+    started = time.perf_counter()
+    day.run(directory, whole, settings)
+    seconds = time.perf_counter() - started
     entries = [entry for entry in read_metrics(whole / "metrics.jsonl") if "loss" in entry]
-    day.launch(day.recipe(directory, killed, settings), kill_at=killed / f"checkpoint-{SAVE_STEPS}" / "manifest.json")
-    day.launch(day.recipe(directory, killed, settings))
+    day.run(directory, killed, settings, (killed / f"checkpoint-{SAVE_STEPS}" / "manifest.json").exists)
+    day.run(directory, killed, settings)
     resumed = {e["step"]: e["loss"] for e in read_metrics(killed / "metrics.jsonl") if "loss" in e}
     steady = [entry for entry in entries if not entry.get("is_warmup")]
     figures = {key: steady[-1].get(key) for key in ("tokens_per_second_per_device", "mfu", "step_seconds")}

@@ -1,18 +1,13 @@
-"""Compare the planner's predictions with the measured peak host memory of CPU ranks that really train.
+"""Compares `hf-fsdp plan` with the measured peak memory of CPU ranks that really train.
 
-    python -m benchmarks.plan [--only 3] [--write]
+    python -m benchmarks.plan [--only 3] [--write FILE]
 
-Each row is a separate run: load_model loads the model, Accelerate shards it, and TRL's SFTTrainer (or Trainer) trains
-it for two steps on 1 or 2 gloo ranks. Measured: the peak anonymous memory of the largest rank, above the level before the
-model was built. Predicted: `hf_fsdp_recipes.tools.planner`, from the config alone.
-
-By default glibc keeps much of the freed memory for reuse. This script sets MALLOC_MMAP_THRESHOLD_=65536, so that large
-blocks return to the kernel immediately and the peak is what torch holds. `--as-glibc-comes` keeps glibc's default, to show
-how much memory it adds.
+Each row is a run of its own: load_model loads the model, Accelerate shards it, and SFTTrainer trains two steps on gloo ranks.
+Measured: the peak anonymous memory of the largest rank, above the level before the model was built. Predicted: from the config
+alone. MALLOC_MMAP_THRESHOLD_=65536 makes glibc return freed memory, so that the peak is what torch holds.
 """
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
@@ -21,126 +16,117 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.running import machine, run_ranks
+from benchmarks.running import HostPeak, machine, run_ranks
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-PRELOADED = ["torch", "transformers", "trl", "peft", "datasets", "accelerate", "tests.ranks.preload"]
-RESULTS = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-SMALL = {
-    "vocab_size": 32768,  # TRL's fused loss uses tiles of 32768; with a smaller vocabulary, part of a tile stays untouched
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-}
-TIED = SMALL | {"tie_word_embeddings": True}
-EXPERTS = SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 4, "intermediate_size": 704}
+SIZES = {  # of all models; a vocabulary below 32768 would leave part of TRL's tiles untouched, which a GPU would count
+    "vocab_size": 32768, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20, "num_attention_heads": 16}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 704, "num_hidden_layers": 4, "head_dim": 64}
+KEEP, LORA = "--gradient_checkpointing false", "--use_peft true --lora_target_modules all-linear"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run: config, number of ranks, and what differs from the defaults."""
+    """One run: the model, the arguments of `hf-fsdp plan`, and whether the model's family was used to build the plan."""
 
     label: str
-    config: dict[str, Any]
+    model_type: str
+    options: str
+    changes: dict[str, Any] = field(default_factory=dict)
     ranks: int = 2
-    kind: str = "LlamaConfig"
-    strategy: dict[str, Any] = field(default_factory=dict)
-    job: dict[str, Any] = field(default_factory=dict)
+    is_held_out: bool = False
 
 
-CASES = [
-    Case("1 rank, every activation kept", SMALL, 1, job={"batch": 2, "length": 256, "gradient_checkpointing": False}),
-    Case("1 rank, layers recomputed", SMALL, 1, job={"batch": 2, "length": 256}),
-    Case(
-        "1 rank, eager attention", SMALL, 1, job={"length": 512, "gradient_checkpointing": False, "attention": "eager"}
-    ),
-    Case("1 rank, full logits", SMALL, 1, job={"length": 384, "loss": "model"}),
-    Case("fsdp2 full_shard", SMALL, job={"length": 384, "gradient_checkpointing": False}),
-    Case("fsdp1 full_shard", SMALL, job={"length": 384, "gradient_checkpointing": False}, strategy={"version": 1}),
-    Case(
-        "fsdp2, LoRA on all linear layers", SMALL, job={"length": 256, "lora_rank": 16, "gradient_checkpointing": False}
-    ),
-    Case("fsdp2 full_shard, recomputed, tied", TIED, job={"length": 256}),
-    Case("fsdp2 shard_grad_op", SMALL, job={"length": 256}, strategy={"sharding": "shard_grad_op"}),
-    Case("no_shard", SMALL, job={"length": 256}, strategy={"version": 1, "sharding": "no_shard"}),
-    Case("fsdp2, units above 5M", SMALL, job={"length": 256}, strategy={"min_num_params": 5_000_000}),
-    Case("fsdp2, SGD, 2 micro-batches", SMALL, job={"length": 256, "optimizer": "sgd", "accumulation": 2}),
-    Case(
-        "fsdp2, mixture of experts", EXPERTS, kind="MixtralConfig", job={"length": 256, "gradient_checkpointing": False}
-    ),
+BUILT = [
+    Case("Llama, 1 rank, activations kept", "llama", f"{KEEP} --max_length 256 --per_device_train_batch_size 2", ranks=1),
+    Case("Llama, 1 rank, eager attention", "llama", f"{KEEP} --max_length 512 --attn_implementation eager", ranks=1),
+    Case("Llama, full_shard, activations kept", "llama", f"{KEEP} --max_length 384"),
+    Case("Llama, tied embeddings", "llama", "--max_length 256", {"tie_word_embeddings": True}),
+    Case("Llama, 310M", "llama", "--max_length 512", LARGE),
+    Case("Llama, shard_grad_op", "llama", "--max_length 256 --fsdp_reshard_after_forward false"),
+    Case("Llama, units above 5M", "llama", "--max_length 256 --fsdp_auto_wrap_policy SIZE_BASED_WRAP --fsdp_min_num_params 5000000"),
+    Case("Llama, SGD, 2 micro-batches", "llama", "--max_length 256 --optim sgd --gradient_accumulation_steps 2"),
+    Case("Llama, LoRA", "llama", f"{LORA} {KEEP} --max_length 256"),
+    Case("Llama, LoRA, vocabulary of 65,536", "llama", f"{LORA} --max_length 128", {"vocab_size": 65536}),
+    Case("Qwen3, vocabulary of 65,536", "qwen3", "--max_length 256", {"vocab_size": 65536, "head_dim": 64}),
+    Case("Qwen3, padded rows", "qwen3", f"{KEEP} --max_length 384 --per_device_train_batch_size 2", {"head_dim": 64}),
+    Case("Qwen3 MoE", "qwen3_moe", f"{KEEP} --max_length 256", EXPERTS),
+    Case("Qwen3 MoE, LoRA on attention", "qwen3_moe", "--use_peft true --lora_target_modules q_proj v_proj --max_length 256", EXPERTS),
+    Case("GPT-2", "gpt2", f"{KEEP} --max_length 384", {"n_positions": 512}),
 ]
+HELD_OUT = [
+    Case(f"{label}{what}", model_type, options, changes, is_held_out=True)
+    for label, model_type, changes in [
+        ("Gemma", "gemma", {"head_dim": 64, "tie_word_embeddings": True}), ("Phi-3", "phi3", {}), ("Mistral", "mistral", {}),
+        ("OLMo 2", "olmo2", {}), ("Granite", "granite", {}), ("StarCoder2", "starcoder2", {}),
+    ]
+    for what, options in [(", full", f"{KEEP} --max_length 384"), (", LoRA", f"{LORA} --max_length 256")]
+]  # fmt: skip
+CASES = BUILT + HELD_OUT
 
 
 def main() -> None:
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", type=int, action="append", help="number of a case, from 0")
-    parser.add_argument("--as-glibc-comes", action="store_true")
-    parser.add_argument("--write", action="store_true", help="rewrite the table of docs/planner.md")
+    parser.add_argument("--write", type=Path, help="also write the table to this file")
     options = parser.parse_args()
-    if not options.as_glibc_comes and not MALLOC.items() <= os.environ.items():
-        # glibc reads these settings only when a process starts.
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | MALLOC)
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    chosen = options.only or range(len(CASES))
-    lines = ["| run | ranks | predicted, MB | measured, MB | error |", "|---|---|---|---|---|"]
-    errors = []
-    for number in chosen:
+    if not MALLOC.items() <= os.environ.items():  # glibc reads its settings when a process starts
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.plan", *sys.argv[1:]], os.environ | MALLOC)
+    lines = ["| run | ranks | family held out | predicted, MB | measured, MB | error |", "|---|---|---|---|---|---|"]
+    errors: dict[bool, list[float]] = {False: [], True: []}
+    for number in options.only or range(len(CASES)):
         case = CASES[number]
-        predicted, measured = predict(case).peak_bytes, measure(case)
-        errors.append(predicted / measured - 1)
-        lines.append(
-            f"| {case.label} | {case.ranks} | {predicted / 1e6:,.0f} | {measured / 1e6:,.0f} | {errors[-1]:+.1%} |"
-        )
+        predicted, measured = predict(case), measure(case)
+        errors[case.is_held_out].append(predicted / measured - 1)
+        held_out = "yes" if case.is_held_out else "no"
+        sizes = f"{predicted / 1e6:,.0f} | {measured / 1e6:,.0f} | {predicted / measured - 1:+.1%}"
+        lines.append(f"| {case.label} | {case.ranks} | {held_out} | {sizes} |")
         print(lines[-1], flush=True)
-    sizes = sorted(abs(error) for error in errors)
-    lines += [
-        "",
-        f"Median error {statistics.median(sizes):.1%}, worst {sizes[-1]:.1%}.",
-        "",
-        f"`python -m benchmarks.plan --write`; {machine()}",
-    ]
-    print("\n".join(lines))
+    for is_held_out, found in errors.items():
+        if sizes_of := sorted(map(abs, found)):
+            families = "held-out families" if is_held_out else "families used to build it"
+            lines += ["", f"{families}: median error {statistics.median(sizes_of):.1%}, worst {sizes_of[-1]:.1%}."]
+    text = "\n".join([*lines, "", f"`python -m benchmarks.plan`; {machine()}", ""])
+    print(text)
     if options.write:
-        text = RESULTS.read_text()
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        RESULTS.write_text(before + BEGIN + "\n" + "\n".join(lines) + "\n" + END + after)
+        options.write.write_text(text)
 
 
 def make_config(case: Case) -> Any:
-    import transformers
+    """Return the config of the case's model."""
+    from transformers import AutoConfig
 
-    return getattr(transformers, case.kind)(**case.config)
-
-
-def make_job(case: Case) -> Any:
-    import torch
-
-    from hf_fsdp_recipes.configs.strategy import Strategy
-    from hf_fsdp_recipes.tools.planner.training_job import Cluster, TrainingJob
-
-    strategy = Strategy(on_cpu=True, precision="no", **case.strategy)
-    cluster = Cluster(case.ranks, case.ranks)
-    return TrainingJob(strategy, cluster=cluster, dtype=torch.float32, mixed_precision=None, **case.job)
+    return AutoConfig.for_model(case.model_type, **(SIZES | case.changes))
 
 
-def predict(case: Case) -> Any:
-    from hf_fsdp_recipes.tools.planner.memory_planner import MemoryPlanner
+def read_case(case: Case) -> Any:
+    """Return the case's job, as `hf-fsdp plan` reads it."""
+    from hf_fsdp_recipes.tools.plan.job import read_job
 
-    return MemoryPlanner(make_config(case)).plan(make_job(case))
+    batch = "--per_device_train_batch_size 1 --optim adamw_torch_fused"
+    return read_job(None, "cpu", [*f"--num_processes {case.ranks} {batch} {case.options}".split()])
+
+
+def predict(case: Case) -> int:
+    """Return the predicted peak in bytes."""
+    from hf_fsdp_recipes.tools.plan.step import measure_step
+
+    return sum(measure_step(make_config(case), read_case(case)).peak.values())
 
 
 def measure(case: Case) -> int:
-    """Return the largest peak of the case's ranks."""
+    """Return the largest peak of the case's ranks in bytes."""
     with tempfile.TemporaryDirectory(prefix="bench-plan-") as directory:
         write_model(case, directory)
-        return max(run_ranks(train, case.ranks, case, directory, timeout_seconds=600, start="forkserver"))
+        return max(run_ranks(train, case.ranks, case, directory, timeout_seconds=900))
 
 
 def write_model(case: Case, directory: str) -> None:
+    """Write a checkpoint with random weights, and a tokenizer."""
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -151,75 +137,37 @@ def write_model(case: Case, directory: str) -> None:
 
 def train(case: Case, directory: str) -> int:
     """Train two steps; return the peak above the level before the model was built. Every rank runs this."""
-    os.environ.update(environment(case))
-    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+    job = read_case(case)
+    os.environ.update(job.environment)
     import torch
+    from accelerate.state import AcceleratorState, PartialState
     from datasets import Dataset
-    from peft import LoraConfig
-    from transformers import AutoTokenizer, Trainer, default_data_collator
-    from trl import SFTConfig, SFTTrainer
+    from transformers import AutoTokenizer
+    from trl import SFTTrainer, get_peft_config
 
-    from hf_fsdp_recipes import load_model
-    from hf_fsdp_recipes.loading import materialize  # noqa: F401 - imported before the measurement
-    from hf_fsdp_recipes.metrics.memory import HostPeak
-    from hf_fsdp_recipes.patches import cpu_ranks
+    from hf_fsdp_recipes import load_model, patches
 
-    cpu_ranks.enable()
-    job = make_job(case)
-    rows = torch.randint(2, case.config["vocab_size"], (job.batch * job.accumulation * case.ranks * 2, job.length))
-    dataset = Dataset.from_dict({"input_ids": rows.tolist(), "labels": rows.tolist()})
-    args = SFTConfig(
-        output_dir=directory + "/run",
-        max_steps=2,
-        per_device_train_batch_size=job.batch,
-        gradient_accumulation_steps=job.accumulation,
-        gradient_checkpointing=job.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if job.gradient_checkpointing else None,
-        optim=job.optimizer,
-        max_length=None,
-        save_strategy="no",
-        bf16=False,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        dataset_kwargs={"skip_prepare_dataset": True},
-    )
+    AcceleratorState._reset_state(reset_partial_state=True)
+    patches.enable_cpu_ranks()
+    training, batch = job.arguments.training, job.rows * case.ranks * 2
+    rows = torch.randint(2, SIZES["vocab_size"], (batch, job.length)).tolist()
+    if job.has_mask:
+        rows = [row[: len(row) - number % 2] for number, row in enumerate(rows)]
+    training.output_dir, training.max_steps, training.save_strategy = f"{directory}/run", 2, "no"
+    training.report_to, training.disable_tqdm, training.max_length = [], True, None
+    training.dataset_kwargs = {"skip_prepare_dataset": True}
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    adapter = LoraConfig(r=job.lora_rank, target_modules=job.lora_targets, task_type="CAUSAL_LM")
+    PartialState(cpu=True)
     with HostPeak() as memory:
-        model = load_model(directory, dtype="float32", attn_implementation=job.attention)
-        common: dict[str, Any] = {"args": args, "train_dataset": dataset, "processing_class": tokenizer}
-        if job.loss == "model":
-            trainer = Trainer(model, data_collator=default_data_collator, **common)
-        else:
-            trainer = SFTTrainer(model, peft_config=adapter if job.lora_rank else None, **common)
+        trainer = SFTTrainer(
+            load_model(directory, dtype="float32", attn_implementation=job.arguments.model.attn_implementation),
+            args=training,
+            train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
+            processing_class=tokenizer,
+            peft_config=get_peft_config(job.arguments.model),
+        )
         trainer.train()
     return memory.peak_bytes - memory.before_bytes
-
-
-def environment(case: Case) -> dict[str, str]:
-    """Return the variables that `accelerate launch` would set for the case's strategy."""
-    strategy = make_job(case).strategy
-    by_size = strategy.min_num_params is not None
-    variables = {
-        "ACCELERATE_USE_CPU": "true",
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": str(strategy.version),
-        "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP" if by_size else "TRANSFORMER_BASED_WRAP",
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-        "FSDP_SYNC_MODULE_STATES": "false",
-        "FSDP_USE_ORIG_PARAMS": "true",
-        "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
-    }
-    if by_size:
-        variables["FSDP_MIN_NUM_PARAMS"] = str(strategy.min_num_params)
-    if strategy.version == 2:
-        variables["FSDP_RESHARD_AFTER_FORWARD"] = str(strategy.reshards_after_forward).lower()
-    else:
-        variables["FSDP_SHARDING_STRATEGY"] = strategy.sharding.upper()
-        variables["FSDP_RESHARD_AFTER_FORWARD"] = strategy.sharding.upper()
-    return variables
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """A script like transformers' `run_clm.py`, with the three lines that make it shard, resume and export.
 
-    accelerate launch --config_file accelerate_configs/fsdp2_full_shard.yaml examples/own_clm.py \
+    accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_clm.py \
         --model_name_or_path Qwen/Qwen3-8B --train_file my_rows.jsonl --output_dir runs/mine --bf16 --do_train
 
 Rows have a text column. Every argument of `TrainingArguments` is an option. If the run stops, start the same command again:
-it resumes from the newest complete checkpoint. `trainer.save_model()` writes the trained model to `<output_dir>/export`.
-On a machine without a GPU use accelerate_configs/fsdp2_cpu.yaml.
+it resumes from the latest complete checkpoint. The trained model ends up in `<output_dir>/export`. On a machine without a GPU
+use accelerate_configs/cpu.yaml.
 """
 
 import math
@@ -19,18 +19,12 @@ from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint, load_m
 
 
 @dataclass
-class ModelArguments:
-    """What to train."""
+class ScriptArguments:
+    """What to train, and on what."""
 
     model_name_or_path: str = field(metadata={"help": "Directory or Hub id."})
-    dtype: str = field(default="float32", metadata={"help": "Dtype of the trained weights."})
-
-
-@dataclass
-class DataTrainingArguments:
-    """What to train on."""
-
     train_file: str = field(metadata={"help": "JSON lines file with a text column."})
+    dtype: str = field(default="float32", metadata={"help": "Dtype of the trained weights."})
     validation_file: str | None = field(default=None, metadata={"help": "The same for --do_eval."})
     block_size: int = field(default=1024, metadata={"help": "Tokens per training sequence."})
 
@@ -44,18 +38,18 @@ def group_texts(rows: dict[str, list[list[int]]], block_size: int) -> dict[str, 
 
 def main() -> None:
     """Train and evaluate with the options from the command line."""
-    parser = HfArgumentParser((ModelArguments, DataTrainingArguments, TrainingArguments))
-    model_arguments, data_arguments, arguments = parser.parse_args_into_dataclasses()
+    parser = HfArgumentParser((ScriptArguments, TrainingArguments))
+    script, arguments = parser.parse_args_into_dataclasses()
     set_seed(arguments.seed)
 
-    tokenizer = AutoTokenizer.from_pretrained(model_arguments.model_name_or_path)
-    model = load_model(model_arguments.model_name_or_path, dtype=model_arguments.dtype)  # instead of from_pretrained
+    tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
+    model = load_model(script.model_name_or_path, dtype=script.dtype)  # instead of from_pretrained
 
-    files = {"train": data_arguments.train_file, "validation": data_arguments.validation_file}
+    files = {"train": script.train_file, "validation": script.validation_file}
     with arguments.main_process_first(desc="tokenize"):  # rank 0 tokenizes, the others read its cache
         rows = load_dataset("json", data_files={split: file for split, file in files.items() if file})
         rows = rows.map(lambda row: tokenizer(row["text"]), batched=True, remove_columns=rows["train"].column_names)
-        block_size = {"block_size": data_arguments.block_size}
+        block_size = {"block_size": script.block_size}
         rows = rows.map(group_texts, batched=True, remove_columns=rows["train"].column_names, fn_kwargs=block_size)
 
     trainer = Trainer(
@@ -65,12 +59,13 @@ def main() -> None:
         eval_dataset=rows.get("validation"),
         processing_class=tokenizer,
         data_collator=default_data_collator,
-        callbacks=[ShardedCheckpointCallback()],  # new
+        callbacks=[
+            ShardedCheckpointCallback(export_dir=f"{arguments.output_dir}/export")
+        ],  # new; instead of save_model
     )
     if arguments.do_train:
         # instead of get_last_checkpoint, which would also return an interrupted save
         result = trainer.train(resume_from_checkpoint=latest_checkpoint(arguments.output_dir))
-        trainer.save_model()
         trainer.log_metrics("train", result.metrics)
         trainer.save_metrics("train", result.metrics)
         trainer.save_state()

@@ -1,18 +1,18 @@
-"""Train a language model on a reward of your own with TRL's `GRPOTrainer`: sharded loading and generation, resume, export.
+"""Train a language model on a reward of your own with TRL's `GRPOTrainer` and LoRA.
 
-    accelerate launch --config_file accelerate_configs/fsdp2_full_shard.yaml examples/own_grpo.py \
-        --model Qwen/Qwen3-8B --data my_questions.jsonl --output_dir runs/mine
+    accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_grpo.py \
+        --model Qwen/Qwen3-8B --data my_rows.jsonl --output_dir runs/mine
 
-Each line of `my_questions.jsonl` has the texts prompt and answer; replace `has_answer` with your reward. If the run stops,
-start the same command again: it resumes from the newest complete checkpoint. The trained model ends up in
-`<output_dir>/export`. On a machine without a GPU use accelerate_configs/fsdp2_cpu.yaml.
+Each line of `my_rows.jsonl` has the texts prompt and answer; replace `has_answer` with your reward. If the run stops,
+start the same command again: it resumes from the latest complete checkpoint. The adapter ends up in
+`<output_dir>/export`, the model with it in `export_merged`. Without a GPU, use accelerate_configs/cpu.yaml.
 """
 
 import argparse
-from pathlib import Path
 
 import torch
 from datasets import load_dataset
+from peft import LoraConfig
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -29,20 +29,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="directory or Hub id")
     parser.add_argument("--data", required=True, help="JSON lines file of prompts and answers")
-    parser.add_argument("--output_dir", required=True, type=Path)
+    parser.add_argument("--output_dir", required=True)
     parser.add_argument("--max_steps", type=int, default=1000)
     parser.add_argument("--save_steps", type=int, default=100)
     parser.add_argument("--max_completion_length", type=int, default=128)
     parser.add_argument("--resume_from_checkpoint", choices=["auto"], help="for launch.slurm; every run resumes anyway")
     options = parser.parse_args()
 
-    model = load_model(options.model, dtype="float32")
+    model = load_model(options.model, dtype="bfloat16")  # frozen; the adapter is trained in float32
     arguments = GRPOConfig(
-        output_dir=str(options.output_dir),
+        output_dir=options.output_dir,
         per_device_train_batch_size=4,
         num_generations=4,
         max_completion_length=options.max_completion_length,  # without vLLM, the sharded model generates token by token
-        learning_rate=1e-6,
+        learning_rate=1e-5,
         bf16=torch.accelerator.is_available(),
         max_steps=options.max_steps,
         save_steps=options.save_steps,
@@ -51,13 +51,14 @@ def main() -> None:
     )
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=has_answer,  # or a reward model from load_model(...), which is sharded too
+        reward_funcs=has_answer,
         args=arguments,
         train_dataset=load_dataset("json", data_files=options.data, split="train"),
         processing_class=AutoTokenizer.from_pretrained(options.model),
-        callbacks=[ShardedCheckpointCallback(export_dir=options.output_dir / "export")],
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        callbacks=[ShardedCheckpointCallback(export_dir=f"{options.output_dir}/export", merge_adapter=True)],
     )
-    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))  # None starts from step 0
+    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))  # None: start from step 0
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Fine-tune a causal language model with Accelerate alone: your own loop, resumable checkpoints, a final export.
 
-    accelerate launch --config_file accelerate_configs/fsdp2_full_shard.yaml examples/own_loop.py \
+    accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_loop.py \
         --model Qwen/Qwen3-8B --data my_rows.jsonl --output_dir runs/mine
 
 `my_rows.jsonl` has one {"text": "..."} per line. If the run stops, start the same command again: it resumes from the
-newest complete checkpoint. The trained model ends up in `<output_dir>/export`, which `from_pretrained` loads.
-On a machine without a GPU use accelerate_configs/fsdp2_cpu.yaml.
+latest complete checkpoint. The trained model ends up in `<output_dir>/export`, which `from_pretrained` loads.
+On a machine without a GPU use accelerate_configs/cpu.yaml.
 """
 
 import argparse
@@ -19,7 +19,15 @@ from datasets import load_dataset
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling, get_linear_schedule_with_warmup
 
-from hf_fsdp_recipes import export_model, latest_checkpoint, load_model, save_checkpoint
+from hf_fsdp_recipes import export_model, load_model
+
+
+def save(accelerator: Accelerator, output_dir: Path, step: int) -> None:
+    """Save to `step-<step>`, which appears only when all its files are there."""
+    accelerator.save_state(output_dir / "unfinished")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        (output_dir / "unfinished").rename(output_dir / f"step-{step}")
 
 
 def main() -> None:
@@ -32,11 +40,9 @@ def main() -> None:
     parser.add_argument("--save_steps", type=int, default=100)
     parser.add_argument("--resume_from_checkpoint", choices=["auto"], help="for launch.slurm; every run resumes anyway")
     options = parser.parse_args()
-
     set_seed(0)
-    model = load_model(options.model, dtype="float32")  # replaces AutoModelForCausalLM.from_pretrained
-    same_order = DataLoaderConfiguration(use_seedable_sampler=True)  # a resumed run gets the rows in the same order
-    accelerator = Accelerator(dataloader_config=same_order)  # after load_model, which turns on FSDP for CPU ranks
+    model = load_model(options.model, dtype="float32")  # before the Accelerator; turns on FSDP for CPU ranks
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     with accelerator.main_process_first():  # rank 0 tokenizes, the others read its cache
@@ -49,10 +55,9 @@ def main() -> None:
     scheduler = get_linear_schedule_with_warmup(optimizer, 0, options.max_steps * accelerator.num_processes)
     model, optimizer, batches, scheduler = accelerator.prepare(model, optimizer, batches, scheduler)  # fills the shards
 
-    step, checkpoint = 0, latest_checkpoint(options.output_dir)
-    if checkpoint is not None:
-        accelerator.load_state(checkpoint)
-        step = int(checkpoint.name.removeprefix("checkpoint-"))
+    step = max((int(path.name[5:]) for path in options.output_dir.glob("step-*")), default=0)
+    if step:
+        accelerator.load_state(options.output_dir / f"step-{step}")
     model.train()
     while step < options.max_steps:
         epoch, num_done = divmod(step, len(batches))
@@ -67,8 +72,7 @@ def main() -> None:
             step += 1
             accelerator.print({"loss": round(loss.item(), 4), "step": step})
             if step % options.save_steps == 0:
-                save_checkpoint(accelerator, options.output_dir, step, keep=2)
-
+                save(accelerator, options.output_dir, step)
     export_model(model, options.output_dir / "export", tokenizer=tokenizer)
 
 

@@ -1,19 +1,19 @@
-"""Train a reward model with TRL's `RewardTrainer`: sharded loading, a new head with one score, resume, and a final export.
+"""Train a reward model with TRL's `RewardTrainer`: LoRA, and a new head with one score.
 
-    accelerate launch --config_file accelerate_configs/fsdp2_full_shard.yaml examples/own_reward.py \
-        --model Qwen/Qwen3-8B --data my_preferences.jsonl --output_dir runs/mine
+    accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_reward.py \
+        --model Qwen/Qwen3-8B --data my_rows.jsonl --output_dir runs/mine
 
-Each line of `my_preferences.jsonl` has the texts prompt, chosen and rejected. If the run stops, start the same command
-again: it resumes from the newest complete checkpoint. The trained classifier ends up in `<output_dir>/export`; pass it to
-GRPOTrainer's `reward_funcs` as `load_model(path)`. On a machine without a GPU use accelerate_configs/fsdp2_cpu.yaml.
+Each line of `my_rows.jsonl` has the texts prompt, chosen and rejected. If the run stops, start the same command again:
+it resumes from the latest complete checkpoint. The adapter ends up in `<output_dir>/export`, the classifier in
+`export_merged`. Without a GPU, use accelerate_configs/cpu.yaml.
 """
 
 import argparse
-from pathlib import Path
 
 import torch
 from datasets import load_dataset
-from transformers import AutoTokenizer
+from peft import LoraConfig
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig, RewardTrainer
 
 from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint, load_model
@@ -24,22 +24,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="directory or Hub id")
     parser.add_argument("--data", required=True, help="JSON lines file of preferences")
-    parser.add_argument("--output_dir", required=True, type=Path)
+    parser.add_argument("--output_dir", required=True)
     parser.add_argument("--max_steps", type=int, default=1000)
     parser.add_argument("--save_steps", type=int, default=100)
     parser.add_argument("--resume_from_checkpoint", choices=["auto"], help="for launch.slurm; every run resumes anyway")
     options = parser.parse_args()
 
-    model = load_model(
-        options.model,
-        auto_class="AutoModelForSequenceClassification",  # a causal checkpoint gets a new head
-        num_labels=1,
-        dtype="float32",
-    )
+    model = load_model(options.model, auto_class=AutoModelForSequenceClassification, num_labels=1, dtype="bfloat16")
     arguments = RewardConfig(
-        output_dir=str(options.output_dir),
+        output_dir=options.output_dir,
         per_device_train_batch_size=2,
-        learning_rate=1e-5,
+        learning_rate=1e-4,
         bf16=torch.accelerator.is_available(),
         max_steps=options.max_steps,
         save_steps=options.save_steps,
@@ -51,9 +46,12 @@ def main() -> None:
         args=arguments,
         train_dataset=load_dataset("json", data_files=options.data, split="train"),
         processing_class=AutoTokenizer.from_pretrained(options.model),
-        callbacks=[ShardedCheckpointCallback(export_dir=options.output_dir / "export")],
+        peft_config=LoraConfig(
+            r=16, lora_alpha=32, target_modules="all-linear", task_type="SEQ_CLS", modules_to_save=["score"]
+        ),
+        callbacks=[ShardedCheckpointCallback(export_dir=f"{options.output_dir}/export", merge_adapter=True)],
     )
-    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))  # None starts from step 0
+    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))  # None: start from step 0
 
 
 if __name__ == "__main__":

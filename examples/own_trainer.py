@@ -1,11 +1,11 @@
 """Fine-tune a causal language model with your own `Trainer`: sharded loading, resumable checkpoints, a final export.
 
-    accelerate launch --config_file accelerate_configs/fsdp2_full_shard.yaml examples/own_trainer.py \
+    accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_trainer.py \
         --model Qwen/Qwen3-8B --data my_rows.jsonl --output_dir runs/mine
 
 `my_rows.jsonl` has one {"text": "..."} per line. If the run stops, start the same command again: it resumes from the
-newest complete checkpoint. The trained model ends up in `<output_dir>/export`, which `from_pretrained` loads.
-On a machine without a GPU use accelerate_configs/fsdp2_cpu.yaml.
+latest complete checkpoint. The trained model ends up in `<output_dir>/export`, which `from_pretrained` loads.
+On a machine without a GPU use accelerate_configs/cpu.yaml.
 """
 
 import argparse

@@ -3,55 +3,43 @@
     torchrun --nproc-per-node 2 examples/toy_fsdp.py            # FSDP: each rank holds its shard
     torchrun --nproc-per-node 2 examples/toy_fsdp.py --ddp      # DDP: each rank holds everything
 
-Runs on the machine's accelerators, or on CPU ranks if there are none. On Gaudi, install Intel's build of PyTorch and export
-PT_HPU_LAZY_MODE=0 first; only the backend and the device differ. To see what torch does, export
-TORCH_CPP_LOG_LEVEL=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL TORCH_SHOW_CPP_STACKTRACES=1.
+Runs on accelerators or, without any, on CPU ranks. On Gaudi, export PT_HPU_LAZY_MODE=0 first. docs/gaudi_fsdp.md shows the output.
 """
 
-import argparse
 import contextlib
 import os
-from collections.abc import Iterable
+import sys
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-WIDTH = 256
-NUM_LAYERS = 4
+WIDTH, NUM_LAYERS = 256, 4
 
 
 def main() -> None:
-    """Train with the options from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ddp", action="store_true", help="replicate the model instead of sharding it")
-    parser.add_argument("--steps", type=int, default=5)
-    options = parser.parse_args()
-
+    """Train with or without sharding."""
     device = start()
-    # `train` drops the DDP model when it returns. A model that outlives the process group can hang in DDP's C++ code.
-    train(options.ddp, options.steps, device)
+    train("--ddp" in sys.argv, device)  # a DDP model that outlives the process group can hang, so it is dropped before
     dist.destroy_process_group()
 
 
-def train(ddp: bool, num_steps: int, device: torch.device) -> None:
+def train(ddp: bool, device: torch.device) -> None:
     """Train the toy model on random rows and print the loss and memory."""
     torch.manual_seed(0)  # the same model on every rank
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS))).to(device)
     if ddp:
         model = DistributedDataParallel(model)
     else:
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for layer in model:
-            fully_shard(layer, mesh=mesh)  # a unit per layer: gathered before it computes, freed afterwards
-        fully_shard(model, mesh=mesh)
+            fully_shard(layer)  # a unit per layer: gathered before it computes, freed afterwards
+        fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     torch.manual_seed(dist.get_rank())  # different rows on every rank
     rows = torch.rand(8, WIDTH, device=device)
-    for _ in range(num_steps):
+    for _ in range(5):
         optimizer.zero_grad()
         loss = (model(rows) - rows).square().mean()
         loss.backward()  # averages the gradients over the ranks
@@ -66,8 +54,7 @@ def start() -> torch.device:
     if not torch.accelerator.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator().type
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
+    device = torch.device(torch.accelerator.current_accelerator().type, int(os.environ["LOCAL_RANK"]))
     torch.accelerator.set_device_index(device.index)
     dist.init_process_group(dist.get_default_backend_for_device(device))
     return device
@@ -75,23 +62,18 @@ def start() -> torch.device:
 
 def report(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
     """Print the mean loss and the bytes that rank 0 holds."""
-    mean = loss.detach().clone()
+    mean = loss.detach() / dist.get_world_size()
     dist.all_reduce(mean)
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    held = {
-        "parameters": count_bytes(model.parameters()),
-        "gradients": count_bytes(parameter.grad for parameter in model.parameters()),
-        "optimizer": count_bytes(states),
-    }
+    held = {"parameters": list(model.parameters()), "gradients": [parameter.grad for parameter in model.parameters()]}
+    held["optimizer"] = [value for state in optimizer.state.values() for value in state.values()]
     if dist.get_rank() == 0:
-        print(f"{name} on {dist.get_world_size()} ranks: loss {mean.item() / dist.get_world_size():.6f}")
-        print("held by rank 0: " + ", ".join(f"{what} {num_bytes:,} bytes" for what, num_bytes in held.items()))
+        print(f"{name} on {dist.get_world_size()} ranks: loss {mean.item():.6f}")
+        print("held by rank 0: " + ", ".join(f"{what} {count_bytes(held[what]):,} bytes" for what in held))
 
 
-def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def count_bytes(tensors: list[torch.Tensor]) -> int:
     """Return the bytes that this rank holds; a sharded tensor counts only with its local shard."""
-    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
-    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+    return sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from hf_fsdp_recipes.checkpointing.recorder import check_recorded, redirected
 from hf_fsdp_recipes.checkpointing.signals import StepFlags
 from hf_fsdp_recipes.checkpointing.writer import Save, Writer
 from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.export.directory import write_description
 from hf_fsdp_recipes.export.export import export_model, parse_dtype
 from hf_fsdp_recipes.loading.load_model import check_fsdp_version
 
@@ -106,13 +107,18 @@ class ShardedCheckpointCallback(TrainerCallback):
         state.stateful_callbacks[STATE_KEY] = {"run": self._run}
         directory = RunDirectory(Path(args.output_dir), self._run)
         distributed.run_on_main(lambda: directory.open(state.global_step))
-        self._directory, self._writer = directory, Writer(directory, args.device, distributed.new_group())
+        writer = Writer(directory, args.device, distributed.new_group())
+        self._directory, self._writer = directory, writer
         optimizer = kwargs["optimizer"]
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no hooks
-        self._hook = optimizer.register_step_pre_hook(lambda *_: self._writer and self._writer.wait_until_staged())
+        self._hook = optimizer.register_step_pre_hook(self._wait_until_staged)
         self._kept_best = _best(state)
         if state.max_steps <= state.global_step and (state.epoch or 0) % 1:
             self._end_complete_run(state, kwargs["model"], kwargs.get("processing_class"))
+
+    def _wait_until_staged(self, *args: Any) -> None:
+        if self._writer is not None:
+            self._writer.wait_until_staged()
 
     def _end_complete_run(self, state: TrainerState, model: torch.nn.Module, processor: Any) -> None:
         """End a resumed run that has no step left: Trainer counts its steps only after the first, so it would train one more."""
@@ -162,18 +168,18 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Raise an error if the last save failed; exit if a signal stopped the run; otherwise export."""
+        """Export, unless a signal stopped the run. Then raise an error if the last save failed, or exit after a signal."""
         if self._writer is not None:
             self._settle(state)
             args.save_total_limit = self._save_total_limit
         self._close()
+        if self._export_dir is not None and not self._stop_signal:
+            self._export(kwargs["model"], kwargs.get("processing_class"))
         if self._last_error is not None:
             raise CheckpointError(f"the last checkpoint was not saved: {self._last_error}")
         if self._stop_signal:
             distributed.print_main(f"stopped by a signal; resume from {args.output_dir}/checkpoint-{state.global_step}")
             sys.exit(EXIT_PREEMPTED)
-        if self._export_dir is not None:
-            self._export(kwargs["model"], kwargs.get("processing_class"))
 
     def _export(self, model: torch.nn.Module, processor: Any) -> None:
         assert self._export_dir is not None
@@ -214,6 +220,8 @@ class ShardedCheckpointCallback(TrainerCallback):
             try:
                 save_by_trainer()
                 check_recorded(trainer, save.parts)
+                if args.should_save:
+                    write_description(written, trainer.model, trainer.processing_class)
                 if state.best_model_checkpoint != best_path:  # Trainer has seen the directory that is being written
                     state.best_model_checkpoint = best_path
                     if args.should_save:

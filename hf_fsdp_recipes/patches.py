@@ -147,7 +147,7 @@ SAVE_CHECKPOINT = Patch(
     "transformers.trainer",
     "Trainer._save_checkpoint",
     ("self", "model", "trial"),
-    "5.14 to 5.23",
+    "5.14 to 5.24",
     "load_model and export_model work without it",
 )
 

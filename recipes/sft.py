@@ -12,7 +12,7 @@ overrides it. A run writes checkpoint-<step>/, export/, metrics.jsonl, report.md
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,19 +30,25 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Turn an error of upstream into one line that says what failed, instead of a traceback of each rank."""
+def explained(what: str, has_begun: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Turn an error of upstream into one line that says what failed; once training `has_begun`, keep its traceback."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
-    except RecipeError:
-        raise
+    except CheckpointException as error:  # torch DCP's, with each rank's traceback in its text
+        first = next(iter(error.failures.values()))[0]
+        raise CheckpointError(f"the checkpoint does not fit the recipe: {describe(first)}") from error
     except Exception as error:
+        if isinstance(error, RecipeError) or has_begun():
+            raise
         raise RecipeError(f"{what}: {describe(error)}") from error
 
 
 def find_checkpoint(arguments: Arguments) -> str | None:
     """Return the checkpoint to resume from. `auto` is the latest intact one, or None if there is none. Collective."""
     from hf_fsdp_recipes import keep_global_batch, latest_checkpoint
+    from hf_fsdp_recipes.checkpointing.directory import read_manifest
     from hf_fsdp_recipes.checkpointing.verification import find_damage
 
     training = arguments.training
@@ -50,11 +56,20 @@ def find_checkpoint(arguments: Arguments) -> str | None:
     if wanted in ("auto", "true", "True", True):
         wanted = latest_checkpoint(training.output_dir)
     elif wanted:
-        damage = find_damage(Path(wanted), distributed.rank(), distributed.world_size())
+        with explained(f"{wanted} cannot be resumed from"):
+            damage = find_damage(Path(wanted), distributed.rank(), distributed.world_size())
         for found in filter(None, distributed.gather(damage)):
             raise CheckpointError(f"{wanted} cannot be resumed from: {found}. Set resume_from_checkpoint: auto.")
-    keep_global_batch(training, wanted or None)
-    return wanted or None
+    if not wanted:
+        return None
+    keep_global_batch(training, wanted)
+    distributed.print_main(f"resuming from {wanted}")
+    before = (read_manifest(Path(wanted)) or {}).get("world_size")
+    if arguments.is_streamed and before not in (None, training.world_size):
+        distributed.print_main(
+            f"note: {before} ranks saved the checkpoint. Where a rank reads files of its own, rows may repeat."
+        )
+    return wanted
 
 
 def load_tokenizer(arguments: Arguments) -> "PreTrainedTokenizerBase":
@@ -80,6 +95,7 @@ def build_model(arguments: Arguments) -> "PreTrainedModel":
     options |= {"trust_remote_code": training.trust_remote_code} | (training.model_init_kwargs or {})
     training.model_init_kwargs = None  # SFTTrainer would warn that it ignores them
     if recipe.config_name:
+        transformers.set_seed(training.seed)
         config = transformers.AutoConfig.from_pretrained(recipe.config_name)
         config.update_from_string(recipe.config_overrides or "")
         return transformers.AutoModelForCausalLM.from_config(config, **options)
@@ -96,7 +112,6 @@ def build_model(arguments: Arguments) -> "PreTrainedModel":
 
 def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> "SFTTrainer":
     """Return TRL's trainer with this package's callbacks. Every rank calls this."""
-    from transformers import set_seed
     from trl import SFTTrainer, get_peft_config
 
     from hf_fsdp_recipes import MetricsCallback, sharded_optimizer
@@ -104,7 +119,6 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
     from hf_fsdp_recipes.training.adjustments import adjust
 
     training = arguments.training
-    set_seed(training.seed)
     tokenizer = load_tokenizer(arguments)
     with training.main_process_first(desc="reading rows"):  # rank 0 fills the cache of datasets
         train, evaluation = read_rows(arguments)
@@ -126,19 +140,6 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
     return trainer
 
 
-def announce(checkpoint: str, trainer: "SFTTrainer", arguments: Arguments) -> None:
-    """Print where the run resumes, and whether its ranks divide the files of a stream among them as before."""
-    from hf_fsdp_recipes.checkpointing.directory import read_manifest
-
-    distributed.print_main(f"resuming from {checkpoint}")
-    ranks, before = trainer.args.world_size, (read_manifest(Path(checkpoint)) or {}).get("world_size")
-    if arguments.is_streamed and before not in (None, ranks) and trainer.train_dataset.num_shards >= min(before, ranks):
-        distributed.print_main(
-            f"note: {ranks} ranks divide the stream's files differently from the {before} ranks of the checkpoint, so some rows "
-            f"are skipped and others repeated. Resume on {before} ranks to avoid that."
-        )
-
-
 def main(arguments: Arguments) -> None:
     """Run the recipe. Every rank runs this."""
     from hf_fsdp_recipes import ShardedCheckpointCallback
@@ -152,14 +153,12 @@ def main(arguments: Arguments) -> None:
     )
     checkpoint = find_checkpoint(arguments)
     trainer = build_trainer(arguments, saving)
-    if checkpoint:
-        announce(checkpoint, trainer, arguments)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    with explained("training cannot begin", lambda: saving.saves_checkpoints):
+        trainer.train(resume_from_checkpoint=checkpoint)
     if training.push_to_hub and export_dir and distributed.is_main():
         from huggingface_hub import HfApi
 
-        api = HfApi(token=training.hub_token)
-        api.upload_folder(repo_id=trainer.hub_model_id, folder_path=export_dir, commit_message="End of training")
+        HfApi(token=training.hub_token).upload_folder(repo_id=trainer.hub_model_id, folder_path=export_dir)
     trainer.accelerator.end_training()
 
 

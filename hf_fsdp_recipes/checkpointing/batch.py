@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_fsdp_recipes.checkpointing.directory import read_manifest
-
 from hf_fsdp_recipes.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Changes checkpoints in a run's output directory, with one rename each, so that a kill never leaves part of one behind.
 
     checkpoint-4/           complete; `manifest.json` lists its files with sizes and hashes
-    _saving-<run id>/       checkpoints that are being written, replaced or deleted; locked while the run's rank 0 lives
+    _saving-<run id>/       checkpoints that are being written or deleted; locked while the run's rank 0 lives
     _set-aside-<time>-checkpoint-6/  was in the way of a run that resumed at an earlier step; never deleted
 
 The names begin with `_` because Trainer does not upload such names to the Hub.
@@ -110,7 +110,7 @@ class RunDirectory:
         for directory in [written, *(path for path in written.rglob("*") if path.is_dir())]:
             _sync_directory(directory)
         final.parent.mkdir(parents=True, exist_ok=True)
-        replaced = self.workspace / f"replaced-{final.name}"
+        replaced = final.with_name(final.name.replace("-", "-0"))  # a checkpoint's name too, so a kill loses nothing
         while final.exists():
             if self._is_own(final):  # the same step was saved before, for instance at the end of the epoch's last step
                 final.rename(replaced)
@@ -121,16 +121,20 @@ class RunDirectory:
                 final.rmdir()
         written.rename(final)
         _sync_directory(final.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        if replaced.exists():
+            self._delete(replaced)
 
     def prune(self, directory: Path, keep: int | None, protected: set[str]) -> None:
         """Delete this run's oldest checkpoints until `keep` are left. The latest and the protected ones are never deleted."""
         own = [path for path in list_checkpoints(directory) if self._is_own(path)]
         num_extra = len(own) - keep if keep else 0
         for path in [path for path in own[:0:-1] if str(path) not in protected][: max(0, num_extra)]:
-            doomed = self.workspace / f"delete-{path.name}"
-            path.rename(doomed)  # a kill during the deletion must not leave half a checkpoint under its name
-            shutil.rmtree(doomed, ignore_errors=True)
+            self._delete(path)
+
+    def _delete(self, checkpoint: Path) -> None:
+        doomed = self.workspace / f"delete-{checkpoint.name}"
+        checkpoint.rename(doomed)  # a kill during the deletion must not leave half a checkpoint under its name
+        shutil.rmtree(doomed, ignore_errors=True)
 
     def _is_own(self, checkpoint: Path) -> bool:
         return (read_manifest(checkpoint) or {}).get("run") == self.run

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, read_manifest
@@ -56,7 +57,8 @@ def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1) -> str | No
     """Return what is wrong with one part of a checkpoint's files, or None."""
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        is_of_trainer = (checkpoint / "trainer_state.json").is_file() and not any(checkpoint.rglob("*.distcp"))
+        sharded = [*checkpoint.rglob("*.distcp"), *checkpoint.glob("*/*.metadata")]
+        is_of_trainer = (checkpoint / "trainer_state.json").is_file() and not sharded
         return (
             None
             if is_of_trainer
@@ -67,10 +69,15 @@ def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1) -> str | No
         try:
             if read_facts(checkpoint / name) != facts:
                 return f"{name} is damaged"
-            if Path(name).name == ".metadata":
-                check_pickles((checkpoint / name).parent)
-        except Exception as error:  # a forged pickle can raise anything
+        except (OSError, ValueError) as error:
             return f"{name} is unusable: {describe(error)}"
+    # Also files that the manifest does not list, because torch DCP would read them.
+    folders = sorted({path.parent for path in checkpoint.glob("*/*.metadata")})
+    for folder in folders[part::num_parts]:
+        try:
+            check_pickles(folder)
+        except Exception as error:  # a forged pickle can raise anything
+            return f"{folder.name}/.metadata is unusable: {describe(error)}"
     return None
 
 
@@ -80,11 +87,15 @@ def check_pickles(directory: Path) -> None:
     DCP unpickles `.metadata` and the entries that are not tensors, such as the learning rate, without restrictions. Tensors,
     and Trainer's own files, are read with `weights_only=True`.
     """
-    with (directory / ".metadata").open("rb") as stream:
-        metadata = _MetadataUnpickler(stream).load()
-    for index, info in metadata.storage_data.items():
-        if not hasattr(metadata.state_dict_metadata[index.fqn], "chunks"):  # not a tensor
-            with (directory / Path(info.relative_path).name).open("rb") as stream:
+    for path in {directory / ".metadata", *directory.glob("*.metadata")}:  # DCP also reads `__<rank>.metadata`
+        with path.open("rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+        for index, info in dict.items(metadata.storage_data):
+            if type(metadata.state_dict_metadata[index.fqn]) is TensorStorageMetadata:
+                continue
+            if info.relative_path != Path(info.relative_path).name or info.transform_descriptors:
+                raise pickle.UnpicklingError(f"it refers to {info.relative_path}, which torch does not write there")
+            with (directory / info.relative_path).open("rb") as stream:
                 stream.seek(info.offset)
                 torch.load(io.BytesIO(stream.read(info.length)), weights_only=True)
 

@@ -8,7 +8,7 @@ import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -79,19 +79,37 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_configs(directory: Path, model: "PreTrainedModel", dtype: torch.dtype, split: "StateDictSplit") -> None:
-    """Write what `save_pretrained` writes next to the weights. Rank 0 only."""
+def write_configs(directory: Path, model: "PreTrainedModel", dtype: torch.dtype | None = None) -> None:
+    """Write the configs that `save_pretrained` writes next to the weights. Rank 0 only.
+
+    `dtype` is that of the files; None keeps the config's.
+    """
     from transformers.dynamic_module_utils import custom_object_save
 
     config = copy.deepcopy(model.config)
-    config.dtype = str(dtype).removeprefix("torch.")
-    config.architectures = [type(model).__name__]
+    config.dtype = config.dtype if dtype is None else str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
     if model.is_remote_code():
         custom_object_save(model, directory, config=config)
     config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
-    if split.is_sharded:
-        metadata = {"total_parameters": model.num_parameters(), **split.metadata}
-        index = json.dumps({"metadata": metadata, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True)
-        (directory / "model.safetensors.index.json").write_text(index + "\n")
+
+
+def write_index(directory: Path, model: "PreTrainedModel", split: "StateDictSplit") -> None:
+    """Write the index of several files. Rank 0 only."""
+    metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+    index = json.dumps({"metadata": metadata, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True)
+    (directory / "model.safetensors.index.json").write_text(index + "\n")
+
+
+def write_description(directory: Path, model: torch.nn.Module, processor: Any) -> None:
+    """Write what `export_checkpoint` needs beside a checkpoint's weights: the config and the tokenizer. Rank 0 only."""
+    from transformers import PreTrainedModel
+
+    if hasattr(model, "peft_config"):
+        model.peft_config[model.active_adapter].save_pretrained(os.fspath(directory))
+    elif isinstance(model, PreTrainedModel):
+        write_configs(directory, model)
+    if processor is not None:
+        processor.save_pretrained(directory)

@@ -16,6 +16,7 @@ import torch
 from huggingface_hub import snapshot_download, split_state_dict_into_shards_factory
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils import logging
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import ExportError
@@ -113,7 +114,9 @@ def export_checkpoint(
     held = sources.from_files(checkpoint) if sharded is None else sources.from_checkpoint(sharded)
     config = shells.load_adapter_config(checkpoint)
     if config is None and any(".lora_" in name for name in held):
-        raise ExportError(f"{checkpoint} holds an adapter, but no adapter_config.json.")
+        raise ExportError(
+            f"{checkpoint} holds an adapter, but no adapter_config.json. Copy it there from the run's export."
+        )
     name = base_model or (config.base_model_name_or_path if config is not None else checkpoint)
     shell = shells.load_on_meta(name)
     save_tokenizer = functools.partial(_save_tokenizer_of, [checkpoint, name])
@@ -217,7 +220,9 @@ def _export_weights(
         _write_files(plan, files, target)
         with distributed.agreed():
             if distributed.is_main():
-                directory.write_configs(target, shell, dtype, split)
+                directory.write_configs(target, shell, dtype)
+                if split.is_sharded:
+                    directory.write_index(target, shell, split)
                 save_tokenizer(target)
 
     return directory.create(output_dir, sum(value.nbytes for value in plan.outputs.values()), write)
@@ -230,7 +235,8 @@ def _write_files(plan: Plan, files: Mapping[str, Tensors], target: Path) -> None
     rank_of = {file: writers[number % len(writers)] for number, file in enumerate(files)}
     own = {file: tensors for file, tensors in files.items() if rank_of[file] == distributed.rank()}
     file_writer = FileWriter(target, own)
-    for rank, step in _in_turns(plan.steps, {name: rank_of[file] for file, names in files.items() for name in names}):
+    turns = _in_turns(plan.steps, {name: rank_of[file] for file, names in files.items() for name in names})
+    for rank, step in logging.tqdm(turns, desc="Exporting weights", disable=not distributed.is_main()):
         tensors = {}
         for name in step.inputs:
             source = plan.sources[name]
@@ -246,7 +252,8 @@ def _write_files(plan: Plan, files: Mapping[str, Tensors], target: Path) -> None
 
 def _in_turns(steps: list[Step], rank_of: Mapping[str, int]) -> list[tuple[int, Step]]:
     """Pair the steps with the ranks that write their outputs, in an order in which all ranks write at the same time."""
-    turns, written = [], Counter[int]()  # a rank's turn comes after as many bytes as it writes before
+    turns: list[tuple[int, int, int, Step]] = []
+    written = Counter[int]()  # a rank's turn comes after as many bytes as it writes before
     for step in steps:
         for rank in dict.fromkeys(rank_of[name] for name in step.outputs):
             turns.append((written[rank], len(turns), rank, step))

@@ -31,7 +31,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-IN_FLIGHT = 2  # steps of an export that wait to be written
+IN_FLIGHT = 1  # steps of an export that wait to be written, or are being written, while the next is gathered
 FLUSH_BYTES = 256 * 1024**2  # flush this often, so that the last flush is short and the page cache stays small
 
 

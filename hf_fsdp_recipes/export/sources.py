@@ -2,11 +2,11 @@
 
 import functools
 import os
-import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdp_recipes.checkpointing.verification import check_pickles
 from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.errors import describe as describe_error
 from hf_fsdp_recipes.export.files import DTYPES
 
 _WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")  # modules around modules
@@ -92,8 +93,8 @@ def from_checkpoint(directory: Path) -> dict[str, Source]:
     """Return the tensors of a checkpoint of torch DCP, without the key `model` that Accelerate puts around them."""
     try:
         check_pickles(directory)
-    except (OSError, pickle.UnpicklingError) as error:
-        raise ExportError(f"{directory} is unusable: {error}") from error
+    except Exception as error:  # a forged pickle can raise anything
+        raise ExportError(f"{directory} is unusable: {describe_error(error)}") from error
     reader = _Reader(directory)
     metadata = reader.read_metadata()
     tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
@@ -104,7 +105,10 @@ def from_checkpoint(directory: Path) -> dict[str, Source]:
 
     def read(key: str) -> torch.Tensor:
         tensor = torch.empty(tensors[key].size, dtype=tensors[key].properties.dtype)
-        dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
+        try:
+            dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
+        except dcp.CheckpointException as error:  # not an Exception
+            raise ExportError(f"{key} of {directory} is unreadable: {describe_error(error.failures[0][0])}") from error
         return tensor
 
     def source(key: str) -> Source:
@@ -115,13 +119,12 @@ def from_checkpoint(directory: Path) -> dict[str, Source]:
 
 def from_files(directory: Path) -> dict[str, Source]:
     """Return the tensors of all safetensors files in a directory."""
-    sources = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        store = safe_open(os.fspath(file), "pt")
-        for name in store.keys():  # noqa: SIM118
-            part = store.get_slice(name)
-            meta = describe(part.get_shape(), DTYPES[part.get_dtype()])
-            sources[name] = Source(meta, lambda _, store=store, name=name: store.get_tensor(name))
-    if not sources:
+
+    def source(store: Any, name: str) -> Source:
+        part = store.get_slice(name)
+        return Source(describe(part.get_shape(), DTYPES[part.get_dtype()]), lambda _: store.get_tensor(name))
+
+    stores = [safe_open(os.fspath(file), "pt") for file in sorted(directory.glob("*.safetensors"))]
+    if not stores:
         raise ExportError(f"{directory} has no safetensors files.")
-    return sources
+    return {name: source(store, name) for store in stores for name in store.keys()}  # noqa: SIM118

@@ -65,7 +65,7 @@ def plan_in_file_format(
     layers: dict[str, list[Step]] = defaultdict(list)
     for step in steps:
         first = next(iter(step.outputs))
-        layers[re.match(r".*?\.\d+\.|", first).group()].append(step)  # up to the first number
+        layers["".join(re.findall(r"^.*?\.\d+\.", first))].append(step)  # by the name up to its first number
     converted: list[Step] = []
     for layer in layers.values():
         together = []

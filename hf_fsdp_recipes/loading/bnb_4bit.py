@@ -66,7 +66,7 @@ class Layer:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self._scales: dict[str, Any] | None = None  # on rank 0
+        self._scales: dict[str, Any] = {}  # on rank 0
 
     def quantize(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the packed weight, and keep its scales."""
@@ -85,7 +85,7 @@ class Layer:
         """Give the layer rank 0's scales on every rank. Collective."""
         from bitsandbytes.functional import QuantState
 
-        scales, self._scales = distributed.from_main(self._scales), None
+        scales, self._scales = distributed.from_main(self._scales), {}
         self.module.quant_state = QuantState.from_dict(scales, device=device)
 
 

@@ -10,9 +10,9 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.errors import LoadError, describe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,7 +54,12 @@ class Checkpoint:
     @functools.cached_property
     def files(self) -> dict[str, Any]:
         """The open files by name."""
-        found = {file.name: safe_open(file, "pt") for file in sorted(self.directory.glob("*.safetensors"))}
+        found = {}
+        for file in sorted(self.directory.glob("*.safetensors")):
+            try:
+                found[file.name] = safe_open(file, "pt")
+            except (OSError, SafetensorError) as error:  # neither names the file
+                raise LoadError(f"{file} cannot be read: {describe(error)}. Download or save it again.") from error
         if not found:
             raise LoadError(f"{self.directory} has no *.safetensors files. Convert the checkpoint to safetensors.")
         return found
@@ -158,7 +163,7 @@ class Checkpoint:
             return {name: self._new[name] for name in entry.names}
         if entry.is_stored:
             return {entry.names[0]: self.read_rows(entry, ...)}
-        converter = copy.deepcopy(self._converters[entry.patterns[0]])
+        converter = copy.deepcopy(self._converters[entry.patterns[0] or ""])
         for key, pattern in zip(entry.keys, entry.patterns, strict=True):
             converter.add_tensor(entry.names[0], key, pattern, functools.partial(self._slice(key).__getitem__, ...))
         values = converter.convert(entry.names[0], model=model, config=model.config, hf_quantizer=self.quantizer)

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers.utils import logging
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError, describe
@@ -168,7 +169,7 @@ def fill_from_rank0(
     reader = Reader(model, checkpoint, targets, device)
     weights = read_ahead(reader.read, entries) if distributed.is_main() else None
     in_flight: deque[Transfer] = deque()
-    for entry in entries:
+    for entry in logging.tqdm(entries, desc="Loading weights", disable=not distributed.is_main()):
         values = next(weights) if weights else {}
         for name in entry.names:
             for target in targets.get(name, ()):

@@ -28,7 +28,7 @@ def load_model(
     name_or_path: str | os.PathLike[str],
     *,
     source: Literal["rank0", "direct"] = "rank0",
-    auto_class: type | None = None,
+    auto_class: Any = None,
     **kwargs: Any,
 ) -> "PreTrainedModel":
     """Return a pretrained model that takes no memory until it is sharded, and then only its shard on each rank.
@@ -176,12 +176,15 @@ def resolve_dtype(dtype: str | torch.dtype | None, config: "PreTrainedConfig", c
 
 
 def build_on_meta(
-    config: "PreTrainedConfig", dtype: torch.dtype, auto_class: type, kwargs: dict[str, Any]
+    config: "PreTrainedConfig", dtype: torch.dtype, auto_class: Any, kwargs: dict[str, Any]
 ) -> "PreTrainedModel":
     """Return a model with meta parameters and real buffers, in evaluation mode."""
     from accelerate import init_empty_weights
 
-    build = getattr(auto_class, "from_config", None) or auto_class._from_config  # an auto class, or one model's class
+    build = getattr(auto_class, "from_config", None)
+    if build is None:  # one model's class, which takes no trust_remote_code
+        build = auto_class._from_config
+        kwargs = {name: value for name, value in kwargs.items() if name != "trust_remote_code"}
     try:
         with init_empty_weights(include_buffers=False):
             model = build(config, dtype=dtype, **kwargs)

@@ -63,6 +63,13 @@ class Loader:
         changed = [name for name, shape in self.shapes.items() if name in targets and targets[name][0].shape != shape]
         if changed:
             raise LoadError(f"{changed[0]} changed its shape before it was loaded. {OFFLINE}.")
+        filled = {target for entry in self.entries for name in entry.names for target in targets.get(name, ())}
+        for name, found in targets.items():
+            if isinstance(found[0], torch.nn.Parameter) and filled.isdisjoint(found):
+                raise LoadError(
+                    f"{name} is tied to another weight, but Accelerate separates them under FSDP2. "
+                    f"{type(self.model).__name__.removeprefix('FSDP')} cannot be sharded; train it without FSDP."
+                )
         packed = bnb_4bit.find_layers(self.model)
         direct = [
             entry for entry in self.entries if self.is_direct and entry.is_stored and entry.names[0] not in packed

@@ -1,1 +1,1 @@
-"""Metrics of a run: metrics.jsonl, FLOPs, memory, progress bars, and the report with its plots."""
+"""Metrics of a run: metrics.jsonl, FLOPs, memory, and the report with its plots."""

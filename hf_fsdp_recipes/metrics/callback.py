@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOGGED = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "step_seconds")
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}  # Accelerate's names
+LOGGED_MEMORY = {"host_memory_gb": "host_bytes", "device_peak_memory_gb": "device_peak_bytes"}
 
 
 def _ends(phase: str) -> Callable[..., None]:
@@ -31,26 +33,25 @@ def _ends(phase: str) -> Callable[..., None]:
 
 
 class MetricsCallback(TrainerCallback):
-    """Measures throughput, MFU and memory of any Trainer, and writes metrics.jsonl and a report with plots (docs/report.md).
+    """Measures throughput, MFU and memory of any Trainer, and writes metrics.jsonl and a report with plots (docs/tools.md).
 
-    Pass it to the trainer's constructor on every rank. It also adds the main figures to Trainer's logs. A step that is not
-    logged is never synchronized with the device; at a logged step, where Trainer has just gathered the loss, one gather of a few
-    integers per rank follows. A failure to count tokens or to write a file is one warning.
+    Pass it to the trainer's constructor on every rank. It also adds the main figures to Trainer's logs. It never synchronizes
+    with the device in a step that is not logged. At a logged step, where Trainer has just gathered the loss, one gather of a
+    few integers per rank follows. A failure to count tokens or to write a file is one warning.
 
     Args:
         throughput_warmup_steps: number of steps after each start or resume that averages leave out.
     """
 
+    _seconds: dict[str, float]  # by phase, since the last logged step
+    _phase_began_at: float
+    _host_bytes: int
+
     def __init__(self, *, throughput_warmup_steps: int = 3) -> None:
         self._warmup_steps = throughput_warmup_steps
-        self._built_at: float | None = None
         self._is_running = self._has_warned = False
         self._flops: flops.ModelFlops | None = None
         self._peak_flops: float | None = None
-
-    def on_init_end(self, *_: Any, **kwargs: Any) -> None:
-        """Start to measure the time until training begins, in which models of `load_model` are loaded."""
-        self._built_at = time.perf_counter()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Print the wrapped model, and start to measure."""
@@ -59,14 +60,13 @@ class MetricsCallback(TrainerCallback):
         start = _describe_run(args, state, model)
         with contextlib.suppress(Exception):  # a stream has no length, and Accelerate's shard of one raises an error
             start["num_rows"] = len(kwargs["train_dataloader"].dataset)
-        if self._built_at is not None:
-            start["load_seconds"], self._built_at = time.perf_counter() - self._built_at, None
         try:
             self._flops = flops.find_model_flops(model)
+            start |= self._flops._asdict()
             self._peak_flops = flops.find_peak_flops(start["device"], start["dtype"])
         except Exception as error:  # models from outside transformers may raise anything
             start["no_mfu"] = str(error)
-        self._unwritten: Entry | None = start
+        self._start: Entry | None = start
         self._file = Path(args.output_dir) / metrics_file.METRICS_FILE
         self._device, self._start_step, self._is_running = args.device, state.global_step, True
         self._counts = torch.zeros(2, dtype=torch.int64, device=args.device)
@@ -74,11 +74,16 @@ class MetricsCallback(TrainerCallback):
         memory.pop_device_bytes(args.device)
         self._begin_interval(state)
 
-    on_step_begin = _ends("data")
     on_substep_end = _ends("forward_backward")
     on_step_end = _ends("optimizer")
     on_evaluate = _ends("evaluation")
     on_save = _ends("save")  # without the part of a save that runs in the background
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        """End the data phase. Discard what was measured if the warm-up ends between two logged steps."""
+        self._end_phase("data")
+        if self._logged_step < state.global_step == self._start_step + self._warmup_steps:
+            self._begin_interval(state)
 
     def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
         """End the forward and backward phase, including clipping, and sample the host memory while the gradients exist."""
@@ -95,8 +100,7 @@ class MetricsCallback(TrainerCallback):
         if "loss" in logs:
             entry |= self._measure(state)
             logs |= {name: entry[name] for name in LOGGED if name in entry}
-            logs["host_memory_gb"] = max(entry["host_bytes"]) / 1e9
-            logs["device_peak_memory_gb"] = max(entry["device_peak_bytes"]) / 1e9
+            logs |= {name: max(entry[key]) / 1e9 for name, key in LOGGED_MEMORY.items() if any(entry[key])}
         self._append(entry)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -105,7 +109,8 @@ class MetricsCallback(TrainerCallback):
         self._is_running = False
         self._hook.remove()
         self._append({"step": state.global_step, "ended_at_step": state.global_step, "seconds": self._seconds})
-        self._try_on_main(lambda: report.write_report(self._file.parent))
+        if distributed.is_main():
+            self._try(lambda: report.write_report(self._file.parent))
 
     def _end_phase(self, phase: str) -> None:
         """Count the time since the last phase ended, by the host's clock, as this phase."""
@@ -117,56 +122,46 @@ class MetricsCallback(TrainerCallback):
     def _begin_interval(self, state: TrainerState) -> None:
         """Begin the steps that the next entry of metrics.jsonl covers."""
         self._logged_step, self._host_bytes = state.global_step, 0
-        self._phase_began_at = time.perf_counter()
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._phase_began_at, self._seconds = time.perf_counter(), dict.fromkeys(PHASES, 0.0)
         self._counts.zero_()
 
     def _measure(self, state: TrainerState) -> Entry:
         """Return what all ranks measured since the last logged step. Collective."""
         self._end_phase("other")
-        tokens, pairs = self._counts.tolist()
-        own = {
-            "tokens": tokens,
-            "pairs": pairs,
-            "host_bytes": self._host_bytes,
-            **memory.pop_device_bytes(self._device),
-        }
+        own = {"counts": self._counts.tolist(), "host_bytes": self._host_bytes, **memory.pop_device_bytes(self._device)}
         rows = distributed.gather(own)
         entry: Entry = {name: [row[name] for row in rows] for name in own}
-        tokens, pairs = sum(entry.pop("tokens")), sum(entry.pop("pairs"))
-        entry |= {"tokens": tokens, "num_steps": state.global_step - self._logged_step, "seconds": self._seconds}
+        tokens, pairs = (sum(counts) for counts in zip(*entry.pop("counts"), strict=True))
         seconds = sum(value for phase, value in self._seconds.items() if phase not in NOT_TRAINING)
-        entry["step_seconds"] = seconds / max(1, entry["num_steps"])
+        num_steps = state.global_step - self._logged_step
+        entry |= {"tokens": tokens, "num_steps": num_steps, "seconds": self._seconds}
+        entry["step_seconds"] = seconds / max(1, num_steps)
         if tokens:
             entry["tokens_per_second"] = tokens / seconds
             entry["tokens_per_second_per_device"] = tokens / seconds / len(rows)
         if self._flops and self._peak_flops:
-            entry["mfu"] = self._flops.count(tokens, pairs) / seconds / len(rows) / self._peak_flops
-        if self._logged_step < self._start_step + self._warmup_steps:
+            entry["mfu"] = self._flops.training(tokens, pairs) / seconds / len(rows) / self._peak_flops
+        if state.global_step <= self._start_step + self._warmup_steps:
             entry["is_warmup"] = True
         self._begin_interval(state)
         return entry
 
     def _count_batch(self, module: torch.nn.Module, args: object, kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
-            try:
-                self._counts += flops.count_tokens(kwargs).to(self._counts.device)
-            except Exception as error:  # models from outside transformers may have any arguments
-                logger.warning("cannot count tokens, so throughput is missing: %s", describe(error))
-                self._hook.remove()
+            self._try(lambda: self._counts.add_(flops.count_tokens(kwargs).to(self._counts.device)))
 
     def _append(self, entry: Entry) -> None:
         # The file is begun at the first entry: a run that is refused before its first step changes nothing.
-        start, self._unwritten = self._unwritten, None
-        if start is not None:
-            self._try_on_main(lambda: metrics_file.begin(self._file, self._start_step, start))
-        self._try_on_main(lambda: metrics_file.append(self._file, entry))
+        start, self._start = self._start, None
+        if distributed.is_main():
+            if start is not None:
+                self._try(lambda: metrics_file.begin(self._file, self._start_step, start))
+            self._try(lambda: metrics_file.append(self._file, entry))
 
-    def _try_on_main(self, work: Callable[[], object]) -> None:
-        """Call `work` on rank 0. The first error is a warning, because metrics must not end a run."""
+    def _try(self, work: Callable[[], object]) -> None:
+        """Call `work`. The first error is a warning, because metrics must not end a run."""
         try:
-            if distributed.is_main():
-                work()
+            work()
         except Exception as error:
             if not self._has_warned:
                 logger.warning("metrics are incomplete: %s", describe(error))
@@ -186,7 +181,9 @@ def _describe_run(args: TrainingArguments, state: TrainerState, model: torch.nn.
     from accelerate.state import AcceleratorState
 
     name = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__).name
-    device = torch.get_device_module(args.device)
+    device, precision = torch.get_device_module(args.device), str(AcceleratorState().mixed_precision)
+    if precision == "no":
+        precision = str(next(model.parameters()).dtype)
     return {
         "run": args.run_name or _name_run(args, name),
         "model": name,
@@ -194,7 +191,7 @@ def _describe_run(args: TrainingArguments, state: TrainerState, model: torch.nn.
         "max_steps": state.max_steps,
         "num_ranks": distributed.world_size(),
         "device": device.get_device_name() if hasattr(device, "get_device_name") else args.device.type,
-        "dtype": flops.find_matmul_dtype(str(AcceleratorState().mixed_precision), model),
+        "dtype": PRECISIONS.get(precision, precision).removeprefix("torch."),
         "batch_per_device": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
     }

@@ -13,33 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-# Dense peaks in TFLOP/s for bfloat16 or float16, tf32 and float32, from the vendors' data sheets and white papers (figures for
-# structured sparsity are halved; an MI250X is two devices). The key is a regular expression for the full name without vendor
-# and series: MIG slices and laptop GPUs do not match, because no MFU is better than a wrong one.
-COLUMNS = {"bfloat16": 0, "float16": 0, "tf32": 1, "float32": 2}
-PEAKS: dict[str, tuple[float, float | None, float | None]] = {
-    r"gb[23]00": (2500, 1250, 80),
-    r"b[23]00( sxm6 ac)?": (2250, 1125, 75),
-    r"g?h200( \d+gb hbm3e| \d+gb| 144g hbm3e)?": (989.4, 494.7, 67),
-    r"h100 (sxm5?|\d+gb hbm3)": (989.4, 494.7, 66.9),
-    r"h[12]00 nvl": (835.5, 417.5, 60),
-    r"h100 pcie": (756, 378, 51.2),
-    r"a[18]00([- ](sxm4?|pcie|[48]0gb))*": (312, 156, 19.5),
-    r"a10": (125, 62.5, 31.2),
-    r"a10g": (70, 35, 35),
-    r"l40s": (362.05, 183, 91.6),
-    r"l4": (121, 60, 30.3),
-    r"rtx 3090": (71, 35.6, 35.6),
-    r"rtx 4090": (165.2, 82.6, 82.6),
-    r"rtx 5090": (209.5, 104.8, 104.8),
-    r"rtx 6000 ada( generation)?": (364.2, 182.1, 91.1),
-    r"mi250x": (191.5, None, 47.85),
-    r"mi3(00|25)x( vf| oam)?": (1307.4, 653.7, 163.4),
-    r"mi350x( vf)?": (2309.6, None, 144.2),
-    r"mi355x( vf)?": (2516.6, None, 157.3),
-    r"gaudi ?2": (432, None, None),
-    r"gaudi ?3": (1835, None, None),
-}
+# Dense peaks in TFLOP/s for bfloat16 and float16, from the vendors' data sheets and white papers (figures for structured
+# sparsity are halved; an MI250X is two devices). The key is a regular expression for the full name without vendor and series:
+# MIG slices and laptop GPUs do not match, because no MFU is better than a wrong one.
+PEAKS = {
+    r"gb[23]00": 2500, r"b[23]00( sxm6 ac)?": 2250, r"g?h200( \d+gb hbm3e| \d+gb| 144g hbm3e)?": 989.4,
+    r"h100 (sxm5?|\d+gb hbm3)": 989.4, r"h[12]00 nvl": 835.5, r"h100 pcie": 756, r"a[18]00([- ](sxm4?|pcie|[48]0gb))*": 312,
+    r"a10": 125, r"a10g": 70, r"l40s": 362.05, r"l4": 121, r"rtx 3090": 71, r"rtx 4090": 165.2, r"rtx 5090": 209.5,
+    r"rtx 6000 ada( generation)?": 364.2, r"mi250x": 191.5, r"mi3(00|25)x( vf| oam)?": 1307.4, r"mi350x( vf)?": 2309.6,
+    r"mi355x( vf)?": 2516.6, r"gaudi ?2": 432, r"gaudi ?3": 1835,
+}  # fmt: skip
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configs
 VENDOR_AND_SERIES = re.compile(r"\b(nvidia|amd|intel|geforce|instinct)\b|\((r|tm)\)")
 
 
@@ -52,7 +36,7 @@ class ModelFlops(NamedTuple):
     window_width: int = 0  # the same, summed over the layers with sliding-window attention
     window: int = 0  # length of the window in tokens
 
-    def count(self, tokens: int, pairs: int) -> int:
+    def training(self, tokens: int, pairs: int) -> int:
         """Return the FLOPs of forward and backward passes; arguments as `count_tokens` returns them."""
         attention = self.attention_width * pairs + self.window_width * min(pairs, self.window * tokens)
         return (4 * self.matmul_parameters + 2 * self.trainable_parameters) * tokens + 6 * attention
@@ -62,27 +46,28 @@ def find_model_flops(model: Any) -> ModelFlops:
     """Return the sizes of a decoder of transformers, with or without PEFT, whole, on meta or sharded.
 
     With LoRA, the backward pass is taken to go through every layer, although it stops at the adapter closest to the input.
-    Raises an AttributeError or ValueError for models of other kinds.
+    Raises an exception for models of other kinds.
     """
     config = model.config
     if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
         raise ValueError(f"{type(config).__name__} is not the config of a decoder for text")
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
     kinds = (
-        getattr(config, "layer_types", None) or ["sliding" if window else "full_attention"] * config.num_hidden_layers
+        getattr(config, "layer_types", None)
+        or ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
     )
     query = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
         query = config.qk_nope_head_dim + config.qk_rope_head_dim
     width = config.num_attention_heads * (query + (getattr(config, "v_head_dim", None) or query))
-    num_full = sum(kind in ("full_attention", "attention") for kind in kinds)
-    num_windowed = sum(kind.startswith(("sliding", "chunked")) for kind in kinds)
-    return ModelFlops(*_count_matmuls(model, config), num_full * width, num_windowed * width, window)
+    num_windowed = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
+    return ModelFlops(*_count_matmuls(model), kinds.count("full_attention") * width, num_windowed * width, window)
 
 
-def _count_matmuls(model: nn.Module, config: Any) -> tuple[int, int]:
+def _count_matmuls(model: Any) -> tuple[int, int]:
     """Return how many parameters are multiplied with each token, and how many of them are trained."""
     num_matmul = num_trained = 0
+    num_experts = max(getattr(model.config, name, 0) for name in NUM_EXPERTS)
     for path, module in model.named_modules():
         # PEFT's modules_to_save keeps the original of each replaced module, but the original no longer runs.
         if isinstance(module, nn.Embedding) or "original_module" in path.split("."):
@@ -93,19 +78,11 @@ def _count_matmuls(model: nn.Module, config: Any) -> tuple[int, int]:
             # A quantized layer packs several weights into one element.
             is_linear = name == "weight" and hasattr(module, "in_features")
             size = int(module.in_features * module.out_features) if is_linear else parameter.numel()
-            if ".experts." in f".{path}.":
-                size = round(size * _find_active_share(config))
+            if ".experts." in f".{path}.":  # a token is routed to some of the experts
+                size = round(size * model.config.num_experts_per_tok / num_experts)
             num_matmul += size
             num_trained += size * parameter.requires_grad
     return num_matmul, num_trained
-
-
-def _find_active_share(config: Any) -> float:
-    """Return the share of the experts that a token is routed to."""
-    totals = [getattr(config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
-    if not any(totals) or not hasattr(config, "num_experts_per_tok"):
-        raise ValueError(f"{type(config).__name__} does not define the number of experts per token")
-    return config.num_experts_per_tok / max(totals)
 
 
 def count_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -133,19 +110,9 @@ def count_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
 
 
 def find_peak_flops(device_name: str, dtype: str) -> float:
-    """Return the dense peak in FLOP/s of a device, named as by torch, for a dtype of COLUMNS; a ValueError if it is not known."""
+    """Return the dense peak in FLOP/s of a device, named as by torch; a ValueError if none is known for the dtype."""
     name = " ".join(VENDOR_AND_SERIES.sub("", device_name.lower()).split())
-    for pattern, teraflops in PEAKS.items():
-        if re.fullmatch(pattern, name) and dtype in COLUMNS and (peak := teraflops[COLUMNS[dtype]]):
-            return peak * 1e12
-    raise ValueError(f"no {dtype} peak FLOP/s known for {device_name}")
-
-
-def find_matmul_dtype(mixed_precision: str, model: nn.Module) -> str:
-    """Return the dtype of a run's matrix products: bfloat16, float16, tf32, float32, or another such as fp8."""
-    if mixed_precision != "no":
-        return {"bf16": "bfloat16", "fp16": "float16"}.get(mixed_precision, mixed_precision)
-    dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return "tf32"
-    return str(dtype).removeprefix("torch.")
+    found = [peak for pattern, peak in PEAKS.items() if re.fullmatch(pattern, name)]
+    if not found or dtype not in ("bfloat16", "float16"):
+        raise ValueError(f"no {dtype} peak FLOP/s known for {device_name}")
+    return found[0] * 1e12

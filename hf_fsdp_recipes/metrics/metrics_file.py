@@ -38,9 +38,8 @@ def append(path: Path, entry: Entry) -> None:
         file.write(json.dumps(entry) + "\n")
 
 
-def average(entries: Sequence[Entry], rate: str) -> float | None:
-    """Return the mean of a rate over the entries after the warm-up, weighted by their time; None if there are none."""
-    measured = [entry for entry in entries if rate in entry and not entry.get("is_warmup")]
-    weights = [entry["step_seconds"] * entry["num_steps"] for entry in measured]
-    weighted = sum(entry[rate] * weight for entry, weight in zip(measured, weights, strict=True))
-    return weighted / sum(weights) if weights else None
+def average(steps: Sequence[Entry], rate: str) -> float | None:
+    """Return the mean of a rate over the steps after the warm-up, weighted by their time; None if there are none."""
+    measured = [step for step in steps if rate in step and not step.get("is_warmup")]
+    weights = [step["step_seconds"] * step["num_steps"] for step in measured]
+    return sum(s[rate] * w for s, w in zip(measured, weights, strict=True)) / sum(weights) if weights else None

@@ -1,4 +1,4 @@
-"""Writes a run's report.md, its plots and `<run name>.txt` from metrics.jsonl alone, also for a run that is still going."""
+"""Writes a run's report.md, report.png and `<run name>.txt` from metrics.jsonl alone, also while the run is going."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ def write_report(output_dir: Path) -> Path:
     Raises:
         ToolError: there is no metrics.jsonl, or one of its lines has missing or invalid values.
     """
-    from hf_fsdp_recipes.metrics.plots import write_plots  # imports matplotlib
+    from hf_fsdp_recipes.metrics.plots import draw  # imports matplotlib
 
     file, report = output_dir / METRICS_FILE, output_dir / REPORT_FILE
     entries = read_metrics(file)
@@ -30,14 +30,14 @@ def write_report(output_dir: Path) -> Path:
         raise ToolError(f"{file} is missing or empty. Pass the output_dir of a run with MetricsCallback.")
     steps = [entry for entry in entries if "loss" in entry]
     try:
-        run = next((str(entry["run"]) for entry in entries if "run" in entry), output_dir.name)
+        run = next((str(entry["run"]) for entry in reversed(entries) if "run" in entry), output_dir.name)
         rows = [*_run_rows(entries), *(_step_rows(steps) if steps else ())]
         (output_dir / f"{Path(run).name}.txt").write_text(_format_log(rows, steps))
-        plots = write_plots(output_dir, entries)
+        draw(entries).savefig(report.with_suffix(".png"))
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise ToolError(f"{file} has a line with missing or invalid values ({describe(error)}). Delete it.") from error
     table = ["| metric | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
-    report.write_text("\n\n".join([f"# {run}", "\n".join(table), *(f"![{plot}]({plot})" for plot in plots)]) + "\n")
+    report.write_text("\n\n".join([f"# {run}", "\n".join(table), "![plots](report.png)"]) + "\n")
     return report
 
 
@@ -50,35 +50,35 @@ def _run_rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
     for start in starts[-1:]:
         batch, ranks, accumulation = start["batch_per_device"], start["num_ranks"], start["gradient_accumulation_steps"]
         yield "model", start["model"]
+        if "matmul_parameters" in start:
+            yield (
+                "parameters in each token's matrix products",
+                f"{start['matmul_parameters']:,}, trained: {start['trainable_parameters']:,}",
+            )
         yield "ranks", f"{ranks} x {start['device']}, {start['dtype']}"
         yield "batch size", f"{batch * ranks * accumulation:,} = {batch} x {ranks} ranks x {accumulation} accumulated"
-        if "matmul_parameters" in start:
-            yield "parameters in each token's matrix products", f"{start['matmul_parameters']:,}"
-        if "load_seconds" in start:
-            yield "sharding and loading before the first step", f"{start['load_seconds']:.1f} s"
         if "no_mfu" in start:
             yield "MFU", f"n/a ({start['no_mfu']})"
+    for last in [entry for entry in entries if "eval_loss" in entry][-1:]:
+        yield "evaluation loss, last", f"{last['eval_loss']:.4f}"
 
 
 def _step_rows(steps: Sequence[Entry]) -> Iterator[tuple[str, str]]:
     edge = min(5, len(steps))
     for name, some in (("first", steps[:edge]), ("last", steps[-edge:])):
-        yield (
-            f"training loss, mean of the {name} {edge} logged steps",
-            f"{statistics.mean(one['loss'] for one in some):.4f}",
-        )
-    measured = [entry for entry in steps if not entry.get("is_warmup")]
-    if measured:
-        yield "step time, median", f"{statistics.median(entry['step_seconds'] for entry in measured):.2f} s"
+        mean = statistics.mean(step["loss"] for step in some)
+        yield f"training loss, mean of the {name} {edge} logged steps", f"{mean:.4f}"
+    if measured := [step["step_seconds"] for step in steps if not step.get("is_warmup")]:
+        yield "step time, median", f"{statistics.median(measured):.3f} s"
     if rate := average(steps, "tokens_per_second"):
         per_rank = average(steps, "tokens_per_second_per_device")
         yield "throughput, padding excluded", f"{rate:,.0f} tokens/s ({per_rank:,.0f} per rank)"
     if rate := average(steps, "mfu"):
         yield "MFU", f"{rate:.1%} of the dense peak"
     for name, key in MEMORY.items():
-        if largest := max(max(entry[key]) for entry in steps):
+        if largest := max(max(step[key]) for step in steps):
             yield f"{name}, largest rank", f"{largest / 1e9:,.2f} GB"
-    seconds = {phase: sum(entry["seconds"][phase] for entry in steps) for phase in PHASES}
+    seconds = {phase: sum(step["seconds"][phase] for step in steps) for phase in PHASES}
     for phase in PHASES:
         yield f"share of the time: {phase}", f"{seconds[phase] / sum(seconds.values()):.1%}"
 
@@ -87,9 +87,7 @@ def _format_log(rows: Sequence[tuple[str, str]], steps: Sequence[Entry]) -> str:
     """Return the rows and one line per logged step, like the log files of AMD's article on FSDP with ROCm."""
     lines = [f"{name}: {value}" for name, value in rows]
     lines += ["", f"{'step':>8} {'loss':>10} {'seconds':>10} {'peak memory, largest rank':>26}"]
-    for entry in steps:
-        peak_bytes = max(entry["device_peak_bytes"]) or max(entry["host_bytes"])
-        lines.append(
-            f"{entry['step']:>8} {entry['loss']:>10.4f} {entry['step_seconds']:>10.3f} {peak_bytes / 1e9:>23.2f} GB"
-        )
+    for step in steps:
+        gigabytes = (max(step["device_peak_bytes"]) or max(step["host_bytes"])) / 1e9
+        lines.append(f"{step['step']:>8} {step['loss']:>10.4f} {step['step_seconds']:>10.3f} {gigabytes:>23.2f} GB")
     return "\n".join([*lines, ""])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import yaml
 
@@ -21,33 +21,23 @@ if TYPE_CHECKING:
 PATHS = ("model_name_or_path", "dataset_name", "config_name", "tokenizer_name", "chat_template_path")
 
 
+def _help(text: str, default: Any = None) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass
 class RecipeArguments:
     """The arguments that recipes add to TRL's."""
 
-    config_name: str | None = field(
-        default=None, metadata={"help": "Config of a new model with random weights, instead of model_name_or_path."}
-    )
-    config_overrides: str | None = field(
-        default=None, metadata={"help": "Changes to it, such as hidden_size=768,num_hidden_layers=12."}
-    )
-    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer, if it is not the model's own."})
-    prompt_format: Literal["alpaca", "chat"] = field(
-        default="chat", metadata={"help": "Text for rows with the columns instruction, input and output."}
-    )
-    validation_split_percentage: float = field(
-        default=0.0, metadata={"help": "Percentage of the rows to hold out for evaluation if there is no test split."}
-    )
-    export: bool = field(default=True, metadata={"help": "Export the trained model to <output_dir>/export."})
-    export_dtype: str | None = field(
-        default=None, metadata={"help": "Dtype of the exported weights; default: that of the trained ones."}
-    )
-    merge_adapter: bool = field(
-        default=False, metadata={"help": "Also export the base model with the adapter merged in, to export_merged/."}
-    )
-    throughput_warmup_steps: int = field(
-        default=3, metadata={"help": "Steps after a start that do not count in the average throughput."}
-    )
+    config_name: str | None = _help("Config of a new model with random weights, instead of model_name_or_path.")
+    config_overrides: str | None = _help("Changes to it, such as hidden_size=768,num_hidden_layers=12.")
+    tokenizer_name: str | None = _help("Tokenizer, if it is not the model's own.")
+    prompt_format: Literal["alpaca", "chat"] = _help("Text for rows of instruction, input and output.", "chat")
+    validation_split_percentage: float = _help("Percentage of rows to hold out if there is no test split.", 0.0)
+    export: bool = _help("Export the trained model to <output_dir>/export.", True)
+    export_dtype: str | None = _help("Dtype of the exported weights; default: that of the trained ones.")
+    merge_adapter: bool = _help("Also export the base model with the adapter merged in, to export_merged/.", False)
+    throughput_warmup_steps: int = _help("Steps after a start that do not count in the average throughput.", 3)
 
 
 @dataclass
@@ -60,48 +50,88 @@ class Arguments:
     mixture: "DatasetMixtureConfig"
     recipe: RecipeArguments
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether rows are read during training."""
+        return self.mixture.streaming if self.mixture.datasets else self.script.dataset_streaming
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """Refuses a name that is there twice; YAML would take the last value in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping, or raise a YAML error with the line of the second value."""
+        names = set()
+        for key, _ in node.value:
+            if key.value in names:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{key.value} is set twice", problem_mark=key.start_mark
+                )
+            names.add(key.value)
+        return super().construct_mapping(node, deep)
+
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     """Return the arguments of the command line and of the recipe that `--config` names. Not a collective.
 
     Raises:
-        RecipeError: the recipe cannot be read, or an argument is unknown; the message suggests the nearest name.
+        RecipeError: the recipe cannot be read, an argument is unknown (the message suggests the nearest name), or a value is of
+            the wrong type.
     """
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments))
     parser.allow_abbrev = False
+    parser.error = _refuse  # instead of a page of usage
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # of the launch; TRL's default is bf16
     parser.set_defaults(bf16=precision == "bf16", fp16=precision == "fp16")
     if patches.are_cpu_ranks_requested():
         parser.set_defaults(use_cpu=True, dataloader_pin_memory=False)
-    known = [action.dest for action in parser._actions]
-    given = set(re.findall(r"(?:^|\n)--([\w-]+)", "\n".join(arguments))) - {"config", "help"}
-    recipe = Path(arguments[arguments.index("--config") + 1]) if "--config" in arguments[:-1] else None
-    given |= set(read_recipe(recipe)) - {"env"} if recipe else set()
-    if unknown := sorted(name for name in given if name.replace("-", "_") not in known):
-        raise RecipeError(" ".join(_suggest(name, known) for name in unknown))
-    found = Arguments(*parser.parse_args_and_config(arguments))
-    if recipe:
-        _find_relative_paths(found, recipe.parent)
+    file = Path(arguments[arguments.index("--config") + 1]) if "--config" in arguments[:-1] else None
+    recipe = read_recipe(file) if file else {}
+    given = {*re.findall(r"(?:^|\n)--([\w-]+)", "\n".join(arguments)), *recipe} - {"config", "help", "env"}
+    actions = {action.dest: action for action in parser._actions}
+    for name in sorted(given):
+        _check_field(name, recipe.get(name), actions)
+    try:
+        found = Arguments(*parser.parse_args_and_config(arguments))
+    except (ValueError, TypeError, ImportError) as error:  # of the classes' own checks
+        raise RecipeError(f"an argument is refused: {' '.join(str(error).split())}") from error
+    if file:
+        _find_relative_paths(found, file.parent)
     return found
 
 
-def read_recipe(path: Path) -> dict[str, object]:
+def read_recipe(file: Path) -> dict[str, Any]:
     """Return a recipe's fields; raise a RecipeError if the file cannot be read. Not a collective."""
     try:
-        recipe = yaml.safe_load(path.read_text())
+        recipe = yaml.load(file.read_text(), RecipeLoader)
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"the recipe {path} cannot be read: {' '.join(str(error).split())}") from error
+        raise RecipeError(f"the recipe {file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(recipe, dict):
-        raise RecipeError(f"the recipe {path} is no list of `name: value` lines.")
+        raise RecipeError(f"the recipe {file} is no list of `name: value` lines.")
     return recipe
 
 
-def _suggest(name: str, known: list[str]) -> str:
-    close = get_close_matches(name, known, 1)
-    return f"{name} is not an argument{f'; did you mean {close[0]}?' if close else '.'}"
+def _refuse(message: str) -> NoReturn:
+    raise RecipeError(f"{message}.")
+
+
+def _check_field(name: str, value: Any, actions: dict[str, Any]) -> None:
+    """Raise a RecipeError if there is no such field, or if it cannot have this value of the YAML file."""
+    action = actions.get(name.replace("-", "_"))
+    if action is None:
+        close = get_close_matches(name, actions, 1)
+        raise RecipeError(f"{name} is not an argument{f'; did you mean {close[0]}?' if close else '.'}")
+    if action.choices and value not in (None, *action.choices):
+        known = [str(choice) for choice in action.choices]
+        raise RecipeError(
+            f"{name} is {value!r}. Set one of {', '.join(get_close_matches(str(value), known) or known)}."
+        )
+    kinds = {int: int, float: (int, float)}.get(action.type)  # text is left to argparse
+    if kinds and action.nargs is None and value is not None and not isinstance(value, (str, kinds)):
+        raise RecipeError(f"{name} is {value!r}. Set {'a whole number' if kinds is int else 'a number'}.")
 
 
 def _find_relative_paths(arguments: Arguments, directory: Path) -> None:

@@ -2,137 +2,122 @@
 
 import math
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_fsdp_recipes import distributed, patches
-from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.errors import RecipeError, describe
 from hf_fsdp_recipes.training.sharded_optimizer import SHARDABLE, is_bitsandbytes_optimizer, optimizer_name
 
 if TYPE_CHECKING:
     from hf_fsdp_recipes.training.arguments import Arguments
 
-LORA_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save")
+LORA_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_dora")
 
 
 def check_arguments(arguments: "Arguments") -> None:
-    """Raise a RecipeError that lists everything wrong with a recipe. Not a collective; every rank finds the same."""
-    found = [message for is_wrong, message in _list_checks(arguments) if is_wrong]
-    if found:
-        raise RecipeError(" ".join(found))
+    """Raise a RecipeError that lists everything wrong with a recipe, and print what may surprise. Not a collective.
+
+    Every rank finds the same.
+    """
+    found = [*_check_recipe(arguments), *_check_launch(arguments)]
+    if any(is_wrong for is_wrong, _ in found):
+        raise RecipeError(" ".join(message for is_wrong, message in found if is_wrong))
+    for applies, note in _list_notes(arguments):
+        if applies:
+            distributed.print_main(f"note: {note}")
 
 
-def _list_checks(arguments: "Arguments") -> list[tuple[bool, str]]:
-    """Return (whether something is wrong, what to say about it)."""
-    return [*_check_values(arguments), *_check_choices(arguments), *_check_launch(arguments)]
-
-
-def _check_values(arguments: "Arguments") -> list[tuple[bool, str]]:
-    training, recipe = arguments.training, arguments.recipe
-    accumulation, percentage = training.gradient_accumulation_steps, recipe.validation_split_percentage
+def _check_recipe(arguments: "Arguments") -> list[tuple[bool, str]]:
+    """Return (whether something is wrong, what to say about it) for each check."""
+    model, recipe, script, mixture = arguments.model, arguments.recipe, arguments.script, arguments.mixture
+    training, percentage = arguments.training, recipe.validation_split_percentage
+    steps, epochs, rate, length = (
+        training.max_steps,
+        training.num_train_epochs,
+        training.learning_rate,
+        training.max_length,
+    )
+    accumulated = training.gradient_accumulation_steps
+    is_misplaced = script.dataset_streaming if mixture.datasets else mixture.streaming
+    defaults = {name: type(model).__dataclass_fields__[name].default for name in LORA_FIELDS}
+    changed = [name for name, default in defaults.items() if getattr(model, name) != default]
+    one_model = bool(model.model_name_or_path) != bool(recipe.config_name)
+    one_dataset = bool(script.dataset_name) != bool(mixture.datasets)
     return [
+        (not one_model, "Set either model_name_or_path, a pretrained model, or config_name, the config of a new one."),
+        (not one_dataset, "Set either dataset_name, or datasets for a mixture."),
+        (bool(recipe.config_overrides and not recipe.config_name), "config_overrides needs config_name."),
         (not training.output_dir, "output_dir is empty. Name a directory for checkpoints and the export."),
-        (accumulation < 1, f"gradient_accumulation_steps is {accumulation}. Set it to at least 1."),
+        (accumulated < 1, f"gradient_accumulation_steps is {accumulated}. Set it to at least 1."),
+        (length is not None and length < 1, f"max_length is {length}. Set it to at least 1."),
+        (steps == 0, "max_steps is 0, which Trainer ignores. Remove it, or set it to at least 1."),
+        (steps < 0 and epochs <= 0, f"num_train_epochs is {epochs}, which trains nothing. Set it above 0."),
+        (not math.isfinite(rate), f"learning_rate is {rate}. Set a finite number."),
+        (not 0 <= percentage < 100, f"validation_split_percentage is {percentage}. Set it to at least 0, below 100."),
         (
-            training.max_length is not None and training.max_length < 1,
-            f"max_length is {training.max_length}. Set at least 1.",
+            percentage > 0 and arguments.is_streamed,
+            "validation_split_percentage cannot split a stream. Use a test split.",
         ),
-        (training.max_steps == 0, "max_steps is 0, which Trainer ignores. Remove it, or set at least 1."),
-        (
-            training.max_steps < 1 and training.num_train_epochs <= 0,
-            f"num_train_epochs is {training.num_train_epochs}, which trains nothing. Set it above 0.",
-        ),
-        (not math.isfinite(training.learning_rate), f"learning_rate is {training.learning_rate}. Set a finite number."),
-        (training.weight_decay < 0, f"weight_decay is {training.weight_decay}. Set it to at least 0."),
-        (not 0 <= percentage < 100, f"validation_split_percentage is {percentage}. Set 0 to 99."),
-        (
-            bool(percentage) and arguments.script.dataset_streaming,
-            "validation_split_percentage cannot split a stream. Use a dataset with a test split.",
-        ),
-    ]
-
-
-def _check_choices(arguments: "Arguments") -> list[tuple[bool, str]]:
-    model, script, recipe, training = arguments.model, arguments.script, arguments.recipe, arguments.training
-    changed = [name for name in LORA_FIELDS if getattr(model, name) != type(model).__dataclass_fields__[name].default]
-    optimizer = optimizer_name(training)
-    is_shardable = optimizer in SHARDABLE or is_bitsandbytes_optimizer(optimizer)
-    return [
-        (
-            bool(model.model_name_or_path) == bool(recipe.config_name),
-            "name a pretrained model in model_name_or_path, or the config of a new one in config_name: one of the two.",
-        ),
-        (
-            bool(recipe.config_name) and not recipe.tokenizer_name,
-            "config_name is set without a tokenizer_name. Name a tokenizer.",
-        ),
-        (
-            bool(recipe.config_name) and (model.use_peft or model.load_in_4bit),
-            "config_name trains all weights of a new model. Remove use_peft and load_in_4bit.",
-        ),
-        (bool(recipe.config_overrides) and not recipe.config_name, "config_overrides needs config_name."),
-        (
-            bool(changed) and not model.use_peft,
-            f"{', '.join(changed)} set, but not use_peft: all weights would be trained. Set use_peft: true.",
-        ),
-        (model.load_in_8bit, "load_in_8bit cannot be sharded. Use load_in_4bit."),
-        (model.load_in_4bit and not model.use_peft, "4-bit weights cannot be trained. Set use_peft: true."),
+        (is_misplaced, "dataset_streaming belongs to dataset_name, and streaming to datasets. Set the other one."),
+        (bool(changed) and not model.use_peft, f"{', '.join(changed)} without use_peft: true would train all weights."),
         (recipe.merge_adapter and not model.use_peft, "merge_adapter needs use_peft: true."),
-        (
-            bool(script.dataset_name) == bool(arguments.mixture.datasets),
-            "name the data in dataset_name, or a mixture in datasets: one of the two.",
-        ),
-        (
-            patches.is_fsdp_requested() and not is_shardable,
-            f"optim: {optimizer} fails to train, save or resume under FSDP2. Use adamw_8bit, paged_adamw_32bit, or one of "
-            f"{', '.join(SHARDABLE)}.",
-        ),
     ]
 
 
 def _check_launch(arguments: "Arguments") -> list[tuple[bool, str]]:
-    training, environment = arguments.training, os.environ
-    launched, seen = int(environment.get("WORLD_SIZE", "1")), training.world_size
-    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    is_low = str(arguments.model.dtype).removeprefix("torch.") in ("bfloat16", "float16")
-    is_fsdp = patches.is_fsdp_requested()
-    state_type = environment.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
+    training, is_fsdp, optimizer = arguments.training, patches.is_fsdp_requested(), optimizer_name(arguments.training)
+    launched, precision = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("ACCELERATE_MIXED_PRECISION")
+    state_type = os.environ.get("FSDP_STATE_DICT_TYPE")
+    is_shardable = optimizer in SHARDABLE or is_bitsandbytes_optimizer(optimizer)
     return [
         (
-            is_fsdp and environment.get("FSDP_VERSION", "1") != "2",
-            "the Accelerate config asks for FSDP1. Set fsdp_version: 2, or convert the file with `accelerate to-fsdp2`.",
+            launched != training.world_size,
+            f"{launched} ranks were launched, but Trainer sees {training.world_size}: each would train alone. Use `accelerate "
+            f"launch` with a template.",
         ),
         (
             is_fsdp and state_type != "SHARDED_STATE_DICT",
-            f"fsdp_state_dict_type is {state_type}, which gathers the model on rank 0 in every save. Set SHARDED_STATE_DICT.",
-        ),
-        (
-            launched != seen,
-            f"{launched} ranks were launched, but Trainer sees {seen}: each would train alone. Start them with accelerate launch "
-            f"and one of the templates.",
+            f"fsdp_state_dict_type is {state_type}, which gathers the model on rank 0 in each save. Set SHARDED_STATE_DICT.",
         ),
         (
             precision == "bf16" and not training.bf16,
             "the template sets mixed_precision: bf16, but the recipe bf16: false. Remove one of the two.",
         ),
         (
-            precision == "no" and is_low and not arguments.model.use_peft,
-            f"dtype: {arguments.model.dtype} without mixed precision trains {arguments.model.dtype} weights, and small updates "
-            f"are lost. Set dtype: float32, or mixed_precision: bf16 in the template.",
+            is_fsdp and not is_shardable,
+            f"optim: {optimizer} fails to train, save or resume under FSDP2. Use adamw_8bit, paged_adamw_32bit, or one of "
+            f"{', '.join(SHARDABLE)}.",
         ),
     ]
 
 
-def check_export_target(arguments: "Arguments") -> None:
-    """Raise a RecipeError on every rank if the export or the upload must fail at the end of training. Collective."""
+def _list_notes(arguments: "Arguments") -> list[tuple[bool, str]]:
+    is_fsdp, dtype, training = patches.is_fsdp_requested(), str(arguments.model.dtype), arguments.training
+    has_masters = arguments.model.use_peft or (is_fsdp and (training.bf16 or training.fp16))
+    return [
+        (
+            not is_fsdp and training.world_size > 1,
+            "without FSDP, each rank holds the model, and Trainer itself saves it.",
+        ),
+        (
+            dtype in ("bfloat16", "float16") and not has_masters,
+            f"the weights are trained in {dtype}, without float32 master weights, so small updates are lost.",
+        ),
+    ]
+
+
+def check_targets(arguments: "Arguments") -> None:
+    """Raise a RecipeError on every rank if saving or uploading must fail after training. Collective."""
 
     def check() -> None:
-        output = arguments.training.output_dir
+        output = Path(arguments.training.output_dir)
         try:
-            os.makedirs(output, exist_ok=True)  # noqa: PTH103
+            output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RecipeError(f"output_dir: {output} cannot be created: {error.strerror}.") from error
+            raise RecipeError(f"output_dir: {output} cannot be created: {error.strerror}. Name another.") from error
         if not os.access(output, os.W_OK):
-            raise RecipeError(f"output_dir: {output} is not writable.")
+            raise RecipeError(f"output_dir: {output} is not writable. Name another, or change its permissions.")
         if arguments.training.push_to_hub:
             from huggingface_hub import whoami
 
@@ -140,7 +125,7 @@ def check_export_target(arguments: "Arguments") -> None:
                 whoami(token=arguments.training.hub_token)
             except Exception as error:
                 raise RecipeError(
-                    f"push_to_hub is set, but the Hub refuses the token: {error}. Run `hf auth login`."
+                    f"push_to_hub: the Hub refuses the token. Run `hf auth login`. {describe(error)}"
                 ) from error
 
     distributed.run_on_main(check)

@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.errors import RecipeError, describe
 
 if TYPE_CHECKING:
     from hf_fsdp_recipes.training.arguments import Arguments
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+COLUMNS = ("messages", "conversations", "prompt", "input_ids")  # of TRL's formats, besides dataset_text_field
 # Source: stanford_alpaca, https://github.com/tatsu-lab/stanford_alpaca (Apache-2.0).
 ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
@@ -20,36 +21,49 @@ def read_rows(arguments: "Arguments") -> tuple[Any, Any]:
     """Return the training rows and the evaluation rows, or None. Every rank calls this.
 
     Raises:
-        RecipeError: the dataset does not exist, has no such split, or is in no known format.
+        RecipeError: the dataset cannot be read, has no such split, or has fewer rows than there are ranks.
     """
-    from datasets import load_dataset
-    from trl import get_dataset
-
-    script, recipe = arguments.script, arguments.recipe
-    if arguments.mixture.datasets:
-        rows = get_dataset(arguments.mixture)
-    else:
-        path, options = find_builder(script.dataset_name, script.dataset_train_split)
-        try:
-            rows = load_dataset(path, name=script.dataset_config, streaming=script.dataset_streaming, **options)
-        except (OSError, ValueError) as error:
-            raise RecipeError(f"dataset_name: {script.dataset_name} cannot be read: {error}") from error
+    script, recipe, training = arguments.script, arguments.recipe, arguments.training
+    name = script.dataset_name or "datasets"
+    try:
+        rows = _load(arguments)
+    except Exception as error:  # datasets raises many classes
+        cause = error.__cause__ or error
+        raise RecipeError(f"{name} cannot be read: {describe(cause)}") from error
     if script.dataset_train_split not in rows:
         raise RecipeError(f"dataset_train_split: {script.dataset_train_split} is none of {', '.join(rows)}.")
     train, evaluation = rows[script.dataset_train_split], rows.get(script.dataset_test_split)
+    if not arguments.is_streamed and len(train) < training.world_size:
+        raise RecipeError(
+            f"{name} has {len(train)} rows for {training.world_size} ranks. Each rank needs at least one."
+        )
     if evaluation is None and recipe.validation_split_percentage:
-        parts = train.train_test_split(recipe.validation_split_percentage / 100, seed=arguments.training.seed)
+        parts = train.train_test_split(recipe.validation_split_percentage / 100, seed=training.seed)
         train, evaluation = parts["train"], parts["test"]
-    return to_trl_format(train, recipe.prompt_format), to_trl_format(evaluation, recipe.prompt_format)
+    train, evaluation = (to_trl_format(rows, recipe.prompt_format) for rows in (train, evaluation))
+    columns = list(train.features or next(iter(train)))
+    known = (*COLUMNS, training.dataset_text_field)
+    if not set(columns) & set(known):
+        raise RecipeError(f"{name} has the columns {', '.join(columns)}. One of {', '.join(known)} is needed.")
+    return train, evaluation
 
 
-def find_builder(name: str, split: str) -> tuple[str, dict[str, Any]]:
-    """Return what `load_dataset` needs for a file, a folder or a Hub id."""
-    if not Path(name).is_file():
-        return name, {}
-    if Path(name).suffix not in BUILDERS:
-        raise RecipeError(f"dataset_name: {name} is none of {', '.join(BUILDERS)}.")
-    return BUILDERS[Path(name).suffix], {"data_files": {split: name}}
+def _load(arguments: "Arguments") -> Any:
+    from datasets import load_dataset
+    from trl import get_dataset
+
+    script = arguments.script
+    if arguments.mixture.datasets:
+        return get_dataset(arguments.mixture)
+    file, options = Path(script.dataset_name), {}
+    if file.is_file():
+        if file.suffix not in BUILDERS:
+            raise RecipeError(f"a file has to end in one of {', '.join(BUILDERS)}.")
+        options = {"data_files": {script.dataset_train_split: str(file)}}
+    elif script.dataset_name.startswith((".", "/")) and not file.is_dir():
+        raise RecipeError("there is no such file or folder.")
+    path = BUILDERS[file.suffix] if options else script.dataset_name
+    return load_dataset(path, name=script.dataset_config, streaming=script.dataset_streaming, **options)
 
 
 def to_trl_format(rows: Any, prompt_format: str) -> Any:

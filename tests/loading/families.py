@@ -1,45 +1,62 @@
-"""Configs of tiny models for the architectures of transformers, and the lists of architectures in docs/models.md."""
+"""Tiny models of the architectures of transformers: default configs, made small."""
 
-import re
+import contextlib
+from typing import Any
 
-from tests.recipes.launching import ROOT
+WIDTH, NUM_LAYERS, NUM_HEADS, NUM_EXPERTS = 64, 2, 4, 4
+SIZES = {
+    ("hidden_size", "embed_dim", "n_embd", "d_model", "out_hidden_size", "projection_dim", "text_hidden_size"): WIDTH,
+    ("embedding_size", "q_lora_rank", "kv_lora_rank", "lm_head_hidden_size", "word_embed_proj_dim"): WIDTH,
+    ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "n_inner"): 2 * WIDTH,
+    ("mlp_hidden_size", "shared_intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"): 2 * WIDTH,
+    ("num_hidden_layers", "n_layer", "depth", "num_layers", "encoder_layers", "decoder_layers"): NUM_LAYERS,
+    ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads"): NUM_HEADS,
+    ("head_dim", "d_kv", "v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim"): WIDTH // NUM_HEADS,
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"): NUM_EXPERTS,
+    ("num_experts_per_tok", "n_group", "topk_group", "moe_topk", "moe_k"): 2,
+    ("vocab_size", "vocab_size_per_layer_input", "hidden_size_per_layer_input"): 128,
+    ("first_k_dense_replace", "n_shared_experts"): 1,
+    ("num_kv_shared_layers",): 0,
+}  # fmt: skip
 
-CLASSES = (
-    "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification",
-    "AutoModelForTokenClassification",
-)  # fmt: skip
-PAGE = ROOT / "docs" / "models.md"
+
+CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification")
+MAX_PARAMETERS = 40_000_000
+LIMITS: dict[str, tuple[str, ...]] = {name: () for name in CLASSES}
 
 
-def model_types(auto_class):
+def model_types(auto_class: str) -> list[str]:
     import transformers
 
     return sorted(getattr(transformers, auto_class)._model_mapping._model_mapping)
 
 
-def small_config(auto_class, model_type):
-    """Return a model class and its config: transformers' default one, made small."""
+def shrink(config: Any) -> Any:
+    """Make a config small, with the configs of its towers."""
+    sizes = {name: size for names, size in SIZES.items() for name in names}
+    sizes |= {"num_key_value_heads": NUM_HEADS // 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    for name, size in sizes.items():
+        with contextlib.suppress(Exception):  # computed from other fields, or different in each layer
+            if isinstance(getattr(config, name), int | None):
+                setattr(config, name, size)
+    for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+        kinds = getattr(config, name, None)
+        if isinstance(kinds, list):
+            with contextlib.suppress(AttributeError):
+                setattr(config, name, [*dict.fromkeys(kinds), *kinds][:NUM_LAYERS])
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            shrink(getattr(config, name))
+    return config
+
+
+def build(auto_class: str, model_type: str) -> Any:
+    """Return a tiny model with random values."""
+    import torch
     import transformers
-    from hf_fsdp_recipes.training.tiny_config import tiny_config
-    from transformers import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[model_type]()
-    model_class = getattr(transformers, auto_class)._model_mapping[type(config)]
-    model_class = model_class[0] if isinstance(model_class, list | tuple) else model_class
-    sub = config.sub_configs.get("text_config")
-    if sub is not None and model_class.config_class is sub:
-        config = config.get_text_config()
-    config = tiny_config(config, 64)
-    config.architectures = [model_class.__name__]
-    return model_class, config
-
-
-def listed(auto_class):
-    """Return the types that docs/models.md lists for a class, because they fail, are refused, or cannot be made small."""
-    section = PAGE.read_text().partition(f"## {auto_class}")[2].partition("\n## ")[0]
-    return {
-        name
-        for line in section.splitlines()
-        if line.startswith("| `")
-        for name in re.findall(r"`([^`]+)`", line.split("|")[1])
-    }
+    config = transformers.CONFIG_MAPPING[model_type]()
+    found = getattr(transformers, auto_class)._model_mapping[type(config)]
+    model_class = found[0] if isinstance(found, list | tuple) else found
+    torch.manual_seed(0)
+    return model_class(shrink(config))

@@ -6,8 +6,7 @@ Every function takes the `Inputs` of a test and returns the changes to the recip
 import json
 import os
 import shutil
-import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,124 +15,78 @@ from tests.conftest import SENTENCES
 
 Changes = dict[str, Any]
 Maker = Callable[["Inputs"], Changes]
+Change = Callable[[Path], Any]
+
+TEXT_ROWS = [{"text": sentence} for sentence in SENTENCES[:8]]
+CHAT_ROWS = [{"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}] * 8
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments that a test passes to the functions of this module.
-
-    Attributes:
-        folder: an empty folder for broken copies.
-        output: the run's output_dir, which has a few files of a user.
-        model: makes a valid tiny model of the given kind.
-        checkpoint: returns the last checkpoint of a run of the given kind, which is trained once.
-        mount: mounts a file system of the given size in bytes in a directory.
+    """What a test passes to the functions of this module: an empty folder for broken copies, the run's output_dir, a function
+    that makes a tiny model, and one that returns the checkpoint of a full or LoRA run.
     """
 
     folder: Path
     output: Path
     model: Callable[..., Path]
     checkpoint: Callable[[str], Path]
-    mount: Callable[[Path, int], None]
 
 
-# Models.
-
-
-def model(change: Callable[[Path], None], kind: str = "llama", **options: Any) -> Maker:
+def model(change: Change, **options: Any) -> Maker:
     """Copy a tiny model and change its directory."""
 
     def make(inputs: Inputs) -> Changes:
         directory = inputs.folder / "model"
-        shutil.copytree(inputs.model(kind, **options), directory)
+        shutil.copytree(inputs.model("llama", **options), directory)
         change(directory)
         return {"model_name_or_path": directory}
 
     return make
 
 
-def sharded_model(change: Callable[[Path], None]) -> Maker:
-    """Like `model`, but with an index and several weight files."""
-    return model(change, max_shard_size="60KB")
-
-
 def new_model(**changes: Any) -> Maker:
     """Train a new model with the config of a tiny model."""
-
-    def make(inputs: Inputs) -> Changes:
-        directory = inputs.model("llama")
-        return {"model_name_or_path": None, "config_name": directory, "tokenizer_name": directory} | changes
-
-    return make
+    return lambda inputs: {
+        "model_name_or_path": None, "config_name": inputs.model("llama"), "tokenizer_name": inputs.model("llama"), **changes,
+    }  # fmt: skip
 
 
-def config(**changes: Any) -> Callable[[Path], None]:
+def config(**changes: Any) -> Change:
     """Change fields of config.json; None removes one."""
 
     def change(directory: Path) -> None:
-        file = directory / "config.json"
-        fields = json.loads(file.read_text()) | changes
-        file.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+        fields = json.loads((directory / "config.json").read_text()) | changes
+        (directory / "config.json").write_text(
+            json.dumps({name: value for name, value in fields.items() if value is not None})
+        )
 
     return change
 
 
-def write(name: str, content: str | bytes) -> Callable[[Path], None]:
-    """Replace a file."""
-
-    def change(directory: Path) -> None:
-        (directory / name).write_bytes(content.encode() if isinstance(content, str) else content)
-
-    return change
+def write(name: str, content: str) -> Change:
+    return lambda directory: (directory / name).write_text(content)
 
 
-def remove(*names: str) -> Callable[[Path], None]:
-    """Remove the files that match the patterns."""
-
-    def change(directory: Path) -> None:
-        for name in names:
-            for file in directory.glob(name):
-                file.unlink()
-
-    return change
+def remove(pattern: str) -> Change:
+    return lambda directory: [file.unlink() for file in directory.glob(pattern)]
 
 
-def truncate(name: str, num_bytes: int) -> Callable[[Path], None]:
+def truncate(name: str, num_bytes: int) -> Change:
     """Shorten a file; a negative number counts from its end."""
 
     def change(directory: Path) -> None:
         file = next(directory.glob(name))
-        size = file.stat().st_size
-        os.truncate(file, size + num_bytes if num_bytes < 0 else num_bytes)
+        os.truncate(file, num_bytes if num_bytes >= 0 else file.stat().st_size + num_bytes)
 
     return change
 
 
-def protect(name: str = ".") -> Callable[[Path], None]:
-    """Take away all permissions."""
-
-    def change(directory: Path) -> None:
-        (directory / name).chmod(0)
-
-    return change
+def protect(name: str = ".") -> Change:
+    return lambda directory: (directory / name).chmod(0)
 
 
-def header(change_header: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    """Change the header of model.safetensors, but not the bytes of its tensors."""
-
-    def change(directory: Path) -> None:
-        file = directory / "model.safetensors"
-        content = file.read_bytes()
-        (size,) = struct.unpack("<Q", content[:8])
-        fields = json.loads(content[8 : 8 + size])
-        change_header(fields)
-        text = json.dumps(fields).encode()
-        file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
-
-    return change
-
-
-def weights(change_tensors: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+def weights(change_tensors: Callable[[dict[str, Any]], Any]) -> Change:
     """Change the tensors of model.safetensors."""
 
     def change(directory: Path) -> None:
@@ -146,191 +99,50 @@ def weights(change_tensors: Callable[[dict[str, Any]], None]) -> Callable[[Path]
     return change
 
 
-def index(change_map: Callable[[dict[str, str]], None]) -> Callable[[Path], None]:
-    """Change the weight map of a sharded model."""
-
-    def change(directory: Path) -> None:
-        file = directory / "model.safetensors.index.json"
-        fields = json.loads(file.read_text())
-        change_map(fields["weight_map"])
-        file.write_text(json.dumps(fields))
-
-    return change
+def rename_all(tensors: dict[str, Any]) -> None:
+    for name in list(tensors):
+        tensors[f"x.{name}"] = tensors.pop(name)
 
 
-def fill_with_nan(tensors: dict[str, Any]) -> None:
-    tensors["model.layers.1.mlp.up_proj.weight"].fill_(float("nan"))
-
-
-def overlap(fields: dict[str, Any]) -> None:
-    first, second = [name for name in fields if name != "__metadata__"][:2]
-    begin = fields[first]["data_offsets"][0]
-    size = fields[second]["data_offsets"][1] - fields[second]["data_offsets"][0]
-    fields[second]["data_offsets"] = [begin, begin + size]
-
-
-def model_of_other_config(directory: Path) -> None:
-    """Give Llama's weights the config of a GPT-2."""
-    from tests.conftest import tiny_config
-
-    tiny_config("gpt2").save_pretrained(directory)
-
-
-def encoder_decoder_config(directory: Path) -> None:
-    from transformers import T5Config
-
-    T5Config(vocab_size=307, d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8).save_pretrained(directory)
-
-
-def custom_code(directory: Path) -> None:
-    """Make the config ask for model code from its directory."""
-    (directory / "modeling_own.py").write_text("raise SystemExit('ran')\n")
-    names = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
-    config(model_type="own", auto_map=names)(directory)
-
-
-def chat_template(text: str) -> Callable[[Path], None]:
-    return write("chat_template.jinja", text)
-
-
-# Data.
-
-TEXT_ROWS = [{"text": sentence} for sentence in SENTENCES[:8]]
-USER, ASSISTANT = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because it is."}
-
-
-def rows(rows_or_text: Iterable[Any] | str | bytes, name: str = "rows.jsonl", **changes: Any) -> Maker:
+def rows(content: list[Any] | str | bytes, name: str = "rows.jsonl", **changes: Any) -> Maker:
     """Write a dataset: rows as JSON lines, or a file's exact content."""
 
     def make(inputs: Inputs) -> Changes:
-        file = inputs.folder / name
-        file.write_bytes(_content(rows_or_text))
-        return {"dataset_name": file} | changes
+        text = content if isinstance(content, str | bytes) else "".join(json.dumps(row) + "\n" for row in content)
+        (inputs.folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+        return {"dataset_name": inputs.folder / name} | changes
 
     return make
 
 
-def folder(files: dict[str, Any], **changes: Any) -> Maker:
-    """Write a folder of dataset files."""
+def chat_rows(change: Change, **changes: Any) -> Maker:
+    """Write conversations, and change the directory of the model."""
+    return lambda inputs: rows(CHAT_ROWS)(inputs) | model(change)(inputs) | changes
+
+
+def output(change: Change, name: str = "") -> Maker:
+    """Change the path of the output directory, which does not exist yet, or that of a directory in it."""
 
     def make(inputs: Inputs) -> Changes:
-        directory = inputs.folder / "rows"
-        directory.mkdir()
-        for name, content in files.items():
-            (directory / name).parent.mkdir(exist_ok=True)
-            (directory / name).write_bytes(_content(content))
-        return {"dataset_name": directory} | changes
-
-    return make
-
-
-def _content(rows_or_text: Iterable[Any] | str | bytes) -> bytes:
-    if isinstance(rows_or_text, bytes):
-        return rows_or_text
-    if isinstance(rows_or_text, str):
-        return rows_or_text.encode()
-    return "".join(json.dumps(row) + "\n" for row in rows_or_text).encode()
-
-
-def unreadable_rows(inputs: Inputs) -> Changes:
-    changes = rows(TEXT_ROWS)(inputs)
-    changes["dataset_name"].chmod(0)
-    return changes
-
-
-def chat_rows(change: Callable[[Path], None], **changes: Any) -> Maker:
-    """Write chat rows, and change the directory of the model."""
-
-    def make(inputs: Inputs) -> Changes:
-        return rows([{"messages": [USER, ASSISTANT]}] * 8)(inputs) | model(change)(inputs) | changes
-
-    return make
-
-
-# Output directories.
-
-
-def foreign_export(name: str, files: tuple[str, ...] = ("config.json", "notes.txt"), **changes: Any) -> Maker:
-    """At the path of an export, put a directory that another program wrote."""
-
-    def make(inputs: Inputs) -> Changes:
-        (inputs.output / name).mkdir()
-        for file in files:
-            (inputs.output / name / file).write_text("{}")
-        return dict(changes)
-
-    return make
-
-
-def export_is_a_file(inputs: Inputs) -> Changes:
-    (inputs.output / "export").write_text("my notes")
-    return {}
-
-
-def output_is_a_file(inputs: Inputs) -> Changes:
-    file = inputs.output.parent / "file"
-    file.write_text("my notes")
-    return {"output_dir": file}
-
-
-def output_in_a_file(inputs: Inputs) -> Changes:
-    return {"output_dir": output_is_a_file(inputs)["output_dir"] / "run"}
-
-
-def dangling_link(inputs: Inputs) -> Changes:
-    link = inputs.output.parent / "link"
-    link.symlink_to(inputs.output.parent / "gone" / "run")
-    return {"output_dir": link}
-
-
-def unwritable_output(inputs: Inputs) -> Changes:
-    inputs.output.chmod(0o500)
-    return {}
-
-
-def unwritable_parent(inputs: Inputs) -> Changes:
-    parent = inputs.output.parent / "parent"
-    parent.mkdir(mode=0o500)
-    return {"output_dir": parent / "run"}
-
-
-def full_disk(num_bytes: int, fill: bool = False, **changes: Any) -> Maker:
-    """Mount a small file system as output_dir."""
-
-    def make(inputs: Inputs) -> Changes:
-        output = inputs.output.parent / "small"
-        output.mkdir()
-        inputs.mount(output, num_bytes)
-        if fill:
-            with (output / "fill").open("wb", buffering=0) as file:
-                try:
-                    while file.write(bytes(4096)):
-                        pass
-                except OSError:
-                    pass
-        return {"output_dir": output} | changes
+        inputs.output.parent.mkdir(exist_ok=True)
+        change(inputs.output)
+        return {"output_dir": inputs.output / name}
 
     return make
 
 
 def used_output(inputs: Inputs) -> Changes:
     """Let a new run, which does not resume, use the directory of an earlier run."""
-    shutil.copytree(inputs.checkpoint("full").parent, inputs.output, dirs_exist_ok=True)
-    return {"report": True}
+    shutil.copytree(inputs.checkpoint("full").parent, inputs.output)
+    return {}
 
 
-# Checkpoints.
-
-
-def resume(
-    change: Callable[[Path], None] = lambda _: None, kind: str = "full", name: str | None = None, **changes: Any
-) -> Maker:
+def resume(change: Change = lambda _: None, kind: str = "full", **changes: Any) -> Maker:
     """Copy a checkpoint, change it and resume from it."""
 
     def make(inputs: Inputs) -> Changes:
-        checkpoint = inputs.checkpoint(kind)
-        directory = inputs.folder / (name or checkpoint.name)
-        shutil.copytree(checkpoint, directory)
+        directory = inputs.folder / "checkpoint-2"
+        shutil.copytree(inputs.checkpoint(kind), directory)
         change(directory)
         return {"resume_from_checkpoint": directory} | changes
 
@@ -341,7 +153,6 @@ def resume_with_model(kind: str = "llama", **config_changes: Any) -> Maker:
     """Resume a checkpoint into a valid model of another architecture or size."""
 
     def make(inputs: Inputs) -> Changes:
-        import torch
         from transformers import AutoModelForCausalLM
 
         from tests.conftest import make_tokenizer, tiny_config
@@ -349,7 +160,6 @@ def resume_with_model(kind: str = "llama", **config_changes: Any) -> Maker:
         fields = tiny_config(kind)
         for name, value in config_changes.items():
             setattr(fields, name, value)
-        torch.manual_seed(0)
         directory = inputs.folder / "model"
         AutoModelForCausalLM.from_config(fields).save_pretrained(directory)
         make_tokenizer(directory)
@@ -358,33 +168,14 @@ def resume_with_model(kind: str = "llama", **config_changes: Any) -> Maker:
     return make
 
 
-def flip_byte(pattern: str) -> Callable[[Path], None]:
-    """Flip a byte in the middle of the first file that matches."""
-
-    def change(directory: Path) -> None:
-        file = min(directory.glob(pattern))
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 0xFF
-        file.write_bytes(content)
-
-    return change
-
-
-def half_written(directory: Path) -> None:
-    """Keep only the files that remain when a run is killed during a stock save."""
-    (directory / "manifest.json").unlink()
-    for file in directory.glob("*/.metadata"):
-        file.unlink()
+def flip_byte(directory: Path) -> None:
+    """Flip a byte in the middle of a file of the weights."""
+    file = min(directory.glob("pytorch_model_fsdp_0/*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    file.write_bytes(content)
 
 
 def empty(directory: Path) -> None:
-    """Remove everything in a checkpoint."""
     shutil.rmtree(directory)
     directory.mkdir()
-
-
-def foreign(directory: Path) -> None:
-    """Replace a checkpoint with an export from another tool."""
-    empty(directory)
-    (directory / "config.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes(bytes(8))

@@ -12,7 +12,7 @@ from tests.recipes.launching import ROOT, merge
 @pytest.fixture(scope="session")
 def ranks_environment(tmp_path_factory):
     """Return a function that returns a rank's environment variables for a changed CPU template."""
-    template = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2_cpu.yaml").read_text())
+    template = yaml.safe_load((ROOT / "accelerate_configs" / "cpu.yaml").read_text())
     cache = tmp_path_factory.mktemp("datasets")
 
     def environment(changes: dict[str, Any]) -> dict[str, str]:

@@ -1,5 +1,6 @@
-"""Starts the real command, `accelerate launch ... recipes/sft.py`, and leaves no process running."""
+"""Starts recipes and scripts: as ranks of `run_ranks`, which is fast, or with `accelerate launch`; leaves no process running."""
 
+import multiprocessing
 import os
 import runpy
 import subprocess
@@ -12,7 +13,14 @@ import psutil
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+CPU = ROOT / "accelerate_configs" / "cpu.yaml"
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
+# What the tests' recipes share: a few steps, each logged.
+SETTINGS = {
+    "max_steps": 4, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2, "learning_rate": 1.0e-2,
+    "max_length": 64, "report_to": "none", "gradient_checkpointing": False, "disable_tqdm": True,
+}  # fmt: skip
+LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -20,55 +28,50 @@ def environment(**changes: str) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "ACCELERATE_USE_CPU": "true"} | changes
 
 
+def command(
+    config: Path, arguments: Sequence[Any], script: str = "recipes/sft.py", options: Sequence[Any] = ()
+) -> list[str]:
+    """Return the command of `accelerate launch`; `options` are the launcher's."""
+    from tests.ranks.harness import free_port
+
+    port = [] if "--main_process_port" in options else ["--main_process_port", free_port()]
+    return [*LAUNCH, "--config_file", *map(str, [config, *port, *options, ROOT / script, *arguments])]
+
+
 def run(
     config: Path,
-    arguments: Sequence[str],
+    arguments: Sequence[Any],
     *,
     script: str = "recipes/sft.py",
     num_nodes: int = 1,
     timeout_seconds: float = 150,
 ) -> subprocess.CompletedProcess:
-    """Launch a script on this machine, with one launcher per node."""
+    """Launch a script, with one launcher per node, and wait for its end; stdout and stderr are both in `stdout`."""
     from tests.ranks.harness import free_port
 
-    port = str(free_port())
-    processes = []
-    for node in range(num_nodes):
-        command = [*LAUNCH, "--config_file", str(config), "--main_process_port", port]
-        if num_nodes > 1:
-            command += ["--machine_rank", str(node), "--main_process_ip", "127.0.0.1"]
-        processes.append(
-            subprocess.Popen(
-                [*command, str(ROOT / script), *map(str, arguments)],
-                cwd=ROOT,
-                env=environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT, "env": environment()}
+    nodes = ["--main_process_port", free_port(), "--main_process_ip", "127.0.0.1", "--machine_rank"]
+    options = [[*nodes, rank] for rank in range(num_nodes)] if num_nodes > 1 else [[]]
+    processes = [subprocess.Popen(command(config, arguments, script, option), **output) for option in options]
     try:
-        outputs = [process.communicate(timeout=timeout_seconds)[0] for process in processes]
-    except subprocess.TimeoutExpired:
+        texts = [process.communicate(timeout=timeout_seconds)[0] for process in processes]
+    finally:
         for process in processes:
             kill_tree(process)
-        raise
     code = max((process.returncode for process in processes), key=abs)
-    return subprocess.CompletedProcess(processes[0].args, code, "\n".join(outputs), "")
+    return subprocess.CompletedProcess(processes[0].args, code, "\n".join(texts), "")
 
 
-def start(config: Path, **popen: object) -> subprocess.Popen:
-    """Start the recipe on two CPU ranks without waiting for its end; it prints nothing unless `popen` says otherwise."""
-    from tests.ranks.harness import free_port
-
-    template = ROOT / "accelerate_configs" / "fsdp2_cpu.yaml"
-    command = [*LAUNCH, "--config_file", str(template), "--main_process_port", str(free_port())]
+def start(config: Path, **popen: Any) -> subprocess.Popen:
+    """Start a recipe on two CPU ranks without waiting for its end; it prints nothing unless `popen` says otherwise."""
     settings = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment()} | popen
-    return subprocess.Popen([*command, str(ROOT / "recipes/sft.py"), "--config", str(config)], cwd=ROOT, **settings)
+    return subprocess.Popen(command(CPU, ["--config", config]), cwd=ROOT, **settings)
 
 
-def run_recipe(arguments: Sequence[str], script: str = "recipes/sft.py") -> None:
+def run_recipe(arguments: Sequence[Any], script: str = "recipes/sft.py") -> None:
     """Run a script in this process, as one rank of `tests.ranks.harness.run_ranks`."""
+    multiprocessing.current_process()._config["daemon"] = False  # daemons could have no workers that load rows
+    multiprocessing.set_start_method("fork", force=True)  # as in a launched rank
     sys.argv = [str(ROOT / script), *(str(argument) for argument in arguments)]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -82,7 +85,7 @@ def merge(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_recipe(file: Path, values: dict[str, Any], change: Callable[[str], str | bytes] | None = None) -> list[str]:
-    """Write a recipe and return its command line."""
+    """Write a recipe and return its command line; None removes a setting."""
     plain = {
         key: str(value) if isinstance(value, Path) else value for key, value in values.items() if value is not None
     }
@@ -101,26 +104,3 @@ def kill_tree(process: subprocess.Popen) -> None:
     for member in family:
         member.kill()
     process.wait()
-
-
-def cpu_variant(template: Path, target: Path, precision: str = "no") -> tuple[Path, int, int]:
-    """Derive a CPU variant of a shipped template: only device, precision and counts differ.
-
-    Returns the file, its number of ranks and its number of nodes.
-    """
-    config = yaml.safe_load(template.read_text())
-    is_hybrid_fsdp1 = "HYBRID" in str(config["fsdp_config"].get("fsdp_sharding_strategy"))
-    is_hybrid_fsdp2 = "parallelism_config" in config
-    nodes = 2 if is_hybrid_fsdp1 else 1
-    ranks = 4 if is_hybrid_fsdp1 or is_hybrid_fsdp2 else 2
-    config |= {"use_cpu": True, "mixed_precision": precision, "num_machines": nodes, "num_processes": ranks}
-    config.pop("dynamo_config", None)  # these tests have no compiler
-    if is_hybrid_fsdp2:
-        config["parallelism_config"] = {
-            "parallelism_config_dp_replicate_size": 2,
-            "parallelism_config_dp_shard_size": 2,
-        }
-    if "fsdp_min_num_params" in config["fsdp_config"]:
-        config["fsdp_config"]["fsdp_min_num_params"] = 5000  # the tiny model is smaller than the default
-    target.write_text(yaml.safe_dump(config))
-    return target, ranks, nodes

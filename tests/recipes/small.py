@@ -1,15 +1,11 @@
-"""Small substitutes for a recipe's model and data, with the same architecture and the same columns.
-
-    python -m tests.recipes.small meta-llama/Llama-2-7b-hf tatsu-lab/alpaca runs/small
-
-writes runs/small/model and runs/small/rows, for the walkthroughs in docs/.
-"""
+"""Small substitutes for a recipe's model and data, with the same architecture and the same columns."""
 
 import json
-import sys
 from pathlib import Path
 
-from hf_fsdp_recipes.configs.model_configs import MODELS
+import yaml
+
+from hf_fsdp_recipes.tools.rehearse import write_recipe, write_template
 from tests.conftest import SENTENCES, make_tokenizer
 from tests.recipes.launching import ROOT
 
@@ -24,49 +20,21 @@ COLUMNS = {
 }
 
 
-def all_recipes() -> list[Path]:
-    """Return every shipped recipe; other files in the folder have no output_dir."""
-    found = sorted((ROOT / "recipes").glob("*.yaml"))
-    return [file for file in found if "\noutput_dir:" in file.read_text()]
+def command_of(recipe: Path) -> list[str]:
+    """Return the words of the command in a recipe's first line, after `hf-fsdp sft`."""
+    return recipe.read_text().splitlines()[0].removeprefix("# hf-fsdp sft ").split()
 
 
-def recipes() -> list[Path]:
-    """Return the recipes for SFT; test_trainers_ranks.py tests the other recipes."""
-    return [file for file in all_recipes() if file.read_text().startswith("# hf-fsdp sft ")]
-
-
-def template_of(recipe: Path) -> Path:
-    """Return the template that a recipe's first line names."""
-    command = recipe.read_text().splitlines()[0].split()
-    return ROOT / "accelerate_configs" / f"{command[command.index('--accelerate_config') + 1]}.yaml"
-
-
-def full_size_config(model_id: str):
-    """Return the model's published config."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(MODELS / f"{model_id.replace('/', '--')}.json")
-
-
-def write_model(model_id: str, directory: Path, vocab_size: int = 320) -> Path:
-    """Write a small model of the same architecture, with random weights and a tokenizer of 300 tokens."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from hf_fsdp_recipes.training.tiny_config import tiny_config
-
-    config = tiny_config(full_size_config(model_id), vocab_size=vocab_size)
-    config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 0
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(directory)
-    make_tokenizer(directory)
-    return directory
+def template_of(recipe: Path, directory: Path, name: str | None = None) -> Path:
+    """Write a template, by default the one that a recipe's first line names, for CPU ranks; return the file."""
+    name = name or command_of(recipe)[command_of(recipe).index("--accelerate_config") + 1]
+    return write_template(ROOT / "accelerate_configs" / f"{name}.yaml", directory, None)
 
 
 def write_rows(dataset: str, directory: Path) -> Path:
     """Write 72 training and 24 test rows with the columns of a dataset; a file of this repository is returned unchanged."""
-    if (ROOT / dataset).is_file():
-        return ROOT / dataset
+    if (ROOT / "recipes" / dataset).is_file():
+        return ROOT / "recipes" / dataset
     directory.mkdir(parents=True, exist_ok=True)
     rows = [json.dumps(COLUMNS[dataset](i, s)) + "\n" for i, s in enumerate(SENTENCES)]
     (directory / "train.jsonl").write_text("".join(rows))
@@ -74,6 +42,21 @@ def write_rows(dataset: str, directory: Path) -> Path:
     return directory
 
 
-if __name__ == "__main__":
-    model_id, dataset, target = sys.argv[1:]
-    print(write_model(model_id, Path(target) / "model"), write_rows(dataset, Path(target) / "rows"))
+def small_arguments(recipe: Path, directory: Path, *fields: str) -> list[str]:
+    """Write a tiny model of a recipe's architecture and small rows; return the arguments of recipes/sft.py."""
+    tokenizer = directory / "tokenizer"
+    make_tokenizer(tokenizer)
+    settings = yaml.safe_load(recipe.read_text())
+    model = (
+        [] if "model_name_or_path" in settings or "config_name" in settings else ["HuggingFaceTB/SmolLM2-135M-Instruct"]
+    )
+    given = [
+        "--tokenizer_name",
+        str(tokenizer),
+        "--dataset_name",
+        str(write_rows(settings["dataset_name"], directory / "rows")),
+    ]
+    return [
+        *write_recipe(recipe, directory, [*given, *[w for m in model for w in ("--model_name_or_path", m)], *fields]),
+        *fields,
+    ]

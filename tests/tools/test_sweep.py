@@ -106,7 +106,7 @@ def test_table_and_plot_have_every_case_also_those_that_failed(app, tmp_path):
     memory, *_, mfu = results.draw(sorted(map(results.read_result, tmp_path.glob("*_*ranks")))).axes
     lines = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in memory.get_lines()}
     assert lines == {FULL: [(2, 4.0), (4, 2.0)], GRAD: [(4, 0.1)]}
-    assert [mark.get_text() for mark in memory.texts] == [f"{FULL}: OOM"] and mfu.get_title(loc="left") == "MFU"
+    assert [mark.get_text() for mark in memory.texts] == [f"OOM: {FULL}"] and mfu.get_title(loc="left") == "MFU"
 
 
 LOGS = {

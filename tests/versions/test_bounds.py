@@ -1,4 +1,4 @@
-"""setup.cfg and the patches name exactly the versions that `make test-versions` tests."""
+"""What setup.cfg allows and what the patches name are the versions that `make test-versions` tests."""
 
 import configparser
 
@@ -6,53 +6,33 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from hf_fsdp_recipes.patches.registry import TESTED_VERSIONS, versions_of
-from tests.recipes.launching import ROOT
-from tests.versions.run import PACKAGES
+from hf_fsdp_recipes import patches
+from tests.versions.run import PACKAGES, ROOT
 
-BOUNDED_ABOVE = ["torch", "accelerate", "transformers", "trl", "peft"]
+PATCHES = [value for value in vars(patches).values() if isinstance(value, patches.Patch)]
 
 
-def pins(name):
+def read_versions(name):
+    """Return the versions of a list by package, without the last number."""
     lines = (ROOT / "tests" / "versions" / f"{name}.txt").read_text().splitlines()
-    return {package: Version(version) for package, version in (line.split("==") for line in lines if "==" in line)}
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    return {package: "{0.major}.{0.minor}".format(Version(version)) for package, version in pins.items()}
 
 
-def bounds():
-    """Return each package's lower and upper bound."""
+def test_the_lowest_versions_are_the_bounds_of_setup_cfg():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    extras = config["options.extras_require"]
-    lines = "\n".join((config["options"]["install_requires"], extras["qlora"], extras["mirror"])).splitlines()
-    found = {}
-    for requirement in map(Requirement, filter(None, lines)):
-        versions = {specifier.operator: specifier.version for specifier in requirement.specifier}
-        found[requirement.name] = versions.get(">="), versions.get("<")
-    return found
+    lines = [*config["options"]["install_requires"].splitlines(), config["options.extras_require"]["qlora"]]
+    needed = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    bounds = {one.name: str(one.specifier).removeprefix(">=") for one in needed if one.specifier}
+    assert bounds == read_versions("lowest")
 
 
-def minor(version):
-    return f"{version.major}.{version.minor}"
+def test_all_lists_name_the_same_packages():
+    assert set(read_versions("lowest")) == set(read_versions("middle")) == set(read_versions("newest")) >= set(PACKAGES)
 
 
-@pytest.mark.parametrize("package", pins("lowest"))
-def test_lower_bound_is_the_lowest_version_tested(package):
-    version = pins("lowest")[package]
-    assert bounds()[package][0] == minor(version)
-    assert version.micro == 0
-
-
-@pytest.mark.parametrize("package", BOUNDED_ABOVE)
-def test_upper_bound_is_the_minor_release_after_the_newest_tested(package):
-    version = pins("newest")[package]
-    assert bounds()[package][1] == f"{version.major}.{version.minor + 1}"
-
-
-def test_both_environments_pin_every_package_of_the_table():
-    assert set(PACKAGES) <= set(pins("lowest")) == set(pins("newest"))
-
-
-@pytest.mark.parametrize("package", TESTED_VERSIONS)
-def test_patches_name_the_versions_tested(package):
-    oldest, newest = (minor(pins(name)[package]) for name in ("lowest", "newest"))
-    assert versions_of(package) == f"{package} {oldest}" + ("" if oldest == newest else f" to {newest}")
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+def test_patches_name_the_versions_tested(patch):
+    package = patch.module.partition(".")[0]
+    assert patch.tested == f"{read_versions('lowest')[package]} to {read_versions('newest')[package]}"

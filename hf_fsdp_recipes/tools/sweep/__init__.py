@@ -1,1 +1,1 @@
-"""Measures one recipe over several rank counts and templates, and writes a table and plots."""
+"""`hf-fsdp sweep`: one recipe over templates and numbers of ranks."""

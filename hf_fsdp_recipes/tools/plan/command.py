@@ -1,0 +1,124 @@
+"""`hf-fsdp plan`: does a recipe fit, what takes the memory, and what to change if it does not."""
+
+import logging
+import shlex
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from hf_fsdp_recipes.errors import ToolError
+
+if TYPE_CHECKING:
+    from hf_fsdp_recipes.tools.plan.job import Job
+    from hf_fsdp_recipes.tools.plan.step import StepMemory
+
+# Assumed, not measured: the GPU's context with cuBLAS, NCCL's buffers, fragmentation of temporary memory, share of the peak FLOP/s.
+CONTEXT_BYTES, NCCL_BYTES, FRAGMENTATION, MFU = 0.9e9, 0.6e9, 0.03, 0.4
+SYNC = ["--accelerator_config", '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}']
+LORA = ["--use_peft", "true", "--lora_target_modules", "all-linear", "--dtype", "bfloat16"]
+
+
+def plan(
+    context: typer.Context,
+    accelerate_config: Annotated[str, typer.Option("--accelerate_config", help="A template, or an Accelerate config.")],
+    config: Annotated[Optional[str], typer.Option("--config", help="A shipped recipe, or a file.")] = None,
+    gpu_memory: Annotated[str, typer.Option("--gpu_memory", help="Memory of one GPU, such as 24GB.")] = "80GB",
+    gpu_tflops: Annotated[float, typer.Option("--gpu_tflops", help="Its peak in bf16; 312 is an A100.")] = 312.0,
+) -> None:
+    """Will it fit? Memory of one GPU, from the model's config alone; if it does not fit, what to change, and exit status 1.
+
+    Takes the arguments of `hf-fsdp sft`: options of `accelerate launch` and fields of the recipe can follow in any order.
+    """
+    from hf_fsdp_recipes.tools.plan.job import read_config, read_job
+    from hf_fsdp_recipes.tools.plan.step import measure_step
+
+    try:
+        limit = float(gpu_memory.upper().removesuffix("GB")) * 1e9
+    except ValueError as error:
+        raise ToolError(f"--gpu_memory is {gpu_memory}. Pass gigabytes, such as 24GB.") from error
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # its notes are about launching
+    warnings.simplefilter("ignore", FutureWarning)
+    job = read_job(config, accelerate_config, context.args)
+    model = read_config(job)
+    memory = measure_step(model, job)
+    print("\n".join(describe(job, memory, gpu_tflops)), flush=True)
+    if job.on_cpu or needed_bytes(job, memory) <= limit:
+        print("" if job.on_cpu else f"fits in {gpu_memory}")
+        return
+    print(f"does not fit in {gpu_memory}; changes, the least intrusive first:")
+
+    def fits(options: list[str]) -> bool:
+        changed = read_job(config, accelerate_config, [*context.args, *options])
+        needed = needed_bytes(changed, measure_step(model, changed))
+        print(f"{needed / 1e9:9.2f} GB  with {shlex.join(options)}", flush=True)
+        return needed <= limit
+
+    found = find_changes(list_changes(job), fits)
+    print(
+        f"fits with: {shlex.join(found)}" if found else "none of these suffices: use more GPUs or a smaller max_length"
+    )
+    raise typer.Exit(1)
+
+
+def needed_bytes(job: "Job", memory: "StepMemory") -> float:
+    """Return what a rank needs: the peak and, on GPUs, the allowances."""
+    temporary = sum(size for name, size in memory.peak.items() if name not in ("parameters", "optimizer state"))
+    allowance = CONTEXT_BYTES + NCCL_BYTES * (job.num_ranks > 1) + FRAGMENTATION * temporary
+    return sum(memory.peak.values()) + (0 if job.on_cpu else allowance)
+
+
+def describe(job: "Job", memory: "StepMemory", gpu_tflops: float) -> list[str]:
+    """Return the plan as lines."""
+    (rows, length), training, total = job.shape, job.arguments.training, needed_bytes(job, memory)
+    parts = memory.peak | {"context, NCCL, fragmentation (assumed)": total - sum(memory.peak.values())}
+    lines = [
+        f"{job.num_ranks} ranks; each: {rows} x {length} tokens, {training.gradient_accumulation_steps} times per step",
+        f"memory of one rank, at the peak of a step ({memory.place}):",
+        *(f"{size / 1e9:9.2f} GB  {name}" for name, size in sorted(parts.items(), key=lambda part: -part[1]) if size),
+        f"{total / 1e9:9.2f} GB  in total",
+    ]
+    if memory.flops and not job.on_cpu:
+        seconds = memory.flops / (MFU * gpu_tflops * 1e12)
+        lines.append(f"{seconds:9.2g} s   for a step, if GPUs reach {MFU:.0%} of {gpu_tflops:g} TFLOP/s (assumed)")
+    return lines
+
+
+def list_changes(job: "Job") -> Iterator[list[str]]:
+    """Yield changes that save memory as options, from those that cost nothing to those that change what is trained."""
+    training, model = job.arguments.training, job.arguments.model
+    batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    if accumulation > 1 and not model.use_peft:
+        yield SYNC
+    if not training.gradient_checkpointing:
+        yield ["--gradient_checkpointing", "true"]
+    while batch % 2 == 0:
+        batch, accumulation = batch // 2, accumulation * 2
+        rows = ["--per_device_train_batch_size", str(batch), "--gradient_accumulation_steps", str(accumulation)]
+        yield rows if model.use_peft else rows + SYNC
+    if job.num_replicas == 1:
+        yield ["--fsdp_reshard_after_forward", "true", "--num_processes", str(2 * job.num_ranks)]
+    if not model.load_in_4bit:
+        yield ["--optim", "adamw_8bit"]
+    yield ["--fsdp_offload_params", "true"]
+    if not model.use_peft:
+        yield LORA
+    if not model.load_in_4bit:
+        yield [*LORA, "--load_in_4bit", "true"]
+
+
+def find_changes(changes: Iterator[list[str]], fits: Callable[[list[str]], bool]) -> list[str]:
+    """Return the options with which the job fits, without those that are not needed; nothing if it cannot be made to fit."""
+    chosen: list[list[str]] = []
+    for change in changes:
+        chosen.append(change)
+        if fits([*chain(*chosen)]):
+            break
+    else:
+        return []
+    for change in reversed(chosen[:-1]):
+        fewer = [one for one in chosen if one is not change]
+        chosen = fewer if fits([*chain(*fewer)]) else chosen
+    return [*chain(*chosen)]

@@ -1,0 +1,115 @@
+"""Counts the memory of everything that a training step allocates and frees, by kind."""
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._guards import active_fake_mode
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, is_bw
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+SHARDS, GATHERED, GRADIENTS, ACTIVATIONS = "parameters", "gathered units", "gradients", "activations and loss"
+KINDS = {
+    "unshard": GATHERED,
+    "wait_for_unshard": GATHERED,
+    "post_backward": GRADIENTS,
+}  # of what FSDP2's methods allocate
+PLACES = {"pre_forward": "forward, in", "post_forward": "forward, after", "pre_backward": "backward, in"}
+
+
+class MemoryCounter(TorchDispatchMode):
+    """Tracks the bytes of all live storages of fake tensors, by kind, and where in the step their sum was highest.
+
+    `torch.distributed._tools.FSDPMemTracker` follows neither Accelerate's units of several modules nor a head that TRL never calls.
+    """
+
+    def __init__(self, resident: list[torch.Tensor], is_offloaded: bool) -> None:
+        """Start with the tensors that exist before the step; with offload, reduced gradients leave the device."""
+        super().__init__()
+        self.kind, self.now, self.place = SHARDS, "", ""
+        self.live: dict[str, int] = {}  # bytes by kind, now and at the peak
+        self.peak: dict[str, int] = {}
+        self._is_offloaded = is_offloaded
+        self._alive: dict[int, tuple[str, int]] = {}
+        self._total = self._peak_total = 0
+        for tensor in resident:
+            self._add(tensor.untyped_storage())
+        self.kind = ACTIVATIONS
+
+    def __enter__(self) -> "MemoryCounter":
+        self._mode, self._patches, original = active_fake_mode(), contextlib.ExitStack(), torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> None:
+            original(storage, size)
+            self._change(storage._cdata, size)
+
+        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
+        for name in KINDS | PLACES:
+            method = self._watch(name, getattr(FSDPParamGroup, name))
+            self._patches.enter_context(mock.patch.object(FSDPParamGroup, name, method))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def _watch(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
+            if name in PLACES and not (is_bw() and name != "pre_backward"):  # not while a layer is recomputed
+                self.now = f"{PLACES[name]} {group._module_fqn or 'the root unit'}"
+            before, self.kind = self.kind, KINDS.get(name, self.kind)
+            result = method(group, *args, **kwargs)
+            self.kind = before
+            for parameter in group.fsdp_params if self._is_offloaded and name == "post_backward" else ():
+                if parameter.sharded_param.grad is not None:
+                    self._change(parameter.sharded_param.grad._local_tensor.untyped_storage()._cdata, 0)
+            return result
+
+        return call
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor first turns the operation into local ones
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # its fake version would copy
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return args[0].dtype == torch.bool or 1  # the model reads a value, which a fake tensor does not have
+        result = func(*args, **(kwargs or {}))
+        if active_fake_mode() is self._mode:  # not in DTensor's own fake mode, which only finds shapes
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, torch.Tensor):
+                    self._add(tensor.untyped_storage())
+        return result
+
+    def rename(self, kind: str, new: str) -> None:
+        """Count what is live of one kind as another kind."""
+        self._alive = {key: (new if one == kind else one, size) for key, (one, size) in self._alive.items()}
+        self.live[new] = self.live.get(new, 0) + self.live.pop(kind, 0)
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._alive:
+            self._alive[key] = (self.kind, 0)
+            self._change(key, storage.nbytes())
+            weakref.finalize(storage, self._remove, key).atexit = False
+
+    def _remove(self, key: int) -> None:
+        self._change(key, 0)
+        del self._alive[key]
+
+    def _change(self, key: int, size: int) -> None:
+        if key in self._alive:
+            kind, before = self._alive[key]
+            self._alive[key] = (kind, size)
+            self.live[kind] = self.live.get(kind, 0) + size - before
+            self._total += size - before
+            if self._total > self._peak_total:
+                self._peak_total, self.peak = self._total, dict(self.live)
+                self.place = self.now

@@ -1,0 +1,85 @@
+"""Reads what `hf-fsdp sft` would run: the recipe, and the environment that Accelerate's launcher gives to each rank."""
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+from unittest import mock
+
+from hf_fsdp_recipes.errors import ToolError
+from hf_fsdp_recipes.tools.files import find_file
+from hf_fsdp_recipes.tools.launch import SHARED_OPTIONS, split_arguments
+from hf_fsdp_recipes.tools.models import find_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from hf_fsdp_recipes.training.arguments import Arguments
+
+PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+
+
+class Job(NamedTuple):
+    """One way to train a model: the recipe's arguments, the variables of a rank, and the ranks on all nodes."""
+
+    arguments: "Arguments"
+    environment: dict[str, str]
+    num_ranks: int
+    on_cpu: bool
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the model: one on each node with hybrid sharding."""
+        return int(self.environment.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether shards, their gradients and the optimizer's state are in host memory."""
+        return self.environment["FSDP_OFFLOAD_PARAMS"].lower() == "true" and not self.on_cpu
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether TRL joins the rows of a batch, as in `SFTTrainer.__init__`."""
+        training = self.arguments.training
+        return training.padding_free or (training.packing and training.packing_strategy.startswith("bfd"))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of a micro-batch, and tokens of a row; 1024 if the recipe cuts no row."""
+        training = self.arguments.training
+        return training.per_device_train_batch_size, training.max_length or 1024
+
+
+def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
+    """Return the job of a command line; options of the launcher and fields of the recipe can be in any order.
+
+    Raises:
+        RecipeError: a file does not exist or cannot be read, an option is unknown, or the template is not for FSDP2.
+    """
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    from hf_fsdp_recipes.training.arguments import parse_arguments
+
+    parser = launch_command_parser()
+    known = {name for action in parser._actions if action.dest not in SHARED_OPTIONS for name in action.option_strings}
+    for_launcher, for_recipe = split_arguments(options, known)
+    common = ["--config_file", str(find_file("template", template)), "--main_process_port", "0"]
+    launch, _, _ = _validate_launch_command(parser.parse_args([*common, *for_launcher, "sft.py"]))
+    environment = {name: value for name, value in prepare_multi_gpu_env(launch).items() if name.startswith(PREFIXES)}
+    if environment.get("FSDP_VERSION") != "2":
+        raise ToolError(
+            f"{template} is not for FSDP2, which alone can be planned. Use a template with fsdp_version: 2."
+        )
+    environment["ACCELERATE_USE_CPU"] = "true"  # so that a recipe for GPUs can be read on any machine
+    with mock.patch.dict(os.environ, environment):
+        arguments = parse_arguments([*(["--config", str(find_file("recipe", recipe))] if recipe else []), *for_recipe])
+    return Job(arguments, environment, launch.num_processes, bool(launch.use_cpu))
+
+
+def read_config(job: Job) -> "PreTrainedConfig":
+    """Return the config of the job's model, from its directory, from the Hub or from the shipped copy."""
+    recipe = job.arguments.recipe
+    config = find_config(recipe.config_name or str(job.arguments.model.model_name_or_path))
+    if recipe.config_overrides:
+        config.update_from_string(recipe.config_overrides)
+    return config

@@ -1,0 +1,246 @@
+"""Finds the memory of one training step, from the model's config alone.
+
+The real model, PEFT's real adapter, Accelerate's real FSDP2 units and TRL's real loss run one step on fake tensors (shapes
+without data) in a fake process group of the wanted size. `MemoryCounter` counts what is allocated and freed. Replaced are only
+bitsandbytes' layers, and what cannot run or be read on fake tensors.
+"""
+
+import contextlib
+import copy
+import functools
+import os
+import warnings
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hf_fsdp_recipes import patches
+from hf_fsdp_recipes.errors import ToolError
+from hf_fsdp_recipes.loading.load_model import build_on_meta, take_quantizer
+from hf_fsdp_recipes.metrics.flops import find_model_flops
+from hf_fsdp_recipes.tools.plan.counter import ACTIVATIONS, GRADIENTS, MemoryCounter
+from hf_fsdp_recipes.tools.plan.job import Job
+from hf_fsdp_recipes.training.sharded_optimizer import optimizer_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+NUM_STATES = {
+    "sgd": 0,
+    "lion": 1,
+    "rmsprop": 1,
+    "adamw": 2,
+}  # state tensors of a trained parameter, by part of the name
+STATE_BYTES = {"8bit": 1 + 4 / 256, "4bit": 0.5 + 4 / 256}  # of a value; 256 values share one fp32 scale
+SCALE_BYTES = {False: 4 / 64, True: 1 / 64 + 4 / (64 * 256)}  # of a 4-bit value, by whether scales are quantized too
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class StepMemory(NamedTuple):
+    """What a step needs on one rank: bytes by kind at its peak, the peak's place, and FLOPs if they can be counted."""
+
+    peak: dict[str, int]
+    place: str
+    flops: int | None
+
+
+def measure_step(config: "PreTrainedConfig", job: Job) -> StepMemory:
+    """Return the memory of a job's step on one rank. Starts and ends a fake process group.
+
+    Raises:
+        ToolError: the ranks cannot hold whole replicas, the recipe trains nothing, or PEFT finds no module for its adapter.
+    """
+    if job.num_ranks % job.num_replicas:
+        raise ToolError(f"{job.num_ranks} ranks cannot hold {job.num_replicas} replicas. Pass another --num_processes.")
+    dist.init_process_group("fake", rank=0, world_size=job.num_ranks, store=FakeStore())
+    try:
+        sizes, names = (job.num_replicas, job.num_ranks // job.num_replicas), ("replicate", "shard")
+        first = 0 if job.num_replicas > 1 else 1
+        mesh = dist.init_device_mesh("cpu", sizes[first:], mesh_dim_names=names[first:])
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings(action="ignore"))
+            stack.enter_context(mock.patch.dict(os.environ, job.environment))
+            _replace_kernels(stack, job)
+            model, flops = _build(config, job), None
+            rows, length = job.shape[0] * job.arguments.training.gradient_accumulation_steps, job.shape[1]
+            with contextlib.suppress(AttributeError, ValueError):  # another kind of model
+                flops = find_model_flops(model).training(rows * length, rows * length**2)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return StepMemory(*_run(_shard(_make_fake(model), mesh, job), job), flops)
+    finally:
+        dist.destroy_process_group()
+
+
+def _build(config: "PreTrainedConfig", job: Job) -> Any:
+    """Return the model that the job trains, on meta, as the recipe's script and SFTTrainer build it."""
+    import transformers
+    from peft import get_peft_model
+    from trl import get_peft_config
+    from trl.trainer.utils import add_fused_lm_head
+
+    config, chosen, training = copy.deepcopy(config), job.arguments.model, job.arguments.training
+    config.get_text_config().use_cache = config.use_cache = False
+    take_quantizer(config)
+    auto_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+    dtype = getattr(torch, str(chosen.dtype), None) or config.dtype or torch.float32
+    implementation = "eager" if chosen.attn_implementation == "eager" else None  # otherwise SDPA, if the model has it
+    with mock.patch(
+        "accelerate.init_empty_weights", lambda **_: contextlib.nullcontext()
+    ):  # fake tensors take no memory
+        model = build_on_meta(config, dtype, auto_class, {"attn_implementation": implementation}).train()
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    if chosen.load_in_4bit:
+        stored = PRECISIONS.get(job.environment["ACCELERATE_MIXED_PRECISION"], dtype)
+        _pack_linears(model.requires_grad_(False), stored, chosen.use_bnb_nested_quant)
+    if chosen.use_peft:
+        try:
+            model = get_peft_model(model, get_peft_config(chosen))
+        except ValueError as error:
+            raise ToolError(f"PEFT cannot add this adapter: {error}") from error
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ToolError("no parameter is trained: 4-bit weights need an adapter. Set use_peft: true.")
+    for parameter in trained if chosen.load_in_4bit else ():
+        parameter.data = parameter.data.to(torch.bfloat16)  # as SFTTrainer does
+    if training.gradient_checkpointing:
+        options = {"use_reentrant": False} | (training.gradient_checkpointing_kwargs or {})
+        model.gradient_checkpointing_enable(options | {"preserve_rng_state": False})
+        if chosen.use_peft:
+            model.enable_input_require_grads()
+    return model
+
+
+def _make_fake(model: Any) -> Any:
+    """Replace meta tensors by fake ones on the CPU, so that torch and Accelerate treat them as real ones."""
+    done: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is not None and id(old) not in done:
+                    new = torch.empty(old.shape, dtype=old.dtype)
+                    done[id(old)] = type(old)(new, old.requires_grad) if tensors is module._parameters else new
+                tensors[name] = None if old is None else done[id(old)]
+    return model
+
+
+def _shard(model: Any, mesh: Any, job: Job) -> Any:
+    """Wrap the model as `Accelerator.prepare` does."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
+
+    plugin, precision = FullyShardedDataParallelPlugin(), job.environment["ACCELERATE_MIXED_PRECISION"]
+    if precision != "no":
+        plugin.set_mixed_precision(precision)
+    plugin.cpu_offload = plugin.cpu_ram_efficient_loading = None  # the counter leaves out what is on the host
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh={(): mesh},
+        parallelism_config=SimpleNamespace(fsdp_dim_names=()),
+        mixed_precision=precision,
+        is_main_process=False,
+        device=torch.device("cpu"),
+    )
+    patches.apply_for_loading()
+    model.__dict__[patches.LOADER] = job  # SIZE_BASED_WRAP works for models of load_model only
+    plugin.set_auto_wrap_policy(model)
+    model = fsdp2_apply_ac(accelerator, model) if plugin.activation_checkpointing else model
+    return fsdp2_prepare_model(accelerator, model)
+
+
+def _run(model: Any, job: Job) -> tuple[dict[str, int], str]:
+    """Return the bytes of each kind at the peak of a step, and the peak's place."""
+    training, precision = job.arguments.training, PRECISIONS.get(job.environment["ACCELERATE_MIXED_PRECISION"])
+    rows = torch.zeros(job.shape, dtype=torch.long)
+    rows = rows.view(1, -1) if job.is_joined else rows
+    inputs = {"input_ids": rows, "labels": rows, "position_ids" if job.is_joined else "attention_mask": rows}
+    weights = [] if job.is_offloaded else [getattr(one, "_local_tensor", one) for one in model.parameters()]
+    accumulation = training.gradient_accumulation_steps
+    is_synced = (training.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", False)
+    with MemoryCounter([*weights, *model.buffers()], job.is_offloaded) as counter:
+        for is_last in (False, True) if accumulation > 1 else (True,):  # a third micro-batch would repeat the second
+            model.set_requires_gradient_sync(is_synced or is_last)
+            counter.now = "forward, inputs"
+            with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
+                loss = -model(**inputs, fused_lm_head=True).log_probs.sum()  # like Trainer, keeps no outputs
+            counter.now = "backward, loss"
+            loss.backward()
+            counter.rename(ACTIVATIONS, GRADIENTS)  # what backward leaves
+    return _add_optimizer(model, counter, job)
+
+
+def _add_optimizer(model: Any, counter: MemoryCounter, job: Job) -> tuple[dict[str, int], str]:
+    """Add the optimizer's state, which exists from the second step on, and what its own step needs."""
+    optimizer = optimizer_name(job.arguments.training)
+    shards = [one._local_tensor for one in model.parameters() if one.requires_grad]
+    num_states = next((number for name, number in NUM_STATES.items() if name in optimizer), 2)
+    item_bytes = next((size for name, size in STATE_BYTES.items() if name in optimizer), None)
+    states = round(num_states * sum(one.numel() * (item_bytes or one.element_size()) for one in shards))
+    resident = {"optimizer state": 0 if job.is_offloaded or "paged" in optimizer else states}
+    is_multi_tensor = optimizer == "adamw_torch" and not (job.on_cpu or job.is_offloaded)
+    update = {"optimizer's new values": sum(one.nbytes for one in shards) if is_multi_tensor else 0}
+    peaks = {counter.place: counter.peak | resident, "optimizer": counter.live | resident | update}
+    place = max(peaks, key=lambda name: sum(peaks[name].values()))
+    return {name: size for name, size in peaks[place].items() if size > 0}, place
+
+
+def _pack_linears(model: Any, dtype: torch.dtype, is_nested: bool) -> None:
+    """Pack the weights of linear layers, except the head, into 4 bits, with scales on every rank, as bitsandbytes does."""
+    head = model.get_output_embeddings()
+    for module in [one for one in model.modules() if isinstance(one, torch.nn.Linear) and one is not head]:
+        num_values = module.weight.numel()
+        scales = torch.empty(round(num_values * SCALE_BYTES[is_nested]), dtype=torch.uint8, device="meta")
+        module.register_buffer("scales", scales, persistent=False)
+        module.forward = functools.partial(_multiply_packed, module, module.weight.shape, dtype)
+        packed = torch.empty(num_values // (2 * dtype.itemsize), 1, dtype=dtype, device="meta")
+        module.weight = Params4bit(packed, requires_grad=False)
+
+
+class Params4bit(torch.nn.Parameter):
+    """A packed weight. Accelerate recognizes bitsandbytes' class by this name, and leaves the dtype of adapters alone."""
+
+
+def _multiply_packed(module: Any, shape: torch.Size, dtype: torch.dtype, rows: torch.Tensor) -> torch.Tensor:
+    """Unpack the weight for the product, and again in backward."""
+
+    def unpack(_: Any = None) -> torch.Tensor:
+        return module.weight.new_empty(shape).t()
+
+    rows = rows.to(dtype)
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack):
+        return rows @ unpack()
+
+
+def _replace_kernels(stack: contextlib.ExitStack, job: Job) -> None:
+    """Replace functions until the stack is closed."""
+    from transformers import masking_utils
+    from transformers.integrations import moe
+    from trl.kernels import chunked_logprob
+
+    is_flash = "flash" in str(job.arguments.model.attn_implementation)
+    # SDPA needs a mask for padded and for packed rows, and for windows.
+    has_mask = not is_flash and (job.is_joined or (job.shape[0] > 1 and not job.arguments.training.packing))
+
+    def ignore_mask(padding: Any, length: int, kv_length: int, offset: Any, kv_offset: Any, window: Any = None) -> bool:
+        return is_flash or not (has_mask or (window is not None and kv_length >= window))
+
+    replacements = [
+        (masking_utils, "_ignore_causal_mask_sdpa", ignore_mask),
+        (masking_utils, "find_packed_sequence_indices", lambda position_ids: position_ids if has_mask else None),
+        (moe, "_grouped_mm", lambda rows, weight, offs: rows.to(weight.dtype) @ weight[0]),  # of the same shape
+    ]
+    if not job.on_cpu:  # Triton kernels work in place, and GPUs have attention kernels with dropout
+        attend = functools.partial(_without_dropout, torch.nn.functional.scaled_dot_product_attention)
+        replacements.append((torch.nn.functional, "scaled_dot_product_attention", attend))
+        for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
+            replacements.append((chunked_logprob, name, lambda *args, **kwargs: None))
+    for owner, name, replacement in replacements:
+        stack.enter_context(mock.patch.object(owner, name, replacement))
+
+
+def _without_dropout(attend: Any, *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Any:
+    return attend(*args, **kwargs)

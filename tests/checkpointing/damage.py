@@ -1,0 +1,119 @@
+"""Ways to damage a checkpoint: by accident, or with a pickle that runs code when it is loaded. Also used by benchmarks/soak.py."""
+
+import functools
+import io
+import json
+import os
+import pickle
+import random
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+ACCIDENTS = ("flip", "overwrite", "truncate", "extend", "replace", "delete")
+PART = "optimizer_0"  # holds tensors, and entries that torch DCP unpickles, such as the learning rate
+
+
+def damage(file: Path, way: str, choose: random.Random) -> None:
+    """Damage a file at a random place, or replace it with another one of its directory."""
+    content, others = file.read_bytes(), [path for path in file.parent.iterdir() if path.is_file() and path != file]
+    start = choose.randrange(len(content))
+    damaged = {
+        "flip": content[:start] + bytes([content[start] ^ 1 << choose.randrange(8)]) + content[start + 1 :],
+        "overwrite": content[:start] + choose.randbytes(16) + content[start + 16 :],
+        "truncate": content[:start],
+        "extend": content + choose.randbytes(16),
+        "replace": choose.choice(others).read_bytes(),
+    }
+    if way == "delete":
+        file.unlink()
+    else:
+        file.write_bytes(damaged[way])
+
+
+class Reduced:
+    """Is unpickled as what `function(*arguments)` returns, with the attributes `state`."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...], state: dict[str, Any] | None = None) -> None:
+        self._parts = function, arguments, state
+
+    def __reduce__(self) -> Any:
+        return self._parts
+
+
+def payload(canary: Path) -> Reduced:
+    """Return an object that creates the directory `canary` when it is unpickled without restrictions."""
+    return Reduced(os.mkdir, (str(canary),))
+
+
+def forge(way: str, checkpoint: Path, canary: Path) -> None:
+    """Put a payload into a checkpoint, and make its manifest match the files, as an attacker would."""
+    from hf_fsdp_recipes.checkpointing.hashing import read_facts
+
+    ATTACKS[way](checkpoint, canary)
+    manifest = checkpoint / "manifest.json"
+    if manifest.is_file():
+        content = json.loads(manifest.read_text())
+        listed = [name for name in content["files"] if (checkpoint / name).is_file() and way != f"unlisted {name}"]
+        content["files"] = {name: read_facts(checkpoint / name) for name in listed}
+        manifest.write_text(json.dumps(content))
+
+
+def _metadata(checkpoint: Path, canary: Path, name: str = ".metadata") -> None:
+    (checkpoint / PART / ".metadata").unlink()
+    (checkpoint / PART / name).write_bytes(pickle.dumps(payload(canary)))
+
+
+def _stock(checkpoint: Path, canary: Path) -> None:
+    """Make it look as if Trainer had written the checkpoint without FSDP."""
+    (checkpoint / "manifest.json").unlink()
+    for file in checkpoint.rglob("*.distcp"):
+        file.unlink()
+    _metadata(checkpoint, canary)
+
+
+def _entry(checkpoint: Path, canary: Path, disguise: str = "") -> None:
+    """Put the payload in the place of the learning rate, so that a simple check of the entries does not see it."""
+    import torch
+
+    part = checkpoint / PART
+    metadata = pickle.loads((part / ".metadata").read_bytes())
+    index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn.endswith("lr"))
+    content, forged = (part / info.relative_path).read_bytes(), _saved(payload(canary))
+    harmless = next(text for text in (_saved("x" * length) for length in range(1000)) if len(text) == len(forged))
+    info.offset, info.length = len(content), len(forged)
+    (part / info.relative_path).write_bytes(content + (harmless if disguise == "folder" else forged))
+    if disguise == "folder":  # a harmless file has the same name
+        (part / "folder").mkdir()
+        (part / "folder" / info.relative_path).write_bytes(content + forged)
+        info.relative_path = f"folder/{info.relative_path}"
+    if disguise == "tensor":
+        metadata.state_dict_metadata[index.fqn].chunks = []
+    if disguise == "items":  # the dict has an attribute `items`, a function that returns nothing
+        metadata.storage_data = Reduced(OrderedDict, (list(metadata.storage_data.items()),), {"items": torch.Size})
+    (part / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _saved(value: Any) -> bytes:
+    import torch
+
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _random_state(checkpoint: Path, canary: Path) -> None:
+    (checkpoint / "rng_state_0.pth").write_bytes(_saved({"python": payload(canary)}))
+
+
+ATTACKS: dict[str, Any] = {
+    "metadata": _metadata,
+    f"unlisted {PART}/.metadata": _metadata,
+    "metadata of a rank, which torch DCP falls back to": functools.partial(_metadata, name="__0.metadata"),
+    "checkpoint of stock Trainer": _stock,
+    "entry": _entry,
+    "entry in a folder": functools.partial(_entry, disguise="folder"),
+    "entry like a tensor": functools.partial(_entry, disguise="tensor"),
+    "entry in a dict without items": functools.partial(_entry, disguise="items"),
+    "random state": _random_state,  # passes as intact; Trainer reads it with restrictions
+}

@@ -1,0 +1,173 @@
+"""Functions that the checkpointing tests run on ranks: a few steps of a tiny model with dropout, and what came of them."""
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_recipes.errors import CheckpointError
+
+LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+BEST = {
+    "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "score",
+    "greater_is_better": False,
+}  # fmt: skip
+VOCABULARY = 64
+SETTINGS = {
+    "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2,
+    "learning_rate": 1e-2, "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False,
+}  # fmt: skip
+SFT = {
+    "max_length": 16,
+    "dataset_kwargs": {"skip_prepare_dataset": True},
+    "bf16": False,
+    "gradient_checkpointing": False,
+}
+
+
+def make_trainer(
+    output: Path,
+    callbacks: tuple[Any, ...] = (),
+    *,
+    lora: bool = False,
+    sft: bool = False,
+    dropout: float = 0.1,
+    hidden: int = 32,
+    resume: str | None = None,
+    **arguments: Any,
+) -> Any:
+    """Build a Trainer, or an SFTTrainer, on 48 random rows. It saves every two of four steps unless `arguments` differ."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+    from trl import SFTConfig, SFTTrainer
+
+    from hf_fsdp_recipes import keep_global_batch
+
+    settings: dict[str, Any] = SETTINGS | (SFT if sft else {}) | arguments
+    args = (SFTConfig if sft else TrainingArguments)(output_dir=str(output), **settings)
+    keep_global_batch(args, resume)
+    set_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCABULARY, attention_dropout=dropout, use_cache=False,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config)
+    ids = torch.randint(0, VOCABULARY, (48, 16), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in ids])
+    common = {"train_dataset": rows, "eval_dataset": rows.select(range(8)), "callbacks": list(callbacks)}
+    peft_config = LoraConfig(**LORA) if lora else None
+    if sft:
+        return SFTTrainer(model, args, processing_class=_tokenizer(), peft_config=peft_config, **common)
+    return Trainer(get_peft_model(model, peft_config) if lora else model, args, **common)
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w1", eos_token="w2", unk_token="w0")
+
+
+def describe(trainer: Any) -> dict[str, Any]:
+    """Return the losses, Trainer's best model and hashes of the weights and the optimizer's state. Collective."""
+    state, parameters = trainer.state, sorted(trainer.model.named_parameters())
+    return {
+        "losses": {entry["step"]: entry["loss"] for entry in state.log_history if "loss" in entry},
+        "best": (state.best_metric, state.best_global_step, state.best_model_checkpoint),
+        "weights": [_digest(value) for _, value in parameters],
+        "optimizer": [
+            _digest(value) for _, key in parameters for value in trainer.optimizer.state.get(key, {}).values()
+        ],
+    }
+
+
+def _digest(value: Any) -> str:
+    import torch
+
+    full = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
+    return hashlib.sha1(full.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:10]
+
+
+def train(
+    output: Path,
+    *,
+    stock: bool = False,
+    resume: bool | str = True,
+    callback: dict[str, Any] | None = None,
+    prepare: Callable[[Any], None] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train and return `describe`, where the run resumed, this package's warnings and error, and what `prepare` noted.
+
+    `resume` is a checkpoint, or whether to resume from the latest one. `stock` trains without our callback, `callback` holds its
+    arguments, `prepare` is called with the trainer and may append to `trainer.notes`, `options` are those of `make_trainer`.
+    """
+    from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint, patches
+
+    patches.enable_cpu_ranks()
+    warnings, error = collect_warnings(), None
+    checkpoint = (latest_checkpoint(output) if resume is True else resume) or None
+    callbacks = () if stock else (ShardedCheckpointCallback(**(callback or {})),)
+    trainer = make_trainer(output, callbacks, resume=checkpoint, **options)
+    trainer.notes = []
+    if prepare is not None:
+        prepare(trainer)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except CheckpointError as found:
+        error = str(found)
+    resumed = checkpoint and Path(checkpoint).name
+    outcome = {"resumed": resumed, "warnings": warnings, "notes": trainer.notes, "error": error}
+    return describe(trainer) | outcome
+
+
+def on(trainer: Any, event: str, action: Callable[..., Any]) -> None:
+    """Call `action(state, control)` at an event of the trainer, before our callback."""
+    from transformers import TrainerCallback
+
+    def act(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        action(state, control)
+
+    trainer.callback_handler.callbacks.insert(0, type("Act", (TrainerCallback,), {event: act})())
+
+
+def before_writing(fragment: str, action: Callable[[], None]) -> None:
+    """Call `action` before this rank writes a sharded file whose path contains `fragment`."""
+    from hf_fsdp_recipes.checkpointing.hashing import _HashingFileSystem
+
+    create_stream = _HashingFileSystem.create_stream
+
+    def act(self: Any, path: Any, mode: str) -> Any:
+        if fragment in str(path):
+            action()
+        return create_stream(self, path, mode)
+
+    _HashingFileSystem.create_stream = act
+
+
+def collect_warnings() -> list[str]:
+    """Return a list to which this package's warnings are added."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hf_fsdp_recipes").addHandler(handler)
+    return messages
+
+
+def steps_in(output: Path) -> list[int]:
+    """Return the steps of all directories named like a checkpoint, after checking that each is complete and intact."""
+    from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, step_of
+    from hf_fsdp_recipes.checkpointing.verification import find_damage
+
+    found = list_checkpoints(output)
+    assert [find_damage(checkpoint) for checkpoint in found] == [None] * len(found)
+    return sorted(step_of(checkpoint) for checkpoint in found)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])

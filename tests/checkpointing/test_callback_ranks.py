@@ -1,0 +1,171 @@
+"""What users of Trainer rely on keeps working: their own callbacks and strategies, other trainers, runs without FSDP."""
+
+import functools
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.checkpointing.runs import BEST, describe, on, rank, steps_in, train
+from tests.ranks.harness import run_ranks
+
+
+def _save_step_3_and_write_into_it(trainer):
+    """Ask for a save as a user's callback does, and add a file to it, as callbacks for adapters do."""
+
+    def ask(state, control):
+        control.should_save |= state.global_step == 3
+
+    def write(state, control):
+        checkpoint = Path(trainer.args.output_dir, f"checkpoint-{state.global_step}")
+        trainer.notes.append((state.global_step, (checkpoint / "manifest.json").is_file()))
+        checkpoint.mkdir(exist_ok=True)
+        (checkpoint / f"extra-{rank()}.txt").write_text("of another callback")
+
+    on(trainer, "on_step_end", ask)
+    on(trainer, "on_save", write)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_save_that_a_users_callback_asks_for_is_complete_and_keeps_what_on_save_adds(run, tmp_path, asynchronous):
+    prepare, callback = _save_step_3_and_write_into_it, {"asynchronous": asynchronous}
+    results = run(tmp_path, save_strategy="no", prepare=prepare, callback=callback)
+    assert steps_in(tmp_path) == [3] and [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+    assert len(list(tmp_path.glob("checkpoint-3/extra-*"))) == 2
+    assert [[step for step, _ in result["notes"]] for result in results] == [[3], [3]]
+    if not asynchronous:  # then on_save finds the complete checkpoint
+        assert [result["notes"] for result in results] == [[(3, True)]] * 2
+
+
+def _save_at_the_end_of_epochs(trainer):
+    on(trainer, "on_epoch_end", lambda state, control: setattr(control, "should_save", True))
+
+
+def test_save_total_limit_deletes_the_runs_own_checkpoints_only(run, tmp_path):
+    options = {"max_steps": -1, "save_total_limit": 1, "per_device_train_batch_size": 12}  # two steps in an epoch
+    run(tmp_path, num_train_epochs=1, prepare=_save_at_the_end_of_epochs, **options)  # saves step 2 twice
+    assert steps_in(tmp_path) == [2]
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "notes.txt").write_text("of the user")
+    resumed = run(tmp_path, num_train_epochs=3, save_strategy="epoch", **options)
+    assert {result["resumed"] for result in resumed} == {"checkpoint-2"}
+    assert (tmp_path / "checkpoint-1" / "notes.txt").is_file()
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    assert steps_in(tmp_path) == [6] and [path.name for path in tmp_path.iterdir()] == ["checkpoint-6"]
+
+
+def _stop_early_at_step_4(trainer):
+    from transformers import EarlyStoppingCallback
+
+    trainer.add_callback(EarlyStoppingCallback(2))
+    trainer.compute_metrics = lambda _: {"score": (5, 1, 2, 3)[trainer.state.global_step - 1]}
+    on(trainer, "on_step_end", lambda state, control: trainer.notes.append(describe(trainer)["weights"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"save_strategy": "best"}, [2]),
+        pytest.param({"save_steps": 1}, [2, 4], marks=pytest.mark.slow),  # the best and the latest
+    ],
+)
+def test_the_best_model_is_kept_and_loaded_after_early_stopping(run, tmp_path, options, kept):
+    options = BEST | {"max_steps": 8, "save_total_limit": 1, "eval_steps": 1} | options
+    for result in run(tmp_path, prepare=_stop_early_at_step_4, **options):
+        assert result["best"] == (1, 2, str(tmp_path / "checkpoint-2")) and len(result["losses"]) == 4
+        assert result["weights"] == result["notes"][1]
+    assert steps_in(tmp_path) == kept
+    latest = tmp_path / f"checkpoint-{kept[-1]}" / "trainer_state.json"
+    assert f'"best_model_checkpoint": "{tmp_path}/checkpoint-2"' in latest.read_text()
+
+
+def test_without_fsdp_trainer_saves_and_the_callback_exports(tmp_path):
+    function = functools.partial(train, tmp_path, callback={"export_dir": tmp_path / "export"})
+    environment = {"ACCELERATE_USE_CPU": "true"}
+    whole = run_ranks(function, 2, environment=environment)[0]
+    files = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
+    assert {"optimizer.pt", "model.safetensors"} <= files and "manifest.json" not in files
+    assert (tmp_path / "export" / "model.safetensors").is_file()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    assert run_ranks(function, 2, environment=environment)[0] == whole | {"resumed": "checkpoint-2"}
+
+
+def _train_two_models(output):
+    options = {"hidden": 48, "lora": True, "resume": False}
+    train(output / "first")
+    return train(output / "second", **options), train(output / "stock", stock=True, **options)
+
+
+def test_two_trainers_of_different_models_in_one_process_save_their_own_state(run, tmp_path):
+    second, stock = run(tmp_path, function=_train_two_models)[0]
+    assert second == stock
+    assert steps_in(tmp_path / "first") == steps_in(tmp_path / "second") == [2, 4]
+    assert not list(tmp_path.glob("stock/**/manifest.json"))  # a trainer without the callback saves as ever
+    shutil.rmtree(tmp_path / "second" / "checkpoint-4")
+    assert run(tmp_path / "second", hidden=48, lora=True)[0] == second | {"resumed": "checkpoint-2"}
+
+
+def _copy_slowly_and_count_copies(trainer):
+    """Note for each save how many of its tensors do not share memory with the parameters and the optimizer's state."""
+    from hf_fsdp_recipes.checkpointing.writer import Writer
+
+    start, stage = Writer.start, Writer._stage
+
+    def address(value):
+        return getattr(value, "_local_tensor", value).untyped_storage().data_ptr()
+
+    def count_copies(self, save, asynchronous):
+        state = [value for one in trainer.optimizer.state.values() for value in one.values()]
+        own = {address(value) for value in (*trainer.model.parameters(), *state)}
+        saved = [*save.parts["pytorch_model_fsdp_0"]["model"].values()]
+        saved += [value for one in save.parts["optimizer_0"]["optimizer"]["state"].values() for value in one.values()]
+        trainer.notes.append(sum(address(value) not in own for value in saved))
+        start(self, save, asynchronous)
+
+    Writer.start = count_copies
+    Writer._stage = lambda *arguments: (time.sleep(0.3), stage(*arguments))[1]
+
+
+def test_the_main_thread_copies_no_state_and_the_optimizer_waits_for_the_copy(run, tmp_path):
+    whole = run(tmp_path, prepare=_copy_slowly_and_count_copies)[0]
+    assert whole["notes"] == [0, 0]
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    resumed = run(tmp_path)[0]
+    assert resumed["resumed"] == "checkpoint-2" and resumed["weights"] == whole["weights"]
+
+
+def _add_metrics(trainer):
+    from hf_fsdp_recipes import MetricsCallback
+
+    trainer.add_callback(MetricsCallback())
+
+
+def test_a_token_for_the_hub_is_written_nowhere(run, tmp_path):
+    callback = {"export_dir": tmp_path / "export"}
+    run(tmp_path, sft=True, prepare=_add_metrics, callback=callback, model_init_kwargs={"token": "hf_secret"})
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"manifest.json", "metrics.jsonl", "model.safetensors"} <= {path.name for path in files}
+    assert [path for path in files if b"hf_secret" in path.read_bytes()] == []
+
+
+def _save_in_another_way(trainer):
+    """Stand for a version of accelerate that writes shards without torch DCP's `save`."""
+    import transformers.trainer
+
+    for name in ("save_fsdp_model", "save_fsdp_optimizer"):
+        setattr(
+            transformers.trainer, name, lambda *arguments, **_: Path(arguments[-1]).mkdir(parents=True, exist_ok=True)
+        )
+
+
+def test_an_accelerate_that_saves_in_another_way_is_an_error_and_no_empty_checkpoint(run, tmp_path):
+    results = run(tmp_path, prepare=_save_in_another_way)
+    assert "Install a tested version of accelerate" in results[0]["error"] and steps_in(tmp_path) == []
+
+
+def test_a_directory_of_another_run_is_refused_before_training(run, tmp_path):
+    run(tmp_path)
+    for result in run(tmp_path, resume=False):
+        assert "of another run" in result["error"] and not result["losses"]
+    assert steps_in(tmp_path) == [2, 4]

@@ -1,0 +1,125 @@
+"""A save that fails leaves no trace and does not stop training; only the last one's failure is an error, on every rank."""
+
+import errno
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.checkpointing.runs import BEST, before_writing, on, rank, steps_in
+
+
+def _fail():
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _wait_for_save(trainer):
+    writer = next(c for c in trainer.callback_handler.callbacks if hasattr(c, "saves_checkpoints"))._writer
+    while writer._written is not None and not writer._written.done():
+        time.sleep(0.01)
+
+
+def _fill_disk_at_step_4(trainer):
+    filler = Path(trainer.args.output_dir).with_name("filler")
+
+    def fill_or_free(state, control):
+        _wait_for_save(trainer)
+        if rank() == 0 and state.global_step == 4:
+            status = os.statvfs(filler.parent)
+            with filler.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_bsize - 60_000)
+        if state.global_step == 5:
+            filler.unlink(missing_ok=True)
+
+    on(trainer, "on_step_end", fill_or_free)
+
+
+def test_on_a_full_disk_training_continues_and_the_next_save_works(run, mount, tmp_path):
+    mount(tmp_path, 4 << 20)
+    result = run(tmp_path / "run", max_steps=6, prepare=_fill_disk_at_step_4)[0]
+    assert steps_in(tmp_path / "run") == [2, 6] and [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert len(result["losses"]) == 6 and result["error"] is None
+    assert len([text for text in result["warnings"] if "checkpoint-4 was not saved" in text]) == 1
+
+
+def _fail_on_rank_1_at_step_4(trainer):
+    if rank() == 1:
+        before_writing("checkpoint-4", _fail)
+
+
+def _fail_and_note_best(trainer):
+    _fail_on_rank_1_at_step_4(trainer)
+    trainer.compute_metrics = lambda _: {"score": {2: 3, 4: 1, 6: 2}[trainer.state.global_step]}
+    on(trainer, "on_step_end", lambda state, control: _wait_for_save(trainer))
+    on(trainer, "on_evaluate", lambda state, control: trainer.notes.append((state.best_metric, state.best_global_step)))
+
+
+def test_after_a_failed_save_all_ranks_return_to_the_best_model_that_is_saved(run, tmp_path):
+    for result in run(tmp_path, max_steps=6, prepare=_fail_and_note_best, **BEST):
+        assert result["notes"] == [(None, None), (3, 2), (3, 2)]  # before the evaluation of step 2, 4 and 6
+        assert result["best"] == (2, 6, str(tmp_path / "checkpoint-6")) and result["error"] is None
+    assert steps_in(tmp_path) == [2, 6]
+
+
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_last_failed_save_is_an_error_on_every_rank_after_the_export(run, tmp_path, asynchronous):
+    callback = {"export_dir": tmp_path / "export", "asynchronous": asynchronous}
+    for result in run(tmp_path / "run", prepare=_fail_on_rank_1_at_step_4, callback=callback):
+        assert result["error"].startswith("the last checkpoint was not saved") and "No space left" in result["error"]
+    assert steps_in(tmp_path / "run") == [2] and [path.name for path in (tmp_path / "run").iterdir()] == [
+        "checkpoint-2"
+    ]
+    assert (tmp_path / "export" / "model.safetensors").is_file()
+
+
+def _fail_to_write_random_state(trainer):
+    save = trainer._save_rng_state
+    trainer._save_rng_state = lambda output: _fail() if rank() == 1 and "checkpoint-2" in output else save(output)
+
+
+def test_a_failure_in_trainers_own_files_on_one_rank_fails_the_save_on_all(run, tmp_path):
+    results = run(tmp_path, prepare=_fail_to_write_random_state)
+    assert steps_in(tmp_path) == [4] and "No space left" in results[0]["warnings"][0]
+
+
+def _spoil_weights_at_step_3(trainer):
+    def spoil(state, control):
+        if state.global_step == 3 and rank() == 1:
+            next(trainer.model.parameters()).data.to_local()[0] = float("nan")
+
+    on(trainer, "on_step_end", spoil)
+
+
+def test_weights_with_nan_do_not_replace_a_usable_checkpoint(run, tmp_path):
+    for result in run(tmp_path, save_total_limit=1, prepare=_spoil_weights_at_step_3):
+        assert "contains NaN" in result["error"]
+    assert steps_in(tmp_path) == [2]
+
+
+def _have_no_locks(trainer):
+    import fcntl
+
+    fcntl.flock = lambda *arguments: _fail()
+
+
+def test_a_file_system_without_locks_is_a_warning(run, tmp_path):
+    result = run(tmp_path, prepare=_have_no_locks)[0]
+    assert steps_in(tmp_path) == [2, 4] and result["error"] is None
+    assert len(result["warnings"]) == 1 and "cannot be locked" in result["warnings"][0]
+
+
+def _write_slowly_on_rank_1(trainer):
+    """Write for longer than collectives may take, so that the other rank waits before its next save."""
+    import torch.distributed as dist
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4), dist.group.WORLD)
+    if rank() == 1:
+        before_writing("checkpoint-2/optimizer_0/__", lambda: time.sleep(10))
+
+
+@pytest.mark.slow
+def test_a_slow_write_on_one_rank_outlasts_the_timeout_of_collectives(run, tmp_path):
+    result = run(tmp_path, prepare=_write_slowly_on_rank_1)[0]
+    assert steps_in(tmp_path) == [2, 4] and result["error"] is None and not result["warnings"]

@@ -1,0 +1,92 @@
+"""After kill -9 at any moment each checkpoint is complete or absent, and no complete one is lost."""
+
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.sharedctypes import RawArray
+from pathlib import Path
+
+import pytest
+
+from hf_fsdp_recipes.checkpointing.directory import RunDirectory
+from hf_fsdp_recipes.checkpointing.hashing import read_facts
+from tests.checkpointing.runs import before_writing, steps_in, train
+from tests.ranks.harness import start_ranks
+
+forking = multiprocessing.get_context("fork")
+ROOT = Path(__file__).resolve().parents[2]
+EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+def _save(run, step, published):
+    written = run.workspace / f"checkpoint-{step}"
+    (written / "part").mkdir(parents=True)
+    (written / "part" / "data").write_bytes(os.urandom(10))
+    facts = {"part/data": read_facts(written / "part" / "data")}
+    run.publish(written, run.output_dir / written.name, {"step": step, "files": facts})
+    published[0] = step
+    run.prune(run.output_dir, 1, set())
+
+
+def _save_until_killed(output, event_of_kill, published):
+    """Save steps 2, 2 again, and 4; keep one. Be killed before a file operation, counted from 1."""
+    count = 0
+
+    def see(event, arguments):
+        nonlocal count
+        if event in EVENTS:
+            count += 1
+            if count == event_of_kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(see)
+    run = RunDirectory(output, "run")
+    run.open(published[0])
+    for step in (2, 2, 4):
+        _save(run, step, published)
+    run.close()
+
+
+def test_no_file_operation_of_a_save_is_a_wrong_moment_for_a_kill(tmp_path):
+    for event_of_kill in range(1, 1000):
+        output, published = tmp_path / str(event_of_kill), RawArray("i", 1)
+        process = forking.Process(target=_save_until_killed, args=(output, event_of_kill, published))
+        process.start()
+        process.join()
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        steps = steps_in(output)
+        assert max(steps, default=0) >= published[0], f"lost after event {event_of_kill}"
+        RunDirectory(output, "run").open(resumed_step=max(steps, default=0))  # the next start
+        assert steps_in(output) == steps and len(list(output.glob("_saving-run/*"))) == 1  # the lock
+    assert event_of_kill > 60 and steps_in(output) == [4] and len(list(output.iterdir())) == 1
+
+
+def _kill_while_writing_step_4(trainer):
+    before_writing("checkpoint-4/optimizer", lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_run_killed_while_it_writes_resumes_exactly(fsdp, run, tmp_path):
+    uninterrupted = run(tmp_path / "whole")[0]
+    killed = functools.partial(train, tmp_path / "run", prepare=_kill_while_writing_step_4)
+    processes, _ = start_ranks(killed, 2, environment=fsdp)
+    for process in processes:
+        process.join(60)
+    assert -signal.SIGKILL in {process.exitcode for process in processes}
+    assert steps_in(tmp_path / "run") == [2] and len(list((tmp_path / "run").glob("_saving-*"))) == 1
+    resumed = run(tmp_path / "run")[0]
+    assert resumed == uninterrupted | {"resumed": "checkpoint-2"}
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+
+
+@pytest.mark.slow
+def test_random_kills_and_mutations_never_change_a_result(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.soak", "--kills", "6", "--mutations", "6", "--disk", tmp_path / "soak"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "soak" / "soak.json").read_text())["violations"] == []

@@ -1,0 +1,79 @@
+"""A signal on one rank, or the launcher's death, makes all ranks save the same step and stop."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.checkpointing.runs import on, rank, steps_in, train
+from tests.ranks.harness import context, free_port
+
+SLOW = pytest.mark.slow
+
+
+def _train_and_signal(output, number, options):
+    def send(state, control):
+        if rank() == 1 and state.global_step == 3:
+            os.kill(os.getpid(), number)
+
+    train(
+        output, prepare=lambda trainer: on(trainer, "on_step_begin", send), max_steps=50, save_strategy="no", **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGTERM, {"gradient_accumulation_steps": 2}),
+        pytest.param(signal.SIGUSR1, {"sft": True, "lora": True}, marks=SLOW),
+        # in the last step of an epoch, whose end would evaluate and save too
+        pytest.param(signal.SIGTERM, {"per_device_train_batch_size": 6, "eval_strategy": "epoch"}, marks=SLOW),
+    ],
+)
+def test_a_signal_on_one_rank_saves_the_same_step_on_all_and_exits_with_85(run, tmp_path, number, options):
+    errors = run(tmp_path, function=_train_and_signal, expect_failure=True, number=number, options=options)
+    assert errors == [("SystemExit", "85")] * 2
+    (step,) = steps_in(tmp_path)
+    assert step < 6
+    assert run(tmp_path, max_steps=step + 1, **options)[0]["resumed"] == f"checkpoint-{step}"
+
+
+def _launch_two_ranks(environment, output):
+    """Fork two ranks, as a launcher does, and wait to be killed."""
+    os.environ |= {**environment, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(free_port())
+    for number in range(2):
+        if os.fork() == 0:
+            os.setsid()
+            os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
+            try:
+                train(output, prepare=_report_steps, max_steps=4000, save_strategy="no")
+            except BaseException as error:
+                output.with_name(f"error-{number}").write_text(repr(error))
+            os._exit(0)
+    time.sleep(600)
+
+
+def _report_steps(trainer):
+    on(trainer, "on_step_end", lambda *_: Path(f"{trainer.args.output_dir}-started").touch())
+
+
+def test_when_the_launcher_dies_all_ranks_save_the_same_step_and_exit_with_85(fsdp, tmp_path):
+    launcher = context.Process(target=_launch_two_ranks, args=(fsdp, tmp_path / "run"))
+    launcher.start()
+    _wait_for(tmp_path / "run-started")
+    launcher.kill()
+    for number in range(2):
+        assert _wait_for(tmp_path / f"error-{number}").read_text() == "SystemExit(85)"
+    assert len(steps_in(tmp_path / "run")) == 1
+
+
+def _wait_for(path):
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} does not appear"
+        time.sleep(0.1)
+    time.sleep(0.1)  # until it is written
+    return path

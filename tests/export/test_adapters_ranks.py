@@ -1,0 +1,111 @@
+"""Adapters on ranks: written as PEFT writes them, and merged as `merge_and_unload` merges them."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.export.cases import TOKENS, adapt, assert_same_files, assert_same_tensors, load, merge, shard
+from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
+from tests.ranks.training import LORA, build
+
+NF4 = {"bnb_4bit_quant_storage": "float32", "bnb_4bit_compute_dtype": "float32"}
+
+LINEAR = {"target_modules": "all-linear"}
+EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+HEADS = LINEAR | {"modules_to_save": ["lm_head", "embed_tokens"]}
+
+
+def _export(directory, folder, lora, held=torch.float32):
+    """Export an adapter, alone and merged, and let PEFT write the same."""
+    from peft import PeftModel
+
+    from hf_fsdp_recipes import export_model
+    from hf_fsdp_recipes.distributed import is_main
+
+    model = adapt(load(directory, held), **lora)
+    if is_main():
+        copy.deepcopy(model).save_pretrained(folder / "stock")
+        merged = merge(model, held)
+        merged.save_pretrained(folder / "stock_merged", max_shard_size="60KB")
+    shard(model)
+    export_model(model, folder / "export")
+    exported = export_model(model, folder / "export_merged", merge_adapter=True, max_shard_size="60KB")
+    if is_main():
+        for loaded in (load(exported), PeftModel.from_pretrained(load(directory), folder / "export")):
+            assert torch.allclose(loaded(TOKENS).logits, merged.float()(TOKENS).logits, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora", "held"),
+    [
+        ("llama", LINEAR, torch.float32),
+        ("llama_tied", LINEAR | {"use_rslora": True, "rank_pattern": {"q_proj": 8}}, torch.bfloat16),
+        ("llama", HEADS, torch.float32),
+        ("qwen3_moe", {"target_modules": ["q_proj"]} | EXPERTS, torch.float32),
+        pytest.param("qwen3_moe", EXPERTS, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("llama", {"target_modules": ["embed_tokens", "q_proj", "lm_head"]}, torch.float32, marks=pytest.mark.slow),
+        pytest.param("llama", LINEAR | {"bias": "all"}, torch.float32, marks=pytest.mark.slow),
+        pytest.param("llama", LINEAR | {"use_dora": True}, torch.float32, marks=pytest.mark.slow),
+        pytest.param("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [1, 5]}, torch.float32, marks=pytest.mark.slow),
+        pytest.param("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}, torch.float32, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_adapters_are_written_and_merged_as_by_peft(kind, lora, held, tiny_model, tmp_path):
+    run_ranks(_export, 2, tiny_model(kind), tmp_path, lora, held)
+    assert_same_files(tmp_path / "stock", tmp_path / "export")
+    assert_same_files(tmp_path / "stock_merged", tmp_path / "export_merged")
+
+
+def _export_tied(directory, folder):
+    from hf_fsdp_recipes import export_model
+
+    model = shard(adapt(load(directory), target_modules=["embed_tokens"]))
+    export_model(model, folder / "export", merge_adapter=True)
+
+
+def test_an_adapted_embedding_that_is_tied_is_not_merged(tiny_model, tmp_path):
+    errors = run_ranks(_export_tied, 2, tiny_model("llama_tied"), tmp_path, expect_failure=True)
+    assert {kind for kind, _ in errors} == {"ExportError"}
+    assert "are tied, and the adapter changes one" in errors[0][1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def _export_zero_rows(directory, folder):
+    """Export an adapter of which a whole row of lora_A, and all of lora_B, are zero, as they may be after training."""
+    from hf_fsdp_recipes import export_model
+
+    model = adapt(load(directory), target_modules=["q_proj"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter[: 1 if "lora_A" in name else None] = 0
+    shard(model)
+    export_model(model, folder / "export")
+    export_model(model, folder / "export_merged", merge_adapter=True)
+
+
+def test_zero_rows_of_an_adapter_are_exported(tiny_model, tmp_path):
+    run_ranks(_export_zero_rows, 2, tiny_model("llama"), tmp_path)
+    assert_same_tensors(tiny_model("llama"), tmp_path / "export_merged")
+
+
+def _export_4bit(directory, data, folder):
+    """Train an adapter on a 4-bit model, and export it alone and merged into the base model's files."""
+    from hf_fsdp_recipes import export_model
+
+    trainer = build(str(directory), str(data), str(folder / "run"), lora=LORA, quantization=NF4, steps=2)
+    trainer.train()
+    export_model(trainer.model, folder / "export")
+    export_model(trainer.model, folder / "export_merged", merge_adapter=True)
+
+
+def test_an_adapter_of_a_4bit_model_is_merged_into_the_unquantized_base(tiny_model, text_file, tmp_path):
+    from peft import PeftModel
+
+    base = tiny_model("llama_wide", "bfloat16")
+    run_ranks(_export_4bit, 2, base, text_file, tmp_path, environment=fsdp_environment(FSDP2))
+    adapted = PeftModel.from_pretrained(load(base, torch.bfloat16), tmp_path / "export")
+    merge(adapted, torch.bfloat16).save_pretrained(tmp_path / "stock")
+    assert_same_tensors(tmp_path / "stock", tmp_path / "export_merged")
+    assert "quantization_config" not in (tmp_path / "export_merged" / "config.json").read_text()

@@ -1,0 +1,238 @@
+"""`export_checkpoint` in one process: from checkpoints of this package, of stock code and of version two, and from adapters."""
+
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+
+from tests.export.cases import adapt, assert_same_files, assert_same_tensors, change, connect, load, merge, tensors
+from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
+from tests.ranks.training import LORA, build
+
+STEPS = {"steps": 2, "save_strategy": "steps", "save_steps": 2}
+
+
+def _train(model, data, output, options):
+    """Train, save a checkpoint, and export the same model from memory."""
+    from hf_fsdp_recipes import ShardedCheckpointCallback, export_model
+
+    trainer = build(str(model), str(data), str(output), callbacks=[ShardedCheckpointCallback()], **STEPS, **options)
+    trainer.train()
+    export_model(trainer.model, output / "live", tokenizer=trainer.processing_class)
+    if "lora" in options:
+        export_model(trainer.model, output / "live_merged", merge_adapter=True)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model, text_file, tmp_path_factory):
+    """Return a function that trains a model once and returns its output directory, with `checkpoint-2` and `live`."""
+    made = {}
+
+    def train(kind, num_ranks=2, **options):
+        key = kind, num_ranks, str(options)
+        if key not in made:
+            output = made[key] = tmp_path_factory.mktemp("trained")
+            arguments = (tiny_model(kind), text_file, output, options)
+            run_ranks(_train, num_ranks, *arguments, environment=fsdp_environment(FSDP2))
+        return made[key]
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    [("llama", 2), pytest.param("llama_tied", 2, marks=pytest.mark.slow), ("qwen3_moe", 3),
+     pytest.param("gpt_oss", 2, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_checkpoint_gives_the_files_that_the_running_model_gives(kind, num_ranks, trained, tmp_path):
+    from transformers import AutoTokenizer
+
+    from hf_fsdp_recipes import export_checkpoint
+
+    run = trained(kind, num_ranks)
+    exported = export_checkpoint(run / "checkpoint-2", tmp_path / "export")
+    assert_same_files(run / "live", exported)
+    assert AutoTokenizer.from_pretrained(exported).chat_template == AutoTokenizer.from_pretrained(run / "live").chat_template
+    smaller = export_checkpoint(run / "checkpoint-2", tmp_path / "bf16", dtype="bfloat16", max_shard_size="40KB")
+    assert len(list(smaller.glob("*.safetensors"))) > 1
+    assert {value.dtype for value in tensors(smaller).values()} == {torch.bfloat16}
+    assert load(smaller, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [LORA | {"modules_to_save": ["lm_head"]}, pytest.param(LORA | {"use_rslora": True}, marks=pytest.mark.slow)],
+)
+def test_an_adapters_checkpoint_is_exported_alone_and_merged(lora, trained, tiny_model, tmp_path):
+    from peft import PeftModel
+
+    from hf_fsdp_recipes import export_checkpoint
+
+    run = trained("llama", lora=lora)
+    exported = export_checkpoint(run / "checkpoint-2", tmp_path / "export")
+    assert_same_files(run / "live", exported)
+    merge(PeftModel.from_pretrained(load(tiny_model()), exported)).save_pretrained(tmp_path / "stock")
+    for adapter in (run / "checkpoint-2", exported):
+        merged = export_checkpoint(adapter, tmp_path / "merged", merge_adapter=True)
+        assert_same_tensors(tmp_path / "stock", merged)
+    assert_same_tensors(tmp_path / "stock", run / "live_merged")
+
+
+@pytest.mark.parametrize(
+    ("lora", "error"),
+    [
+        ({"target_modules": ["q_proj", "v_proj"]}, None),
+        ({"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}, "is not one tensor of the base"),
+        pytest.param({"target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "changed the base", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_an_adapter_is_merged_into_files_that_hold_experts_one_by_one(lora, error, tiny_model, tmp_path):
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.errors import ExportError
+
+    model = adapt(load(tiny_model("qwen3_moe")), **lora)
+    model.save_pretrained(tmp_path / "adapter")
+    if error:
+        with pytest.raises(ExportError, match=error):
+            export_checkpoint(tmp_path / "adapter", tmp_path / "export", merge_adapter=True)
+        assert not (tmp_path / "export").exists()
+    else:
+        merge(model).save_pretrained(tmp_path / "stock")
+        exported = export_checkpoint(tmp_path / "adapter", tmp_path / "export", merge_adapter=True)
+        assert_same_tensors(tmp_path / "stock", exported)
+
+
+# Checkpoints of other programs.
+
+
+@pytest.fixture(scope="module")
+def stored(tiny_model, tmp_path_factory):
+    """Return the directory of a model whose values differ from those of tiny_model("llama")."""
+    directory = tmp_path_factory.mktemp("stored")
+    model = load(tiny_model())
+    change(model)
+    model.save_pretrained(directory)
+    return directory
+
+
+def _save_bare(source, directory, prefix, top):
+    """Save a model's shards with torch DCP alone."""
+    import torch.distributed.checkpoint as dcp
+
+    from tests.export.cases import shard
+
+    state = {prefix + name: value for name, value in shard(load(source)).state_dict().items()}
+    dcp.save({top: state} if top else state, checkpoint_id=directory)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "top"),
+    [("", "model"), pytest.param("_orig_mod.", None, marks=pytest.mark.slow)],
+)
+def test_a_bare_dcp_directory_is_exported_with_its_base_model(prefix, top, stored, tiny_model, tmp_path):
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.errors import ExportError
+
+    checkpoint = tmp_path / "fine-tuned"
+    run_ranks(_save_bare, 2, stored, checkpoint, prefix, top)
+    (checkpoint / "train_params.yaml").write_text("model_name: ./somewhere\n")
+    with pytest.raises(ExportError, match="Pass base_model"):
+        export_checkpoint(checkpoint, tmp_path / "export")
+    with pytest.raises(ExportError, match="do not fit the config of GPT2LMHeadModel"):
+        export_checkpoint(checkpoint, tmp_path / "export", base_model=tiny_model("gpt2"))
+    assert_same_tensors(stored, export_checkpoint(checkpoint, tmp_path / "export", base_model=tiny_model()))
+
+
+def test_an_adapters_checkpoint_without_its_config_names_the_file(trained, tmp_path):
+    """Version two and stock Trainer write such checkpoints."""
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.errors import ExportError
+
+    checkpoint = tmp_path / "checkpoint-2"
+    shutil.copytree(trained("llama", lora=LORA | {"modules_to_save": ["lm_head"]}) / "checkpoint-2", checkpoint)
+    (checkpoint / "adapter_config.json").unlink()
+    with pytest.raises(ExportError, match=r"no adapter_config\.json\. Copy it there"):
+        export_checkpoint(checkpoint, tmp_path / "export")
+
+
+class _Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.mknod, (str(self.file),)
+
+
+def _put_payload_into_metadata(directory, file):
+    (directory / ".metadata").write_bytes(pickle.dumps(_Payload(file)))
+
+
+def _put_payload_into_entry(directory, file):
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"model": {"a": torch.zeros(2), "b": _Payload(file)}}, checkpoint_id=directory, no_dist=True)
+
+
+def _remove(directory, file):
+    next(directory.glob("*.distcp")).unlink()
+
+
+def _truncate(directory, file):
+    os.truncate(next(directory.glob("*.distcp")), 100)
+
+
+def _garble(directory, file):
+    (directory / ".metadata").write_bytes(b"nonsense")
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (_put_payload_into_metadata, "is unusable"),
+        (_put_payload_into_entry, "is unusable"),
+        (_garble, "is unusable"),
+        (_remove, "is unreadable"),
+        (_truncate, "is unreadable"),
+    ],
+)
+def test_a_damaged_or_hostile_checkpoint_is_one_error_and_runs_no_code(damage, error, stored, tiny_model, tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.errors import ExportError
+
+    checkpoint, file = tmp_path / "checkpoint", tmp_path / "ran"
+    dcp.save({"model": load(stored).state_dict()}, checkpoint_id=checkpoint, no_dist=True)
+    damage(checkpoint, file)
+    with pytest.raises(ExportError, match=error):
+        export_checkpoint(checkpoint, tmp_path / "export", base_model=tiny_model())
+    assert list(tmp_path.iterdir()) == [checkpoint]
+
+
+def _measure(checkpoint, folder, base):
+    from hf_fsdp_recipes import export_checkpoint
+    from tests.ranks.memory import PeakMemory
+
+    export_checkpoint(checkpoint, folder / "export", base_model=base)  # imports what is needed
+    with PeakMemory() as memory:
+        export_checkpoint(checkpoint, folder / "export", base_model=base, max_shard_size="300MB")
+    return memory.growth_bytes / 1e6
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_exported_in_the_memory_of_a_few_parameters(tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, num_hidden_layers=3, **sizes))
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(tmp_path / "base")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    (growth,) = run_ranks(_measure, 1, tmp_path / "checkpoint", tmp_path, tmp_path / "base")
+    assert growth < 300

@@ -1,0 +1,84 @@
+"""Upstream as it is: the reproductions of docs/upstream.md fail without this package, and nothing trains if it moves on."""
+
+import os
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
+from tests.ranks.training import build
+
+REPRODUCTIONS = Path(__file__).parent / "reproductions"
+BY_SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 2000}
+
+
+def _reproduce(name):
+    """Run a reproduction. Those that need FSDP get it on CPU ranks, with nothing else of this package."""
+    from hf_fsdp_recipes import patches
+
+    if name in ("fill_shards", "wrap_by_size"):
+        patches.enable_cpu_ranks()
+    runpy.run_path(str(REPRODUCTIONS / f"{name}.py"))
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "error"),
+    [
+        ("fill_shards", fsdp_environment(FSDP2), "parameters have no values"),
+        ("wrap_by_size", fsdp_environment(FSDP2 | BY_SIZE), "forward"),
+        ("save_checkpoint", {}, "trainer_state.json"),
+        ("cpu_ranks", fsdp_environment(FSDP2), "trains as DistributedType.MULTI_CPU"),
+    ],
+)
+def test_the_reason_for_a_patch_still_exists(name, environment, error):
+    num_ranks = 1 if name == "save_checkpoint" else 2
+    for _, text in run_ranks(_reproduce, num_ranks, name, environment=environment, expect_failure=True):
+        assert error in text
+
+
+def _train_past_the_patch(model, data, output):
+    trainer = build(str(model), str(data), str(output))
+    from accelerate import accelerator
+
+    from hf_fsdp_recipes.patches import MARK
+
+    accelerator.fsdp2_prepare_model = getattr(accelerator.fsdp2_prepare_model, MARK)
+    trainer.train()
+
+
+def test_an_accelerate_that_shards_with_another_function_trains_nothing(tiny_model, text_file, tmp_path):
+    arguments = (tiny_model(), text_file, tmp_path)
+    errors = run_ranks(_train_past_the_patch, 2, *arguments, environment=fsdp_environment(FSDP2), expect_failure=True)
+    assert all(kind == "LoadError" and "not loaded yet" in text for kind, text in errors)
+
+
+def _prepare_in_order(order, model, output):
+    """Create a run's parts in an order, as the launcher of CPU ranks starts it; return how the model is trained."""
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # accelerate launch sets it for configs without FSDP only
+    from accelerate import Accelerator
+    from transformers import Trainer, TrainingArguments
+
+    from hf_fsdp_recipes import load_model
+
+    for part in order.split():
+        if part == "accelerator":
+            Accelerator()
+        elif part == "arguments":
+            args = TrainingArguments(output_dir=str(output), report_to="none")
+        else:
+            loaded = load_model(str(model))
+    trainer = Trainer(loaded, args)
+    return str(trainer.accelerator.distributed_type), args.world_size
+
+
+@pytest.mark.parametrize("order", ["arguments model", "model arguments"])
+def test_cpu_ranks_train_with_fsdp_in_either_order(order, tiny_model, tmp_path):
+    found = run_ranks(_prepare_in_order, 2, order, tiny_model(), tmp_path, environment=fsdp_environment(FSDP2))
+    assert found == [("DistributedType.FSDP", 2)] * 2
+
+
+def test_an_accelerator_that_came_too_early_is_one_error(tiny_model, tmp_path):
+    arguments = ("accelerator model arguments", tiny_model(), tmp_path)
+    errors = run_ranks(_prepare_in_order, 2, *arguments, environment=fsdp_environment(FSDP2), expect_failure=True)
+    assert all("Accelerator was created before FSDP" in text for _, text in errors)

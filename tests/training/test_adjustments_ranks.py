@@ -1,0 +1,80 @@
+"""Packed rows are kept apart, or training is refused; sharded optimizers of bitsandbytes train like unsharded ones."""
+
+import json
+
+import pytest
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+
+from tests.conftest import make_tokenizer
+from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks, template_environment
+from tests.ranks.training import build, digest, losses_of
+from tests.recipes.launching import CPU, SETTINGS, run_recipe, write_recipe
+
+
+@pytest.fixture
+def opt(tmp_path):
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    OPTForCausalLM(OPTConfig(**sizes, vocab_size=307, max_position_embeddings=128)).save_pretrained(tmp_path / "opt")
+    make_tokenizer(tmp_path / "opt")
+    return tmp_path / "opt"
+
+
+def test_packing_is_refused_where_packed_rows_would_see_each_other(opt, text_file, tmp_path):
+    values = SETTINGS | {
+        "model_name_or_path": opt,
+        "dataset_name": text_file,
+        "output_dir": tmp_path / "run",
+        "packing": True,
+    }
+    argv, environment = write_recipe(tmp_path / "recipe.yaml", values), template_environment(CPU)
+    errors = run_ranks(_error_of, 2, argv, environment=environment)
+    assert errors[0] == errors[1] and "OPTForCausalLM lets packed rows see each other" in errors[0]
+
+
+def _error_of(argv):
+    from hf_fsdp_recipes import distributed, errors
+
+    distributed.exit_with_message = lambda: __import__("contextlib").nullcontext()
+    try:
+        run_recipe(argv)
+    except errors.RecipeError as error:
+        return str(error)
+
+
+def _train(model, data, output, optimizer, resume=False):
+    from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint
+
+    trainer = build(
+        str(model), str(data), str(output), callbacks=[ShardedCheckpointCallback()], save_strategy="steps", save_steps=2,
+        steps=4, learning_rate=1e-3, optim=optimizer,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=latest_checkpoint(output) if resume else None)
+    return losses_of(trainer), digest(trainer.model)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "paged_adamw_32bit",
+        pytest.param("adamw_8bit", marks=pytest.mark.slow),
+        pytest.param("sgd", marks=pytest.mark.slow),
+    ],
+)
+def test_a_sharded_optimizer_trains_and_resumes_exactly(optimizer, tiny_model, text_file, tmp_path):
+    def train(resume=False):
+        arguments = (tiny_model("llama"), text_file, tmp_path / "run", optimizer, resume)
+        return run_ranks(_train, 2, *arguments, environment=fsdp_environment(FSDP2))
+
+    whole = train()
+    assert whole[0][0][-1] < whole[0][0][0]
+    (tmp_path / "run" / "checkpoint-4").rename(tmp_path / "later")
+    assert train(resume=True) == whole
+    assert json.loads((tmp_path / "later" / "manifest.json").read_text())["step"] == 4
