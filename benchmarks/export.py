@@ -83,7 +83,7 @@ def measure(num_parameters: float, scratch: Path, repeats: int) -> dict[str, Mea
     generator = torch.Generator().manual_seed(dist.get_rank())
     for parameter in model.parameters():
         parameter.detach().to_local().normal_(0, 0.02, generator=generator)
-    ways = {
+    ways: dict[str, Callable[..., Any]] = {
         "FULL_STATE_DICT on rank 0, then save_file": functools.partial(save_full, model),
         "DCP HuggingFaceStorageWriter with consolidation": functools.partial(save_with_dcp, model),
         "export_model": functools.partial(export_model, model),
@@ -99,7 +99,7 @@ def measure_offline(scratch: Path, repeats: int) -> dict[str, Measured]:
     from hf_fsdp_recipes import export_checkpoint
 
     sharded = scratch / "sharded"
-    ways = {
+    ways: dict[str, Callable[..., Any]] = {
         "`accelerate merge-weights`": lambda target: merge_fsdp_weights(str(sharded), str(target)),
         "export_checkpoint": functools.partial(export_checkpoint, sharded, base_model=scratch / "export_model"),
     }
@@ -114,10 +114,11 @@ def measure_ways(ways: dict[str, Callable[..., Any]], scratch: Path, repeats: in
     for number in range(repeats + 1):
         for way, write in ways.items():
             target = scratch / way
-            distributed.run_on_main(lambda target=target: (shutil.rmtree(target, ignore_errors=True), os.sync()))
+            distributed.run_on_main(functools.partial(shutil.rmtree, target, ignore_errors=True))
+            distributed.run_on_main(os.sync)
             with HostPeak() as memory:
                 write(target)
-                distributed.run_on_main(lambda target=target: sync(target))
+                distributed.run_on_main(functools.partial(sync, target))
             if number:
                 runs[way].append((memory.seconds, memory.peak_bytes - memory.before_bytes))
     distributed.run_on_main(lambda: check_equal([scratch / way for way in ways]))

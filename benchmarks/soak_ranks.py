@@ -20,6 +20,7 @@ PR_SET_CHILD_SUBREAPER = 36  # prctl's number, from linux/prctl.h
 MODULES = (
     "tests.conftest", "tests.ranks.harness", "tests.checkpointing.damage", "tests.checkpointing.runs", "accelerate", "peft",
     "datasets", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "hf_fsdp_recipes.callback",
+    "transformers.trainer", "transformers.models.llama.modeling_llama", "trl.trainer.sft_trainer",
 )  # fmt: skip
 
 
@@ -45,9 +46,6 @@ def prepare() -> None:
     """Import once what the ranks need, and let this process wait for its grandchildren when their parent dies."""
     for name in MODULES:
         importlib.import_module(name)
-    from transformers import LlamaForCausalLM, Trainer  # noqa: F401
-    from trl import SFTTrainer  # noqa: F401
-
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -105,11 +103,9 @@ def _run_rank(board: Board, rank: int, output: Path, options: dict[str, Any]) ->
         result = train(output, **options)
         (output.parent / f"result-{rank}.json").write_text(json.dumps(result))
         return 0
-    except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 1
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
-        return 1
+        return int(getattr(error, "code", 1))
 
 
 def _watch_files(board: Board, rank: int, output: str) -> None:

@@ -5,7 +5,6 @@ import logging
 import os
 import secrets
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,9 +88,7 @@ class ShardedCheckpointCallback(TrainerCallback):
 
     # Trainer's events, in the order of a run.
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Claim the output directory."""
         from accelerate import PartialState
         from accelerate.utils import DistributedType
@@ -131,9 +128,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         distributed.print_main(f"the run was complete at step {state.global_step}; its model is exported now")
         sys.exit()
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Start to exchange flags with the other ranks."""
         if self._flags is not None and not self._stop_signal:
             self._flags.start(self._has_failed)
@@ -165,9 +160,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             # With a limit of 1, Trainer would now delete all other checkpoints, also those of other runs.
             self._save_total_limit, args.save_total_limit = args.save_total_limit, None
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Export, unless a signal stopped the run. Then raise an error if the last save failed, or exit after a signal."""
         if self._writer is not None:
             self._settle(state)
@@ -202,7 +195,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     def save(self, trainer: Trainer, save_by_trainer: Callable[[], None], trial: Any) -> None:
         """Save a checkpoint in place of `Trainer._save_checkpoint`. Collective."""
         assert self._writer is not None and self._directory is not None
-        args, state, started = trainer.args, trainer.state, time.perf_counter()
+        args, state = trainer.args, trainer.state
         self._settle(state)
         final = Path(trainer._get_output_dir(trial)) / f"checkpoint-{state.global_step}"
         best = final.with_name(f"checkpoint-{state.best_global_step}")
@@ -212,7 +205,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         facts = {
             "step": state.global_step,
             "world_size": args.world_size,
-            "global_batch": trainer.get_total_train_batch_size(args),
+            "global_batch_size": trainer.get_total_train_batch_size(args),
         }
         written = self._directory.workspace / final.name
         save = Save(written, final, facts, args.save_total_limit, {best_path} if best_path else set())
@@ -235,7 +228,6 @@ class ShardedCheckpointCallback(TrainerCallback):
             self._settle(state)
             if args.push_to_hub and self._last_error is None:
                 trainer._push_from_checkpoint(str(final))
-        logger.debug("training stood still for %.3f s", time.perf_counter() - started)
 
     def _settle(self, state: TrainerState) -> None:
         """Wait for the save in flight. If it failed, warn and go back to the best model that is saved. Collective."""

@@ -134,9 +134,7 @@ def exit_with_message() -> Iterator[None]:
         yield
     except RecipeError as error:
         if not is_main():
-            time.sleep(
-                EXIT_SECONDS
-            )  # rank 0 usually has the same error: the launcher then ends this rank during the wait
+            time.sleep(EXIT_SECONDS)  # rank 0 usually has the same error, and the launcher ends this rank meanwhile
         # A single write, so that the lines of several ranks do not interleave.
         os.write(sys.stderr.fileno(), f"{type(error).__name__}: {error}\n".encode())
         sys.exit(1)

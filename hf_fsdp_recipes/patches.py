@@ -36,21 +36,13 @@ HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MA
 
 @dataclass(frozen=True)
 class Patch:
-    """One function of another package that is replaced.
+    """One function of another package that is replaced."""
 
-    Attributes:
-        module: where the function is looked up, such as `accelerate.accelerator`.
-        name: its name there, with the class if it is a method.
-        parameters: its first parameters, by name.
-        tested: the versions of the package that are tested.
-        remains: what works without the patch.
-    """
-
-    module: str
-    name: str
-    parameters: tuple[str, ...]
-    tested: str
-    remains: str
+    module: str  # where the function is looked up, such as `accelerate.accelerator`
+    name: str  # its name there, with the class if it is a method
+    parameters: tuple[str, ...]  # its first parameters
+    tested: str  # versions of the package
+    remains: str  # what works without the patch
 
     def apply(self, replacement: Function) -> None:
         """Replace the function by `replacement(original, ...)`. Idempotent.

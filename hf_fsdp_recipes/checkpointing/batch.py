@@ -19,7 +19,7 @@ def keep_global_batch(args: "TrainingArguments", checkpoint: str | os.PathLike[s
     Raises:
         CheckpointError: no number of accumulation steps gives the same global batch.
     """
-    wanted = None if checkpoint is None else (read_manifest(Path(checkpoint)) or {}).get("global_batch")
+    wanted = None if checkpoint is None else (read_manifest(Path(checkpoint)) or {}).get("global_batch_size")
     if wanted is None:
         return
     rows_per_pass = args.train_batch_size * args.world_size

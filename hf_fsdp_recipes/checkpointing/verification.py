@@ -58,12 +58,9 @@ def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1) -> str | No
     manifest = read_manifest(checkpoint)
     if manifest is None:
         sharded = [*checkpoint.rglob("*.distcp"), *checkpoint.glob("*/*.metadata")]
-        is_of_trainer = (checkpoint / "trainer_state.json").is_file() and not sharded
-        return (
-            None
-            if is_of_trainer
-            else "it has no readable manifest.json, so ShardedCheckpointCallback did not complete it"
-        )
+        if (checkpoint / "trainer_state.json").is_file() and not sharded:
+            return None  # Trainer's own, without FSDP
+        return "it has no readable manifest.json, so ShardedCheckpointCallback did not complete it"
     by_size = sorted(manifest["files"].items(), key=lambda item: (item[1]["bytes"], item[0]))
     for name, facts in by_size[part::num_parts]:
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from hf_fsdp_recipes.checkpointing.writer import is_finite
 from hf_fsdp_recipes.errors import ExportError
 
 # safetensors' names of the dtypes. A file has its tensors in this order, so that they are aligned.
@@ -51,9 +52,8 @@ def make_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, i
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raise an ExportError if a tensor contains NaN or infinity. Float8 values are not checked."""
-    is_checked = tensor.numel() and tensor.is_floating_point() and tensor.itemsize > 1
-    if is_checked and not torch.stack(torch.aminmax(tensor)).isfinite().all():  # aminmax propagates NaN
+    """Raise an ExportError if a tensor contains NaN or infinity."""
+    if not is_finite(tensor):
         raise ExportError(f"{name} contains NaN or infinity, so nothing was exported.")
 
 

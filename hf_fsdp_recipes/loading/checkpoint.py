@@ -133,9 +133,8 @@ class Checkpoint:
     ) -> list[Entry]:
         found = {name: entry for entry in entries for name in entry.names}
         present = set(found)
-        for pair in (
-            getattr(model, "all_tied_weights_keys", None) or {}
-        ).items():  # files may hold either name, or both
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        for pair in tied.items():  # files may hold either name, or both
             one, other = (found.get(name) for name in pair)
             if one and other and not torch.equal(self.read_rows(one, ...), self.read_rows(other, ...)):
                 raise LoadError(

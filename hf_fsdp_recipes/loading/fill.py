@@ -53,9 +53,8 @@ class Layout:
 
     def __init__(self, target: torch.Tensor) -> None:
         self.local = target.detach()
-        self.ranks: list[
-            int
-        ] = []  # the ranks of the first replica, in the order of their rows; empty: all hold all rows
+        # The ranks of the first replica, in the order of their rows; empty: all hold all rows.
+        self.ranks: list[int] = []
         if isinstance(target, DTensor):
             *replicated, sharded = target.placements
             mesh = target.device_mesh

@@ -106,15 +106,12 @@ def describe_model(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Path, "Pr
         generation_config = GenerationConfig.from_pretrained(directory) if has_generation_config else None
         return directory, *read_config(directory, kwargs), generation_config
 
-    if not kwargs.get("trust_remote_code"):
-        return _named(distributed.run_on_main(describe), name_or_path)
-    distributed.run_on_main(lambda: find_directory(name_or_path, kwargs))  # downloads once
-    with distributed.agreed():
-        found = describe()
-    return _named(found, name_or_path)
-
-
-def _named(found: tuple[Any, ...], name_or_path: str) -> tuple[Any, ...]:
+    if kwargs.get("trust_remote_code"):
+        distributed.run_on_main(lambda: find_directory(name_or_path, kwargs))  # downloads once
+        with distributed.agreed():
+            found = describe()
+    else:
+        found = distributed.run_on_main(describe)
     found[1].name_or_path = name_or_path
     return found
 

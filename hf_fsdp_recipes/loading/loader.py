@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from hf_fsdp_recipes import patches
 from hf_fsdp_recipes.errors import LoadError
@@ -71,16 +70,12 @@ class Loader:
                     f"{type(self.model).__name__.removeprefix('FSDP')} cannot be sharded; train it without FSDP."
                 )
         packed = bnb_4bit.find_layers(self.model)
-        direct = [
-            entry for entry in self.entries if self.is_direct and entry.is_stored and entry.names[0] not in packed
-        ]
+        is_read = {e: self.is_direct and e.is_stored and e.names[0] not in packed for e in self.entries}
         if self.is_direct:
-            fill.fill_directly(self.checkpoint, direct, targets)
-        read = set(direct)
-        others = [entry for entry in self.entries if entry not in read]
+            fill.fill_directly(self.checkpoint, [entry for entry in self.entries if is_read[entry]], targets)
+        others = [entry for entry in self.entries if not is_read[entry]]
         fill.fill_from_rank0(self.model, self.checkpoint, others, targets, device)
         fill.copy_to_replicas(targets)
-        check(model)
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:
@@ -103,11 +98,3 @@ def broadcast_adapters(model: torch.nn.Module, device: torch.device) -> None:
                     f"resize_token_embeddings. {OFFLINE}."
                 )
             parameter.data.copy_(value)
-
-
-def check(model: torch.nn.Module) -> None:
-    """Raise a LoadError if a parameter has no values."""
-    for name, parameter in model.named_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if local.is_meta or (local.numel() > 1 and is_placeholder(local)):
-            raise LoadError(f"{name} was not loaded. Please report this as an error of this package.")

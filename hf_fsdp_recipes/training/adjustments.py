@@ -21,7 +21,7 @@ def adjust(trainer: "SFTTrainer", is_streamed: bool) -> None:
         trainer.add_callback(PackingCheck(trainer.data_collator))
     if is_streamed:  # without an end, so that a resumed run can skip the rows that it has seen, also in a later pass
         trainer.train_dataset = trainer.train_dataset.repeat(None)
-    plugin = trainer.accelerator.state.fsdp_plugin
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin and plugin.mixed_precision_policy:  # Accelerate's own would sum and accumulate gradients in 16 bits
         policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
         plugin.mixed_precision_policy = policy

@@ -129,7 +129,7 @@ def _check_field(name: str, value: Any, actions: dict[str, Any]) -> None:
         raise RecipeError(
             f"{name} is {value!r}. Set one of {', '.join(get_close_matches(str(value), known) or known)}."
         )
-    kinds = {int: int, float: (int, float)}.get(action.type)  # text is left to argparse
+    kinds: Any = {int: int, float: (int, float)}.get(action.type)  # text is left to argparse
     if kinds and action.nargs is None and value is not None and not isinstance(value, (str, kinds)):
         raise RecipeError(f"{name} is {value!r}. Set {'a whole number' if kinds is int else 'a number'}.")
 

@@ -55,15 +55,17 @@ def _load(arguments: "Arguments") -> Any:
     script = arguments.script
     if arguments.mixture.datasets:
         return get_dataset(arguments.mixture)
-    file, options = Path(script.dataset_name), {}
-    if file.is_file():
-        if file.suffix not in BUILDERS:
-            raise RecipeError(f"a file has to end in one of {', '.join(BUILDERS)}.")
-        options = {"data_files": {script.dataset_train_split: str(file)}}
-    elif script.dataset_name.startswith((".", "/")) and not file.is_dir():
+    path = Path(script.dataset_name)
+    if not path.exists() and script.dataset_name.startswith((".", "/", "~")):
         raise RecipeError("there is no such file or folder.")
-    path = BUILDERS[file.suffix] if options else script.dataset_name
-    return load_dataset(path, name=script.dataset_config, streaming=script.dataset_streaming, **options)
+    if path.is_file() and path.suffix not in BUILDERS:
+        raise RecipeError(f"a file has to end in one of {', '.join(BUILDERS)}.")
+    source: dict[str, Any] = {"path": script.dataset_name, "name": script.dataset_config}
+    if path.exists():  # dataset_config belongs to the Hub dataset that a recipe names
+        source["name"] = None
+    if path.is_file():
+        source |= {"path": BUILDERS[path.suffix], "data_files": {script.dataset_train_split: str(path)}}
+    return load_dataset(**source, streaming=script.dataset_streaming)
 
 
 def to_trl_format(rows: Any, prompt_format: str) -> Any:

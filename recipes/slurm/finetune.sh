@@ -28,6 +28,6 @@ export NPROC_PER_NODE=$n_proc_per_node
 run=fsdp_${model_size}_${SLURM_NNODES}node_${n_proc_per_node}proc_${n_epoch}epoch_batch${n_batchsize}_job$SLURM_JOB_ID
 launch=recipes/launch.slurm
 [ -f "$launch" ] || launch=launch.slurm # outside a checkout, from `hf-fsdp recipes copy`
-exec bash "$launch" --model_name_or_path "$model_path" --dataset_name "${DATASET:-tatsu-lab/alpaca}" \
+exec bash "$launch" --model_name_or_path "$model_path" --dataset_name "${DATASET:-tatsu-lab/alpaca}" --prompt_format alpaca \
   --num_train_epochs "$n_epoch" --per_device_train_batch_size "$n_batchsize" --save_strategy "$strategy" \
   --output_dir "runs/$run" "$@"

@@ -5,16 +5,15 @@ import io
 import json
 import os
 import pickle
-import random
 from collections import OrderedDict
-from pathlib import Path
-from typing import Any
+
+import torch
 
 ACCIDENTS = ("flip", "overwrite", "truncate", "extend", "replace", "delete")
 PART = "optimizer_0"  # holds tensors, and entries that torch DCP unpickles, such as the learning rate
 
 
-def damage(file: Path, way: str, choose: random.Random) -> None:
+def damage(file, way, choose):
     """Damage a file at a random place, or replace it with another one of its directory."""
     content, others = file.read_bytes(), [path for path in file.parent.iterdir() if path.is_file() and path != file]
     start = choose.randrange(len(content))
@@ -34,19 +33,19 @@ def damage(file: Path, way: str, choose: random.Random) -> None:
 class Reduced:
     """Is unpickled as what `function(*arguments)` returns, with the attributes `state`."""
 
-    def __init__(self, function: Any, arguments: tuple[Any, ...], state: dict[str, Any] | None = None) -> None:
+    def __init__(self, function, arguments, state=None):
         self._parts = function, arguments, state
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return self._parts
 
 
-def payload(canary: Path) -> Reduced:
+def payload(canary):
     """Return an object that creates the directory `canary` when it is unpickled without restrictions."""
     return Reduced(os.mkdir, (str(canary),))
 
 
-def forge(way: str, checkpoint: Path, canary: Path) -> None:
+def forge(way, checkpoint, canary):
     """Put a payload into a checkpoint, and make its manifest match the files, as an attacker would."""
     from hf_fsdp_recipes.checkpointing.hashing import read_facts
 
@@ -59,12 +58,12 @@ def forge(way: str, checkpoint: Path, canary: Path) -> None:
         manifest.write_text(json.dumps(content))
 
 
-def _metadata(checkpoint: Path, canary: Path, name: str = ".metadata") -> None:
+def _metadata(checkpoint, canary, name=".metadata"):
     (checkpoint / PART / ".metadata").unlink()
     (checkpoint / PART / name).write_bytes(pickle.dumps(payload(canary)))
 
 
-def _stock(checkpoint: Path, canary: Path) -> None:
+def _stock(checkpoint, canary):
     """Make it look as if Trainer had written the checkpoint without FSDP."""
     (checkpoint / "manifest.json").unlink()
     for file in checkpoint.rglob("*.distcp"):
@@ -72,10 +71,8 @@ def _stock(checkpoint: Path, canary: Path) -> None:
     _metadata(checkpoint, canary)
 
 
-def _entry(checkpoint: Path, canary: Path, disguise: str = "") -> None:
+def _entry(checkpoint, canary, disguise=""):
     """Put the payload in the place of the learning rate, so that a simple check of the entries does not see it."""
-    import torch
-
     part = checkpoint / PART
     metadata = pickle.loads((part / ".metadata").read_bytes())
     index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn.endswith("lr"))
@@ -94,19 +91,17 @@ def _entry(checkpoint: Path, canary: Path, disguise: str = "") -> None:
     (part / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def _saved(value: Any) -> bytes:
-    import torch
-
+def _saved(value):
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
-def _random_state(checkpoint: Path, canary: Path) -> None:
+def _random_state(checkpoint, canary):
     (checkpoint / "rng_state_0.pth").write_bytes(_saved({"python": payload(canary)}))
 
 
-ATTACKS: dict[str, Any] = {
+ATTACKS = {
     "metadata": _metadata,
     f"unlisted {PART}/.metadata": _metadata,
     "metadata of a rank, which torch DCP falls back to": functools.partial(_metadata, name="__0.metadata"),

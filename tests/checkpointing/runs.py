@@ -3,9 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from hf_fsdp_recipes.errors import CheckpointError
 
@@ -27,17 +25,7 @@ SFT = {
 }
 
 
-def make_trainer(
-    output: Path,
-    callbacks: tuple[Any, ...] = (),
-    *,
-    lora: bool = False,
-    sft: bool = False,
-    dropout: float = 0.1,
-    hidden: int = 32,
-    resume: str | None = None,
-    **arguments: Any,
-) -> Any:
+def make_trainer(output, callbacks=(), *, lora=False, sft=False, dropout=0.1, hidden=32, resume=None, **arguments):
     """Build a Trainer, or an SFTTrainer, on 48 random rows. It saves every two of four steps unless `arguments` differ."""
     import torch
     from datasets import Dataset
@@ -47,7 +35,7 @@ def make_trainer(
 
     from hf_fsdp_recipes import keep_global_batch
 
-    settings: dict[str, Any] = SETTINGS | (SFT if sft else {}) | arguments
+    settings = SETTINGS | (SFT if sft else {}) | arguments
     args = (SFTConfig if sft else TrainingArguments)(output_dir=str(output), **settings)
     keep_global_batch(args, resume)
     set_seed(0)
@@ -55,7 +43,7 @@ def make_trainer(
         hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=VOCABULARY, attention_dropout=dropout, use_cache=False,
     )  # fmt: skip
-    model: Any = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
     ids = torch.randint(0, VOCABULARY, (48, 16), generator=torch.Generator().manual_seed(0)).tolist()
     rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in ids])
     common = {"train_dataset": rows, "eval_dataset": rows.select(range(8)), "callbacks": list(callbacks)}
@@ -65,7 +53,7 @@ def make_trainer(
     return Trainer(get_peft_model(model, peft_config) if lora else model, args, **common)
 
 
-def _tokenizer() -> Any:
+def _tokenizer():
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -73,35 +61,25 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w1", eos_token="w2", unk_token="w0")
 
 
-def describe(trainer: Any) -> dict[str, Any]:
+def describe(trainer):
     """Return the losses, Trainer's best model and hashes of the weights and the optimizer's state. Collective."""
-    state, parameters = trainer.state, sorted(trainer.model.named_parameters())
+    state, optimizer, parameters = trainer.state, trainer.optimizer.state, sorted(trainer.model.named_parameters())
     return {
         "losses": {entry["step"]: entry["loss"] for entry in state.log_history if "loss" in entry},
         "best": (state.best_metric, state.best_global_step, state.best_model_checkpoint),
         "weights": [_digest(value) for _, value in parameters],
-        "optimizer": [
-            _digest(value) for _, key in parameters for value in trainer.optimizer.state.get(key, {}).values()
-        ],
+        "optimizer": [_digest(value) for _, one in parameters for value in optimizer.get(one, {}).values()],
     }
 
 
-def _digest(value: Any) -> str:
+def _digest(value):
     import torch
 
     full = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
     return hashlib.sha1(full.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:10]
 
 
-def train(
-    output: Path,
-    *,
-    stock: bool = False,
-    resume: bool | str = True,
-    callback: dict[str, Any] | None = None,
-    prepare: Callable[[Any], None] | None = None,
-    **options: Any,
-) -> dict[str, Any]:
+def train(output, *, stock=False, resume=True, callback=None, prepare=None, **options):
     """Train and return `describe`, where the run resumed, this package's warnings and error, and what `prepare` noted.
 
     `resume` is a checkpoint, or whether to resume from the latest one. `stock` trains without our callback, `callback` holds its
@@ -115,7 +93,7 @@ def train(
     callbacks = () if stock else (ShardedCheckpointCallback(**(callback or {})),)
     trainer = make_trainer(output, callbacks, resume=checkpoint, **options)
     trainer.notes = []
-    if prepare is not None:
+    if prepare:
         prepare(trainer)
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -126,23 +104,23 @@ def train(
     return describe(trainer) | outcome
 
 
-def on(trainer: Any, event: str, action: Callable[..., Any]) -> None:
+def on(trainer, event, action):
     """Call `action(state, control)` at an event of the trainer, before our callback."""
     from transformers import TrainerCallback
 
-    def act(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def act(self, args, state, control, **kwargs):
         action(state, control)
 
     trainer.callback_handler.callbacks.insert(0, type("Act", (TrainerCallback,), {event: act})())
 
 
-def before_writing(fragment: str, action: Callable[[], None]) -> None:
+def before_writing(fragment, action):
     """Call `action` before this rank writes a sharded file whose path contains `fragment`."""
     from hf_fsdp_recipes.checkpointing.hashing import _HashingFileSystem
 
     create_stream = _HashingFileSystem.create_stream
 
-    def act(self: Any, path: Any, mode: str) -> Any:
+    def act(self, path, mode):
         if fragment in str(path):
             action()
         return create_stream(self, path, mode)
@@ -150,16 +128,16 @@ def before_writing(fragment: str, action: Callable[[], None]) -> None:
     _HashingFileSystem.create_stream = act
 
 
-def collect_warnings() -> list[str]:
+def collect_warnings():
     """Return a list to which this package's warnings are added."""
-    messages: list[str] = []
+    messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("hf_fsdp_recipes").addHandler(handler)
     return messages
 
 
-def steps_in(output: Path) -> list[int]:
+def steps_in(output):
     """Return the steps of all directories named like a checkpoint, after checking that each is complete and intact."""
     from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, step_of
     from hf_fsdp_recipes.checkpointing.verification import find_damage
@@ -169,5 +147,5 @@ def steps_in(output: Path) -> list[int]:
     return sorted(step_of(checkpoint) for checkpoint in found)
 
 
-def rank() -> int:
+def rank():
     return int(os.environ["RANK"])

@@ -42,12 +42,13 @@ def _save_at_the_end_of_epochs(trainer):
     on(trainer, "on_epoch_end", lambda state, control: setattr(control, "should_save", True))
 
 
-def test_save_total_limit_deletes_the_runs_own_checkpoints_only(run, tmp_path):
+def test_a_run_deletes_its_own_checkpoints_only_and_starts_in_no_other_runs_directory(run, tmp_path):
     options = {"max_steps": -1, "save_total_limit": 1, "per_device_train_batch_size": 12}  # two steps in an epoch
     run(tmp_path, num_train_epochs=1, prepare=_save_at_the_end_of_epochs, **options)  # saves step 2 twice
     assert steps_in(tmp_path) == [2]
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "notes.txt").write_text("of the user")
+    assert "of another run" in run(tmp_path, num_train_epochs=3, resume=False, **options)[1]["error"]
     resumed = run(tmp_path, num_train_epochs=3, save_strategy="epoch", **options)
     assert {result["resumed"] for result in resumed} == {"checkpoint-2"}
     assert (tmp_path / "checkpoint-1" / "notes.txt").is_file()
@@ -162,10 +163,3 @@ def _save_in_another_way(trainer):
 def test_an_accelerate_that_saves_in_another_way_is_an_error_and_no_empty_checkpoint(run, tmp_path):
     results = run(tmp_path, prepare=_save_in_another_way)
     assert "Install a tested version of accelerate" in results[0]["error"] and steps_in(tmp_path) == []
-
-
-def test_a_directory_of_another_run_is_refused_before_training(run, tmp_path):
-    run(tmp_path)
-    for result in run(tmp_path, resume=False):
-        assert "of another run" in result["error"] and not result["losses"]
-    assert steps_in(tmp_path) == [2, 4]

@@ -74,6 +74,6 @@ def test_another_number_of_ranks_continues_with_the_same_state_and_global_batch(
 
 
 def test_a_batch_that_the_ranks_cannot_train_is_an_error(tmp_path):
-    (tmp_path / "manifest.json").write_text('{"files": {}, "global_batch": 8}')
+    (tmp_path / "manifest.json").write_text('{"files": {}, "global_batch_size": 8}')
     with pytest.raises(CheckpointError, match="global batch of 8 rows, which 1 ranks with 3 rows each cannot train"):
         keep_global_batch(SimpleNamespace(train_batch_size=3, world_size=1), tmp_path)

@@ -18,6 +18,7 @@ COLUMNS = {
     },
     "allenai/c4": lambda i, s: {"text": f"{s} {s}", "timestamp": str(i), "url": "example.org"},
 }
+SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def command_of(recipe: Path) -> list[str]:
@@ -47,16 +48,7 @@ def small_arguments(recipe: Path, directory: Path, *fields: str) -> list[str]:
     tokenizer = directory / "tokenizer"
     make_tokenizer(tokenizer)
     settings = yaml.safe_load(recipe.read_text())
-    model = (
-        [] if "model_name_or_path" in settings or "config_name" in settings else ["HuggingFaceTB/SmolLM2-135M-Instruct"]
-    )
-    given = [
-        "--tokenizer_name",
-        str(tokenizer),
-        "--dataset_name",
-        str(write_rows(settings["dataset_name"], directory / "rows")),
-    ]
-    return [
-        *write_recipe(recipe, directory, [*given, *[w for m in model for w in ("--model_name_or_path", m)], *fields]),
-        *fields,
-    ]
+    rows = ["--dataset_name", str(write_rows(settings["dataset_name"], directory / "rows")), "--dataset_config", ""]
+    model = [] if {"model_name_or_path", "config_name"} & settings.keys() else ["--model_name_or_path", SMOLLM]
+    written = write_recipe(recipe, directory, [*model, "--tokenizer_name", str(tokenizer), *rows, *fields])
+    return [*written, *rows, *fields]

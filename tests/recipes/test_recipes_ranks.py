@@ -22,7 +22,7 @@ def test_recipe_trains_and_exports_in_small(recipe, tmp_path):
     compiler = (
         ["--torch_compile_backend", "eager"] if "gaudi" in recipe.stem else []
     )  # there is no Gaudi to compile for
-    arguments = small.small_arguments(recipe, tmp_path, "--max_steps", "3", "--dataset_config", "", *compiler)
+    arguments = small.small_arguments(recipe, tmp_path, "--max_steps", "3", *compiler)
     environment = template_environment(small.template_of(recipe, tmp_path))
     run_ranks(run_recipe, 2, arguments, environment=environment, timeout_seconds=200)
     assert len(read_losses(tmp_path / "run")) == 3

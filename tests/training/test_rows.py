@@ -15,7 +15,7 @@ PREFACE = "Below is an instruction that describes a task"
 
 
 def _arguments(name, split="train", streamed=False, num_ranks=1, **recipe):
-    script = {"dataset_name": str(name), "dataset_config": None, "dataset_streaming": streamed}
+    script = {"dataset_name": str(name), "dataset_config": "of another dataset", "dataset_streaming": streamed}
     return SimpleNamespace(
         script=SimpleNamespace(**script, dataset_train_split=split, dataset_test_split="test"),
         mixture=SimpleNamespace(datasets=None),

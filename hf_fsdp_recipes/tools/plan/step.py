@@ -7,6 +7,7 @@ bitsandbytes' layers, and what cannot run or be read on fake tensors.
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import os
 import warnings
@@ -30,12 +31,8 @@ from hf_fsdp_recipes.training.sharded_optimizer import optimizer_name
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-NUM_STATES = {
-    "sgd": 0,
-    "lion": 1,
-    "rmsprop": 1,
-    "adamw": 2,
-}  # state tensors of a trained parameter, by part of the name
+# State tensors of a trained parameter, by part of the optimizer's name.
+NUM_STATES = {"sgd": 0, "lion": 1, "rmsprop": 1, "adamw": 2}
 STATE_BYTES = {"8bit": 1 + 4 / 256, "4bit": 0.5 + 4 / 256}  # of a value; 256 values share one fp32 scale
 SCALE_BYTES = {False: 4 / 64, True: 1 / 64 + 4 / (64 * 256)}  # of a 4-bit value, by whether scales are quantized too
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -136,6 +133,8 @@ def _shard(model: Any, mesh: Any, job: Job) -> Any:
     plugin, precision = FullyShardedDataParallelPlugin(), job.environment["ACCELERATE_MIXED_PRECISION"]
     if precision != "no":
         plugin.set_mixed_precision(precision)
+        policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)  # as recipes do
+        plugin.mixed_precision_policy = policy
     plugin.cpu_offload = plugin.cpu_ram_efficient_loading = None  # the counter leaves out what is on the host
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
@@ -228,7 +227,7 @@ def _replace_kernels(stack: contextlib.ExitStack, job: Job) -> None:
     def ignore_mask(padding: Any, length: int, kv_length: int, offset: Any, kv_offset: Any, window: Any = None) -> bool:
         return is_flash or not (has_mask or (window is not None and kv_length >= window))
 
-    replacements = [
+    replacements: list[tuple[Any, str, Any]] = [
         (masking_utils, "_ignore_causal_mask_sdpa", ignore_mask),
         (masking_utils, "find_packed_sequence_indices", lambda position_ids: position_ids if has_mask else None),
         (moe, "_grouped_mm", lambda rows, weight, offs: rows.to(weight.dtype) @ weight[0]),  # of the same shape
