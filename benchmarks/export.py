@@ -21,8 +21,6 @@ from typing import Any
 
 from benchmarks.running import HostPeak, llama_config, machine, run_ranks, write_section
 
-Measured = tuple[float, ...]  # seconds, extra bytes
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -60,7 +58,7 @@ def measure_size(num_parameters: float, scratch: Path, repeats: int) -> list[str
     return [*lines, f"| `dd` of the same size with fsync | {disk:.1f} | | 1 | |", ""]
 
 
-def measure(num_parameters: float, scratch: Path, repeats: int) -> dict[str, Measured]:
+def measure(num_parameters: float, scratch: Path, repeats: int) -> dict[str, tuple[float, ...]]:
     """Export with each method in turn; return the medians. Leaves a checkpoint in `scratch`. Every rank runs this."""
     import torch
     import torch.distributed as dist
@@ -92,7 +90,7 @@ def measure(num_parameters: float, scratch: Path, repeats: int) -> dict[str, Mea
     return measure_ways(ways, scratch, repeats)
 
 
-def measure_offline(scratch: Path, repeats: int) -> dict[str, Measured]:
+def measure_offline(scratch: Path, repeats: int) -> dict[str, tuple[float, ...]]:
     """Convert the checkpoint with each method in turn, in one process; return the medians."""
     from accelerate.utils import merge_fsdp_weights
 
@@ -106,11 +104,11 @@ def measure_offline(scratch: Path, repeats: int) -> dict[str, Measured]:
     return measure_ways(ways, scratch, repeats)
 
 
-def measure_ways(ways: dict[str, Callable[..., Any]], scratch: Path, repeats: int) -> dict[str, Measured]:
-    """Run each method `repeats` times, in turn, and once before; return the medians. Every rank runs this."""
+def measure_ways(ways: dict[str, Callable[..., Any]], scratch: Path, repeats: int) -> dict[str, tuple[float, ...]]:
+    """Run the methods in turn, `repeats` times and once before; return median seconds and extra bytes. Every rank runs this."""
     from hf_fsdp_recipes import distributed
 
-    runs: dict[str, list[Measured]] = {way: [] for way in ways}
+    runs: dict[str, list[tuple[float, ...]]] = {way: [] for way in ways}
     for number in range(repeats + 1):
         for way, write in ways.items():
             target = scratch / way
@@ -145,11 +143,11 @@ def save_with_dcp(model: Any, target: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-    dcp.save(model.state_dict(), storage_writer=HuggingFaceStorageWriter(str(target), True, enable_consolidation=True))
+    writer = HuggingFaceStorageWriter(str(target), save_distributed=True, enable_consolidation=True)
+    dcp.save(model.state_dict(), storage_writer=writer)
 
 
 def check_equal(directories: list[Path]) -> None:
-    """Raise an error unless all directories have the same tensors."""
     import torch
     from safetensors.torch import load_file
 

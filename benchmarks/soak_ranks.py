@@ -25,10 +25,7 @@ MODULES = (
 
 
 class Board:
-    """Memory that the ranks of one attempt share with their parents.
-
-    `trap` is a rank and the number of its file operation (from 1) at which it waits to be killed.
-    """
+    """Shared memory. `trap` is a rank and the number of its file operation (from 1) at which it waits to be killed."""
 
     def __init__(self, trap: tuple[int, int] = (-1, -1)) -> None:
         self.pids: Any = RawArray("i", MAX_RANKS)
@@ -50,7 +47,7 @@ def prepare() -> None:
 
 
 def start_launcher(
-    board: Board, num_ranks: int, environment: Mapping[str, str], output: Path, options: Mapping[str, Any]
+    board: Board, num_ranks: int, variables: Mapping[str, str], output: Path, options: dict[str, Any]
 ) -> int:
     """Fork a process that forks the ranks and waits for them; return its process id.
 
@@ -68,12 +65,12 @@ def start_launcher(
         descriptor = os.open(output.parent / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-        os.environ |= {**environment, "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+        os.environ |= {**variables, "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
         for rank in range(num_ranks):
             pid = os.fork()
             if pid == 0:
-                os._exit(_run_rank(board, rank, output, dict(options)))
+                os._exit(_run_rank(board, rank, output, options))
             board.pids[rank] = pid
         status = _wait_for_ranks(set(board.pids[:num_ranks]))
     finally:

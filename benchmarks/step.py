@@ -116,6 +116,8 @@ def run_rank(options: argparse.Namespace) -> None:
                 recipe["main"](parse_arguments([*arguments, "--export", "false"]))
             trainer.DEFAULT_CALLBACKS.remove(stopwatch)
             found[script].append(stopwatch.times())
+            wall, cpu = (statistics.median(step[clock] for step in found[script][-1]) for clock in (0, 1))
+            distributed.print_main(f"round {number}, {script}: {wall:.3f} s a step, {cpu:.3f} s of CPU time")
             losses[script] = stopwatch.losses
     if distributed.is_main():
         report(options, found, losses["trl sft"] == losses["recipes/sft.py"])

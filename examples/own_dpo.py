@@ -10,6 +10,7 @@ it resumes from the latest complete checkpoint. The adapter ends up in `<output_
 
 import argparse
 
+import accelerate
 import torch
 from datasets import load_dataset
 from peft import LoraConfig
@@ -27,10 +28,12 @@ def main() -> None:
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--max_steps", type=int, default=1000)
     parser.add_argument("--save_steps", type=int, default=100)
+    parser.add_argument("--full", action="store_true", help="train all weights, next to a sharded reference model")
     parser.add_argument("--resume_from_checkpoint", choices=["auto"], help="for launch.slurm; every run resumes anyway")
     options = parser.parse_args()
 
-    model = load_model(options.model, dtype="bfloat16")  # frozen; the adapter is trained in float32
+    # The base model of an adapter is frozen; trained weights need float32.
+    model = load_model(options.model, dtype="float32" if options.full else "bfloat16")
     arguments = DPOConfig(
         output_dir=options.output_dir,
         per_device_train_batch_size=2,
@@ -41,12 +44,17 @@ def main() -> None:
         logging_steps=1,
         report_to="none",
     )
+    lora, reference = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"), None
+    if options.full:  # TRL would load the reference in full on each rank; one that is sharded already is used as it is
+        lora, frozen = None, load_model(options.model, dtype="bfloat16").requires_grad_(False)
+        reference = accelerate.accelerator.fsdp2_prepare_model(accelerate.Accelerator(), frozen)
     trainer = DPOTrainer(
         model=model,
+        ref_model=reference,
         args=arguments,
         train_dataset=load_dataset("json", data_files=options.data, split="train"),
         processing_class=AutoTokenizer.from_pretrained(options.model),
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        peft_config=lora,
         callbacks=[ShardedCheckpointCallback(export_dir=f"{options.output_dir}/export", merge_adapter=True)],
     )
     trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))  # None: start from step 0

@@ -53,18 +53,21 @@ def test_own_trainer_resumes_exactly_and_exports_a_full_model(tiny_model, text_f
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"),
+    ("name", "rows", "more"),
     [
-        ("own_dpo", PAIRS),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("own_kto", RATED), ("own_reward", PAIRS))),
+        ("own_dpo", PAIRS, []),
+        pytest.param("own_dpo", PAIRS, ["--full"], marks=pytest.mark.slow),
+        pytest.param("own_kto", RATED, [], marks=pytest.mark.slow),
+        pytest.param("own_reward", PAIRS, [], marks=pytest.mark.slow),
     ],
 )
-def test_own_preference_script_resumes_exactly_and_exports_adapter_and_model(name, rows, tiny_model, tmp_path):
+def test_own_preference_script_resumes_exactly_and_exports(name, rows, more, tiny_model, tmp_path):
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    _run_and_resume(name, _options(tiny_model, tmp_path, rows), tmp_path)
+    _run_and_resume(name, [*_options(tiny_model, tmp_path, rows), *more], tmp_path)
     auto = AutoModelForSequenceClassification if name == "own_reward" else AutoModelForCausalLM
-    _, info = auto.from_pretrained(tmp_path / "resumed" / "export_merged", output_loading_info=True)
+    export = tmp_path / "resumed" / ("export" if more else "export_merged")
+    _, info = auto.from_pretrained(export, output_loading_info=True)
     assert not any(info.values())
 
 

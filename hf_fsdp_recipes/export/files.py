@@ -33,7 +33,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 IN_FLIGHT = 1  # steps of an export that wait to be written, or are being written, while the next is gathered
-FLUSH_BYTES = 256 * 1024**2  # flush this often, so that the last flush is short and the page cache stays small
+FLUSH_BYTES = 32 * 1024**2  # flush this often, so that the disk writes while the next parameter is gathered
 
 
 def make_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:

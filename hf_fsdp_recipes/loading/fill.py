@@ -18,7 +18,8 @@ from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
 WRAPPERS = re.compile(
     r"(_checkpoint_wrapped_module|_orig_mod|base_layer)\.|\.(modules_to_save\.[^.]+|original_module)(?=\.)"
 )
-NUM_READ_AHEAD = 2  # entries that rank 0 reads while it sends earlier ones
+NUM_READERS = 4  # threads of rank 0, because a disk is faster when it is asked for several things
+READ_AHEAD_BYTES = 1024**3  # of the weights that rank 0 reads while it sends earlier ones, if they are more than one
 NUM_IN_FLIGHT = 2  # weights that are being sent
 PAGE_BYTES = 4096
 
@@ -104,16 +105,16 @@ class Transfer:
             self._local.copy_(self._received)
 
 
-def read_ahead(read: Callable[[Entry], Weights], entries: Sequence[Entry]) -> Iterator[Weights]:
-    """Yield the weights of each entry; a thread reads the next entries meanwhile."""
-    with ThreadPoolExecutor(1, "weights-reading") as pool:
-        pending: deque[Future[Weights]] = deque()
-        for entry in entries:
-            pending.append(pool.submit(read, entry))
-            if len(pending) > NUM_READ_AHEAD:
-                yield pending.popleft().result()
+def read_ahead(read: Callable[[Entry], Weights], entries: Sequence[Entry], sizes: Sequence[int]) -> Iterator[Weights]:
+    """Yield the weights of each entry, whose bytes are in `sizes`; threads read the next entries meanwhile."""
+    with ThreadPoolExecutor(NUM_READERS, "weights-reading") as pool:
+        pending: deque[tuple[int, Future[Weights]]] = deque()
+        for entry, size in zip(entries, sizes, strict=True):
+            pending.append((size, pool.submit(read, entry)))
+            while len(pending) > NUM_READERS or (len(pending) > 1 and sum(n for n, _ in pending) > READ_AHEAD_BYTES):
+                yield pending.popleft()[1].result()
         while pending:
-            yield pending.popleft().result()
+            yield pending.popleft()[1].result()
 
 
 class Reader:
@@ -166,7 +167,8 @@ def fill_from_rank0(
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     reader = Reader(model, checkpoint, targets, device)
-    weights = read_ahead(reader.read, entries) if distributed.is_main() else None
+    sizes = [sum(targets[name][0].nbytes for name in entry.names if name in targets) for entry in entries]
+    weights = read_ahead(reader.read, entries, sizes) if distributed.is_main() else None
     in_flight: deque[Transfer] = deque()
     for entry in logging.tqdm(entries, desc="Loading weights", disable=not distributed.is_main()):
         values = next(weights) if weights else {}

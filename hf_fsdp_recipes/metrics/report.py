@@ -1,11 +1,17 @@
 """Writes a run's report.md, report.png and `<run name>.txt` from metrics.jsonl alone, also while the run is going."""
 
+import contextlib
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_fsdp_recipes.errors import ToolError, describe
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, PHASES, Entry, average, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 REPORT_FILE = "report.md"
 MEMORY = {
@@ -22,8 +28,6 @@ def write_report(output_dir: Path) -> Path:
     Raises:
         ToolError: there is no metrics.jsonl, or one of its lines has missing or invalid values.
     """
-    from hf_fsdp_recipes.metrics.plots import draw  # imports matplotlib
-
     file, report = output_dir / METRICS_FILE, output_dir / REPORT_FILE
     entries = read_metrics(file)
     if not entries:
@@ -91,3 +95,42 @@ def _format_log(rows: Sequence[tuple[str, str]], steps: Sequence[Entry]) -> str:
         gigabytes = (max(step["device_peak_bytes"]) or max(step["host_bytes"])) / 1e9
         lines.append(f"{step['step']:>8} {step['loss']:>10.4f} {step['step_seconds']:>10.3f} {gigabytes:>23.2f} GB")
     return "\n".join([*lines, ""])
+
+
+def draw(entries: Sequence[Entry]) -> "Figure":
+    """Draw loss, throughput, phases of a step and memory by step."""
+    from matplotlib.figure import Figure
+
+    def gigabytes(key: str) -> Callable[[Entry], float]:
+        return lambda entry: max(entry[key]) / 1e9
+
+    def seconds(phase: str) -> Callable[[Entry], float]:
+        return lambda entry: entry["seconds"][phase] / entry["num_steps"]
+
+    device = {"peak": gigabytes("device_peak_bytes"), "between steps (valley)": gigabytes("device_valley_bytes")}
+    panels: dict[str, dict[str, Callable[[Entry], float]]] = {
+        "Loss, nats per token": {"training loss": lambda e: e["loss"], "evaluation loss": lambda e: e["eval_loss"]},
+        "Tokens/s, without padding": {"all ranks": lambda entry: entry["tokens_per_second"]},
+        "Seconds per step": {phase: seconds(phase) for phase in PHASES},
+        "Host memory at optimizer steps, GB, largest rank": {"anonymous pages": gigabytes("host_bytes")},
+        "Device memory, GB, largest rank": device,
+    }
+    figure = Figure(figsize=(8, 3 * len(panels)), layout="constrained")
+    for axes, (title, lines) in zip(figure.subplots(len(panels)), panels.items(), strict=True):
+        for label, value in lines.items():
+            points = {}
+            for entry in entries:
+                with contextlib.suppress(KeyError):  # entries of other kinds lack it
+                    points[entry["step"]] = value(entry)
+            axes.plot(list(points), list(points.values()), ".-", label=label)
+        style(axes, title, "optimizer step")
+        axes.legend()
+    return figure
+
+
+def style(axes: "Axes", title: str, x_label: str) -> None:
+    """Set a panel's title, label and grid; the y axis starts at 0."""
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_xlabel(x_label)
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    axes.grid(alpha=0.3)

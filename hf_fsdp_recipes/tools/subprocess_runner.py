@@ -13,7 +13,6 @@ from typing import Any
 
 from hf_fsdp_recipes.tools.files import read_yaml, shipped_directory
 
-FROM_A_LAUNCHER = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 CPU_ENVIRONMENT = {
     "ACCELERATE_USE_CPU": "true",
     "OMP_NUM_THREADS": "1",  # torchrun sets this only for several ranks
@@ -49,7 +48,7 @@ def run_recipe(
     """
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(template)]
     command += ["--main_process_port", "0", str(shipped_directory("recipe") / "sft.py"), *arguments]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(FROM_A_LAUNCHER)}
+    environment = dict(os.environ)
     if on_cpu or read_yaml(template).get("use_cpu"):
         environment = CPU_ENVIRONMENT | environment | {"ACCELERATE_USE_CPU": "true"}
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the ranks are killed too

@@ -1,6 +1,7 @@
 """Adapters on ranks: written as PEFT writes them, and merged as `merge_and_unload` merges them."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ NF4 = {"bnb_4bit_quant_storage": "float32", "bnb_4bit_compute_dtype": "float32"}
 
 LINEAR = {"target_modules": "all-linear"}
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-HEADS = LINEAR | {"modules_to_save": ["lm_head", "embed_tokens"]}
+F32, BF16 = torch.float32, torch.bfloat16
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-def _export(directory, folder, lora, held=torch.float32):
+def _export(directory, folder, lora, held=F32):
     """Export an adapter, alone and merged, and let PEFT write the same."""
     from peft import PeftModel
 
@@ -39,18 +41,18 @@ def _export(directory, folder, lora, held=torch.float32):
 @pytest.mark.parametrize(
     ("kind", "lora", "held"),
     [
-        ("llama", LINEAR, torch.float32),
-        ("llama_tied", LINEAR | {"use_rslora": True, "rank_pattern": {"q_proj": 8}}, torch.bfloat16),
-        ("llama", HEADS, torch.float32),
-        ("qwen3_moe", {"target_modules": ["q_proj"]} | EXPERTS, torch.float32),
-        pytest.param("qwen3_moe", EXPERTS, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("llama", {"target_modules": ["embed_tokens", "q_proj", "lm_head"]}, torch.float32, marks=pytest.mark.slow),
-        pytest.param("llama", LINEAR | {"bias": "all"}, torch.float32, marks=pytest.mark.slow),
-        pytest.param("llama", LINEAR | {"use_dora": True}, torch.float32, marks=pytest.mark.slow),
-        pytest.param("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [1, 5]}, torch.float32, marks=pytest.mark.slow),
-        pytest.param("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}, torch.float32, marks=pytest.mark.slow),
+        ("llama", LINEAR, F32),
+        ("llama_tied", LINEAR | {"use_rslora": True, "rank_pattern": {"q_proj": 8}}, BF16),
+        ("llama", LINEAR | {"modules_to_save": ["lm_head", "embed_tokens"]}, F32),
+        ("qwen3_moe", {"target_modules": ["q_proj"]} | EXPERTS, F32),
+        slow("qwen3_moe", EXPERTS, BF16),
+        slow("llama", {"target_modules": ["embed_tokens", "q_proj", "lm_head"]}, F32),
+        slow("llama", LINEAR | {"bias": "all"}, F32),
+        slow("llama", LINEAR | {"use_dora": True}, F32),
+        slow("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [1, 5]}, F32),
+        slow("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}, F32),
     ],
-)  # fmt: skip
+)
 def test_adapters_are_written_and_merged_as_by_peft(kind, lora, held, tiny_model, tmp_path):
     run_ranks(_export, 2, tiny_model(kind), tmp_path, lora, held)
     assert_same_files(tmp_path / "stock", tmp_path / "export")
@@ -105,7 +107,7 @@ def test_an_adapter_of_a_4bit_model_is_merged_into_the_unquantized_base(tiny_mod
 
     base = tiny_model("llama_wide", "bfloat16")
     run_ranks(_export_4bit, 2, base, text_file, tmp_path, environment=fsdp_environment(FSDP2))
-    adapted = PeftModel.from_pretrained(load(base, torch.bfloat16), tmp_path / "export")
-    merge(adapted, torch.bfloat16).save_pretrained(tmp_path / "stock")
+    adapted = PeftModel.from_pretrained(load(base, BF16), tmp_path / "export")
+    merge(adapted, BF16).save_pretrained(tmp_path / "stock")
     assert_same_tensors(tmp_path / "stock", tmp_path / "export_merged")
     assert "quantization_config" not in (tmp_path / "export_merged" / "config.json").read_text()

@@ -1,6 +1,5 @@
 """`export_checkpoint` in one process: from checkpoints of this package, of stock code and of version two, and from adapters."""
 
-import json
 import os
 import pickle
 import shutil
@@ -8,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from tests.export.cases import adapt, assert_same_files, assert_same_tensors, change, connect, load, merge, tensors
+from tests.export.cases import adapt, assert_same_files, assert_same_tensors, change, load, merge, tensors
 from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
 from tests.ranks.training import LORA, build
 
@@ -55,7 +54,10 @@ def test_a_checkpoint_gives_the_files_that_the_running_model_gives(kind, num_ran
     run = trained(kind, num_ranks)
     exported = export_checkpoint(run / "checkpoint-2", tmp_path / "export")
     assert_same_files(run / "live", exported)
-    assert AutoTokenizer.from_pretrained(exported).chat_template == AutoTokenizer.from_pretrained(run / "live").chat_template
+    assert (
+        AutoTokenizer.from_pretrained(exported).chat_template
+        == AutoTokenizer.from_pretrained(run / "live").chat_template
+    )
     smaller = export_checkpoint(run / "checkpoint-2", tmp_path / "bf16", dtype="bfloat16", max_shard_size="40KB")
     assert len(list(smaller.glob("*.safetensors"))) > 1
     assert {value.dtype for value in tensors(smaller).values()} == {torch.bfloat16}

@@ -22,7 +22,15 @@ SIZES = {
 
 CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification")
 MAX_PARAMETERS = 40_000_000
-LIMITS: dict[str, tuple[str, ...]] = {name: () for name in CLASSES}
+# Errors of architectures that cannot be sharded, loaded or exported, and why.
+LIMITS = {
+    "is tied to another weight": "Accelerate shards the two weights apart: encoders used as decoders, T5 and BART classifiers",
+    "Invariant encountered": "Accelerate shards embeddings that _no_split_modules names twice; name the layer class",
+    "`get_input_embeddings` not auto": "Accelerate asks for the input embeddings, and the class does not name them",
+    "does not fit Gemma3For": "shieldgemma2: transformers saves other names than it reads",
+    "from several layers": "kimi_k25: transformers stacks weights of several layers",
+    "cannot be called on meta tensors": "ibert: its constructor computes with weights",
+}
 
 
 def model_types(auto_class: str) -> list[str]:

@@ -31,14 +31,13 @@ def _round_trips(auto_class, types, folder):
             results[model_type] = _compare(*state, folder)
         except Exception as error:
             results[model_type] = f"{type(error).__name__}: {error}"[:300]
-        distributed.gather(None)  # before the files are deleted
-        if distributed.is_main():
-            shutil.rmtree(folder)
+        distributed.gather(None)  # before the next model takes the place of this one
     return results
 
 
 def _make(auto_class, model_type, folder):
     """Save a model, and the same model loaded by transformers; return its class and values."""
+    shutil.rmtree(folder, ignore_errors=True)
     with torch.device("meta"):
         assert sum(parameter.numel() for parameter in build(auto_class, model_type).parameters()) < MAX_PARAMETERS
     model = build(auto_class, model_type)
@@ -78,13 +77,18 @@ def _run(auto_class, types, folder):
 
 
 def test_a_few_architectures_load_and_export_as_by_transformers(tmp_path):
-    assert not any(_run("AutoModelForCausalLM", ["deepseek_v3", "gemma3_text", "nemotron_h"], tmp_path).values())
-    assert not any(_run("AutoModelForImageTextToText", ["qwen3_vl"], tmp_path).values())
+    types = ["deepseek_v3", "gemma3_text", "nemotron_h"]
+    assert _run("AutoModelForCausalLM", types, tmp_path / "models") == dict.fromkeys(types)
+    assert _run("AutoModelForSequenceClassification", ["qwen3"], tmp_path / "models") == {"qwen3": None}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(5400)
 @pytest.mark.parametrize("auto_class", CLASSES)
-def test_all_architectures_load_and_export_as_by_transformers(auto_class, tmp_path):
+def test_all_architectures_load_and_export_as_by_transformers_or_name_a_limit(auto_class, tmp_path):
     results = _run(auto_class, model_types(auto_class), tmp_path / "models")
-    assert {name: reason for name, reason in results.items() if reason and name not in LIMITS[auto_class]} == {}
+    unknown = {
+        name: reason for name, reason in results.items() if reason and not any(text in reason for text in LIMITS)
+    }
+    assert unknown == {}
+    assert sum(reason is None for reason in results.values()) > 50

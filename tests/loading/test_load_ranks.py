@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ NF4 = {
     "bnb_4bit_compute_dtype": "float32",
     "bnb_4bit_use_double_quant": True,
 }
+BF16 = {"dtype": "bfloat16", "bf16": True, "precision": "bf16"}
 
 
 class EightBit:
@@ -64,7 +64,7 @@ def _compare(model, data, output, source="rank0", world_size=2, parallel=None, p
         pytest.param("llama", "float32", {"world_size": 1}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "bfloat16", {"world_size": 3}, marks=pytest.mark.slow),
         pytest.param("llama", "float32", {"fsdp": {"fsdp_offload_params": True}}, marks=pytest.mark.slow),
-        ("llama", "bfloat16", {"dtype": "bfloat16", "bf16": True, "precision": "bf16", "gradient_checkpointing": True}),
+        pytest.param("llama", "bfloat16", BF16 | {"gradient_checkpointing": True}, marks=pytest.mark.slow),
     ],
 )
 def test_weights_and_losses_are_those_of_from_pretrained(kind, dtype, options, tiny_model, text_file, tmp_path):
@@ -92,10 +92,9 @@ def test_lora_is_equal_with_nothing_patched_in_peft(lora, tiny_model, text_file,
     _compare(tiny_model(kind, "bfloat16"), text_file, tmp_path, lora=lora)
 
 
-def test_4bit_weights_are_equal(tiny_model, text_file, tmp_path):
-    model = tiny_model("llama_wide", "bfloat16")
-    _compare(model, text_file, tmp_path, lora=LORA, quantization=NF4)
-    _compare(model, text_file, tmp_path, "direct", lora=LORA, quantization=NF4)
+@pytest.mark.parametrize("source", ["rank0", pytest.param("direct", marks=pytest.mark.slow)])
+def test_4bit_weights_are_equal(source, tiny_model, text_file, tmp_path):
+    _compare(tiny_model("llama_wide", "bfloat16"), text_file, tmp_path, source, lora=LORA, quantization=NF4)
 
 
 def test_units_by_size_have_the_losses_of_units_by_layer(tiny_model, text_file, tmp_path):
@@ -328,7 +327,10 @@ def _evaluate_before_training(model, data, output):
 
 def test_evaluation_before_training_never_computes_with_placeholders(tiny_model, text_file, tmp_path):
     arguments = (tiny_model(), text_file, tmp_path)
-    assert run_ranks(_evaluate_before_training, 2, *arguments, environment=fsdp_environment(FSDP2)) in (["LoadError"] * 2, ["ValueError"] * 2)
+    assert run_ranks(_evaluate_before_training, 2, *arguments, environment=fsdp_environment(FSDP2)) in (
+        ["LoadError"] * 2,
+        ["ValueError"] * 2,
+    )
 
 
 def _without_fsdp(model):
@@ -341,14 +343,57 @@ def test_without_fsdp_it_is_from_pretrained(tiny_model):
     assert run_ranks(_without_fsdp, 1, tiny_model()) == [True]
 
 
-def test_importing_the_package_replaces_nothing():
-    import subprocess
-    import sys
+def _find_replacements():
+    import accelerate.accelerator
+    import accelerate.state
+    import accelerate.utils.fsdp_utils
+    import transformers
 
-    code = (
-        "import hf_fsdp_recipes, accelerate.accelerator as a, transformers as t; "
-        "from hf_fsdp_recipes import load_model, ShardedCheckpointCallback, export_model; "
-        "assert 'hf_fsdp' not in repr([a.fsdp2_prepare_model, t.Trainer._save_checkpoint]); "
-        "assert not hasattr(a.fsdp2_prepare_model, '__wrapped__')"
+    from hf_fsdp_recipes import patches
+
+    owners = (
+        accelerate.accelerator,
+        accelerate.state.AcceleratorState,
+        accelerate.utils.fsdp_utils,
+        transformers.Trainer,
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    return [name for owner in owners for name, value in vars(owner).items() if hasattr(value, patches.MARK)]
+
+
+def test_importing_the_package_replaces_nothing():
+    assert run_ranks(_find_replacements, 1) == [[]]  # the ranks have imported all its modules
+
+
+# A reference model for DPO.
+
+
+def _train_dpo(directory, data, output, is_sharded):
+    import accelerate
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    from hf_fsdp_recipes import load_model, patches
+
+    patches.enable_cpu_ranks()
+    args = DPOConfig(output_dir=str(output), max_steps=3, logging_steps=1, learning_rate=1e-2, bf16=False, use_cpu=True,
+                     save_strategy="no", report_to="none", per_device_train_batch_size=1)  # fmt: skip
+    load = load_model if is_sharded else AutoModelForCausalLM.from_pretrained
+    model, reference = (load(directory, dtype="float32") for _ in range(2))
+    if is_sharded:  # Accelerate shards a model only together with an optimizer
+        unused = torch.optim.SGD(reference.parameters(), lr=0.0)
+        reference, _ = accelerate.Accelerator().prepare(reference, unused)
+    rows = [{"prompt": f"Say {n}", "chosen": f" yes {n} well", "rejected": " no no"} for n in range(24)]
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    trainer = DPOTrainer(model, reference, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.slow
+def test_dpo_with_a_sharded_reference_model_has_stock_losses(tiny_model, text_file, tmp_path):
+    def run(is_sharded):
+        arguments = (tiny_model(), text_file, tmp_path, is_sharded)
+        return run_ranks(_train_dpo, 2, *arguments, environment=fsdp_environment(FSDP2))
+
+    assert run(True) == run(False)

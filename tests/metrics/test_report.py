@@ -6,7 +6,7 @@ import matplotlib.image
 import pytest
 
 from hf_fsdp_recipes.errors import ToolError
-from hf_fsdp_recipes.metrics import metrics_file, plots, report
+from hf_fsdp_recipes.metrics import metrics_file, report
 from hf_fsdp_recipes.metrics.metrics_file import PHASES
 
 RUN = "fsdp_training_20250209-1430_tiny_1_2_1_4"
@@ -64,7 +64,7 @@ def test_report_and_log_show_what_was_measured(tmp_path):
 
 
 def test_plots_show_loss_throughput_phases_and_memory():
-    panels = plots.draw([step(1), step(2), {"step": 2, "eval_loss": 3.0}]).axes
+    panels = report.draw([step(1), step(2), {"step": 2, "eval_loss": 3.0}]).axes
     lines = {line.get_label(): list(zip(*line.get_data(), strict=True)) for axes in panels for line in axes.get_lines()}
     assert lines == lines | {
         "training loss": [(1, 4.0), (2, 2.0)],

@@ -50,7 +50,8 @@ def _train_past_the_patch(model, data, output):
 def test_an_accelerate_that_shards_with_another_function_trains_nothing(tiny_model, text_file, tmp_path):
     arguments = (tiny_model(), text_file, tmp_path)
     errors = run_ranks(_train_past_the_patch, 2, *arguments, environment=fsdp_environment(FSDP2), expect_failure=True)
-    assert all(kind == "LoadError" and "not loaded yet" in text for kind, text in errors)
+    # This package's own error or, from torch 2.13, FSDP's about parameters without memory.
+    assert all("not loaded yet" in text or "non-contiguous parameters" in text for _, text in errors)
 
 
 def _prepare_in_order(order, model, output):

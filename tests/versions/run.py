@@ -10,10 +10,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ["torch", "accelerate", "transformers", "trl", "peft", "huggingface_hub", "datasets", "bitsandbytes"]
 TESTS = ["tests/loading", "tests/checkpointing", "tests/export", "tests/patches"]
+# Tests of what upstream itself cannot do in an environment's versions, for pytest's -k. docs/upstream.md says what.
+CPU_RANKS_WITHOUT_FSDP = "test_without_fsdp_trainer_saves_and_the_callback_exports"
+UNSUPPORTED = {
+    "lowest": f"{CPU_RANKS_WITHOUT_FSDP} or (as_by_peft and qwen3_moe)",
+    "middle": CPU_RANKS_WITHOUT_FSDP,
+}
 
 
 def main(names: list[str]) -> int:
-    results = {name: run_tests(ROOT / ".venv-versions" / name / "bin" / "python") for name in names}
+    results = {name: run_tests(name) for name in names}
     print("\n| environment | python |", " | ".join(PACKAGES), "| result |")
     print("|---|---|" + "---|" * (len(PACKAGES) + 1))
     for name, (versions, result, _) in results.items():
@@ -21,12 +27,14 @@ def main(names: list[str]) -> int:
     return max(status for _, _, status in results.values())
 
 
-def run_tests(python: Path) -> tuple[list[str], str, int]:
+def run_tests(name: str) -> tuple[list[str], str, int]:
     """Return the versions of Python and the packages, pytest's summary and its exit status."""
+    python = ROOT / ".venv-versions" / name / "bin" / "python"
     code = f"import platform as p, importlib.metadata as m; print(p.python_version(), *map(m.version, {PACKAGES}))"
     versions = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     print(f"{python}: {', '.join(map(' '.join, zip(['python', *PACKAGES], versions, strict=True)))}", flush=True)
-    command = [python, "-m", "pytest", "-q", "--timeout=900", "-p", "no:cacheprovider", "-m", "not slow", *TESTS]
+    chosen = ["-m", "not slow", "-k", f"not ({UNSUPPORTED.get(name, 'nothing')})"]
+    command = [python, "-m", "pytest", "-q", "--timeout=900", "-p", "no:cacheprovider", *chosen, *TESTS]
     last = ""
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():

@@ -98,11 +98,13 @@ def list_changes(job: "Job") -> Iterator[list[str]]:
         batch, accumulation = batch // 2, accumulation * 2
         rows = ["--per_device_train_batch_size", str(batch), "--gradient_accumulation_steps", str(accumulation)]
         yield rows if model.use_peft else rows + SYNC
-    if job.num_replicas == 1:
-        yield ["--fsdp_reshard_after_forward", "true", "--num_processes", str(2 * job.num_ranks)]
+    if job.environment["FSDP_RESHARD_AFTER_FORWARD"].lower() == "false":
+        yield ["--fsdp_reshard_after_forward", "true"]
     if not model.load_in_4bit:
         yield ["--optim", "adamw_8bit"]
     yield ["--fsdp_offload_params", "true"]
+    if job.num_replicas == 1:
+        yield ["--num_processes", str(2 * job.num_ranks)]
     if not model.use_peft:
         yield LORA
     if not model.load_in_4bit:

@@ -88,11 +88,6 @@ class MemoryCounter(TorchDispatchMode):
                     self._add(tensor.untyped_storage())
         return result
 
-    def rename(self, kind: str, new: str) -> None:
-        """Count what is live of one kind as another kind."""
-        self._alive = {key: (new if one == kind else one, size) for key, (one, size) in self._alive.items()}
-        self.live[new] = self.live.get(new, 0) + self.live.pop(kind, 0)
-
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self._alive:

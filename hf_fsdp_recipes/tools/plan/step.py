@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_fsdp_recipes import patches
@@ -86,10 +87,7 @@ def _build(config: "PreTrainedConfig", job: Job) -> Any:
     auto_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
     dtype = getattr(torch, str(chosen.dtype), None) or config.dtype or torch.float32
     implementation = "eager" if chosen.attn_implementation == "eager" else None  # otherwise SDPA, if the model has it
-    with mock.patch(
-        "accelerate.init_empty_weights", lambda **_: contextlib.nullcontext()
-    ):  # fake tensors take no memory
-        model = build_on_meta(config, dtype, auto_class, {"attn_implementation": implementation}).train()
+    model = build_on_meta(config, dtype, auto_class, {"attn_implementation": implementation}).train()
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     if chosen.load_in_4bit:
         stored = PRECISIONS.get(job.environment["ACCELERATE_MIXED_PRECISION"], dtype)
@@ -158,18 +156,32 @@ def _run(model: Any, job: Job) -> tuple[dict[str, int], str]:
     rows = rows.view(1, -1) if job.is_joined else rows
     inputs = {"input_ids": rows, "labels": rows, "position_ids" if job.is_joined else "attention_mask": rows}
     weights = [] if job.is_offloaded else [getattr(one, "_local_tensor", one) for one in model.parameters()]
-    accumulation = training.gradient_accumulation_steps
-    is_synced = (training.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", False)
     with MemoryCounter([*weights, *model.buffers()], job.is_offloaded) as counter:
-        for is_last in (False, True) if accumulation > 1 else (True,):  # a third micro-batch would repeat the second
-            model.set_requires_gradient_sync(is_synced or is_last)
-            counter.now = "forward, inputs"
-            with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
-                loss = -model(**inputs, fused_lm_head=True).log_probs.sum()  # like Trainer, keeps no outputs
-            counter.now = "backward, loss"
-            loss.backward()
-            counter.rename(ACTIVATIONS, GRADIENTS)  # what backward leaves
+        if training.gradient_accumulation_steps > 1:
+            counter.now, counter.kind = "an earlier micro-batch", GRADIENTS
+            _leave_gradients(model, training.accelerator_config.gradient_accumulation_kwargs or {})
+        counter.now, counter.kind = "forward, inputs", ACTIVATIONS
+        with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
+            loss = -model(**inputs, fused_lm_head=True).log_probs.sum()  # like Trainer, keeps no outputs
+        counter.now = "backward, loss"
+        loss.backward()
     return _add_optimizer(model, counter, job)
+
+
+def _leave_gradients(model: Any, options: dict[str, Any]) -> None:
+    """Let FSDP2 keep the gradients of an earlier micro-batch, as it does after that micro-batch's backward."""
+    root = model._get_fsdp_state()
+    root._lazy_init()
+    model.set_requires_gradient_sync(options.get("sync_each_batch", False))
+    for module in reversed([one for one in model.modules() if isinstance(one, FSDPModule)]):
+        module.unshard()
+        if group := module._get_fsdp_state()._fsdp_param_group:
+            for parameter in group.fsdp_params:
+                if parameter.sharded_param.requires_grad:
+                    parameter._unsharded_param.grad = torch.empty_like(parameter._unsharded_param)
+            group.post_backward()
+    root._root_post_backward_final_callback()
+    model.set_requires_gradient_sync(True)
 
 
 def _add_optimizer(model: Any, counter: MemoryCounter, job: Job) -> tuple[dict[str, int], str]:
@@ -233,13 +245,10 @@ def _replace_kernels(stack: contextlib.ExitStack, job: Job) -> None:
         (moe, "_grouped_mm", lambda rows, weight, offs: rows.to(weight.dtype) @ weight[0]),  # of the same shape
     ]
     if not job.on_cpu:  # Triton kernels work in place, and GPUs have attention kernels with dropout
-        attend = functools.partial(_without_dropout, torch.nn.functional.scaled_dot_product_attention)
-        replacements.append((torch.nn.functional, "scaled_dot_product_attention", attend))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        without = lambda *args, dropout_p=0.0, **kwargs: attend(*args, **kwargs)  # noqa: E731
+        replacements.append((torch.nn.functional, "scaled_dot_product_attention", without))
         for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
             replacements.append((chunked_logprob, name, lambda *args, **kwargs: None))
     for owner, name, replacement in replacements:
         stack.enter_context(mock.patch.object(owner, name, replacement))
-
-
-def _without_dropout(attend: Any, *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Any:
-    return attend(*args, **kwargs)

@@ -122,7 +122,7 @@ def draw(results: Sequence[Result]) -> "Figure":
     """Draw memory, epoch time, step time and MFU by ranks: a line per template, and "OOM" where memory ran out."""
     from matplotlib.figure import Figure
 
-    from hf_fsdp_recipes.metrics.plots import style
+    from hf_fsdp_recipes.metrics.report import style
 
     panels = {"gigabytes": "peak memory per rank, GB", "epoch_seconds": "epoch, s", "step_seconds": "step, s"}
     panels |= {"mfu": "MFU"} if any(one.mfu for one in results) else {"per_rank": "tokens/s per rank"}
@@ -140,6 +140,6 @@ def draw(results: Sequence[Result]) -> "Figure":
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(ranks) for ranks in counts])
         axes.set_xlim(counts[0] / 1.3, counts[-1] * 1.3)
-        style(axes, title, "ranks", "")
+        style(axes, title, "ranks")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure

@@ -1,0 +1,190 @@
+"""The plan: what changes the memory of a step, and by how much; and the command. Sizes are worked out by hand."""
+
+import json
+import re
+import shlex
+
+import pytest
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+from hf_fsdp_recipes.cli import app
+from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.tools.files import shipped_files
+from hf_fsdp_recipes.tools.plan.job import read_job
+from hf_fsdp_recipes.tools.plan.step import measure_step
+
+LAYERS, HIDDEN, INNER, VOCABULARY = 2, 256, 512, 4096
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+NUM_LINEAR = LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)  # parameters of the layers' linear modules
+NUM_ENDS = 2 * VOCABULARY * HIDDEN  # of the embedding and the head
+NUM_NORMS = (2 * LAYERS + 1) * HIDDEN
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "head_dim": 32}
+LORA = "--use_peft true --lora_target_modules all-linear --lora_r 4 --dtype bfloat16"
+
+
+def measure(options="", template="full_shard", kind="llama", **changes):
+    common = "--per_device_train_batch_size 1 --max_length 128 --gradient_accumulation_steps 1"
+    job = read_job(None, template, shlex.split(f"{common} {options}"))
+    return measure_step(AutoConfig.for_model(kind, **(SIZES | changes)), job)
+
+
+def total(options="", *rest, **changes):
+    return sum(measure(options, *rest, **changes).peak.values())
+
+
+def test_each_rank_holds_its_share_of_fp32_masters_and_adamw():
+    for num_ranks in (2, 8):
+        peak = measure(f"--num_processes {num_ranks}").peak
+        share = 4 * (NUM_LINEAR + NUM_ENDS + NUM_NORMS) / num_ranks
+        assert peak["parameters"] == pytest.approx(share, rel=0.01)
+        assert peak["optimizer state"] == pytest.approx(2 * share, rel=0.01)
+
+
+def test_hybrid_sharding_divides_by_the_ranks_of_a_node():
+    hybrid, full = measure(template="hybrid_shard").peak, measure("--num_processes 8").peak
+    assert hybrid["parameters"] == full["parameters"]
+
+
+def test_shard_grad_op_keeps_the_layers_gathered():
+    kept = measure("--fsdp_reshard_after_forward false").peak["gathered units"]
+    assert kept >= 2 * (NUM_LINEAR + NUM_ENDS)  # all of the model, in bf16
+    assert total() < total("--fsdp_reshard_after_forward false")
+
+
+def test_offload_leaves_neither_shards_nor_state_on_the_gpu():
+    peak = measure(template="offload").peak
+    assert "optimizer state" not in peak
+    assert peak.get("parameters", 0) < 10_000
+    assert sum(peak.values()) < total()
+
+
+def test_accumulation_keeps_full_gradients_unless_each_batch_is_reduced():
+    sync = """--accelerator_config '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'"""
+    one, two, synced = (
+        total(),
+        total("--gradient_accumulation_steps 2"),
+        total(f"--gradient_accumulation_steps 2 {sync}"),
+    )
+    assert two - one > 0.8 * 4 * (NUM_LINEAR + NUM_ENDS)  # in float32, in which recipes reduce
+    assert synced - one < 4 * (NUM_LINEAR + NUM_ENDS) / 4
+    assert measure("--gradient_accumulation_steps 2").peak["gradients"] >= 4 * (NUM_LINEAR + NUM_ENDS)
+
+
+def test_a_head_that_the_frozen_base_does_not_keep_is_counted_once():
+    """TRL gathers the head of a LoRA model and keeps it in backward; an earlier planner counted it twice."""
+    wide = {"vocab_size": 65536 + VOCABULARY}
+    added = total(LORA, **wide) - total(LORA)
+    head = 2 * 65536 * HIDDEN
+    tile = 2 * 128 * (32768 - VOCABULARY)  # of logits; the narrow vocabulary does not fill one
+    assert added == pytest.approx(
+        2 * head / 8 + head + tile, rel=0.1
+    )  # shards of embedding and head, and the gathered head
+
+
+def test_4_bit_weights_take_half_a_byte_and_scales_on_every_rank():
+    nested, flat = (measure(f"{LORA} --load_in_4bit true --use_bnb_nested_quant {on}").peak for on in ("true", "false"))
+    adapters = measure(LORA).peak["parameters"] - 2 * (NUM_LINEAR + NUM_ENDS + NUM_NORMS) / 8
+    packed = NUM_LINEAR / 2 / 8 + 2 * (NUM_ENDS + NUM_NORMS) / 8 + adapters / 2  # adapters in bf16 instead of float32
+    assert flat["parameters"] == pytest.approx(packed + NUM_LINEAR / 16, rel=0.03)
+    assert flat["parameters"] - nested["parameters"] == pytest.approx(NUM_LINEAR * (1 / 16 - 1 / 64), rel=0.03)
+
+
+def test_frozen_experts_get_no_gradients():
+    attention = f"{LORA} --lora_target_modules q_proj v_proj --gradient_checkpointing false"
+    experts = 8 * 3 * HIDDEN * 512 * 2  # of a layer, in bf16
+    peak = measure(attention, kind="qwen3_moe", **EXPERTS).peak
+    assert sum(peak.values()) - peak["gathered units"] - peak["parameters"] < experts
+    assert total("--gradient_checkpointing false", kind="qwen3_moe", **EXPERTS) > total(
+        attention, kind="qwen3_moe", **EXPERTS
+    )
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ("--gradient_checkpointing true", "--gradient_checkpointing false"),
+        ("--optim adamw_8bit", "--optim adamw_torch_fused"),
+        ("--optim sgd", "--optim adamw_torch_fused"),
+        ("--optim adamw_torch_fused", "--optim adamw_torch"),
+        ("--max_length 512 --attn_implementation sdpa", "--max_length 512 --attn_implementation eager"),
+        (
+            "--max_length 512 --per_device_train_batch_size 2 --attn_implementation flash_attention_2",
+            "--max_length 512 --per_device_train_batch_size 2",  # padded rows need a mask
+        ),
+        (LORA, ""),
+    ],
+)
+def test_what_saves_memory_saves_it(less, more):
+    assert total(f"{less} --num_processes 2") < total(f"{more} --num_processes 2")
+
+
+def test_every_template_for_fsdp2_is_planned():
+    for file in shipped_files("template"):
+        if file.stem != "ddp":
+            assert measure(template=file.stem).place
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A directory with a config, and no weights."""
+    (tmp_path / "config.json").write_text(json.dumps(AutoConfig.for_model("llama", **SIZES).to_dict()))
+    return tmp_path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def test_plan_says_what_takes_the_memory_and_where_the_peak_is(model):
+    result = run("--accelerate_config", "full_shard", "--model_name_or_path", model, "--max_length", "64")
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == "fits in 80GB"
+    sizes = [float(size) for size in re.findall(r"^ *([\d.]+) GB  (?!in total)", result.output, re.M)]
+    assert sum(sizes) == pytest.approx(float(re.search(r"([\d.]+) GB  in total", result.output)[1]), abs=0.05)
+    assert re.search(r"at the peak of a step \((forward|backward|optimizer)", result.output)
+
+
+def test_options_that_are_proposed_make_it_fit(model):
+    common = ["--accelerate_config", "full_shard", "--model_name_or_path", model, "--gpu_memory", "1.75GB"]
+    common += ["--per_device_train_batch_size", "4", "--max_length", "1024", "--gradient_checkpointing", "false"]
+    result = run(*common)
+    assert result.exit_code == 1
+    options = shlex.split(result.output.partition("fits with: ")[2])
+    assert options, result.output
+    assert run(*common, *options).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--accelerate_config", "ddp"], "fsdp_version: 2"),
+        (["--accelerate_config", "full_shard", "--gpu_memory", "80 apples"], "80 apples"),
+        (["--accelerate_config", "full_shard", "--learning_rat", "1"], "learning_rat"),
+        (["--accelerate_config", "hybrid_shard", "--num_processes", "7"], "7 ranks"),
+        (["--accelerate_config", "full_shard", "--load_in_4bit", "true"], "use_peft"),
+        (["--accelerate_config", "full_shard", "--use_peft", "--lora_target_modules", "nothing"], "nothing"),
+    ],
+)
+def test_job_that_cannot_be_planned_is_refused(model, arguments, words):
+    error = run(*arguments, "--model_name_or_path", model).exception
+    assert isinstance(error, RecipeError)
+    assert words in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", shipped_files("recipe"), ids=lambda file: file.stem)
+def test_shipped_recipe_fits_as_its_first_line_says(recipe):
+    command = re.search(r"^# hf-fsdp sft (.*?)$(?:\n# +(--.*))?", recipe.read_text(), re.M)
+    options = shlex.split(" ".join(part.rstrip("\\") for part in command.groups() if part))
+    small = (
+        []
+        if "model_name_or_path" in recipe.read_text() or "config_name" in recipe.read_text()
+        else ["--model_name_or_path", "HuggingFaceTB/SmolLM2-135M-Instruct"]
+    )
+    memory = "24GB" if "24gb" in recipe.stem else "80GB"
+    result = run(*options, *small, "--gpu_memory", memory)
+    assert result.exit_code == 0, result.output
