@@ -24,7 +24,13 @@ SIZES = {  # of all models; a vocabulary below 32768 would leave part of TRL's t
     "num_key_value_heads": 4, "tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20, "num_attention_heads": 16}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 704, "num_hidden_layers": 4, "head_dim": 64}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+}
 KEEP, LORA = "--gradient_checkpointing false", "--use_peft true --lora_target_modules all-linear"
 
 
@@ -41,20 +47,31 @@ class Case:
 
 
 BUILT = [
-    Case("Llama, 1 rank, activations kept", "llama", f"{KEEP} --max_length 256 --per_device_train_batch_size 2", ranks=1),
+    Case(
+        "Llama, 1 rank, activations kept", "llama", f"{KEEP} --max_length 256 --per_device_train_batch_size 2", ranks=1
+    ),
     Case("Llama, 1 rank, eager attention", "llama", f"{KEEP} --max_length 512 --attn_implementation eager", ranks=1),
     Case("Llama, full_shard, activations kept", "llama", f"{KEEP} --max_length 384"),
     Case("Llama, tied embeddings", "llama", "--max_length 256", {"tie_word_embeddings": True}),
     Case("Llama, 310M", "llama", "--max_length 512", LARGE),
     Case("Llama, shard_grad_op", "llama", "--max_length 256 --fsdp_reshard_after_forward false"),
-    Case("Llama, units above 5M", "llama", "--max_length 256 --fsdp_auto_wrap_policy SIZE_BASED_WRAP --fsdp_min_num_params 5000000"),
+    Case(
+        "Llama, units above 5M",
+        "llama",
+        "--max_length 256 --fsdp_auto_wrap_policy SIZE_BASED_WRAP --fsdp_min_num_params 5000000",
+    ),
     Case("Llama, SGD, 2 micro-batches", "llama", "--max_length 256 --optim sgd --gradient_accumulation_steps 2"),
     Case("Llama, LoRA", "llama", f"{LORA} {KEEP} --max_length 256"),
     Case("Llama, LoRA, vocabulary of 65,536", "llama", f"{LORA} --max_length 128", {"vocab_size": 65536}),
     Case("Qwen3, vocabulary of 65,536", "qwen3", "--max_length 256", {"vocab_size": 65536, "head_dim": 64}),
     Case("Qwen3, padded rows", "qwen3", f"{KEEP} --max_length 384 --per_device_train_batch_size 2", {"head_dim": 64}),
     Case("Qwen3 MoE", "qwen3_moe", f"{KEEP} --max_length 256", EXPERTS),
-    Case("Qwen3 MoE, LoRA on attention", "qwen3_moe", "--use_peft true --lora_target_modules q_proj v_proj --max_length 256", EXPERTS),
+    Case(
+        "Qwen3 MoE, LoRA on attention",
+        "qwen3_moe",
+        "--use_peft true --lora_target_modules q_proj v_proj --max_length 256",
+        EXPERTS,
+    ),
     Case("GPT-2", "gpt2", f"{KEEP} --max_length 384", {"n_positions": 512}),
 ]
 HELD_OUT = [

@@ -77,14 +77,13 @@ class Checkpoint:
     def _slice(self, key: str) -> Any:
         return self.files[self.file_of[key]].get_slice(key)
 
-    def plan(
-        self, model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]
-    ) -> tuple[list[Entry], list[Any] | None]:
+    def plan(self, model: "PreTrainedModel") -> tuple[list[Entry], list[Any] | None]:
         """Return what to read for a model, in file order, and the conversions that `save_pretrained` has to revert.
 
         Raises a LoadError if a weight is missing or has another shape. Weights of a head that the checkpoint's own model class
         lacks are new, as in `from_pretrained`.
         """
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         groups, conversions = self._group_keys(model, shapes)
         entries = [self._entry(name, *zip(*found, strict=True)) for name, found in groups.items()]
         order = {key: number for number, key in enumerate(self.file_of)}

@@ -34,24 +34,21 @@ def load_model(
     """Return a pretrained model that takes no memory until it is sharded, and then only its shard on each rank.
 
     The weights are read when Accelerate shards the model with FSDP2, in `trainer.train` or `accelerator.prepare`. Until then,
-    parameters are placeholders: adapters can be added as usual, but the model can neither run nor be saved. Values, dtypes and
-    tied weights equal those of `from_pretrained`. Without FSDP, this is `from_pretrained`.
+    adapters can be added, but the model can neither run nor be saved. Values equal those of `from_pretrained`, which this is
+    without FSDP.
 
-    Collective: every rank calls this, with the same arguments. In host memory, each rank takes its shard (CPU ranks and
-    offload) and the weights in flight, about two; rank 0 memory-maps the files.
+    Collective, with the same arguments on every rank. A rank takes its shard and the weights in flight; rank 0 maps files.
 
     Args:
         name_or_path: a directory or a Hub id. With `rank0`, only rank 0 needs to see the directory.
-        source: `rank0`: only rank 0 reads weight files. `direct`: every rank reads its own rows, so every rank must see the
-            directory; faster on storage that serves all nodes at once.
+        source: `rank0`: only rank 0 reads weight files. `direct`: every rank reads its own rows from files that it sees.
         auto_class: the class whose `from_pretrained` would be called; default: `AutoModelForCausalLM`.
-        **kwargs: as in `from_pretrained`, such as `dtype`, `attn_implementation`, `revision` and `quantization_config` (4-bit
-            bitsandbytes only). With `trust_remote_code`, every rank must see the code.
+        **kwargs: as in `from_pretrained`; `quantization_config` is bitsandbytes' for 4 bits. With `trust_remote_code`, every
+            rank must see the code.
 
     Raises:
-        LoadError: on every rank. Here: FSDP1, a missing directory, a checkpoint that does not fit the model, one that is
-            quantized otherwise than in FP8 or MXFP4. While sharding: an unreadable file, a model whose weights were computed
-            with or changed in shape (PiSSA, OLoRA, DoRA, `resize_token_embeddings`).
+        LoadError: on every rank. Here: FSDP1, no such model, or a checkpoint that does not fit it. While sharding: an
+            unreadable file, or weights that were computed with or changed in shape (PiSSA, OLoRA, DoRA, new embeddings).
         PatchError: this version of Accelerate is not supported.
     """
     from accelerate import PartialState
@@ -66,14 +63,11 @@ def load_model(
     PartialState(cpu=patches.is_true(os.environ.get("ACCELERATE_USE_CPU")))  # starts the process group
     dtype, packing = kwargs.pop("dtype", "auto"), kwargs.pop("quantization_config", None)
     directory, config, rest, generation_config = describe_model(str(name_or_path), kwargs)
-    quantizer = take_quantizer(config)
-    checkpoint = Checkpoint(directory, quantizer)
+    checkpoint = Checkpoint(directory, take_quantizer(config))
     dtype = distributed.run_on_main(lambda: resolve_dtype(dtype, config, checkpoint))
     model = build_on_meta(config, dtype, auto_class, rest)
-    if generation_config is not None:
-        model.generation_config = generation_config
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    entries, conversions = distributed.run_on_main(lambda: checkpoint.plan(model, shapes))
+    model.generation_config = generation_config or model.generation_config
+    entries, conversions = distributed.run_on_main(lambda: checkpoint.plan(model))
     if conversions is not None:
         model._weight_conversions = conversions
     if packing is not None:
