@@ -66,7 +66,7 @@ def load_model(
     checkpoint = Checkpoint(directory, take_quantizer(config))
     dtype = distributed.run_on_main(lambda: resolve_dtype(dtype, config, checkpoint))
     model = build_on_meta(config, dtype, auto_class, rest)
-    model.generation_config = generation_config or model.generation_config
+    model.generation_config = generation_config or getattr(model, "generation_config", None)
     entries, conversions = distributed.run_on_main(lambda: checkpoint.plan(model))
     if conversions is not None:
         model._weight_conversions = conversions
