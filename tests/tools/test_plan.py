@@ -79,10 +79,8 @@ def test_a_head_that_the_frozen_base_does_not_keep_is_counted_once():
     wide = {"vocab_size": 65536 + VOCABULARY}
     added = total(LORA, **wide) - total(LORA)
     head = 2 * 65536 * HIDDEN
-    tile = 2 * 128 * (32768 - VOCABULARY)  # of logits; the narrow vocabulary does not fill one
-    assert added == pytest.approx(
-        2 * head / 8 + head + tile, rel=0.1
-    )  # shards of embedding and head, and the gathered head
+    shards = 2 * head / 8  # of the embedding and the head
+    assert shards + head <= added < shards + 2 * head  # the rest is tiles of logits
 
 
 def test_4_bit_weights_take_half_a_byte_and_scales_on_every_rank():
@@ -109,7 +107,7 @@ def test_frozen_experts_get_no_gradients():
         ("--gradient_checkpointing true", "--gradient_checkpointing false"),
         ("--optim adamw_8bit", "--optim adamw_torch_fused"),
         ("--optim sgd", "--optim adamw_torch_fused"),
-        ("--optim adamw_torch_fused", "--optim adamw_torch"),
+        ("--max_length 8 --optim adamw_torch_fused", "--max_length 8 --optim adamw_torch"),
         ("--max_length 512 --attn_implementation sdpa", "--max_length 512 --attn_implementation eager"),
         (
             "--max_length 512 --per_device_train_batch_size 2 --attn_implementation flash_attention_2",
