@@ -8,6 +8,7 @@ table and, without `--print`, rewrites its section of docs/measured.md.
 """
 
 import argparse
+import ctypes
 import functools
 import os
 import shutil
@@ -70,9 +71,8 @@ def measure(num_parameters: float, scratch: Path, repeats: int) -> dict[str, tup
     from hf_fsdp_recipes import export_model
 
     dist.init_process_group("gloo")
-    config = llama_config(num_parameters)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(llama_config(num_parameters), dtype=torch.bfloat16)
     mesh = init_device_mesh("cpu", (2,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -114,6 +114,7 @@ def measure_ways(ways: dict[str, Callable[..., Any]], scratch: Path, repeats: in
             target = scratch / way
             distributed.run_on_main(functools.partial(shutil.rmtree, target, ignore_errors=True))
             distributed.run_on_main(os.sync)
+            ctypes.CDLL(None).malloc_trim(0)  # or else a method would reuse the memory that another one has left behind
             with HostPeak() as memory:
                 write(target)
                 distributed.run_on_main(functools.partial(sync, target))

@@ -25,8 +25,7 @@ from benchmarks.running import llama_config, machine
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = ROOT / "accelerate_configs" / "full_shard.yaml"
 SMALL_PARAMETERS, LOAD_REPEATS = 3e6, 3
-NUM_STEPS, SAVE_STEPS = 12, 6
-LIMIT_SECONDS = 1200.0
+NUM_STEPS, SAVE_STEPS, LIMIT_SECONDS = 12, 6, 1200.0
 KINDS = ("from_pretrained", "rank0", "direct")
 LORA = {"use_peft": True, "lora_target_modules": "all-linear", "dtype": "bfloat16", "learning_rate": 1e-4}
 QLORA = LORA | {"load_in_4bit": True, "use_bnb_nested_quant": True}

@@ -122,7 +122,7 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
     tokenizer = load_tokenizer(arguments)
     with training.main_process_first(desc="reading rows"):  # rank 0 fills the cache of datasets
         train, evaluation = read_rows(arguments)
-    with explained("the model cannot be built"):
+    with explained(f"{arguments.model.model_name_or_path or arguments.recipe.config_name} cannot be built"):
         model = build_model(arguments)
     with explained("SFTTrainer refuses the recipe or its rows"):
         trainer = SFTTrainer(

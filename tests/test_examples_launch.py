@@ -87,6 +87,7 @@ def test_own_clm_resumes_exactly_and_evaluates_alike(tiny_model, text_file, tmp_
     assert re.findall(r"eval_loss +=.*", whole) == re.findall(r"eval_loss +=.*", resumed)
 
 
+@pytest.mark.slow
 def test_own_loop_resumes_exactly_in_its_second_epoch_with_dropout(tiny_model, text_file, tmp_path):
     options = ["--model", tiny_model("gpt2"), "--data", text_file]
     whole, resumed = _run_and_resume("own_loop", options, tmp_path, steps=(11, 14), checkpoint="step")

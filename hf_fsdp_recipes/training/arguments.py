@@ -74,9 +74,7 @@ class RecipeLoader(yaml.SafeLoader):
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     """Return the arguments of the command line and of the recipe that `--config` names. Not a collective.
 
-    Raises:
-        RecipeError: the recipe cannot be read, an argument is unknown (the message suggests the nearest name), or a value is of
-            the wrong type.
+    Raises a RecipeError if the recipe cannot be read, an argument is unknown, or a value is of the wrong type.
     """
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 

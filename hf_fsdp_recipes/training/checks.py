@@ -2,6 +2,7 @@
 
 import math
 import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,7 @@ LORA_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "l
 
 
 def check_arguments(arguments: "Arguments") -> None:
-    """Raise a RecipeError that lists everything wrong with a recipe, and print what may surprise. Not a collective.
-
-    Every rank finds the same.
-    """
+    """Raise a RecipeError that lists everything wrong with a recipe, and print what may surprise. Every rank finds the same."""
     found = [*_check_recipe(arguments), *_check_launch(arguments)]
     if any(is_wrong for is_wrong, _ in found):
         raise RecipeError(" ".join(message for is_wrong, message in found if is_wrong))
@@ -114,10 +112,9 @@ def check_targets(arguments: "Arguments") -> None:
         output = Path(arguments.training.output_dir)
         try:
             output.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=output).close()
         except OSError as error:
-            raise RecipeError(f"output_dir: {output} cannot be created: {error.strerror}. Name another.") from error
-        if not os.access(output, os.W_OK):
-            raise RecipeError(f"output_dir: {output} is not writable. Name another, or change its permissions.")
+            raise RecipeError(f"output_dir: {output} cannot be written: {error.strerror}. Name another.") from error
         if arguments.training.push_to_hub:
             from huggingface_hub import whoami
 

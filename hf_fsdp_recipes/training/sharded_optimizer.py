@@ -1,12 +1,9 @@
 """Makes bitsandbytes' optimizers work under FSDP2: each rank updates its own rows.
 
-The optimizers' operators do not accept DTensors ("does not have a sharding strategy registered"), but updating an element needs
-only that element or, for 8-bit states, its block of 256 elements. The states become DTensors sharded like their parameter, so that
-DCP can save and load them. The blocks of 8-bit states start at each rank's first row, so a run with such states can resume only on
-the same number of ranks.
+Their operators do not accept DTensors, but updating an element needs only that element or, for 8-bit states, its block of 256
+elements. The states become DTensors that are sharded like their parameter, so that DCP can save and load them.
 
-Source: bitsandbytes 0.50 `optim/optimizer.py`: `init_state`, `update_step` and `prefetch_state` receive one parameter
-and keep its state in `self.state[p]`.
+Source: bitsandbytes 0.50 `optim/optimizer.py`, whose methods receive one parameter and keep its state in `self.state[p]`.
 """
 
 import math
@@ -35,15 +32,10 @@ def is_bitsandbytes_optimizer(name: str) -> bool:
 
 
 def sharded_optimizer(args: "TrainingArguments") -> "tuple[type[torch.optim.Optimizer], dict[str, Any]] | None":
-    """Make `optim: adamw_8bit` and bitsandbytes' other optimizers work under FSDP2.
+    """Make `optim: adamw_8bit` and bitsandbytes' other optimizers work under FSDP2, where they would fail in the first step.
 
-    Unchanged, these optimizers fail on sharded parameters in the first step. On each rank, the returned class updates the rank's
-    own rows of every parameter. Checkpoints include the optimizer's state. Pass the result to any Trainer:
-
-        trainer = SFTTrainer(..., args=args, optimizer_cls_and_kwargs=sharded_optimizer(args))
-
-    Args:
-        args: Trainer's arguments; `optim`, `optim_args`, `learning_rate`, `weight_decay`, `adam_beta1` and so on apply.
+    Pass the result to any Trainer: `SFTTrainer(..., args=args, optimizer_cls_and_kwargs=sharded_optimizer(args))`. Checkpoints
+    include the optimizer's state. 8-bit states resume only on the same number of ranks, because blocks start at a rank's rows.
 
     Returns:
         A value for Trainer's `optimizer_cls_and_kwargs`, or None if `args.optim` is not a bitsandbytes optimizer.

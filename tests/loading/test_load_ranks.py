@@ -84,7 +84,10 @@ def test_direct_reading_is_equal_under_hybrid_sharding(kind, tiny_model, text_fi
     [
         LORA | {"modules_to_save": ["lm_head", "embed_tokens"]},
         pytest.param(LORA, marks=pytest.mark.slow),
-        {"r": 4, "target_modules": ["q_proj"], "target_parameters": EXPERTS, "task_type": "CAUSAL_LM"},
+        pytest.param(
+            {"r": 4, "target_modules": ["q_proj"], "target_parameters": EXPERTS, "task_type": "CAUSAL_LM"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_lora_is_equal_with_nothing_patched_in_peft(lora, tiny_model, text_file, tmp_path):
@@ -177,6 +180,7 @@ def _new_head(model, data, output, loader):
     return digest(trainer.model)
 
 
+@pytest.mark.slow
 def test_a_new_head_has_from_pretraineds_values(tiny_model, tmp_path):
     def run(loader):
         arguments = (tiny_model(), None, tmp_path, loader)

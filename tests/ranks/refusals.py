@@ -18,6 +18,7 @@ NUM_RANKS = 2
 LIMIT_SECONDS = 15.0  # of a core's time
 ERROR_LINE = re.compile(r"^[A-Z]\w*Error: .+$", re.MULTILINE)
 LOSS = re.compile(r"\{'loss'|'train_runtime'")  # Trainer's log
+LOST = re.compile(r"Connection (closed|reset) by peer|connectFullMesh failed")
 MAX_CHARACTERS = 700
 
 
@@ -74,14 +75,14 @@ def find_faults(refusals: Sequence[Refusal], says: str) -> list[str]:
     """Return what is wrong with how the ranks refused an input; `says` is a pattern for the message, in any case."""
     if all(one.status == 0 for one in refusals):
         return ["the run succeeded"]
-    faults = [f"rank {r} ended with status {one.status}" for r, one in enumerate(refusals) if one.status != 1]
+    # A rank that another one left first lost its connection. Its launcher would have ended it before it could say so.
+    present = [one for one in refusals if not LOST.search(one.output)]
+    faults = [f"a rank ended with status {one.status}" for one in present if one.status != 1]
     if any(LOSS.search(one.output) for one in refusals):
         faults.append("trained before it failed")
-    faults += [f"took {one.seconds:.0f} s" for one in refusals if one.seconds > LIMIT_SECONDS]
-    lines = [ERROR_LINE.findall(one.output) for one in refusals]
-    # If rank 0 leaves, the others lose it; their launcher ends them before they can say so.
-    others = [found for found in lines[1:] if not any("Connection" in line for line in found)]
-    if len(lines[0]) != 1 or any(found != lines[0] for found in others):
+    faults += [f"took {one.seconds:.0f} s" for one in present if one.seconds > LIMIT_SECONDS]
+    lines = [ERROR_LINE.findall(one.output) for one in present]
+    if not lines or any(len(found) != 1 or found != lines[0] for found in lines):
         return [*faults, f"the ranks' messages: {lines}"]
     message = lines[0][0]
     if not re.search(says, message, re.IGNORECASE):

@@ -32,6 +32,7 @@ def train(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_amd_rocm_one_epoch_of_alpaca_its_log_and_the_export_of_a_foreign_checkpoint(train, tmp_path):
     from hf_fsdp_recipes import export_checkpoint
     from hf_fsdp_recipes.tools.generate import complete

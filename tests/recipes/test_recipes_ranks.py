@@ -7,7 +7,7 @@ from tests.ranks.harness import read_losses, run_ranks, template_environment
 from tests.recipes import small
 from tests.recipes.launching import run_recipe
 
-FAST = ("qwen3_8b_lora", "llama2_70b_size_wrap")
+FAST = ("llama2_70b_size_wrap",)
 RECIPES = [
     pytest.param(file, id=file.stem, marks=() if file.stem in FAST else pytest.mark.slow)
     for file in shipped_files("recipe")

@@ -93,7 +93,9 @@ def test_a_recipe_runs_with_accelerate_launch_and_a_mistake_is_one_line(tiny_mod
     }
 
     refused = run(CPU, [*argv, "--learning_rat", "1"])
-    assert refused.returncode != 0 and "Traceback" not in refused.stdout
+    assert (
+        refused.returncode != 0 and 'sft.py", line' not in refused.stdout
+    )  # the launcher prints a traceback of its own
     errors = [
         line for line in refused.stdout.splitlines() if "RecipeError" in line
     ]  # on a busy machine, from both ranks
