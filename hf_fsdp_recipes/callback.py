@@ -229,6 +229,14 @@ class ShardedCheckpointCallback(TrainerCallback):
             if args.push_to_hub and self._last_error is None:
                 trainer._push_from_checkpoint(str(final))
 
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Notice a Trainer that saves by other means than the replaced method."""
+        if self.saves_checkpoints and self._saved_step != state.global_step:
+            raise CheckpointError(
+                "Trainer has saved a checkpoint without _save_checkpoint, so neither in the background nor verified. Install a "
+                "tested version of transformers, or remove ShardedCheckpointCallback."
+            )
+
     def _settle(self, state: TrainerState) -> None:
         """Wait for the save in flight. If it failed, warn and go back to the best model that is saved. Collective."""
         if self._pending_best is None or self._writer is None:

@@ -192,7 +192,8 @@ def find_loader(model: torch.nn.Module) -> Any:
 def apply_for_loading() -> None:
     """Let Accelerate fill the models of `load_model`, and let SIZE_BASED_WRAP work for them. Idempotent."""
     FILL_SHARDS.apply(_fill_shards)
-    WRAP_BY_SIZE.apply(_wrap_by_size)
+    if os.environ.get("FSDP_AUTO_WRAP_POLICY") == "SIZE_BASED_WRAP":
+        WRAP_BY_SIZE.apply(_wrap_by_size)
 
 
 def apply_for_saving() -> None:

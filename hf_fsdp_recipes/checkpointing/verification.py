@@ -57,8 +57,8 @@ def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1) -> str | No
     """Return what is wrong with one part of a checkpoint's files, or None."""
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        sharded = [*checkpoint.rglob("*.distcp"), *checkpoint.glob("*/*.metadata")]
-        if (checkpoint / "trainer_state.json").is_file() and not sharded:
+        has_weights = any(checkpoint.glob("*.safetensors")) and not any(checkpoint.rglob("*.distcp"))
+        if has_weights and (checkpoint / "trainer_state.json").is_file():
             return None  # Trainer's own, without FSDP
         return "it has no readable manifest.json, so ShardedCheckpointCallback did not complete it"
     by_size = sorted(manifest["files"].items(), key=lambda item: (item[1]["bytes"], item[0]))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import StateDictStager
 from torch.distributed.tensor import DTensor
+from torch.utils.serialization import config
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import RunDirectory
@@ -132,7 +133,8 @@ class Writer:
         for folder, state in parts.items():
             writer = HashingWriter(save.written / folder)
             try:
-                dcp.save(dict(state), storage_writer=writer, planner=_Planner(folder), process_group=self._group)
+                with config.patch("save.compute_crc32", False):  # in this thread; the manifest's hashes take its place
+                    dcp.save(dict(state), storage_writer=writer, planner=_Planner(folder), process_group=self._group)
             except dcp.CheckpointException as error:  # not an Exception
                 first = next(iter(error.failures.values()), (error, None))[0]
                 raise CheckpointError(describe(first)) from error

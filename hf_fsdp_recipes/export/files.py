@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from hf_fsdp_recipes.checkpointing.direct_file import DirectFile
 from hf_fsdp_recipes.checkpointing.writer import is_finite
 from hf_fsdp_recipes.errors import ExportError
 
@@ -33,7 +33,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 IN_FLIGHT = 1  # steps of an export that wait to be written, or are being written, while the next is gathered
-FLUSH_BYTES = 32 * 1024**2  # flush this often, so that the disk writes while the next parameter is gathered
 
 
 def make_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
@@ -68,11 +67,10 @@ class FileWriter:
     def __init__(self, directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         self._directory, self._files = directory, files
         self._left = {name: file for file, tensors in files.items() for name in tensors}  # tensors yet to be written
-        self._open: dict[str, tuple[int, dict[str, int]]] = {}  # descriptors and positions of the started files
+        self._open: dict[str, tuple[DirectFile, dict[str, int]]] = {}  # the started files and their positions
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._pending: deque[Future[None]] = deque()
         self._error: Exception | None = None
-        self._unflushed = 0
 
     def submit(self, compute: Callable[[], dict[str, torch.Tensor]]) -> None:
         """Write those tensors of `compute()` that belong to this rank's files, in the background.
@@ -86,8 +84,8 @@ class FileWriter:
     def close(self) -> None:
         """Wait until everything is on disk; raise the first error."""
         self._thread.shutdown()
-        for descriptor, _ in self._open.values():
-            os.close(descriptor)
+        for started, _ in self._open.values():
+            started.abandon()
         if self._error is not None:
             raise self._error
         if self._left:
@@ -117,21 +115,10 @@ class FileWriter:
         check_finite(name, tensor)
         if file not in self._open:
             header, positions = make_header(self._files[file])
-            self._open[file] = os.open(self._directory / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), positions
-            self._write_bytes(self._open[file][0], memoryview(header), 0)
-        descriptor, positions = self._open[file]
+            self._open[file] = DirectFile(self._directory / file, exclusive=True), positions
+            self._open[file][0].pwrite(header, 0)
+        started, positions = self._open[file]
         values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        self._write_bytes(descriptor, memoryview(values), positions.pop(name))
+        started.pwrite(values, positions.pop(name))
         if not positions:
-            del self._open[file]
-            os.fsync(descriptor)
-            os.close(descriptor)
-
-    def _write_bytes(self, descriptor: int, values: memoryview, position: int) -> None:
-        self._unflushed += len(values)
-        while values:
-            count = os.pwrite(descriptor, values, position)
-            values, position = values[count:], position + count
-        if self._unflushed >= FLUSH_BYTES:
-            os.fdatasync(descriptor)
-            self._unflushed = 0
+            self._open.pop(file)[0].close()

@@ -10,7 +10,7 @@ from hf_fsdp_recipes import patches
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading import bnb_4bit, fill
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
-from hf_fsdp_recipes.loading.placeholder import OFFLINE, is_placeholder, move_to_meta
+from hf_fsdp_recipes.loading.placeholder import NOT_LOADED, OFFLINE, is_placeholder, move_to_meta
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -46,6 +46,8 @@ class Loader:
         bnb_4bit.check_storage(self.model, plugin.mixed_precision_policy)
         broadcast_adapters(model, device)
         move_to_meta(model)
+        if accelerator.mixed_precision != "no":  # Accelerate does this too, but in version 1.13 without effect
+            widen_trained(model)
         was_efficient, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
         try:
             model = shard(accelerator, model)
@@ -65,9 +67,10 @@ class Loader:
         filled = {target for entry in self.entries for name in entry.names for target in targets.get(name, ())}
         for name, found in targets.items():
             if isinstance(found[0], torch.nn.Parameter) and filled.isdisjoint(found):
+                kind = type(self.model).__name__.removeprefix("FSDP")
                 raise LoadError(
-                    f"{name} is tied to another weight, but Accelerate separates them under FSDP2. "
-                    f"{type(self.model).__name__.removeprefix('FSDP')} cannot be sharded; train it without FSDP."
+                    f"{name} is tied to another weight, but Accelerate separates them under FSDP2. {kind} cannot be sharded: install "
+                    f"accelerate 1.15 or newer, or train it without FSDP."
                 )
         packed = bnb_4bit.find_layers(self.model)
         is_read = {e: self.is_direct and e.is_stored and e.names[0] not in packed for e in self.entries}
@@ -79,11 +82,15 @@ class Loader:
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:
-    raise LoadError(
-        "the model's weights are not loaded yet: they are loaded when the Trainer or Accelerator that trains the model "
-        "shards it. Train first, or use from_pretrained for a model that is not trained, such as a reference model; LoRA "
-        "needs none."
-    )
+    raise LoadError(NOT_LOADED)
+
+
+def widen_trained(model: torch.nn.Module) -> None:
+    """Give trained parameters float32 master weights, except beside packed 4-bit weights, where TRL chooses the dtype."""
+    if not any(type(parameter).__name__ == "Params4bit" for parameter in model.parameters()):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
 
 
 def broadcast_adapters(model: torch.nn.Module, device: torch.device) -> None:

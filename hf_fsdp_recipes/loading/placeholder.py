@@ -12,6 +12,10 @@ import torch
 from hf_fsdp_recipes.errors import LoadError
 
 OFFLINE = "Change the model without FSDP, save it, and train the saved model"
+NOT_LOADED = (
+    "the model's weights are not loaded yet: they are loaded when the Trainer or Accelerator that trains the model shards it. "
+    "Train first, or use from_pretrained for a model that is not trained, such as a reference model; LoRA needs none."
+)
 _CASTS = (torch.Tensor.to, torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16)
 
 
@@ -28,7 +32,9 @@ class Placeholder(torch.nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Refuse casts: they are how PEFT's PiSSA, OLoRA and DoRA start to compute adapters from a weight."""
+        """Refuse casts, with which PEFT's PiSSA, OLoRA and DoRA start to read a weight, and sharding by anyone but our loader."""
+        if function is torch.Tensor.is_contiguous:
+            raise LoadError(NOT_LOADED)
         if function in _CASTS and (function is not torch.Tensor.to or isinstance(args[1], torch.dtype)):
             raise LoadError(
                 "a weight is read before it is loaded, for example by init_lora_weights='pissa' or 'olora', or by DoRA. Use plain "

@@ -43,9 +43,12 @@ def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
 
+    from hf_fsdp_recipes.patches import HIDDEN_DEVICES
+
     os.environ.update(PREEMPTION | os.environ)
     if read_yaml(template).get("use_cpu"):
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # the launcher passes use_cpu on only without FSDP
+        os.environ.update(dict.fromkeys(HIDDEN_DEVICES, "") | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
     parser = launch_command_parser()
     own = {name for action in parser._actions if action.dest not in SHARED_OPTIONS for name in action.option_strings}
     for_launcher, for_script = split_arguments(arguments, own)

@@ -276,6 +276,12 @@ def _evaluate(model):
     model(input_ids=torch.ones(1, 3, dtype=torch.long))
 
 
+def _shard_as_trl_shards_a_reference(model):
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model)
+
+
 def _save(model):
     model.save_pretrained("unused")
 
@@ -287,6 +293,7 @@ def _save(model):
         ({"prepare": _break_on_rank_1, "loader": "direct"}, "cannot read"),
         ({"prepare": _evaluate}, "not loaded yet"),
         ({"prepare": _save}, "not loaded yet"),
+        ({"prepare": _shard_as_trl_shards_a_reference}, "not loaded yet"),
         ({"prepare": _resize}, "changed its shape|computed from"),
         ({"lora": LORA | {"init_lora_weights": "pissa"}}, "pissa"),
         pytest.param({"lora": LORA | {"init_lora_weights": "olora"}}, "olora", marks=pytest.mark.slow),

@@ -26,6 +26,7 @@ def upstream(monkeypatch):
     """Ask for FSDP on CPU ranks; start and end without replacements."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP")
     for variable in patches.HIDDEN_DEVICES:
         monkeypatch.setenv(variable, "")
     for patch, _ in USES:
