@@ -129,7 +129,7 @@ class Soak:
 
     def mutate(self, number: int) -> None:
         """Damage a checkpoint; record a violation if that is not noticed and changes the result, or if code runs."""
-        from hf_fsdp_recipes.checkpointing.verification import find_damage
+        from hf_fsdp_recipes.checkpointing.resume import find_damage
         from tests.checkpointing.damage import ACCIDENTS, ATTACKS, damage, forge
 
         self.reference("full", 2)
@@ -160,7 +160,7 @@ class Soak:
 def check_checkpoints(output: Path, required: int) -> int:
     """Return the latest checkpoint's step; raise a Violation if a checkpoint is damaged, or the required one is lost."""
     from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, step_of
-    from hf_fsdp_recipes.checkpointing.verification import find_damage
+    from hf_fsdp_recipes.checkpointing.resume import find_damage
 
     found = list_checkpoints(output)
     for checkpoint in found:

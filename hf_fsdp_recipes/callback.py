@@ -15,7 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fsdp_recipes import distributed, patches
 from hf_fsdp_recipes.checkpointing.directory import RunDirectory
-from hf_fsdp_recipes.checkpointing.recorder import check_recorded, redirected
+from hf_fsdp_recipes.checkpointing.recorder import redirected
 from hf_fsdp_recipes.checkpointing.signals import StepFlags
 from hf_fsdp_recipes.checkpointing.writer import Save, Writer
 from hf_fsdp_recipes.errors import CheckpointError
@@ -108,25 +108,12 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._directory, self._writer = directory, writer
         optimizer = kwargs["optimizer"]
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no hooks
-        self._hook = optimizer.register_step_pre_hook(self._wait_until_staged)
+        self._hook = optimizer.register_step_pre_hook(lambda *_: writer.wait_until_staged())
         self._kept_best = _best(state)
-        if state.max_steps <= state.global_step and (state.epoch or 0) % 1:
-            self._end_complete_run(state, kwargs["model"], kwargs.get("processing_class"))
-
-    def _wait_until_staged(self, *args: Any) -> None:
-        if self._writer is not None:
-            self._writer.wait_until_staged()
-
-    def _end_complete_run(self, state: TrainerState, model: torch.nn.Module, processor: Any) -> None:
-        """End a resumed run that has no step left: Trainer counts its steps only after the first, so it would train one more."""
-        self._close()
-        if self._export_dir is None:
-            raise CheckpointError(
-                f"checkpoint-{state.global_step} is complete: the run has {state.max_steps} steps. Use it, or raise max_steps."
-            )
-        self._export(model, processor)
-        distributed.print_main(f"the run was complete at step {state.global_step}; its model is exported now")
-        sys.exit()
+        if state.max_steps <= state.global_step and (state.epoch or 0) % 1:  # Trainer would train one step more
+            distributed.print_main(f"the run is complete: checkpoint-{state.global_step} has all of its steps")
+            self.on_train_end(args, state, **kwargs)
+            sys.exit()
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Start to exchange flags with the other ranks."""
@@ -209,18 +196,17 @@ class ShardedCheckpointCallback(TrainerCallback):
         }
         written = self._directory.workspace / final.name
         save = Save(written, final, facts, args.save_total_limit, {best_path} if best_path else set())
-        with redirected(trainer, written.parent) as save.parts:
-            try:
+        try:
+            with redirected(trainer, written.parent) as save.parts:
                 save_by_trainer()
-                check_recorded(trainer, save.parts)
                 if args.should_save:
                     write_description(written, trainer.model, trainer.processing_class)
                 if state.best_model_checkpoint != best_path:  # Trainer has seen the directory that is being written
                     state.best_model_checkpoint = best_path
                     if args.should_save:
                         state.save_to_json(str(written / TRAINER_STATE_NAME))
-            except Exception as error:
-                save.error = error
+        except Exception as error:
+            save.error = error
         asynchronous = self._asynchronous and not args.push_to_hub
         self._writer.start(save, asynchronous)
         self._saved_step, self._pending_best = state.global_step, _best(state)

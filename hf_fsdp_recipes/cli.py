@@ -42,7 +42,7 @@ def checkpoints(
 ) -> None:
     """List a run's checkpoints; exit status 1 if it cannot be resumed from any."""
     from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, read_manifest, step_of
-    from hf_fsdp_recipes.checkpointing.verification import find_damage
+    from hf_fsdp_recipes.checkpointing.resume import find_damage
 
     usable = 0
     print(f"{'step':>8}  {'GB':>8}  {'ranks':>5}  state")

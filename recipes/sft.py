@@ -49,7 +49,7 @@ def find_checkpoint(arguments: Arguments) -> str | None:
     """Return the checkpoint to resume from. `auto` is the latest intact one, or None if there is none. Collective."""
     from hf_fsdp_recipes import keep_global_batch, latest_checkpoint
     from hf_fsdp_recipes.checkpointing.directory import read_manifest
-    from hf_fsdp_recipes.checkpointing.verification import find_damage
+    from hf_fsdp_recipes.checkpointing.resume import find_damage
 
     training = arguments.training
     wanted, training.resume_from_checkpoint = training.resume_from_checkpoint, None

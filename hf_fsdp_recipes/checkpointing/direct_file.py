@@ -13,14 +13,14 @@ BUFFER_BYTES = 8 * 1024**2
 
 
 class DirectFile:
-    """A new file that is written at any position. An existing one is overwritten, or refused with `exclusive`.
+    """A file that is written at any position; an existing one is overwritten.
 
     Whole blocks are written directly, from a buffer at an aligned address. What is left at both ends, and everything on a file
     system without direct I/O, goes through the page cache.
     """
 
-    def __init__(self, path: str | os.PathLike[str], exclusive: bool = False) -> None:
-        self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_EXCL if exclusive else os.O_TRUNC), 0o666)
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._direct: int | None = None
         with contextlib.suppress(OSError):
             self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
@@ -45,13 +45,9 @@ class DirectFile:
         try:
             os.fsync(self._cached)
         finally:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Close the file without flushing it."""
-        os.close(self._cached)
-        if self._direct is not None:
-            os.close(self._direct)
+            os.close(self._cached)
+            if self._direct is not None:
+                os.close(self._direct)
 
     def _write_direct(self, values: memoryview, position: int) -> None:
         buffer = self._buffer[: len(values)]
@@ -71,3 +67,12 @@ class DirectFile:
         while values:
             count = os.pwrite(self._cached, values, position)
             values, position = values[count:], position + count
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Flush a file or directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_recipes.checkpointing.direct_file import sync
 from hf_fsdp_recipes.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class RunDirectory:
             stream.flush()
             os.fsync(stream.fileno())
         for directory in [written, *(path for path in written.rglob("*") if path.is_dir())]:
-            _sync_directory(directory)
+            sync(directory)
         final.parent.mkdir(parents=True, exist_ok=True)
         replaced = final.with_name(final.name.replace("-", "-0"))  # a checkpoint's name too, so a kill loses nothing
         while final.exists():
@@ -120,7 +121,7 @@ class RunDirectory:
             with contextlib.suppress(OSError):  # not empty: another file has just been written
                 final.rmdir()
         written.rename(final)
-        _sync_directory(final.parent)
+        sync(final.parent)
         if replaced.exists():
             self._delete(replaced)
 
@@ -154,11 +155,3 @@ def _lock(directory: Path) -> Any:
     except OSError as error:
         logger.warning("%s cannot be locked: %s. Start only one run in this directory at a time.", directory, error)
     return stream
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

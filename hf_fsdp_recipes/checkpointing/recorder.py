@@ -1,10 +1,10 @@
 """Lets Trainer and Accelerate save as always, and records the sharded state that they hand to torch DCP."""
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,7 +22,8 @@ def redirected(trainer: "Trainer", directory: Path) -> Iterator[dict[str, State]
     """Let Trainer save to another directory; record what it passes to torch DCP instead of writing it.
 
     Yields a dict that is filled while Trainer saves: {folder: state dict}. The tensors share memory with the parameters and the
-    optimizer; buffers are copied, because the next forward may change them.
+    optimizer; buffers are copied, because the next forward may change them. Raises a CheckpointError at the end if Trainer has
+    written sharded state by another function than torch DCP's `save`.
     """
     parts: dict[str, State] = {}
 
@@ -34,30 +35,20 @@ def redirected(trainer: "Trainer", directory: Path) -> Iterator[dict[str, State]
         parts[Path(storage_writer.checkpoint_id).name] = copied
 
     plugin = trainer.accelerator.state.fsdp_plugin
+    is_sharded = plugin.state_dict_type.name == "SHARDED_STATE_DICT"
     with contextlib.ExitStack() as stack:
-        swap = functools.partial(_swapped, stack)
+
+        def swap(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
         swap(trainer, "_get_output_dir", lambda trial: str(directory))
         swap(trainer, "_push_from_checkpoint", lambda folder: None)  # done once the checkpoint is complete
         swap(dcp, "save", record)
-        if plugin.state_dict_type.name == "SHARDED_STATE_DICT":
+        if is_sharded:
             swap(plugin.state_dict_config, "offload_to_cpu", False)  # it would copy the state now, on this thread
         yield parts
-
-
-def check_recorded(trainer: "Trainer", parts: Mapping[str, State]) -> None:
-    """Raise a CheckpointError if Trainer has written sharded state by another function than torch DCP's `save`."""
-    is_sharded = trainer.accelerator.state.fsdp_plugin.state_dict_type.name == "SHARDED_STATE_DICT"
     if is_sharded and not parts:
         raise CheckpointError(
             "Accelerate passed nothing to torch.distributed.checkpoint.save, so nothing can be saved in the background. "
             "Install a tested version of accelerate, or remove ShardedCheckpointCallback."
         )
-
-
-def _swapped(stack: contextlib.ExitStack, owner: Any, name: str, value: Callable[..., Any] | bool) -> None:
-    """Set an attribute until the stack is closed."""
-    if name in vars(owner):
-        stack.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        stack.callback(delattr, owner, name)  # the class's attribute is visible again
-    setattr(owner, name, value)

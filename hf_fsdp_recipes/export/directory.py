@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,23 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.checkpointing.direct_file import sync
 
 if TYPE_CHECKING:
     from huggingface_hub import StateDictSplit
     from transformers import PreTrainedModel
 
-SMALL_FILES_BYTES = 64 * 1024**2  # room for the tokenizer and the configs
 
-
-def create(output_dir: Path, num_bytes: int, write: Callable[[Path], None]) -> Path:
+def create(output_dir: Path, write: Callable[[Path], None]) -> Path:
     """Let `write` fill a temporary directory, and rename it to the first free name. Collective.
 
-    If `write` fails or there are fewer than `num_bytes` free, raises an ExportError on every rank and leaves nothing behind.
+    If `write` fails, its error is raised and nothing is left behind.
     """
     temporary = output_dir.with_name(f".{output_dir.name}-tmp")
     try:
-        distributed.run_on_main(lambda: _start(temporary, num_bytes))
+        distributed.run_on_main(lambda: _start(temporary))
         write(temporary)
         return distributed.run_on_main(lambda: _finish(temporary, output_dir))
     except BaseException:
@@ -38,45 +35,19 @@ def create(output_dir: Path, num_bytes: int, write: Callable[[Path], None]) -> P
         raise
 
 
-def _start(temporary: Path, num_bytes: int) -> None:
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(temporary.parent).free
-    if num_bytes + SMALL_FILES_BYTES > free:
-        raise ExportError(f"the export needs {num_bytes:,} bytes, but {temporary.parent} has only {free:,} free.")
+def _start(temporary: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
-    temporary.mkdir()
+    temporary.mkdir(parents=True)
 
 
 def _finish(temporary: Path, output_dir: Path) -> Path:
     for path in (*temporary.rglob("*"), temporary):
-        _sync(path)
+        sync(path)
     numbered = (output_dir.with_name(f"{output_dir.name}-{number}") for number in itertools.count(1))
     final = next(path for path in itertools.chain([output_dir], numbered) if not os.path.lexists(path))
     temporary.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     return final
-
-
-def find_writers(directory: Path) -> list[int]:
-    """Return the ranks that see rank 0's directory: all of them, or those on rank 0's node if its disk is not shared.
-
-    Collective.
-    """
-    # The name is random because NFS clients remember for some seconds that a name did not exist.
-    marker = directory / distributed.from_main(f".marker-{uuid.uuid4().hex}")
-    distributed.run_on_main(marker.touch)
-    seen = distributed.gather(marker.exists())
-    if distributed.is_main():
-        marker.unlink()
-    return [number for number, found in enumerate(seen) if found]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_configs(directory: Path, model: "PreTrainedModel", dtype: torch.dtype | None = None) -> None:

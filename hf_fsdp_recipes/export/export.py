@@ -24,6 +24,7 @@ from hf_fsdp_recipes.export import directory, merge, shells, sources
 from hf_fsdp_recipes.export.files import FileWriter, check_finite
 from hf_fsdp_recipes.export.sources import Source, describe
 from hf_fsdp_recipes.export.steps import Plan, Step, Tensors, copy_step, plan_in_file_format
+from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -59,10 +60,7 @@ def export_model(
         ExportError: on every rank. Nothing is left behind.
     """
 
-    def save_tokenizer(target: Path) -> None:
-        if tokenizer is not None:
-            tokenizer.save_pretrained(target)
-
+    save_tokenizer = (lambda target: None) if tokenizer is None else tokenizer.save_pretrained
     output_dir, dtype = Path(output_dir), parse_dtype(dtype)
     is_adapted = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     held = sources.from_model(model, None if is_adapted else dtype)
@@ -79,7 +77,7 @@ def export_model(
             if getattr(base, "quantization_method", None) is None:
                 plan = merge.plan_merge(*adapted, held, dtype)
             else:
-                plan = merge.plan_merge_into_files(*adapted, held, _read_base(base.config.name_or_path), dtype)
+                plan = merge.plan_merge_into_files(*adapted, held, _find_base(base.config.name_or_path), dtype)
     return _export_weights(plan, shell, output_dir, max_shard_size, save_tokenizer)
 
 
@@ -99,8 +97,7 @@ def export_checkpoint(
         output_dir: as in `export_model`.
         base_model: directory or Hub id of the model with the config and, to merge an adapter, the weights. None uses the
             checkpoint's own config, or the base model that its `adapter_config.json` names.
-        dtype: as in `export_model`.
-        max_shard_size: as in `export_model`.
+        dtype, max_shard_size: as in `export_model`.
         merge_adapter: write the base model with the adapter merged in, instead of the adapter.
 
     Returns:
@@ -111,7 +108,7 @@ def export_checkpoint(
     """
     checkpoint, output_dir, dtype = Path(checkpoint_dir), Path(output_dir), parse_dtype(dtype)
     sharded = next((path for path in (checkpoint / MODEL_FOLDER, checkpoint) if (path / ".metadata").is_file()), None)
-    held = sources.from_files(checkpoint) if sharded is None else sources.from_checkpoint(sharded)
+    held = sources.from_files(Checkpoint(checkpoint)) if sharded is None else sources.from_checkpoint(sharded)
     config = shells.load_adapter_config(checkpoint)
     if config is None and any(".lora_" in name for name in held):
         raise ExportError(
@@ -130,7 +127,7 @@ def export_checkpoint(
     held = {stored[key]: source for key, source in held.items()}
     if not merge_adapter:
         return _export_adapter(adapted, held, output_dir, dtype, save_tokenizer)
-    plan = merge.plan_merge_into_files(shell, adapted, base_names, held, _read_base(name), dtype)
+    plan = merge.plan_merge_into_files(shell, adapted, base_names, held, _find_base(name), dtype)
     return _export_weights(plan, shell, output_dir, max_shard_size, save_tokenizer)
 
 
@@ -142,8 +139,8 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def _read_base(name: PathLike) -> dict[str, Source]:
-    return sources.from_files(Path(name) if Path(name).is_dir() else Path(snapshot_download(os.fspath(name))))
+def _find_base(name: PathLike) -> Path:
+    return Path(name) if Path(name).is_dir() else Path(snapshot_download(os.fspath(name)))
 
 
 def _save_tokenizer_of(names: list[PathLike], target: Path) -> None:
@@ -195,7 +192,7 @@ def _export_adapter(
                 model.save_pretrained(os.fspath(target), state_dict=state, selected_adapters=[adapter])
                 save_tokenizer(target)
 
-    return directory.create(output_dir, sum(held[name].meta.nbytes for name in names), write)
+    return directory.create(output_dir, write)
 
 
 def _export_weights(
@@ -225,14 +222,16 @@ def _export_weights(
                     directory.write_index(target, shell, split)
                 save_tokenizer(target)
 
-    return directory.create(output_dir, sum(value.nbytes for value in plan.outputs.values()), write)
+    return directory.create(output_dir, write)
 
 
 @torch.no_grad()
 def _write_files(plan: Plan, files: Mapping[str, Tensors], target: Path) -> None:
     """Write all files. Collective. After an error, the remaining tensors are gathered, but not written."""
-    writers = directory.find_writers(target)
-    rank_of = {file: writers[number % len(writers)] for number, file in enumerate(files)}
+    num_writers = int(
+        os.environ.get("LOCAL_WORLD_SIZE", "1")
+    )  # the ranks of rank 0's node, whose disk may not be shared
+    rank_of = {file: number % num_writers for number, file in enumerate(files)}
     own = {file: tensors for file, tensors in files.items() if rank_of[file] == distributed.rank()}
     file_writer = FileWriter(target, own)
     turns = _in_turns(plan.steps, {name: rank_of[file] for file, names in files.items() for name in names})

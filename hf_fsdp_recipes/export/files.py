@@ -11,7 +11,7 @@ import torch
 
 from hf_fsdp_recipes.checkpointing.direct_file import DirectFile
 from hf_fsdp_recipes.checkpointing.writer import is_finite
-from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.errors import ExportError, describe
 
 # safetensors' names of the dtypes. A file has its tensors in this order, so that they are aligned.
 DTYPES = {
@@ -85,7 +85,7 @@ class FileWriter:
         """Wait until everything is on disk; raise the first error."""
         self._thread.shutdown()
         for started, _ in self._open.values():
-            started.abandon()
+            started.close()
         if self._error is not None:
             raise self._error
         if self._left:
@@ -96,6 +96,8 @@ class FileWriter:
         """Keep the first error of the block for `close`, instead of raising it."""
         try:
             yield
+        except OSError as error:
+            self._error = self._error or ExportError(f"{self._directory} cannot be written: {describe(error)}.")
         except Exception as error:
             self._error = self._error or error
 
@@ -115,7 +117,7 @@ class FileWriter:
         check_finite(name, tensor)
         if file not in self._open:
             header, positions = make_header(self._files[file])
-            self._open[file] = DirectFile(self._directory / file, exclusive=True), positions
+            self._open[file] = DirectFile(self._directory / file), positions
             self._open[file][0].pwrite(header, 0)
         started, positions = self._open[file]
         values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -2,21 +2,15 @@
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from hf_fsdp_recipes.errors import ExportError
-from hf_fsdp_recipes.export.sources import Source, describe
-from hf_fsdp_recipes.export.steps import (
-    Plan,
-    Step,
-    Tensors,
-    copy_step,
-    match_files,
-    plan_in_file_format,
-    rename_outputs,
-)
+from hf_fsdp_recipes.export.sources import Source, describe, from_files
+from hf_fsdp_recipes.export.steps import Plan, Step, Tensors, copy_step, plan_in_file_format, rename_outputs
+from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -50,12 +44,13 @@ def plan_merge_into_files(
     adapted: "PeftModel",
     base_names: Mapping[str, str],
     adapter: Mapping[str, Source],
-    files: Mapping[str, Source],
+    base: Path,
     dtype: torch.dtype | None,
 ) -> Plan:
-    """Plan to merge an adapter into the base model's files. All tensors keep their names in the files."""
+    """Plan to merge an adapter into the base model's files in the directory `base`. All tensors keep their names in the files."""
     check_unchanged_base(adapted.active_peft_config)
-    stored = match_files(model, files)
+    checkpoint = Checkpoint(base)
+    files, stored = from_files(checkpoint), checkpoint.match(model)
     bases = {key: files[stored[name]] for key, name in base_names.items() if name in stored}
     steps = [rename_outputs(step, stored) for step in _merge_steps(model, adapted, {**adapter, **bases}, dtype)]
     merged = {name: value for step in steps for name, value in step.outputs.items()}

@@ -1,24 +1,22 @@
 """Where the tensors of an export come from: a sharded model, a checkpoint of torch DCP, or safetensors files."""
 
 import functools
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_fsdp_recipes.checkpointing.verification import check_pickles
+from hf_fsdp_recipes.checkpointing.resume import check_pickles
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.errors import describe as describe_error
 from hf_fsdp_recipes.export.files import DTYPES
+from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 
 _WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")  # modules around modules
 
@@ -117,14 +115,11 @@ def from_checkpoint(directory: Path) -> dict[str, Source]:
     return {_WRAPPERS.sub("", name): source(key) for key, name in names.items()}
 
 
-def from_files(directory: Path) -> dict[str, Source]:
+def from_files(checkpoint: Checkpoint) -> dict[str, Source]:
     """Return the tensors of all safetensors files in a directory."""
 
-    def source(store: Any, name: str) -> Source:
-        part = store.get_slice(name)
-        return Source(describe(part.get_shape(), DTYPES[part.get_dtype()]), lambda _: store.get_tensor(name))
+    def source(key: str) -> Source:
+        part = checkpoint.slice_of(key)
+        return Source(describe(part.get_shape(), DTYPES[part.get_dtype()]), lambda _: part[...])
 
-    stores = [safe_open(os.fspath(file), "pt") for file in sorted(directory.glob("*.safetensors"))]
-    if not stores:
-        raise ExportError(f"{directory} has no safetensors files.")
-    return {name: source(store, name) for store in stores for name in store.keys()}  # noqa: SIM118
+    return {key: source(key) for key in checkpoint.file_of}

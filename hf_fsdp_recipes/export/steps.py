@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
+from transformers.core_model_loading import revert_weight_conversion
 
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export.sources import Source
@@ -101,16 +100,3 @@ def _convert(steps: list[Step], model: "PreTrainedModel", expected: Tensors) -> 
 
 def _outputs(steps: Iterable[Step]) -> Tensors:
     return {name: value for step in steps for name, value in step.outputs.items()}
-
-
-def match_files(model: "PreTrainedModel", stored: Iterable[str]) -> dict[str, str]:
-    """Map parameters of a model to tensors of its checkpoint, without those that transformers converts while loading."""
-    transforms = get_model_conversion_mapping(model)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    state, names = model.state_dict(), {}
-    for key in stored:
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        if pattern is None:
-            names[name] = key
-    return names

@@ -71,10 +71,11 @@ class Checkpoint:
 
     def first_dtype(self) -> torch.dtype:
         """Return the dtype of the first floating-point tensor."""
-        found = (DTYPES.get(self._slice(key).get_dtype()) for key in self.file_of)
+        found = (DTYPES.get(self.slice_of(key).get_dtype()) for key in self.file_of)
         return getattr(torch, next(filter(None, found), "float32"))
 
-    def _slice(self, key: str) -> Any:
+    def slice_of(self, key: str) -> Any:
+        """Return a tensor that is read when it is indexed."""
         return self.files[self.file_of[key]].get_slice(key)
 
     def plan(self, model: "PreTrainedModel") -> tuple[list[Entry], list[Any] | None]:
@@ -89,6 +90,11 @@ class Checkpoint:
         order = {key: number for number, key in enumerate(self.file_of)}
         entries.sort(key=lambda entry: order[entry.keys[0]])
         return entries + self._find_new(model, entries, shapes), conversions
+
+    def match(self, model: "PreTrainedModel") -> dict[str, str]:
+        """Map a model's weights to the tensors that hold them as they are, without those that transformers converts."""
+        groups, _ = self._group_keys(model, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+        return {name: found[-1][0] for name, found in groups.items() if found[-1][1] is None}
 
     def _group_keys(
         self, model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]
@@ -122,7 +128,7 @@ class Checkpoint:
 
     def _entry(self, name: str, keys: tuple[str, ...], patterns: tuple[str | None, ...]) -> Entry:
         if patterns[0] is None:
-            dtype = getattr(torch, DTYPES.get(self._slice(keys[-1]).get_dtype(), ""), None)
+            dtype = getattr(torch, DTYPES.get(self.slice_of(keys[-1]).get_dtype(), ""), None)
             return Entry((name,), keys[-1:], patterns[-1:], dtype)
         first, *others = self._converters[patterns[0]].target_patterns
         return Entry((name, *(name.replace(first, other) for other in others)), keys, patterns, None)
@@ -145,7 +151,7 @@ class Checkpoint:
         new = [] if is_own_class else [n for n in missing if not n.startswith(f"{model.base_model_prefix}.")]
         problems = [f"{name} is missing" for name in missing if name not in new]
         for entry in entries:
-            stored = tuple(self._slice(entry.keys[0]).get_shape())
+            stored = tuple(self.slice_of(entry.keys[0]).get_shape())
             if entry.is_stored and stored != tuple(shapes[entry.names[0]]):
                 problems.append(f"{entry.keys[0]} is {list(stored)}, not {list(shapes[entry.names[0]])}")
         if problems:
@@ -163,13 +169,13 @@ class Checkpoint:
             return {entry.names[0]: self.read_rows(entry, ...)}
         converter = copy.deepcopy(self._converters[entry.patterns[0] or ""])
         for key, pattern in zip(entry.keys, entry.patterns, strict=True):
-            converter.add_tensor(entry.names[0], key, pattern, functools.partial(self._slice(key).__getitem__, ...))
+            converter.add_tensor(entry.names[0], key, pattern, functools.partial(self.slice_of(key).__getitem__, ...))
         values = converter.convert(entry.names[0], model=model, config=model.config, hf_quantizer=self.quantizer)
         return {name: values[name][0] if isinstance(values[name], list) else values[name] for name in entry.names}
 
     def read_rows(self, entry: Entry, rows: slice | EllipsisType) -> torch.Tensor:
         """Return rows of a stored weight."""
-        return self._slice(entry.keys[0])[rows]
+        return self.slice_of(entry.keys[0])[rows]
 
 
 @torch.no_grad()

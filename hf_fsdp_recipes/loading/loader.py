@@ -31,11 +31,6 @@ class Loader:
         model.__dict__["save_pretrained"] = _refuse
         self._guard = model.register_forward_pre_hook(_refuse)
 
-    def detach(self) -> None:
-        """Let the model be used."""
-        del self.model.__dict__[patches.LOADER], self.model.__dict__["save_pretrained"]
-        self._guard.remove()
-
     def shard(self, accelerator: "Accelerator", model: torch.nn.Module, shard: Shard) -> torch.nn.Module:
         """Shard the model with Accelerate's `shard(accelerator, model)`, and fill the shards. Collective."""
         from torch.distributed.fsdp import CPUOffloadPolicy
@@ -46,8 +41,10 @@ class Loader:
         bnb_4bit.check_storage(self.model, plugin.mixed_precision_policy)
         broadcast_adapters(model, device)
         move_to_meta(model)
-        if accelerator.mixed_precision != "no":  # Accelerate does this too, but in version 1.13 without effect
-            widen_trained(model)
+        if accelerator.mixed_precision != "no" and not bnb_4bit.find_layers(self.model):
+            for parameter in model.parameters():  # as Accelerate does, but in version 1.13 without effect
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
         was_efficient, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
         try:
             model = shard(accelerator, model)
@@ -55,7 +52,8 @@ class Loader:
             plugin.cpu_ram_efficient_loading = was_efficient
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         self.fill(model, torch.device("cpu") if is_offloaded else device, device)
-        self.detach()
+        del self.model.__dict__[patches.LOADER], self.model.__dict__["save_pretrained"]
+        self._guard.remove()
         return model
 
     def fill(self, model: torch.nn.Module, home: torch.device, device: torch.device) -> None:
@@ -69,8 +67,8 @@ class Loader:
             if isinstance(found[0], torch.nn.Parameter) and filled.isdisjoint(found):
                 kind = type(self.model).__name__.removeprefix("FSDP")
                 raise LoadError(
-                    f"{name} is tied to another weight, but Accelerate separates them under FSDP2. {kind} cannot be sharded: install "
-                    f"accelerate 1.15 or newer, or train it without FSDP."
+                    f"{name} is tied to another weight, but Accelerate separates them under FSDP2, so {kind} cannot be sharded. "
+                    f"Install accelerate 1.15 or newer, or train it without FSDP."
                 )
         packed = bnb_4bit.find_layers(self.model)
         is_read = {e: self.is_direct and e.is_stored and e.names[0] not in packed for e in self.entries}
@@ -83,14 +81,6 @@ class Loader:
 
 def _refuse(*args: Any, **kwargs: Any) -> None:
     raise LoadError(NOT_LOADED)
-
-
-def widen_trained(model: torch.nn.Module) -> None:
-    """Give trained parameters float32 master weights, except beside packed 4-bit weights, where TRL chooses the dtype."""
-    if not any(type(parameter).__name__ == "Params4bit" for parameter in model.parameters()):
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
 
 
 def broadcast_adapters(model: torch.nn.Module, device: torch.device) -> None:

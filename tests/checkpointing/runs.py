@@ -140,7 +140,7 @@ def collect_warnings():
 def steps_in(output):
     """Return the steps of all directories named like a checkpoint, after checking that each is complete and intact."""
     from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, step_of
-    from hf_fsdp_recipes.checkpointing.verification import find_damage
+    from hf_fsdp_recipes.checkpointing.resume import find_damage
 
     found = list_checkpoints(output)
     assert [find_damage(checkpoint) for checkpoint in found] == [None] * len(found)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_fsdp_recipes.checkpointing.verification import find_damage
+from hf_fsdp_recipes.checkpointing.resume import find_damage
 from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 from tests.conftest import SENTENCES
 from tests.ranks.harness import printed_by, read_losses, run_ranks, template_environment

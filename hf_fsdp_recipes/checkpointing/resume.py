@@ -1,11 +1,11 @@
-"""Finds the latest checkpoint whose files are intact and safe to read."""
+"""Resuming: finds the latest checkpoint whose files are intact and safe to read, and keeps the size of its global batch."""
 
 import io
 import logging
 import os
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -13,7 +13,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, read_manifest
 from hf_fsdp_recipes.checkpointing.hashing import read_facts
-from hf_fsdp_recipes.errors import describe
+from hf_fsdp_recipes.errors import CheckpointError, describe
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,28 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
         if rank == 0:
             logger.warning("%s is skipped: %s", checkpoint, damage)
     return None
+
+
+def keep_global_batch(args: "TrainingArguments", checkpoint: str | os.PathLike[str] | None) -> None:
+    """Set `gradient_accumulation_steps` so that each step trains as many rows as in the run that saved the checkpoint.
+
+    Call it on every rank before the Trainer is created. Without a checkpoint, nothing changes.
+
+    Raises:
+        CheckpointError: no number of accumulation steps gives the same global batch.
+    """
+    wanted = None if checkpoint is None else (read_manifest(Path(checkpoint)) or {}).get("global_batch_size")
+    if wanted is None:
+        return
+    rows_per_pass = args.train_batch_size * args.world_size
+    steps, remainder = divmod(wanted, rows_per_pass)
+    if remainder:
+        raise CheckpointError(
+            f"{checkpoint} was saved with a global batch of {wanted} rows, which {args.world_size} ranks with "
+            f"{args.train_batch_size} rows each cannot train. Set per_device_train_batch_size to a divisor of "
+            f"{wanted / args.world_size:g}, or change the number of ranks."
+        )
+    args.gradient_accumulation_steps = steps
 
 
 def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1) -> str | None:
