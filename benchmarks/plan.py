@@ -166,9 +166,10 @@ def train(case: Case, directory: str) -> int:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     patches.enable_cpu_ranks()
-    training, batch = job.arguments.training, job.rows * case.ranks * 2
-    rows = torch.randint(2, SIZES["vocab_size"], (batch, job.length)).tolist()
-    if job.has_mask:
+    training, (num_rows, length) = job.arguments.training, job.shape
+    num_rows *= case.ranks * 2 * training.gradient_accumulation_steps
+    rows = torch.randint(2, SIZES["vocab_size"], (num_rows, length)).tolist()
+    if job.shape[0] > 1:
         rows = [row[: len(row) - number % 2] for number, row in enumerate(rows)]
     training.output_dir, training.max_steps, training.save_strategy = f"{directory}/run", 2, "no"
     training.report_to, training.disable_tqdm, training.max_length = [], True, None

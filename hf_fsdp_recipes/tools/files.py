@@ -2,11 +2,15 @@
 
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
 from hf_fsdp_recipes.errors import ToolError
+from hf_fsdp_recipes.errors import describe as describe_error
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Kind = Literal["template", "recipe"]
 FOLDERS: dict[Kind, str] = {"template": "accelerate_configs", "recipe": "recipes"}
@@ -58,3 +62,16 @@ def read_yaml(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ToolError(f"{file} is not a mapping of names to values.")
     return values
+
+
+def read_config(name: str) -> "PreTrainedConfig":
+    """Return the config of a Hub id or directory. A copy in models/ stands in without network or access to a gated model."""
+    from transformers import AutoConfig
+
+    copy = Path(__file__).with_name("models") / f"{name.replace('/', '--')}.json"
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        if not copy.is_file():
+            raise ToolError(f"the config of {name} cannot be read: {describe_error(error)}") from error
+        return AutoConfig.from_pretrained(copy)

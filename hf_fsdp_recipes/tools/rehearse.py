@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from hf_fsdp_recipes.errors import ToolError, describe
-from hf_fsdp_recipes.tools.files import find_file, read_yaml
+from hf_fsdp_recipes.tools.files import find_file, read_config, read_yaml
 from hf_fsdp_recipes.tools.subprocess_runner import find_error, put_on_cpu, run_recipe
 
 if TYPE_CHECKING:
@@ -77,7 +77,6 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
-    from hf_fsdp_recipes.tools.models import find_config
     from hf_fsdp_recipes.training.arguments import parse_arguments
     from hf_fsdp_recipes.training.rows import read_rows
 
@@ -93,7 +92,7 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
     except (OSError, ValueError) as error:
         cure = "Log in, download the model first, or rehearse with --tokenizer_name of another model."
         raise ToolError(f"the tokenizer of {tokenizer_name} cannot be read: {describe(error)} {cure}") from error
-    config = shrink(find_config(name), len(tokenizer))
+    config = shrink(read_config(name), len(tokenizer))
     AutoModelForCausalLM.from_config(config, dtype="float32").save_pretrained(model)
     tokenizer.save_pretrained(model)
     rows = islice(read_rows(arguments)[0], NUM_ROWS)

@@ -3,8 +3,7 @@
 import logging
 import shlex
 import warnings
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
@@ -48,18 +47,18 @@ def plan(
     if job.on_cpu or needed_bytes(job, memory) <= limit:
         print("" if job.on_cpu else f"fits in {gpu_memory}")
         return
-    print(f"does not fit in {gpu_memory}; changes, the least intrusive first:")
-
-    def fits(options: list[str]) -> bool:
+    print(f"does not fit in {gpu_memory}; with these changes as well, the least intrusive first, it needs:")
+    options: list[str] = []
+    for change in list_changes(job):
+        options += change
         changed = read_job(config, accelerate_config, [*context.args, *options])
         needed = needed_bytes(changed, measure_step(model, changed))
-        print(f"{needed / 1e9:9.2f} GB  with {shlex.join(options)}", flush=True)
-        return needed <= limit
-
-    found = find_changes(list_changes(job), fits)
-    print(
-        f"fits with: {shlex.join(found)}" if found else "none of these suffices: use more GPUs or a smaller max_length"
-    )
+        print(f"{needed / 1e9:9.2f} GB  {shlex.join(change)}", flush=True)
+        if needed <= limit:
+            print(f"fits with: {shlex.join(options)}")
+            break
+    else:
+        print("none of these suffices: use more GPUs or a smaller max_length")
     raise typer.Exit(1)
 
 
@@ -109,18 +108,3 @@ def list_changes(job: "Job") -> Iterator[list[str]]:
         yield LORA
     if not model.load_in_4bit:
         yield [*LORA, "--load_in_4bit", "true"]
-
-
-def find_changes(changes: Iterator[list[str]], fits: Callable[[list[str]], bool]) -> list[str]:
-    """Return the options with which the job fits, without those that are not needed; nothing if it cannot be made to fit."""
-    chosen: list[list[str]] = []
-    for change in changes:
-        chosen.append(change)
-        if fits([*chain(*chosen)]):
-            break
-    else:
-        return []
-    for change in reversed(chosen[:-1]):
-        fewer = [one for one in chosen if one is not change]
-        chosen = fewer if fits([*chain(*fewer)]) else chosen
-    return [*chain(*chosen)]

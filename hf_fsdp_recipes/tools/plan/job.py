@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from unittest import mock
 
 from hf_fsdp_recipes.errors import ToolError
+from hf_fsdp_recipes.tools import files
 from hf_fsdp_recipes.tools.files import find_file
 from hf_fsdp_recipes.tools.launch import SHARED_OPTIONS, split_arguments
-from hf_fsdp_recipes.tools.models import find_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -79,7 +79,7 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
 def read_config(job: Job) -> "PreTrainedConfig":
     """Return the config of the job's model, from its directory, from the Hub or from the shipped copy."""
     recipe = job.arguments.recipe
-    config = find_config(recipe.config_name or str(job.arguments.model.model_name_or_path))
+    config = files.read_config(recipe.config_name or str(job.arguments.model.model_name_or_path))
     if recipe.config_overrides:
         config.update_from_string(recipe.config_overrides)
     return config
