@@ -1,9 +1,9 @@
 """Time and extra memory of an export, compared with stock methods in one run.
 
-    python -m benchmarks.export [--parameters 1.1e9] [--parameters 0.3e9] [--print]
+    python -m benchmarks.export [--parameters 1.1e9] [--ranks 2 8 32] [--print]
 
-Exports a Llama of the given size with bf16 parameters, sharded with FSDP2 over two gloo ranks, and converts its sharded
-checkpoint in one process. Every method ends with the full model on disk, fsynced, and all write the same tensors. Prints a
+Exports a Llama of the given size with bf16 parameters, sharded with FSDP2 over gloo ranks, and converts its sharded checkpoint
+in one process. Every method ends with the full model on disk, fsynced, and all write the same tensors. Prints a
 table and, without `--print`, rewrites its section of docs/measured.md.
 """
 
@@ -20,41 +20,44 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.running import HostPeak, llama_config, machine, run_ranks, write_section
+from benchmarks.running import HostPeak, import_once, llama_config, machine, run_ranks, write_section
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parameters", type=float, action="append")
+    parser.add_argument("--parameters", type=float, default=1.1e9)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--print", action="store_true")
     options = parser.parse_args()
     lines: list[str] = []
-    for size in options.parameters or [0.3e9, 1.1e9]:
+    import_once()
+    for num_ranks in options.ranks:
         with tempfile.TemporaryDirectory(prefix="bench-export-") as scratch:
-            lines += measure_size(size, Path(scratch), options.repeats)
+            lines += measure_ranks(options.parameters, num_ranks, Path(scratch), options.repeats)
     lines.append(f"`python -m benchmarks.export`, median of {options.repeats}, fsync included; {machine()}")
     print("\n".join(lines))
-    if not options.print:
+    if not options.print and options.ranks == [2]:
         write_section("Exporting", lines)
 
 
-def measure_size(num_parameters: float, scratch: Path, repeats: int) -> list[str]:
-    ranks = run_ranks(measure, 2, num_parameters, scratch, repeats)
+def measure_ranks(num_parameters: float, num_ranks: int, scratch: Path, repeats: int) -> list[str]:
+    ranks = run_ranks(measure, num_ranks, num_parameters, scratch, repeats, start="fork")
     (offline,) = run_ranks(measure_offline, 1, scratch, repeats)
     num_bytes = sum(file.stat().st_size for file in (scratch / "export_model").glob("*.safetensors"))
     disk = statistics.median(write_with_dd(scratch / "dd", num_bytes) for _ in range(repeats))
     lines = [
-        f"{num_parameters / 1e9:g}B bf16 parameters, {num_bytes / 1e6:,.0f} MB. Two ranks, then one process.",
+        f"{num_parameters / 1e9:g}B bf16 parameters, {num_bytes / 1e6:,.0f} MB. {num_ranks} ranks, then one process.",
         "",
-        "| method | seconds | speedup over the first | relative to dd | extra MB: rank 0 / rank 1 |",
+        "| method | seconds | speedup over the first | relative to dd | extra MB: rank 0 / largest other |",
         "|---|---|---|---|---|",
     ]
     for results in (ranks, [offline]):
         base = max(result[next(iter(result))][0] for result in results)
         for way in results[0]:
             spent = max(result[way][0] for result in results)
-            extra = " / ".join(f"{result[way][1] / 1e6:,.0f}" for result in results)
+            first, *others = (result[way][1] / 1e6 for result in results)
+            extra = f"{first:,.0f}" + (f" / {max(others):,.0f}" if others else "")
             lines.append(f"| {way} | {spent:.1f} | {base / spent:.1f} | {spent / disk:.2f} | {extra} |")
     return [*lines, f"| `dd` of the same size with fsync | {disk:.1f} | | 1 | |", ""]
 
@@ -73,7 +76,7 @@ def measure(num_parameters: float, scratch: Path, repeats: int) -> dict[str, tup
     dist.init_process_group("gloo")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(llama_config(num_parameters), dtype=torch.bfloat16)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -44,6 +44,18 @@ def run_ranks(
     return [outcomes[rank] for rank in range(world_size)]
 
 
+def import_once() -> None:
+    """Import what the ranks need before they are forked, so that they share it."""
+    import accelerate
+    import torch
+    import transformers.models.llama.modeling_llama
+
+    from hf_fsdp_recipes import callback  # noqa: F401
+
+    assert accelerate and transformers
+    torch.set_num_threads(1)
+
+
 def _run(function: Callable[..., Any], arguments: Any, rank: int, world_size: int, port: int, results: Any) -> None:
     import traceback
 

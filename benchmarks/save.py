@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.running import HostPeak, llama_config, machine, run_ranks, sync_files, write_section
+from benchmarks.running import HostPeak, import_once, llama_config, machine, run_ranks, sync_files, write_section
 
 REPEATS = 3
 STEP_SECONDS = 4.0  # shorter than forward and backward of such a model on two cores
@@ -42,18 +42,6 @@ def main() -> None:
     print("\n".join(lines))
     if options.ranks == [2]:
         write_section("Saving", lines)
-
-
-def import_once() -> None:
-    """Import what the ranks need before they are forked, so that they share it."""
-    import accelerate
-    import torch
-    import transformers.models.llama.modeling_llama
-
-    from hf_fsdp_recipes import callback  # noqa: F401
-
-    assert accelerate and transformers
-    torch.set_num_threads(1)
 
 
 def measure(num_parameters: float, directory: Path) -> dict[str, float]:
