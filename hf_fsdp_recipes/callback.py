@@ -168,8 +168,6 @@ class ShardedCheckpointCallback(TrainerCallback):
         if self._merge_adapter and hasattr(model, "peft_config"):
             export(self._export_dir.with_name(f"{self._export_dir.name}_merged"), merge_adapter=True)
 
-    # Saving.
-
     @property
     def saves_checkpoints(self) -> bool:
         """Whether a run under FSDP is training, so that `save` takes the place of Trainer's own."""

@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from hf_fsdp_recipes.checkpointing.direct_file import sync
 from hf_fsdp_recipes.errors import CheckpointError
 
@@ -42,6 +44,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
     """Return a checkpoint's manifest, or None if it has none or an unreadable one."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
+        if manifest.pop("xxh3", None) not in (None, _hash(manifest)):
+            return None  # damaged; version 0.x wrote no hash
         manifest["files"] = {
             name: {"bytes": int(facts["bytes"]), "xxh3": str(facts["xxh3"])}
             for name, facts in manifest["files"].items()
@@ -62,7 +66,7 @@ class RunDirectory:
     def __init__(self, output_dir: Path, run: str) -> None:
         self.output_dir, self.run = output_dir, run
         self.workspace = output_dir / f"_saving-{run}"
-        self._locks: list[Any] = []
+        self._lock: Any = None
 
     def open(self, resumed_step: int) -> None:
         """Lock the directory for this run, and delete what earlier, killed processes left unfinished.
@@ -85,7 +89,7 @@ class RunDirectory:
                 elif leftover == self.workspace:
                     raise CheckpointError(f"another process still runs this run in {self.output_dir}. End it first.")
         self.workspace.mkdir(parents=True, exist_ok=True)
-        self._locks.append(_lock(self.workspace))
+        self._lock = _lock(self.workspace)
         for path in list_checkpoints(self.output_dir):
             if step_of(path) > resumed_step:  # otherwise the next resume would take it for the latest state of this run
                 aside = self.output_dir / f"_set-aside-{time.time_ns()}-{path.name}"
@@ -95,9 +99,8 @@ class RunDirectory:
     def close(self) -> None:
         """Delete the workspace and unlock the directory."""
         shutil.rmtree(self.workspace, ignore_errors=True)
-        while self._locks:
-            if (lock := self._locks.pop()) is not None:
-                lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def publish(self, written: Path, final: Path, manifest: Mapping[str, Any]) -> None:
         """Give a completely written checkpoint its manifest, make it durable, and rename it to its final name."""
@@ -105,7 +108,8 @@ class RunDirectory:
             if (written / name).stat().st_size != facts["bytes"]:
                 raise CheckpointError(f"{written / name} differs from what was written. Do all nodes share output_dir?")
         with (written / MANIFEST).open("w") as stream:
-            json.dump({"run": self.run, **manifest}, stream, indent=1)
+            entries = {"run": self.run, **manifest}
+            json.dump({**entries, "xxh3": _hash(entries)}, stream, indent=1)
             stream.flush()
             os.fsync(stream.fileno())
         for directory in [written, *(path for path in written.rglob("*") if path.is_dir())]:
@@ -139,6 +143,10 @@ class RunDirectory:
 
     def _is_own(self, checkpoint: Path) -> bool:
         return (read_manifest(checkpoint) or {}).get("run") == self.run
+
+
+def _hash(entries: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(entries).encode())
 
 
 def _lock(directory: Path) -> Any:

@@ -54,6 +54,7 @@ def forge(way, checkpoint, canary):
     if manifest.is_file():
         content = json.loads(manifest.read_text())
         listed = [name for name in content["files"] if (checkpoint / name).is_file() and way != f"unlisted {name}"]
+        content.pop("xxh3")
         content["files"] = {name: read_facts(checkpoint / name) for name in listed}
         manifest.write_text(json.dumps(content))
 

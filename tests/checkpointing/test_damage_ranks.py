@@ -28,9 +28,11 @@ def _damage(name, way):
     return lambda checkpoint: damage(checkpoint / name, way, random.Random(0))
 
 
-def _edit_manifest(change):
+def _edit_manifest(change, is_hashed=False):
     def edit(checkpoint):
         manifest = json.loads((checkpoint / "manifest.json").read_text())
+        if not is_hashed:
+            manifest.pop("xxh3")
         change(manifest)
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
@@ -46,6 +48,7 @@ DAMAGE = {
     "no manifest": _damage("manifest.json", "delete"),
     "half a manifest": _damage("manifest.json", "truncate"),
     "a manifest of another kind": lambda checkpoint: (checkpoint / "manifest.json").write_text("[1]"),
+    "another global batch": _edit_manifest(lambda manifest: manifest.update(global_batch_size=8), is_hashed=True),
     "a manifest without sizes": _edit_manifest(lambda m: [facts.pop("bytes") for facts in m["files"].values()]),
     "a file name that no file has": _edit_manifest(lambda m: m["files"].update({"\0": {"bytes": 0, "xxh3": ""}})),
 }
