@@ -73,6 +73,12 @@ def test_weights_and_losses_are_those_of_from_pretrained(kind, dtype, options, t
     assert not any(opened[1:])  # only rank 0 opens weight files
 
 
+def test_trained_bf16_weights_get_float32_masters_under_mixed_precision(tiny_model, text_file, tmp_path):
+    arguments = ("rank0", tiny_model("llama", "bfloat16"), text_file, tmp_path, {"dtype": "auto", "bf16": True})
+    for _, weights, _ in run_ranks(_train, 2, *arguments, environment=fsdp_environment(FSDP2, precision="bf16")):
+        assert {dtype for dtype, _, _ in weights.values()} == {"torch.float32"}
+
+
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_direct_reading_is_equal_under_hybrid_sharding(kind, tiny_model, text_file, tmp_path):
     opened = _compare(tiny_model(kind), text_file, tmp_path, "direct", world_size=4, parallel=HYBRID)
