@@ -54,10 +54,11 @@ bench: $(VENV)/.installed
 
 # Kills runs at random moments and resumes them, in a new directory.
 KILLS ?= 1000
+MUTATIONS ?= 1000
 DISK ?= runs/soak
 SEED ?= 0
 soak: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.soak --kills $(KILLS) --disk $(DISK) --seed $(SEED)
+	$(BIN)/python -m benchmarks.soak --kills $(KILLS) --mutations $(MUTATIONS) --disk $(DISK) --seed $(SEED)
 
 # On one accelerator, at most MINUTES per call; call it until nothing is left. MODELS takes 25 GB.
 OUT ?= runs/gpu-day

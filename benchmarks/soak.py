@@ -3,8 +3,9 @@
     make soak KILLS=1000 DISK=runs/soak SEED=0
 
 A case is a tiny run on forked gloo ranks, full or LoRA, 2 or 3 ranks, on disk or in memory (/dev/shm), that saves every step. It
-is killed several times, at a random time or file operation: all ranks, one rank, or the launcher. After each kill every
-checkpoint must be intact, and none may be lost. In the end losses, weights and optimizer must equal the uninterrupted run's.
+is killed several times, at a random time or file operation: all ranks, one rank (by SIGKILL or SIGTERM), or the launcher. After
+each kill every checkpoint must be intact, and none may be lost. In the end losses, weights and optimizer must equal the
+uninterrupted run's.
 
 A mutation damages a checkpoint at random, or forges it to run code. It must be refused, or must not change the resumed run.
 
@@ -94,7 +95,8 @@ class Soak:
 
     def _kill(self, choose: random.Random, method: str, num_ranks: int, output: Path, remaining: float) -> None:
         _, num_events, seconds = self.reference(method, num_ranks)
-        kind, rank = choose.choice(("all ranks", "one rank", "launcher")), choose.randrange(num_ranks)
+        kind = choose.choice(("all ranks", "one rank", "launcher", "one rank, by SIGTERM"))
+        rank = choose.randrange(num_ranks)
         has_trap = choose.random() < 0.6
         board = Board((rank, choose.randint(1, 1 + int(num_events[rank] * remaining))) if has_trap else (-1, -1))
         deadline = time.monotonic() + (HANG_SECONDS if has_trap else choose.uniform(0.2, seconds))
@@ -104,9 +106,9 @@ class Soak:
             time.sleep(0.001)
             has_ended = os.waitid(os.P_PID, launcher, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         is_writing = any(output.glob("_saving-*/checkpoint-*"))
-        for pid in {"all ranks": pids, "one rank": {board.pids[rank]}, "launcher": {launcher}}[kind]:
+        for pid in {"all ranks": pids, "launcher": {launcher}}.get(kind, {board.pids[rank]}):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGTERM if kind.endswith("SIGTERM") else signal.SIGKILL)
         board.state[1] = 1
         names = ["runs that ended before the kill"] if has_ended else ["kills", f"kills of {kind}"]
         self.counts.update([*names, *(["kills while a checkpoint was written"] if is_writing else [])])
