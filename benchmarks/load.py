@@ -1,6 +1,6 @@
 """Time and host memory of loading, per rank, compared with stock loaders in one run.
 
-    python -m benchmarks.load [--parameters 1.1e9] [--parameters 0.3e9] [--only "bf16 parameters"]
+    python -m benchmarks.load [--parameters 1.1e9] [--only "bf16 parameters"]
 
 Loads a random Llama of the given size from bf16 safetensors files of at most 500 MB on two gloo ranks of one machine. Every
 loader ends with sharded parameters whose pages have all been touched. Memory is the peak anonymous memory above the level at
@@ -29,21 +29,20 @@ WAYS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parameters", type=float, action="append")
+    parser.add_argument("--parameters", type=float, default=1.1e9)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=(FP32, BF16, COLD, NF4), action="append", help="only prints the table")
     options = parser.parse_args()
-    lines: list[str] = []
-    for size in options.parameters or [0.3e9, 1.1e9]:
-        with tempfile.TemporaryDirectory(prefix="bench-load-") as scratch:
-            lines += measure_size(size, Path(scratch), options.repeats, options.only or (FP32, BF16, COLD, NF4))
+    measured = options.only or (FP32, BF16, COLD, NF4)
+    with tempfile.TemporaryDirectory(prefix="bench-load-") as scratch:
+        lines = measure_loaders(options.parameters, Path(scratch), options.repeats, measured)
     lines.append(f"`python -m benchmarks.load`, median of {options.repeats}; {machine()}")
     print("\n".join(lines))
     if not options.only:
         write_section("Loading", lines)
 
 
-def measure_size(num_parameters: float, checkpoint: Path, repeats: int, measured: tuple[str, ...]) -> list[str]:
+def measure_loaders(num_parameters: float, checkpoint: Path, repeats: int, measured: tuple[str, ...]) -> list[str]:
     (num_bytes,) = run_ranks(make_checkpoint, 1, checkpoint, num_parameters)
     num_files = len(list(checkpoint.glob("*.safetensors")))
     lines = [

@@ -25,12 +25,8 @@ SIZES = {  # of all models; a vocabulary below 32768 would leave part of TRL's t
 }  # fmt: skip
 LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20, "num_attention_heads": 16}
 EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 704,
-    "num_hidden_layers": 4,
-    "head_dim": 64,
-}
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 704, "num_hidden_layers": 4, "head_dim": 64,
+}  # fmt: skip
 KEEP, LORA = "--gradient_checkpointing false", "--use_peft true --lora_target_modules all-linear"
 
 
