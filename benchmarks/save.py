@@ -107,7 +107,8 @@ def make_trainer(num_parameters: float) -> Any:
     state = SimpleNamespace(fsdp_plugin=plugin)
     ranks = {"process_index": dist.get_rank(), "num_processes": dist.get_world_size()}
     accelerator = SimpleNamespace(state=state, device=torch.device("cpu"), **ranks)
-    return SimpleNamespace(model=model, optimizer=optimizer, accelerator=accelerator)
+    replaced = {"_get_output_dir": None, "_push_from_checkpoint": None}
+    return SimpleNamespace(model=model, optimizer=optimizer, accelerator=accelerator, **replaced)
 
 
 def save_as_trainer(trainer: Any, directory: Path) -> None:
