@@ -84,7 +84,7 @@ def find_error(log: str) -> str:
 def put_on_cpu(template: dict[str, Any], num_processes: int) -> dict[str, Any]:
     """Return a template for CPU ranks on this machine; sharding and wrapping stay the same."""
     template = template | {"mixed_precision": "no", "num_machines": 1, "num_processes": num_processes}
-    template.pop("main_process_ip", None)
+    template = {name: value for name, value in template.items() if name not in ("main_process_ip", "dynamo_config")}
     if "parallelism_config" in template:
         half = {"dp_replicate_size": 2, "dp_shard_size": num_processes // 2}
         template["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in half.items()}
