@@ -38,6 +38,7 @@ def main() -> None:
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         lines += report(options.parameters, results)
+        print("\n".join(lines), flush=True)
     lines.append(f"`python -m benchmarks.save`, median of {REPEATS} after one that does not count; {machine()}")
     print("\n".join(lines))
     if options.ranks == [2]:
@@ -142,6 +143,8 @@ def save_in_background(trainer: Any, run: Any, writer: Any, is_busy: bool) -> tu
         while not writer._written.done():
             compute(0.1)
     assert writer.wait() is None
+    while not ended:  # callbacks are called after waiting threads are woken
+        time.sleep(0.001)
     return standstill, ended[0] - started
 
 
