@@ -1,4 +1,4 @@
-"""FSDP recipes for Accelerate, Trainer and TRL: load without blow-ups, save without loss, export at disk speed.
+"""FSDP recipes for Accelerate, Trainer and TRL: load without full copies, save without loss, export at disk speed.
 
 The names below are the public Python interface. They are imported on first use, so that the command line starts without
 torch. An import replaces no function of another package.

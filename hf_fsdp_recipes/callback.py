@@ -32,23 +32,23 @@ STATE_KEY = "ShardedCheckpoints"  # where Trainer's state holds the run's id
 class ShardedCheckpointCallback(TrainerCallback):
     """Makes each save of a Trainer under FSDP asynchronous, verified and atomic, and exports the model when training ends.
 
-    Trainer decides when to save. While a checkpoint is written, training continues; the next optimizer step waits until the
-    state is copied to host memory, which takes the size of this rank's shard of the model and the optimizer.
+    Trainer decides when to save. Training continues while a checkpoint is written; only the next optimizer step waits until the
+    state is copied to host memory. The copy has the size of this rank's shard of the model and the optimizer.
     `checkpoint-<step>` appears only once all its files are on disk. Resume with
     `trainer.train(resume_from_checkpoint=latest_checkpoint(output_dir))`. A failed save is logged and training continues; the
     run ends with an error only if its last save fails. Without FSDP, Trainer saves as it does without this callback.
 
-    Pass it to the trainer on every rank, as the last callback: after a signal, later callbacks miss `on_train_end`.
+    Pass this callback to the trainer on every rank, as the last one: after a signal, later callbacks get no `on_train_end`.
 
     Args:
         asynchronous: whether training continues during a save. If not, `on_save` of other callbacks finds the complete
             checkpoint. With `push_to_hub`, saves are never asynchronous.
-        export_dir: directory to which the trained model is exported in Hugging Face format when training ends; of a model with
-            LoRA, the adapter. If it exists, `<export_dir>-1` or the next free name is used.
-        export_dtype: floating-point dtype of the exported weights, such as "bfloat16"; None keeps that of the parameters, which
+        export_dir: directory to which the trained model, or with LoRA the adapter, is exported in Hugging Face format when
+            training ends. If the directory exists, `<export_dir>-1` or the next free name is used.
+        export_dtype: floating-point dtype of the exported weights, such as "bfloat16"; None keeps the parameters' dtype, which
             is float32 in a full fine-tune with mixed precision.
         merge_adapter: also export the base model with the adapter merged in, to `<export_dir>_merged`.
-        signals: whether SIGTERM or SIGUSR1 on any rank, or the death of the launcher, makes all ranks save the same step and
+        signals: whether SIGTERM or SIGUSR1 on any rank, or the death of the launcher, makes all ranks save at the same step and
             exit with status 85.
 
     Raises:
@@ -78,7 +78,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._last_error: str | None = None
         self._saved_step = -1
         self._kept_best: tuple[Any, ...] = (None, None, None)  # Trainer's best model among the complete checkpoints
-        self._pending_best: tuple[Any, ...] | None = None  # the same, once the save in flight is complete
+        self._pending_best: tuple[Any, ...] | None = None  # the best model once the save in flight is complete
         self._stop_signal = 0
         self._save_total_limit: int | None = None
         if patches.is_fsdp_requested():
@@ -89,7 +89,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     # Trainer's events, in the order of a run.
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Claim the output directory."""
+        """Open the output directory for this run, and create the threads that save."""
         from accelerate import PartialState
         from accelerate.utils import DistributedType
 
@@ -110,13 +110,13 @@ class ShardedCheckpointCallback(TrainerCallback):
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no hooks
         self._hook = optimizer.register_step_pre_hook(lambda *_: writer.wait_until_staged())
         self._kept_best = _best(state)
-        if state.max_steps <= state.global_step and (state.epoch or 0) % 1:  # Trainer would train one step more
+        if state.max_steps <= state.global_step and (state.epoch or 0) % 1:  # Trainer would train one more step
             distributed.print_main(f"the run is complete: checkpoint-{state.global_step} has all of its steps")
             self.on_train_end(args, state, **kwargs)
             sys.exit()
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Start to exchange flags with the other ranks."""
+        """Start to tell the other ranks about a signal or a failed save."""
         if self._flags is not None and not self._stop_signal:
             self._flags.start(self._has_failed)
 
@@ -141,7 +141,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             control.should_save = self.saves_checkpoints and self._saved_step != state.global_step
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Finish the last save before Trainer loads the best model, which it does after its last log."""
+        """Finish the pending save: after its final log, Trainer loads the best model."""
         if self._writer is not None and "train_runtime" in kwargs.get("logs", {}):
             self._settle(state)
             # With a limit of 1, Trainer would now delete all other checkpoints, also those of other runs.
@@ -170,7 +170,7 @@ class ShardedCheckpointCallback(TrainerCallback):
 
     @property
     def saves_checkpoints(self) -> bool:
-        """Whether a run under FSDP is training, so that `save` takes the place of Trainer's own."""
+        """Whether a run under FSDP is training, so that `save` replaces Trainer's own method."""
         return self._writer is not None
 
     @property
@@ -214,7 +214,7 @@ class ShardedCheckpointCallback(TrainerCallback):
                 trainer._push_from_checkpoint(str(final))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Notice a Trainer that saves by other means than the replaced method."""
+        """Raise an error if Trainer has saved without calling the replaced method."""
         if self.saves_checkpoints and self._saved_step != state.global_step:
             raise CheckpointError(
                 "Trainer has saved a checkpoint without _save_checkpoint, so neither in the background nor verified. Install a "
@@ -222,7 +222,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             )
 
     def _settle(self, state: TrainerState) -> None:
-        """Wait for the save in flight. If it failed, warn and go back to the best model that is saved. Collective."""
+        """Wait for the save in flight. If it failed, warn and restore the previous best model in `state`. Collective."""
         if self._pending_best is None or self._writer is None:
             return
         error = self._writer.wait()
@@ -235,7 +235,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._last_error, self._pending_best = error, None
 
     def _close(self) -> None:
-        """Restore what `on_train_begin` has changed."""
+        """Undo what `on_train_begin` has done."""
         if self._flags is not None:
             self._flags.close()
         if self._writer is not None and self._directory is not None:

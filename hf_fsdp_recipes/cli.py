@@ -40,7 +40,7 @@ def checkpoints(
     output_dir: Annotated[Path, typer.Argument(help="Output directory of a run.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare it with its hash.")] = False,
 ) -> None:
-    """List a run's checkpoints; exit status 1 if it cannot be resumed from any."""
+    """List a run's checkpoints. The exit status is 1 if the run cannot be resumed from any of them."""
     from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, read_manifest, step_of
     from hf_fsdp_recipes.checkpointing.resume import find_damage
 

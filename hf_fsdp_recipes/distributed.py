@@ -1,6 +1,6 @@
 """Ranks, and errors that every rank raises together. Everything here also works in one process without a process group.
 
-Objects travel over a gloo group of their own, never over an accelerator, where sending them would wait for queued kernels.
+Objects are sent over a separate gloo group, never through an accelerator, where they would wait for queued kernels.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def is_main() -> bool:
 
 
 def new_group() -> dist.ProcessGroup:
-    """Return a new gloo group of all ranks without a practical timeout, for one more thread. Collective."""
+    """Return a new gloo group of all ranks without a practical timeout, for another thread. Collective."""
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
@@ -129,7 +129,7 @@ def print_main(message: str) -> None:
 
 @contextlib.contextmanager
 def exit_with_message() -> Iterator[None]:
-    """Turn a RecipeError into one line on stderr, from one rank, and exit status 1."""
+    """On a RecipeError, print one line on stderr, usually from one rank only, and exit with status 1."""
     try:
         yield
     except RecipeError as error:

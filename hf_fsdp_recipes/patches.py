@@ -1,7 +1,7 @@
 """All upstream functions that this package replaces: four. Importing the package replaces none of them.
 
 Each replacement acts only on models of `load_model`, on trainers that hold a `ShardedCheckpointCallback`, or on CPU ranks that
-were launched with FSDP; everything else passes through. When a patch is applied, it checks that its target still has the
+were launched with FSDP; everything else works as before. When a patch is applied, it checks that its target still has the
 parameters that it relies on.
 """
 
@@ -41,7 +41,7 @@ class Patch:
     module: str  # where the function is looked up, such as `accelerate.accelerator`
     name: str  # its name there, with the class if it is a method
     parameters: tuple[str, ...]  # its first parameters
-    tested: str  # versions of the package
+    tested: str  # tested versions of the package
     remains: str  # what works without the patch
 
     def apply(self, replacement: Function) -> None:
@@ -99,8 +99,8 @@ def _fill_shards(original: Function, accelerator: "Accelerator", model: torch.nn
     return original(accelerator, model) if loader is None else loader.shard(accelerator, model, original)
 
 
-# FSDP2 rejects module lists, which have no forward, and Accelerate shards the final norm together with the output head, so a
-# unit that contains the norm would shard it twice. TRL uses the head's weight without calling the head.
+# FSDP2 rejects module lists, which have no forward. Accelerate shards the final norm together with the output head, so a unit
+# that contains the norm would shard it twice. TRL uses the head's weight without calling the head.
 # For upstream: SIZE_BASED_WRAP with fsdp_version 2 fails on ModuleList and shards the final norm twice.
 WRAP_BY_SIZE = Patch(
     "accelerate.utils.fsdp_utils",
@@ -133,7 +133,7 @@ def _wrap_by_size(original: Function, fsdp2_plugin: "FullyShardedDataParallelPlu
     )
 
 
-# Trainer offers no way to replace how, but not when, a checkpoint is written.
+# In Trainer, one cannot change how a checkpoint is written without also changing when it is written.
 # For upstream: a strategy object for `Trainer._save_checkpoint`, or a callback event around it.
 SAVE_CHECKPOINT = Patch(
     "transformers.trainer",
@@ -145,7 +145,7 @@ SAVE_CHECKPOINT = Patch(
 
 
 def _save_checkpoint(original: Function, self: "Trainer", model: torch.nn.Module, trial: Any) -> None:
-    # The method is public for this purpose only; the callback is active while it trains under FSDP.
+    # `save` is public for this purpose only. A callback saves only while a run under FSDP trains.
     found = [one for one in self.callback_handler.callbacks if getattr(one, "saves_checkpoints", False)]
     if found:
         found[0].save(self, functools.partial(original, self, model, trial), trial)
@@ -153,7 +153,7 @@ def _save_checkpoint(original: Function, self: "Trainer", model: torch.nn.Module
         original(self, model, trial)
 
 
-# Accelerate turns MULTI_GPU with an FSDP plugin into FSDP, but not MULTI_CPU: the template is ignored in silence.
+# Accelerate turns MULTI_GPU with an FSDP plugin into FSDP, but not MULTI_CPU: the template is silently ignored.
 # For upstream: `accelerate launch` with `use_cpu: true` and an FSDP config trains as plain data parallel, without a warning.
 CPU_RANKS = Patch(
     "accelerate.state",
@@ -214,16 +214,16 @@ def is_fsdp_requested() -> bool:
 def are_cpu_ranks_requested() -> bool:
     """Return whether the launcher asks for FSDP on CPU ranks, or for FSDP on a machine without an accelerator.
 
-    `accelerate launch` passes `use_cpu: true` on only for configs without FSDP, so its absence says nothing.
+    `accelerate launch` passes on `use_cpu: true` only for configs without FSDP, so a missing flag says nothing.
     """
     flag = os.environ.get("ACCELERATE_USE_CPU")
     return is_fsdp_requested() and (not torch.accelerator.is_available() if flag is None else is_true(flag))
 
 
 def enable_cpu_ranks() -> None:
-    """Turn CPU ranks that were launched with an FSDP template into FSDP ranks over gloo; otherwise do nothing. Idempotent.
+    """Run FSDP over gloo on CPU ranks that were launched with an FSDP template; otherwise do nothing. Idempotent.
 
-    Call it on every rank before the first Accelerator. Accelerators of the machine are hidden from this process.
+    Call it on every rank before the first Accelerator. The machine's accelerators are hidden from this process.
 
     Raises:
         RecipeError: an Accelerator without FSDP already exists.

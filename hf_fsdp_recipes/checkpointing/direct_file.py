@@ -1,4 +1,4 @@
-"""Writes files past the page cache: half the processor time of a buffered write, and training keeps its cached pages."""
+"""Writes files past the page cache, with half the processor time of a buffered write; training keeps its cached pages."""
 
 import contextlib
 import errno
@@ -13,10 +13,10 @@ BUFFER_BYTES = 8 * 1024**2
 
 
 class DirectFile:
-    """A file that is written at any position; an existing one is overwritten.
+    """A file that can be written at any position. An existing file is overwritten.
 
-    Whole blocks are written directly, from a buffer at an aligned address. What is left at both ends, and everything on a file
-    system without direct I/O, goes through the page cache.
+    Whole blocks are written directly, from a buffer at an aligned address. The rest at both ends goes through the page cache, and
+    so does everything on a file system without direct I/O.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -51,12 +51,12 @@ class DirectFile:
 
     def _write_direct(self, values: memoryview, position: int) -> None:
         buffer = self._buffer[: len(values)]
-        numpy.copyto(buffer, numpy.frombuffer(values, numpy.uint8))  # without the GIL
+        numpy.copyto(buffer, numpy.frombuffer(values, numpy.uint8))  # releases the GIL
         done = 0
         while self._direct is not None and done < len(values):
             try:
                 done += os.pwrite(self._direct, memoryview(buffer)[done:], position + done)
-            except OSError as error:  # such as a file system with larger blocks
+            except OSError as error:  # for example, the file system has larger blocks
                 if error.errno != errno.EINVAL:
                     raise
                 os.close(self._direct)

@@ -1,10 +1,10 @@
-"""Changes checkpoints in a run's output directory, with one rename each, so that a kill never leaves part of one behind.
+"""Completes and deletes a run's checkpoints with one rename each, so that a kill never leaves a partial checkpoint.
 
     checkpoint-4/           complete; `manifest.json` lists its files with sizes and hashes
     _saving-<run id>/       checkpoints that are being written or deleted; locked while the run's rank 0 lives
-    _set-aside-<time>-checkpoint-6/  was in the way of a run that resumed at an earlier step; never deleted
+    _set-aside-<time>-checkpoint-6/  renamed when a run resumed at an earlier step; never deleted
 
-The names begin with `_` because Trainer does not upload such names to the Hub.
+The last two names begin with `_` because Trainer does not upload such names to the Hub.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's manifest, or None if it has none or an unreadable one."""
+    """Return a checkpoint's manifest, or None if there is none or it cannot be read."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         if manifest.pop("xxh3", None) not in (None, _hash(manifest)):
@@ -69,7 +69,7 @@ class RunDirectory:
         self._lock: Any = None
 
     def open(self, resumed_step: int) -> None:
-        """Lock the directory for this run, and delete what earlier, killed processes left unfinished.
+        """Lock the directory for this run, and delete unfinished checkpoints of killed processes.
 
         Raises:
             CheckpointError: the run starts at step 0, but another run has written here; or the same run is still running.
@@ -91,7 +91,7 @@ class RunDirectory:
         self.workspace.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.workspace)
         for path in list_checkpoints(self.output_dir):
-            if step_of(path) > resumed_step:  # otherwise the next resume would take it for the latest state of this run
+            if step_of(path) > resumed_step:  # otherwise the next resume would use it as the latest checkpoint
                 aside = self.output_dir / f"_set-aside-{time.time_ns()}-{path.name}"
                 path.rename(aside)
                 logger.warning("training continues at step %d, so %s is renamed to %s", resumed_step, path, aside.name)
@@ -103,7 +103,7 @@ class RunDirectory:
             self._lock.close()
 
     def publish(self, written: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-        """Give a completely written checkpoint its manifest, make it durable, and rename it to its final name."""
+        """Write the manifest of a completely written checkpoint, flush it to disk, and rename it to its final name."""
         for name, facts in manifest["files"].items():
             if (written / name).stat().st_size != facts["bytes"]:
                 raise CheckpointError(f"{written / name} differs from what was written. Do all nodes share output_dir?")
@@ -115,7 +115,7 @@ class RunDirectory:
         for directory in [written, *(path for path in written.rglob("*") if path.is_dir())]:
             sync(directory)
         final.parent.mkdir(parents=True, exist_ok=True)
-        replaced = final.with_name(final.name.replace("-", "-0"))  # a checkpoint's name too, so a kill loses nothing
+        replaced = final.with_name(final.name.replace("-", "-0"))  # also a checkpoint's name, so a kill loses nothing
         while final.exists():
             if self._is_own(final):  # the same step was saved before, for instance at the end of the epoch's last step
                 final.rename(replaced)
@@ -138,7 +138,7 @@ class RunDirectory:
 
     def _delete(self, checkpoint: Path) -> None:
         doomed = self.workspace / f"delete-{checkpoint.name}"
-        checkpoint.rename(doomed)  # a kill during the deletion must not leave half a checkpoint under its name
+        checkpoint.rename(doomed)  # a kill during the deletion must not leave a partial checkpoint under its name
         shutil.rmtree(doomed, ignore_errors=True)
 
     def _is_own(self, checkpoint: Path) -> bool:
@@ -152,7 +152,7 @@ def _hash(entries: Mapping[str, Any]) -> str:
 def _lock(directory: Path) -> Any:
     """Lock a workspace until this process ends, and return the open file; None if another process holds the lock.
 
-    A file system without locks locks nothing.
+    On a file system without locks, nothing is locked.
     """
     stream = (directory / "lock").open("a")
     try:

@@ -1,4 +1,4 @@
-"""Lets Trainer and Accelerate save as always, and records the sharded state that they hand to torch DCP."""
+"""Lets Trainer and Accelerate save as usual, and records the sharded state that they pass to torch DCP."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ def redirected(trainer: "Trainer", directory: Path) -> Iterator[dict[str, State]
 
     Yields a dict that is filled while Trainer saves: {folder: state dict}. The tensors share memory with the parameters and the
     optimizer; buffers are copied, because the next forward may change them. Raises a CheckpointError at the end if Trainer has
-    written sharded state by another function than torch DCP's `save`.
+    written sharded state with another function than torch DCP's `save`.
     """
     parts: dict[str, State] = {}
 
@@ -42,7 +42,7 @@ def redirected(trainer: "Trainer", directory: Path) -> Iterator[dict[str, State]
             stack.enter_context(mock.patch.object(owner, name, value))
 
         swap(trainer, "_get_output_dir", lambda trial: str(directory))
-        swap(trainer, "_push_from_checkpoint", lambda folder: None)  # done once the checkpoint is complete
+        swap(trainer, "_push_from_checkpoint", lambda folder: None)  # follows once the checkpoint is complete
         swap(dcp, "save", record)
         if is_sharded:
             swap(plugin.state_dict_config, "offload_to_cpu", False)  # it would copy the state now, on this thread

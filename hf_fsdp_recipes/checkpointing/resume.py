@@ -1,4 +1,4 @@
-"""Resuming: finds the latest checkpoint whose files are intact and safe to read, and keeps the size of its global batch."""
+"""Finds the latest checkpoint that is intact and safe to read, and keeps the global batch if the number of ranks changes."""
 
 import io
 import logging
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The classes in a `.metadata` file. They are built without running code from the file.
+# The names that a `.metadata` file may use. Loading them runs no code from the file.
 _ALLOWED = {
     "torch": "Size",
     "torch.serialization": "_get_layout",
@@ -38,12 +38,12 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
     All files are read and compared with their hashes; the ranks divide the files among them. Nothing is read with
     unrestricted pickle. A checkpoint that is incomplete, damaged or unsafe is skipped with a warning. Checkpoints that Trainer
-    wrote itself, without FSDP, have no hashes; they are taken as they are.
+    wrote itself, without FSDP, have no hashes; they are not checked.
 
-    Collective if the ranks are connected, which they are once TrainingArguments exist; otherwise each rank reads all files.
+    Collective if the ranks are connected, as they are once TrainingArguments exist; otherwise each rank reads all files.
 
     Returns:
-        The directory; None if there is none, and training starts from step 0.
+        The directory; None if there is no such checkpoint, so that training starts from step 0.
     """
     is_connected = distributed.is_distributed()
     rank, world_size = (distributed.rank(), distributed.world_size()) if is_connected else (0, 1)
@@ -57,7 +57,7 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
 
 def keep_global_batch(args: "TrainingArguments", checkpoint: str | os.PathLike[str] | None) -> None:
-    """Set `gradient_accumulation_steps` so that each step trains as many rows as in the run that saved the checkpoint.
+    """Set `gradient_accumulation_steps` so that each step trains as many rows as in the checkpoint's run.
 
     Call it on every rank before the Trainer is created. Without a checkpoint, nothing changes.
 
@@ -93,7 +93,7 @@ def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1) -> str | No
                 return f"{name} is damaged"
         except (OSError, ValueError) as error:
             return f"{name} is unusable: {describe(error)}"
-    # Also files that the manifest does not list, because torch DCP would read them.
+    # Also check files that the manifest does not list, because torch DCP would read them.
     folders = sorted({path.parent for path in checkpoint.glob("*/*.metadata")})
     for folder in folders[part::num_parts]:
         try:

@@ -1,4 +1,4 @@
-"""Agrees among the ranks, once per step, on whether a rank was signaled and whether a save has failed."""
+"""Lets the ranks agree, once per step, on whether one of them got a signal and whether a save has failed."""
 
 import ctypes
 import signal
@@ -14,15 +14,15 @@ PR_SET_PDEATHSIG = 1  # prctl's number, from linux/prctl.h
 
 
 class StepFlags:
-    """Two flags that are true on every rank from the step at which they are true on any rank.
+    """Two flags, for a signal and a failed save. If any rank has set one, all ranks learn of it in the same step.
 
     The exchange is one all-reduce of two integers between host processes. It is started before the optimizer's step and runs
     while the optimizer works.
 
     Args:
         group: a gloo group of all ranks that nothing else uses; None without other ranks.
-        listen: whether to install handlers for STOP_SIGNALS, and to be sent SIGTERM if the launcher dies. Python allows
-            handlers in the main thread only.
+        listen: whether to install handlers for STOP_SIGNALS, and to ask the kernel for SIGTERM if the launcher dies. Python
+            allows handlers in the main thread only.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, listen: bool) -> None:

@@ -1,6 +1,6 @@
 """Copies the sharded state of a run to host memory and writes it, both in threads, while training continues.
 
-One save is in flight at a time. Its outcome is agreed among the ranks, so every rank sees the same error or none.
+One save is in flight at a time. The ranks agree on its outcome, so every rank sees the same error or none.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class Save:
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """Sends a rank's plan only when it changes. torch keeps one plan for each class, hence a key for each folder."""
+    """Sends a rank's plan only when it changes. torch keeps one plan for each key, so each folder has its own."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(enable_plan_caching=True)
@@ -57,8 +57,8 @@ class Writer:
 
     def __init__(self, directory: RunDirectory, device: torch.device, group: dist.ProcessGroup) -> None:
         self._directory, self._device, self._group = directory, device, group
-        # The part of torch's DefaultStager that copies: in torch 2.11 and 2.12, a DefaultStager works only once. It pins memory
-        # through CUDA only. Shared memory is for writers in other processes.
+        # The part of torch's DefaultStager that copies, because in torch 2.11 and 2.12 a DefaultStager works only once. It can
+        # pin memory only through CUDA. Only writers in other processes would need shared memory.
         self._stager = StateDictStager(pin_memory=device.type == "cuda", share_memory=False)
         self._staging = ThreadPoolExecutor(1, "checkpoint-staging")
         self._writing = ThreadPoolExecutor(1, "checkpoint-writing")
@@ -142,14 +142,14 @@ class Writer:
         return files
 
     def _hash_small_files(self, directory: Path) -> dict[str, FileFacts]:
-        """Flush and hash Trainer's files: each rank its random state, rank 0 all that it sees."""
+        """Flush and hash Trainer's files: rank 0 all files that it sees, every other rank its random state."""
         own = f"rng_state_{distributed.rank()}.pth"
         found = list(directory.iterdir()) if distributed.is_main() else [directory / own]
         return {path.name: read_facts(path, sync=True) for path in found if path.is_file()}
 
 
 def check_finite(tensors: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError if a weight contains NaN or infinity, so that it does not replace a usable checkpoint."""
+    """Raise a CheckpointError if a weight contains NaN or infinity: such a checkpoint must not replace a usable one."""
     for name, value in tensors.items():
         local = value.to_local() if isinstance(value, DTensor) else value
         if isinstance(local, torch.Tensor) and not is_finite(local):

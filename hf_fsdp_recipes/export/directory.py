@@ -36,7 +36,7 @@ def create(output_dir: Path, write: Callable[[Path], None]) -> Path:
 
 
 def _start(temporary: Path) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(temporary, ignore_errors=True)  # left by an export that was killed
     temporary.mkdir(parents=True)
 
 
@@ -53,7 +53,7 @@ def _finish(temporary: Path, output_dir: Path) -> Path:
 def write_configs(directory: Path, model: "PreTrainedModel", dtype: torch.dtype | None = None) -> None:
     """Write the configs that `save_pretrained` writes next to the weights. Rank 0 only.
 
-    `dtype` is that of the files; None keeps the config's.
+    `dtype` is the dtype of the weight files; None keeps the config's.
     """
     from transformers.dynamic_module_utils import custom_object_save
 
@@ -68,14 +68,14 @@ def write_configs(directory: Path, model: "PreTrainedModel", dtype: torch.dtype 
 
 
 def write_index(directory: Path, model: "PreTrainedModel", split: "StateDictSplit") -> None:
-    """Write the index of several files. Rank 0 only."""
+    """Write the index that names the file of each tensor. Rank 0 only."""
     metadata = {"total_parameters": model.num_parameters(), **split.metadata}
     index = json.dumps({"metadata": metadata, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True)
     (directory / "model.safetensors.index.json").write_text(index + "\n")
 
 
 def write_description(directory: Path, model: torch.nn.Module, processor: Any) -> None:
-    """Write what `export_checkpoint` needs beside a checkpoint's weights: the config and the tokenizer. Rank 0 only."""
+    """Write what `export_checkpoint` needs in addition to the weights: the config and the tokenizer. Rank 0 only."""
     from transformers import PreTrainedModel
 
     if hasattr(model, "peft_config"):

@@ -155,7 +155,7 @@ def _save_tokenizer_of(names: list[PathLike], target: Path) -> None:
 def _plan_full(
     shell: "PreTrainedModel", owner: "PreTrainedModel", held: Mapping[str, Source], dtype: torch.dtype | None
 ) -> Plan:
-    """Plan to write all weights of a model. `owner` knows which are tied; it is `shell` if there is no other model."""
+    """Return a plan that writes all weights of a model. `owner` knows which are tied; without another model, it is `shell`."""
     ignored = set(shell._keys_to_ignore_on_save or ())
     state = {name: value for name, value in shell.state_dict().items() if name not in ignored}
     kept = remove_tied_weights_from_state_dict(dict(state), owner)
@@ -205,7 +205,7 @@ def _export_weights(
     """Write the weights, the configs and the tokenizer. Collective."""
     split = split_state_dict_into_shards_factory(
         plan.outputs,
-        get_storage_id=lambda value: StorageWeakRef(value.untyped_storage()),  # tensors cut from one stay in one file
+        get_storage_id=lambda value: StorageWeakRef(value.untyped_storage()),  # views of one tensor stay in one file
         get_storage_size=lambda value: value.untyped_storage().nbytes(),
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
@@ -250,9 +250,9 @@ def _write_files(plan: Plan, files: Mapping[str, Tensors], target: Path) -> None
 
 
 def _in_turns(steps: list[Step], rank_of: Mapping[str, int]) -> list[tuple[int, Step]]:
-    """Pair the steps with the ranks that write their outputs, in an order in which all ranks write at the same time."""
+    """Pair the steps with the ranks that write their outputs, ordered so that all ranks write at the same time."""
     turns: list[tuple[int, int, int, Step]] = []
-    written = Counter[int]()  # a rank's turn comes after as many bytes as it writes before
+    written = Counter[int]()  # bytes in a rank's earlier turns, by which the turns are sorted
     for step in steps:
         for rank in dict.fromkeys(rank_of[name] for name in step.outputs):
             turns.append((written[rank], len(turns), rank, step))

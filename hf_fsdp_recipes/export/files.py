@@ -13,7 +13,7 @@ from hf_fsdp_recipes.checkpointing.direct_file import DirectFile
 from hf_fsdp_recipes.checkpointing.writer import is_finite
 from hf_fsdp_recipes.errors import ExportError, describe
 
-# safetensors' names of the dtypes. A file has its tensors in this order, so that they are aligned.
+# safetensors' names of the dtypes. A file stores its tensors in this order, so that they are aligned.
 DTYPES = {
     "U64": torch.uint64,
     "I64": torch.int64,
@@ -32,7 +32,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-IN_FLIGHT = 1  # steps of an export that wait to be written, or are being written, while the next is gathered
+IN_FLIGHT = 1  # steps of an export that wait to be written, or are being written, while the next step is gathered
 
 
 def make_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
@@ -66,7 +66,7 @@ class FileWriter:
 
     def __init__(self, directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         self._directory, self._files = directory, files
-        self._left = {name: file for file, tensors in files.items() for name in tensors}  # tensors yet to be written
+        self._left = {name: file for file, tensors in files.items() for name in tensors}  # tensors not written yet
         self._open: dict[str, tuple[DirectFile, dict[str, int]]] = {}  # the started files and their positions
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._pending: deque[Future[None]] = deque()

@@ -28,7 +28,7 @@ def plan_merge(
     sources: Mapping[str, Source],
     dtype: torch.dtype | None,
 ) -> Plan:
-    """Plan to merge an adapter into the weights that it was trained with. `sources` has all tensors of `adapted`."""
+    """Return a plan that merges an adapter into the base weights it was trained on. `sources` has all tensors of `adapted`."""
     steps = {name: step for step in _merge_steps(model, adapted, sources, dtype) for name in step.outputs}
     for key, name in base_names.items():
         if name not in steps:
@@ -47,7 +47,7 @@ def plan_merge_into_files(
     base: Path,
     dtype: torch.dtype | None,
 ) -> Plan:
-    """Plan to merge an adapter into the base model's files in the directory `base`. All tensors keep their names in the files."""
+    """Return a plan that merges an adapter into the base model's files in `base`. All tensors keep their names in the files."""
     check_unchanged_base(adapted.active_peft_config)
     checkpoint = Checkpoint(base)
     files, stored = from_files(checkpoint), checkpoint.match(model)
@@ -62,7 +62,7 @@ def plan_merge_into_files(
 
 
 def check_unchanged_base(config: "PeftConfig") -> None:
-    """Raise an ExportError if the base model's files do not have the weights that the adapter was trained with."""
+    """Raise an ExportError if the base model's files do not have the weights that the adapter was trained on."""
     start = str(getattr(config, "init_lora_weights", "")).lower()
     if start.startswith(CHANGES_BASE):
         raise ExportError(f"init_lora_weights={start} changed the base weights. Merge in training, with export_model.")
@@ -117,7 +117,7 @@ def _merge_step(path: str, layer: torch.nn.Module, meta: Tensors, dtype: torch.d
 
 
 def _merge(layer: torch.nn.Module, tensors: Tensors) -> Tensors:
-    """Return the state dict of the module that `merge_and_unload` puts in the place of `layer`."""
+    """Return the state dict of the module that `merge_and_unload` puts in place of `layer`."""
     layer.load_state_dict(tensors, assign=True)
     # A safe merge does not change its input, which may be the model's own tensor. On meta, it cannot check for NaN.
     is_safe = not any(value.is_meta for value in tensors.values())

@@ -31,7 +31,7 @@ class Source:
 
 
 def describe(shape: torch.Size, held: torch.dtype, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a meta tensor. Its dtype is `dtype`, or `held` if that is None or the values are not floating-point."""
+    """Return a meta tensor of dtype `dtype`, or of its own dtype `held` if `dtype` is None or the values are not floating-point."""
     return torch.empty(shape, dtype=dtype if dtype is not None and held.is_floating_point else held, device="meta")
 
 
@@ -39,7 +39,7 @@ def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict
     """Return the tensors of a model's state dict. FSDP2's shards are converted to `dtype` and then gathered."""
     sources = {}
     for name, value in model.state_dict().items():
-        if isinstance(value, torch.Tensor):  # not the strings of bitsandbytes
+        if isinstance(value, torch.Tensor):  # bitsandbytes also stores strings
             meta = describe(value.shape, value.dtype, dtype)
             read = functools.partial(_gather, value.detach(), meta.dtype)
             sources[_WRAPPERS.sub("", name)] = Source(meta, read, isinstance(value, DTensor))
@@ -53,7 +53,7 @@ def _gather(value: torch.Tensor, dtype: torch.dtype, writer: int) -> torch.Tenso
         return value
     mesh = value.device_mesh
     value = value.to(mesh.device_type)  # the shards may be offloaded to the CPU
-    replicas = mesh.mesh.reshape(-1, mesh.size(-1)).tolist()  # HSDP has several rows, each with all shards
+    replicas = mesh.mesh.reshape(-1, mesh.size(-1)).tolist()  # under HSDP, each row of the mesh has all shards
     ranks = next((row for row in replicas if writer in row), None)
     *outer, inner = value.placements
     if ranks is None or inner != Shard(0) or not all(placement.is_replicate() for placement in outer):
@@ -77,7 +77,7 @@ def _exchange(requests: list[dist.P2POp]) -> None:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads a checkpoint's metadata only once, although every tensor is loaded on its own."""
+    """Reads a checkpoint's metadata only once, although every tensor is loaded separately."""
 
     _metadata: Metadata | None = None
 

@@ -1,7 +1,7 @@
 """Divides an export into steps. Each reads a few tensors and computes some of the files' tensors from them.
 
-Names and shapes in the files are those of `save_pretrained`, whose conversion is applied to meta tensors for the plan, and to
-each step's tensors while writing.
+Names and shapes in the files are those of `save_pretrained`. Its conversion is applied to meta tensors for the plan, and to each
+step's tensors during writing.
 """
 
 import re
@@ -54,9 +54,9 @@ def rename_outputs(step: Step, names: Mapping[str, str]) -> Step:
 def plan_in_file_format(
     model: "PreTrainedModel", names: Iterable[str], steps: Iterable[Step], sources: Mapping[str, Source]
 ) -> Plan:
-    """Plan to write the parameters `names` of a model, which `steps` compute, as `save_pretrained` writes them.
+    """Return a plan that writes the parameters `names` in the format of `save_pretrained`. `steps` compute these parameters.
 
-    Parameters that transformers converts together are one step per layer.
+    Parameters that transformers converts together form one step per layer.
     """
     steps = list(steps)
     outputs = _outputs(steps)
@@ -83,7 +83,7 @@ def plan_in_file_format(
 
 
 def _convert(steps: list[Step], model: "PreTrainedModel", expected: Tensors) -> Step | None:
-    """Join steps into one whose outputs are in the files' format; None if these steps alone give other outputs."""
+    """Join steps into one step whose outputs are in the files' format; return None if they alone cannot give such outputs."""
 
     def compute(tensors: Tensors) -> Tensors:
         computed = {name: value for step in steps for name, value in step.compute(tensors).items()}

@@ -1,4 +1,4 @@
-"""4-bit weights (QLoRA): rank 0 quantizes each weight, every rank gets its rows of the packed bytes and all scales."""
+"""4-bit weights (QLoRA): rank 0 quantizes each weight; every rank gets its rows (dim 0) of the packed bytes, and all scales."""
 
 import copy
 import logging
@@ -44,7 +44,7 @@ def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtyp
 
 
 def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torch.dtype) -> None:
-    """Give the 4-bit layers' weights placeholders of the packed shape."""
+    """Replace the weights of the 4-bit layers with placeholders of the packed shape."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for module in model.modules():

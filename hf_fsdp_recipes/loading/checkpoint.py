@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-NUM_NAMED = 3  # of the names in a message
+NUM_NAMED = 3  # names that a message lists at most
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is read at once: one tensor of the checkpoint, all that transformers converts together, or a new weight."""
+    """What is read at once: one tensor of the checkpoint, tensors that transformers converts together, or a new weight."""
 
-    names: tuple[str, ...]  # the weights that it becomes, by their names in the model
+    names: tuple[str, ...]  # the model's names of the weights that the entry becomes
     keys: tuple[str, ...]  # the checkpoint's tensors; none for a new weight
-    patterns: tuple[str | None, ...]  # for each of them, the converter's pattern that it matches; None: not converted
-    dtype: torch.dtype | None  # None: the model's, because it is converted
+    patterns: tuple[str | None, ...]  # for each key, the converter's pattern that it matches; None: not converted
+    dtype: torch.dtype | None  # None: the model's dtype, because the weight is converted
 
     @property
     def is_stored(self) -> bool:
-        """Whether the weight is stored as it is, so that its rows can be read alone."""
+        """Whether the weight is stored unconverted, so that a rank can read only its rows (dim 0)."""
         return bool(self.keys) and self.patterns[0] is None
 
 
@@ -58,7 +58,7 @@ class Checkpoint:
         for file in sorted(self.directory.glob("*.safetensors")):
             try:
                 found[file.name] = safe_open(file, "pt")
-            except (OSError, SafetensorError) as error:  # neither names the file
+            except (OSError, SafetensorError) as error:  # neither error names the file
                 raise LoadError(f"{file} cannot be read: {describe(error)}. Download or save it again.") from error
         if not found:
             raise LoadError(f"{self.directory} has no *.safetensors files. Convert the checkpoint to safetensors.")
@@ -92,14 +92,14 @@ class Checkpoint:
         return entries + self._find_new(model, entries, shapes), conversions
 
     def match(self, model: "PreTrainedModel") -> dict[str, str]:
-        """Map a model's weights to the tensors that hold them as they are, without those that transformers converts."""
+        """Map a model's weights to the checkpoint's tensors, without weights that transformers converts."""
         groups, _ = self._group_keys(model, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
         return {name: found[-1][0] for name, found in groups.items() if found[-1][1] is None}
 
     def _group_keys(
         self, model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[dict[str, list[tuple[str, str | None]]], list[Any] | None]:
-        """Return the tensors that each weight is made of, with the converters' patterns that they match, and the conversions."""
+        """Return the tensors of each weight, each with the converter's pattern that it matches, and the conversions."""
         from transformers import conversion_mapping, core_model_loading
 
         transforms = conversion_mapping.get_model_conversion_mapping(model, None, self.quantizer)
@@ -162,7 +162,7 @@ class Checkpoint:
         return [Entry((name,), (), (), None) for name in new]
 
     def read(self, entry: Entry, model: "PreTrainedModel") -> dict[str, torch.Tensor]:
-        """Return the weights of an entry by name; those that are not converted are memory-mapped."""
+        """Return the weights of an entry by name; unconverted weights are memory-mapped."""
         if not entry.keys:
             return {name: self._new[name] for name in entry.names}
         if entry.is_stored:
@@ -174,7 +174,7 @@ class Checkpoint:
         return {name: values[name][0] if isinstance(values[name], list) else values[name] for name in entry.names}
 
     def read_rows(self, entry: Entry, rows: slice | EllipsisType) -> torch.Tensor:
-        """Return rows of a stored weight."""
+        """Return rows (dim 0) of a stored weight."""
         return self.slice_of(entry.keys[0])[rows]
 
 

@@ -1,4 +1,4 @@
-"""Fills a sharded model: rank 0 reads each weight and sends every rank its rows, or each rank reads its own rows."""
+"""Fills a sharded model: rank 0 reads each weight and sends every rank its slice (dim 0), or each rank reads its own slice."""
 
 import re
 from collections import deque
@@ -18,9 +18,9 @@ from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
 WRAPPERS = re.compile(
     r"(_checkpoint_wrapped_module|_orig_mod|base_layer)\.|\.(modules_to_save\.[^.]+|original_module)(?=\.)"
 )
-NUM_READERS = 4  # threads of rank 0, because a disk is faster when it is asked for several things
-READ_AHEAD_BYTES = 1024**3  # of the weights that rank 0 reads while it sends earlier ones, if they are more than one
-NUM_IN_FLIGHT = 2  # weights that are being sent
+NUM_READERS = 4  # reading threads of rank 0; a disk is faster with several requests at once
+READ_AHEAD_BYTES = 1024**3  # most bytes that rank 0 reads ahead of the sends, unless a single weight is larger
+NUM_IN_FLIGHT = 2  # most weights that are sent at once
 PAGE_BYTES = 4096
 
 Tensors = dict[str, list[torch.Tensor]]
@@ -33,7 +33,7 @@ def name_in_base_model(name: str) -> str:
 
 
 def allocate(model: torch.nn.Module, device: torch.device) -> Tensors:
-    """Give a model's meta parameters memory; return the tensors to fill, by their names in the base model.
+    """Allocate memory for a model's meta parameters; return the tensors to fill, by their names in the base model.
 
     A name has several tensors if PEFT has copied it (`modules_to_save`), and a tied weight has several names.
     """
@@ -50,11 +50,11 @@ def allocate(model: torch.nn.Module, device: torch.device) -> Tensors:
 
 
 class Layout:
-    """Which rows of a weight each rank holds."""
+    """Which rows (dim 0) of a weight each rank holds."""
 
     def __init__(self, target: torch.Tensor) -> None:
         self.local = target.detach()
-        # The ranks of the first replica, in the order of their rows; empty: all hold all rows.
+        # The ranks of the first replica, in the order of their rows; empty if every rank holds all rows.
         self.ranks: list[int] = []
         if isinstance(target, DTensor):
             *replicated, sharded = target.placements
@@ -65,16 +65,16 @@ class Layout:
                 )
             self.local, self._num_rows = target.to_local().detach(), target.shape[0]
             self.ranks = mesh.mesh.view(-1, mesh.shape[-1])[0].tolist()
-            self.number = mesh.get_coordinate()[-1]  # of this rank, in its replica
+            self.number = mesh.get_coordinate()[-1]  # this rank's position in its replica
 
     def rows(self, number: int) -> slice:
-        """Return the rows of one rank of a replica, as `fully_shard` chooses them."""
+        """Return the rows that `fully_shard` gives to the rank at this position of a replica."""
         chunk = -(-self._num_rows // len(self.ranks))
         return slice(min(chunk * number, self._num_rows), min(chunk * (number + 1), self._num_rows))
 
 
 class Transfer:
-    """Copies one weight of rank 0 into the shards of the first replica, while the caller goes on. Collective."""
+    """Copies one weight from rank 0 into the shards of the first replica, while the caller continues. Collective."""
 
     def __init__(
         self, full: torch.Tensor | None, target: torch.Tensor, dtype: torch.dtype, device: torch.device
@@ -92,7 +92,7 @@ class Transfer:
             is_same = (self._local.dtype, self._local.device) == (dtype, device)
             self._received = self._local if is_same else torch.empty(self._local.shape, dtype=dtype, device=device)
             transfers = [dist.P2POp(dist.irecv, self._received, 0)]
-        self._is_sender, self._full = full is not None, full  # what is sent must stay alive
+        self._is_sender, self._full = full is not None, full  # a tensor must stay alive while it is sent
         self._works = dist.batch_isend_irecv(transfers) if transfers else []
         if self._is_sender:
             self._local.copy_(self._received)  # while the other ranks receive their rows
@@ -106,7 +106,7 @@ class Transfer:
 
 
 def read_ahead(read: Callable[[Entry], Weights], entries: Sequence[Entry], sizes: Sequence[int]) -> Iterator[Weights]:
-    """Yield the weights of each entry, whose bytes are in `sizes`; threads read the next entries meanwhile."""
+    """Yield the weights of each entry, while threads read the next entries. `sizes` are the entries' sizes in bytes."""
     with ThreadPoolExecutor(NUM_READERS, "weights-reading") as pool:
         pending: deque[tuple[int, Future[Weights]]] = deque()
         for entry, size in zip(entries, sizes, strict=True):
@@ -118,7 +118,7 @@ def read_ahead(read: Callable[[Entry], Weights], entries: Sequence[Entry], sizes
 
 
 class Reader:
-    """Reads weights on rank 0. After an error it returns uninitialized memory, because the other ranks wait for data."""
+    """Reads weights on rank 0. After an error, it returns uninitialized memory, because the other ranks wait for data."""
 
     def __init__(self, model: torch.nn.Module, checkpoint: Checkpoint, targets: Tensors, device: torch.device) -> None:
         self.error: Exception | None = None
@@ -147,7 +147,7 @@ class Reader:
     def _read(self, entry: Entry) -> Weights:
         weights = {}
         for name, value in self._checkpoint.read(entry, self._model).items():
-            if name in self._targets:  # a module may have been replaced
+            if name in self._targets:  # its module may have been replaced
                 if name in self.layers:
                     value = self.layers[name].quantize(value.to(self._device))
                 if value.shape != self._targets[name][0].shape:
@@ -160,7 +160,7 @@ class Reader:
 def fill_from_rank0(
     model: torch.nn.Module, checkpoint: Checkpoint, entries: Sequence[Entry], targets: Tensors, device: torch.device
 ) -> None:
-    """Fill the tensors from rank 0, which alone reads files. Collective.
+    """Fill the tensors from rank 0, the only rank that reads files. Collective.
 
     After an error, rank 0 sends uninitialized memory for the remaining weights, and at the end all ranks raise the error.
     """

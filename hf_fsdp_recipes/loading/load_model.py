@@ -34,21 +34,21 @@ def load_model(
     """Return a pretrained model that takes no memory until it is sharded, and then only its shard on each rank.
 
     The weights are read when Accelerate shards the model with FSDP2, in `trainer.train` or `accelerator.prepare`. Until then,
-    adapters can be added, but the model can neither run nor be saved. Values equal those of `from_pretrained`, which this is
-    without FSDP.
+    adapters can be added, but the model can neither run nor be saved. The values equal those of `from_pretrained`. Without FSDP,
+    this function only calls `from_pretrained`.
 
-    Collective, with the same arguments on every rank. A rank takes its shard and the weights in flight; rank 0 maps files.
+    Collective, with equal arguments on every rank. A rank takes memory for its shard and the weights in flight; rank 0 maps files.
 
     Args:
         name_or_path: a directory or a Hub id. With `rank0`, only rank 0 needs to see the directory.
-        source: `rank0`: only rank 0 reads weight files. `direct`: every rank reads its own rows from files that it sees.
+        source: `rank0`: only rank 0 reads weight files. `direct`: every rank reads its own rows (dim 0); it must see the files.
         auto_class: the class whose `from_pretrained` would be called; default: `AutoModelForCausalLM`.
-        **kwargs: as in `from_pretrained`; `quantization_config` is bitsandbytes' for 4 bits. With `trust_remote_code`, every
-            rank must see the code.
+        **kwargs: as in `from_pretrained`; `quantization_config` must be a 4-bit BitsAndBytesConfig. With `trust_remote_code`,
+            every rank must see the code.
 
     Raises:
-        LoadError: on every rank. Here: FSDP1, no such model, or a checkpoint that does not fit it. While sharding: an
-            unreadable file, or weights that were computed with or changed in shape (PiSSA, OLoRA, DoRA, new embeddings).
+        LoadError: on every rank. In this call: FSDP1, no such model, or a checkpoint that does not fit it. During sharding: an
+            unreadable file, or a weight that was used or resized before it was loaded (PiSSA, OLoRA, DoRA, new embeddings).
         PatchError: this version of Accelerate is not supported.
     """
     from accelerate import PartialState
@@ -173,7 +173,7 @@ def build_on_meta(
     from accelerate import init_empty_weights
 
     build = getattr(auto_class, "from_config", None)
-    if build is None:  # one model's class, which takes no trust_remote_code
+    if build is None:  # the class of one model, which takes no trust_remote_code
         build = auto_class._from_config
         kwargs = {name: value for name, value in kwargs.items() if name != "trust_remote_code"}
     try:

@@ -2,7 +2,7 @@
 
 A placeholder has the shape and dtype of its weight, but all its elements share one NaN in host memory. Unlike meta tensors,
 placeholders have a device and distinct addresses, so PEFT, TRL, Trainer, optimizers and Accelerate handle them like weights.
-Writing to one raises an error, and whatever is computed from one is NaN, never a plausible number.
+Writing to a placeholder raises an error, and anything computed from one is NaN, never a plausible number.
 """
 
 from typing import Any
@@ -27,12 +27,12 @@ class Placeholder(torch.nn.Parameter):
         return torch.Tensor._make_subclass(cls, nan_like(like), like.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Placeholder":
-        """Return another placeholder; torch would allocate the full tensor."""
+        """Return another placeholder; torch's default copy would allocate the full tensor."""
         return memo.setdefault(id(self), Placeholder(self))
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Refuse casts, with which PEFT's PiSSA, OLoRA and DoRA start to read a weight, and sharding by anyone but our loader."""
+        """Refuse casts, with which PiSSA, OLoRA and DoRA start to read a weight, and sharding by other code than our loader."""
         if function is torch.Tensor.is_contiguous:
             raise LoadError(NOT_LOADED)
         if function in _CASTS and (function is not torch.Tensor.to or isinstance(args[1], torch.dtype)):

@@ -28,19 +28,19 @@ LOGGED_MEMORY = {"host_memory_gb": "host_bytes", "device_peak_memory_gb": "devic
 
 
 def _ends(phase: str) -> Callable[..., None]:
-    """Return a handler for one of Trainer's events: it ends a phase of the step."""
+    """Return a handler for a Trainer event that ends a phase of the step."""
     return lambda self, *args, **kwargs: self._end_phase(phase)
 
 
 class MetricsCallback(TrainerCallback):
     """Measures throughput, MFU and memory of any Trainer, and writes metrics.jsonl and a report with plots (docs/tools.md).
 
-    Pass it to the trainer's constructor on every rank. It also adds the main figures to Trainer's logs. It never synchronizes
-    with the device in a step that is not logged. At a logged step, where Trainer has just gathered the loss, one gather of a
-    few integers per rank follows. A failure to count tokens or to write a file is one warning.
+    Pass the callback to the trainer's constructor on every rank. It also adds the main figures to Trainer's logs. In a step that
+    is not logged, it never synchronizes with the device. At a logged step, when Trainer has just gathered the loss, the callback
+    gathers a few integers per rank. If it cannot count tokens or write a file, it logs a warning once.
 
     Args:
-        throughput_warmup_steps: number of steps after each start or resume that averages leave out.
+        throughput_warmup_steps: number of steps, after each start or resume, that averages leave out.
     """
 
     _seconds: dict[str, float]  # by phase, since the last logged step
@@ -54,7 +54,7 @@ class MetricsCallback(TrainerCallback):
         self._peak_flops: float | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Print the wrapped model, and start to measure."""
+        """Print the wrapped model, and start measuring."""
         model = kwargs["model"]
         distributed.print_main(str(model))
         start = _describe_run(args, state, model)
@@ -80,7 +80,7 @@ class MetricsCallback(TrainerCallback):
     on_save = _ends("save")  # without the part of a save that runs in the background
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """End the data phase. Discard what was measured if the warm-up ends between two logged steps."""
+        """End the data phase. If the warm-up ends between two logged steps, discard what was measured so far."""
         self._end_phase("data")
         if self._logged_step < state.global_step == self._start_step + self._warmup_steps:
             self._begin_interval(state)
@@ -113,14 +113,14 @@ class MetricsCallback(TrainerCallback):
             self._try(lambda: report.write_report(self._file.parent))
 
     def _end_phase(self, phase: str) -> None:
-        """Count the time since the last phase ended, by the host's clock, as this phase."""
+        """Add the host time since the last phase ended to `phase`."""
         if self._is_running:
             now = time.perf_counter()
             self._seconds[phase] += now - self._phase_began_at
             self._phase_began_at = now
 
     def _begin_interval(self, state: TrainerState) -> None:
-        """Begin the steps that the next entry of metrics.jsonl covers."""
+        """Start the interval that the next entry of metrics.jsonl covers."""
         self._logged_step, self._host_bytes = state.global_step, 0
         self._phase_began_at, self._seconds = time.perf_counter(), dict.fromkeys(PHASES, 0.0)
         self._counts.zero_()
@@ -151,7 +151,7 @@ class MetricsCallback(TrainerCallback):
             self._try(lambda: self._counts.add_(flops.count_tokens(kwargs).to(self._counts.device)))
 
     def _append(self, entry: Entry) -> None:
-        # The file is begun at the first entry: a run that is refused before its first step changes nothing.
+        # The file starts with the first entry, so a run that is refused before its first step does not change it.
         start, self._start = self._start, None
         if distributed.is_main():
             if start is not None:
@@ -159,7 +159,7 @@ class MetricsCallback(TrainerCallback):
             self._try(lambda: metrics_file.append(self._file, entry))
 
     def _try(self, work: Callable[[], object]) -> None:
-        """Call `work`. The first error is a warning, because metrics must not end a run."""
+        """Call `work`. Errors must not end a run, so only the first one is logged, as a warning."""
         try:
             work()
         except Exception as error:

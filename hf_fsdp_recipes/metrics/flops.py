@@ -43,9 +43,9 @@ class ModelFlops(NamedTuple):
 
 
 def find_model_flops(model: Any) -> ModelFlops:
-    """Return the sizes of a decoder of transformers, with or without PEFT, whole, on meta or sharded.
+    """Return the sizes of a transformers decoder. It may have a PEFT adapter, be on meta, or be sharded.
 
-    With LoRA, the backward pass is taken to go through every layer, although it stops at the adapter closest to the input.
+    With LoRA, the backward pass is counted for every layer, although it stops at the adapter closest to the input.
     Raises an exception for models of other kinds.
     """
     config = model.config
@@ -86,11 +86,11 @@ def _count_matmuls(model: Any) -> tuple[int, int]:
 
 
 def count_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Count a batch's tokens without padding, without waiting for the device.
+    """Count a batch's tokens, excluding padding, without waiting for the device.
 
     Args:
-        inputs: the model's keyword arguments. Packed sequences begin where `position_ids` restart at 0; one of a single token
-            is taken for padding.
+        inputs: the model's keyword arguments. Packed sequences begin where `position_ids` restart at 0; a sequence of
+            a single token counts as padding.
 
     Returns:
         (2,) int64 on the batch's device: the sum of the sequences' lengths, and the sum of their squares (pairs of tokens).
@@ -110,7 +110,7 @@ def count_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
 
 
 def find_peak_flops(device_name: str, dtype: str) -> float:
-    """Return the dense peak in FLOP/s of a device, named as by torch; a ValueError if none is known for the dtype."""
+    """Return the dense peak in FLOP/s of a device with this name in torch, or raise a ValueError if no peak is known."""
     name = " ".join(VENDOR_AND_SERIES.sub("", device_name.lower()).split())
     found = [peak for pattern, peak in PEAKS.items() if re.fullmatch(pattern, name)]
     if not found or dtype not in ("bfloat16", "float16"):

@@ -13,7 +13,7 @@ Entry: TypeAlias = dict[str, Any]
 
 
 def read_metrics(path: Path) -> list[Entry]:
-    """Return the entries of a metrics.jsonl, without a line that a killed run left incomplete; [] if there is no file."""
+    """Return the entries of a metrics.jsonl, skipping a line that a killed run left incomplete; [] if there is no file."""
     entries = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
@@ -24,7 +24,7 @@ def read_metrics(path: Path) -> list[Entry]:
 
 
 def begin(path: Path, step: int, entry: Entry) -> None:
-    """Start a run's file with an entry. A run that resumes from `step` keeps the entries up to that step, and no others."""
+    """Start a run's file with an entry. A run that resumes from `step` keeps only the entries up to that step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [old for old in read_metrics(path) if old.get("step", 0) <= step] if step else []
     part = path.with_suffix(".part")

@@ -1,4 +1,4 @@
-"""Writes a run's report.md, report.png and `<run name>.txt` from metrics.jsonl alone, also while the run is going."""
+"""Writes a run's report.md, report.png and `<run name>.txt` from metrics.jsonl alone, also during the run."""
 
 import contextlib
 import statistics
@@ -88,7 +88,7 @@ def _step_rows(steps: Sequence[Entry]) -> Iterator[tuple[str, str]]:
 
 
 def _format_log(rows: Sequence[tuple[str, str]], steps: Sequence[Entry]) -> str:
-    """Return the rows and one line per logged step, like the log files of AMD's article on FSDP with ROCm."""
+    """Return the run's name/value pairs, then one line per logged step, in the format of AMD's article on FSDP with ROCm."""
     lines = [f"{name}: {value}" for name, value in rows]
     lines += ["", f"{'step':>8} {'loss':>10} {'seconds':>10} {'peak memory, largest rank':>26}"]
     for step in steps:
@@ -98,7 +98,7 @@ def _format_log(rows: Sequence[tuple[str, str]], steps: Sequence[Entry]) -> str:
 
 
 def draw(entries: Sequence[Entry]) -> "Figure":
-    """Draw loss, throughput, phases of a step and memory by step."""
+    """Plot loss, throughput, phases of a step and memory against the step."""
     from matplotlib.figure import Figure
 
     def gigabytes(key: str) -> Callable[[Entry], float]:
@@ -120,7 +120,7 @@ def draw(entries: Sequence[Entry]) -> "Figure":
         for label, value in lines.items():
             points = {}
             for entry in entries:
-                with contextlib.suppress(KeyError):  # entries of other kinds lack it
+                with contextlib.suppress(KeyError):  # entries of other kinds lack this value
                     points[entry["step"]] = value(entry)
             axes.plot(list(points), list(points.values()), ".-", label=label)
         style(axes, title, "optimizer step")

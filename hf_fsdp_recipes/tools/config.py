@@ -35,7 +35,7 @@ def path(name: Annotated[Optional[str], typer.Argument(help="A template; default
 
 @config_app.command()
 def check(name: Annotated[str, typer.Argument(help="An Accelerate config file, or a template.")]) -> None:
-    """Report all faults of a config together; exit status 1 if there are any."""
+    """Report all faults of a config together. The exit status is 1 if there are any."""
     file = find_file("template", name)
     if faults := find_faults(read_yaml(file)):
         raise ToolError("\n  - ".join([f"{file} has {len(faults)} fault{'s'[: len(faults) > 1]}:", *faults]))
@@ -43,7 +43,7 @@ def check(name: Annotated[str, typer.Argument(help="An Accelerate config file, o
 
 
 def find_faults(config: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a parsed config: what Accelerate ignores in silence, or finds only on the ranks."""
+    """Return what is wrong with a parsed config: what Accelerate ignores silently, or finds only on the ranks."""
     sections = {name: config.get(name) or {} for name in ("fsdp_config", "parallelism_config")}
     if no_mappings := [f"{name} is {value!r}" for name, value in sections.items() if not isinstance(value, dict)]:
         return [f"{fault}, and Accelerate ignores it. Write a line for each setting." for fault in no_mappings]
@@ -58,7 +58,7 @@ def _find_unknown(*sections: dict[str, Any]) -> Iterator[str]:
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    # Accelerate merges both sections into the launcher's arguments, which therefore define their settings.
+    # Accelerate merges both sections into the launcher's arguments, so their settings are the names of these arguments.
     arguments = ["fsdp_ignored_modules", *vars(launch_command_parser().parse_args(["script.py"]))]
     prefixed = ([name for name in arguments if name.startswith(prefix)] for prefix in ("fsdp_", "parallelism_config_"))
     for section, known in zip(sections, ([*ClusterConfig.__dataclass_fields__], *prefixed), strict=True):

@@ -30,7 +30,7 @@ def shipped_files(kind: Kind) -> list[Path]:
 
 
 def find_file(kind: Kind, name: str) -> Path:
-    """Return a file: as given or, if there is none, the shipped file of that name; `.yaml` can be left out.
+    """Return the file `name` if it exists, otherwise the shipped file of that name. The suffix `.yaml` is optional.
 
     Raises:
         ToolError: neither exists; the message names similar shipped files.
@@ -46,7 +46,7 @@ def find_file(kind: Kind, name: str) -> Path:
 
 
 def describe(file: Path) -> str:
-    """Return the first sentence of the comment at the top of a template or recipe, which also shows a command."""
+    """Return the first sentence of the comment at the top of a template or recipe, without the command in this comment."""
     comment = "\n".join(line.removeprefix("#").strip() for line in file.read_text().split("\n\n")[0].splitlines())
     paragraphs = [" ".join(paragraph.split()) for paragraph in comment.split("\n\n")]
     text = next((paragraph for paragraph in paragraphs if not paragraph.startswith("hf-fsdp ")), "")
@@ -65,7 +65,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def read_config(name: str) -> "PreTrainedConfig":
-    """Return the config of a Hub id or directory. A copy in models/ stands in without network or access to a gated model."""
+    """Return the config of a Hub id or directory. Without network or access to the model, use the copy in models/."""
     from transformers import AutoConfig
 
     copy = Path(__file__).with_name("models") / f"{name.replace('/', '--')}.json"

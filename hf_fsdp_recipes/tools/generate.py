@@ -1,4 +1,4 @@
-"""`hf-fsdp generate`: lets a model or an adapter answer a prompt, to try it."""
+"""`hf-fsdp generate`: tries a model or an adapter on a prompt."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ def complete(model: Path, prompts: Sequence[str], *, is_chat: bool = False, max_
         model: directory of a model, or of an adapter whose base model can be read.
         prompts: texts or, with `is_chat`, questions of a user.
         is_chat: whether to format each prompt with the model's chat template.
-        max_new_tokens: most tokens to generate for each prompt.
+        max_new_tokens: maximum number of tokens to generate for each prompt.
 
     Raises:
         ToolError: the model or its tokenizer cannot be loaded, or there is no chat template.

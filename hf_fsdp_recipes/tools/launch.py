@@ -9,9 +9,9 @@ import typer
 
 from hf_fsdp_recipes.tools.files import find_file, read_yaml, shipped_directory
 
-# Options of both the launcher and the script. They go to the script, as in `trl sft`.
+# Options that both the launcher and the script have. They are passed to the script, as in `trl sft`.
 SHARED_OPTIONS = {"debug", "gradient_accumulation_steps"}
-# Forward the signal that Slurm sends before it ends a job, and give the ranks ten minutes to write a checkpoint.
+# Pass on the signal that Slurm sends before it ends a job, and give the ranks ten minutes to write a checkpoint.
 PREEMPTION = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
@@ -34,7 +34,7 @@ def sft(
 
 
 def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
-    """Run a script on all ranks, and return when all of them have ended well.
+    """Run a script on all ranks, and return when all of them have succeeded.
 
     Args:
         script: the Python file that each rank runs.
@@ -47,7 +47,7 @@ def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
 
     os.environ.update(PREEMPTION | os.environ)
     if read_yaml(template).get("use_cpu"):
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # the launcher passes use_cpu on only without FSDP
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # the launcher passes on use_cpu only without FSDP
         os.environ.update(dict.fromkeys(HIDDEN_DEVICES, "") | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
     parser = launch_command_parser()
     own = {name for action in parser._actions if action.dest not in SHARED_OPTIONS for name in action.option_strings}
@@ -56,7 +56,7 @@ def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
 
 
 def split_arguments(arguments: Sequence[str], launcher_options: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the launcher's arguments and the script's. A value goes where the option before it goes."""
+    """Return the launcher's arguments and the script's. A value stays with the option before it."""
     for_launcher: list[str] = []
     for_script: list[str] = []
     target = for_script

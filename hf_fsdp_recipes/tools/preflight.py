@@ -1,4 +1,4 @@
-"""`hf-fsdp preflight`: finds out whether the nodes of a job can work together, before they train."""
+"""`hf-fsdp preflight`: checks, before training, whether the nodes of a job can work together."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.tools.files import find_file, read_yaml
 
 PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
-PROBE_BYTES = 64 << 20  # a disk with less free space is full
+PROBE_BYTES = 64 << 20  # a disk with less free space counts as full
 ANSWER_SECONDS = 10.0  # a preflight answers at once
 VISIBLE_SECONDS = 5.0  # enough on NFS: listing a directory refreshes the client's cache of it
 
@@ -56,7 +56,7 @@ def preflight(
     output_dir: Annotated[Optional[Path], typer.Option("--output_dir", help="Directory of the run.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the other nodes.")] = 120.0,
 ) -> None:
-    """Can these nodes work together? Run it on each node with the arguments of `hf-fsdp sft`; other ones are ignored."""
+    """Can these nodes work together? Run this on each node with the arguments of `hf-fsdp sft`; training arguments are ignored."""
     template = find_file("template", accelerate_config) if accelerate_config else None
     given = {name: value for name, value in context.params.items() if value is not None}
     job = {**DEFAULTS, **(read_yaml(template) if template else {}), **given}
@@ -74,7 +74,7 @@ def preflight(
 def check_nodes(node: Node, address: str, port: int, output_dir: Path | None, timeout: float) -> list[Node]:
     """Return all nodes by rank, or raise a ToolError, the same on all nodes that reach node 0. Each node calls this.
 
-    Nodes meet at a port of node 0 that is free again afterwards. `timeout` is how many seconds they wait for each other.
+    Nodes connect to a port of node 0, which is free again afterwards. They wait for each other for `timeout` seconds.
     """
     probe = output_dir / f".preflight-{node.host}-{node.pid}" if output_dir else None
     try:
@@ -99,7 +99,7 @@ def check_nodes(node: Node, address: str, port: int, output_dir: Path | None, ti
 
 
 def describe_node(job: dict[str, Any], template: Path | None) -> Node:
-    """Return what this node reports, without the faults of its output directory."""
+    """Return this node's report, before its output directory is checked."""
     import torch
     from accelerate.utils import parse_flag_from_env
 
@@ -142,9 +142,9 @@ def _shorten(names: Sequence[object]) -> str:
 
 
 def connect(node: Node, address: str, port: int, timeout: float) -> list[BufferedRWPair]:
-    """Return connections of node 0 to all others that join in time, of another node to node 0.
+    """Return the connections: on node 0, to all nodes that join in time; on another node, to node 0.
 
-    Plain sockets, because a TCPStore that connects to another program's port waits without a timeout.
+    These are plain sockets, because a TCPStore that connects to another program's port waits without a timeout.
     """
     deadline, peers = time.monotonic() + timeout, list[BufferedRWPair]()
     try:
@@ -157,13 +157,13 @@ def connect(node: Node, address: str, port: int, timeout: float) -> list[Buffere
                     raise
                 time.sleep(0.2)
         family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        socket.create_server(target[:2], family=family).close()  # fails unless address and port are this host's to use
+        socket.create_server(target[:2], family=family).close()  # fails for another host's address, or a used port
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         with socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=dual) as server:
             while len(peers) < node.num_machines - 1 and (left := deadline - time.monotonic()) > 0:
                 server.settimeout(left)
-                with contextlib.suppress(OSError):  # nobody, or not a node of this job
+                with contextlib.suppress(OSError):  # no connection, or not from a node of this job
                     peers.append(greet(server.accept()[0], ANSWER_SECONDS + VISIBLE_SECONDS))
     except OSError as error:
         raise ToolError(f"{node}: {explain(error, address, port)}") from error
@@ -189,7 +189,7 @@ def _send(peer: BufferedRWPair, line: bytes) -> None:
 
 
 def exchange(node: Node, peers: list[BufferedRWPair], report: Any) -> list[Any]:
-    """Return the reports of all nodes, the same list on each. Without those of nodes that have stopped."""
+    """Return the reports of all nodes that have not stopped. The list is the same on each node."""
     if node.machine_rank != 0:
         try:
             _send(peers[0], json.dumps(report).encode() + b"\n")
@@ -218,14 +218,14 @@ def explain(error: OSError, address: str, port: int) -> str:
 
 
 def advise(address: str) -> str:
-    """Return what to do if nodes do not meet at this address."""
+    """Return advice for nodes that cannot connect at this address."""
     if address == "localhost" or address.startswith(("127.", "::1")):
         return "A loopback address leads each host to itself: pass the address of node 0's host."
     return "Check that all nodes were started, their own output, the address, firewalls and routes."
 
 
 def write_probe(probe: Path) -> list[str]:
-    """Create the output directory and a file in it; return why that is impossible, if it is."""
+    """Create the output directory and a file in it. If this fails, return the fault; otherwise, return an empty list."""
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)
         with probe.open("wb") as stream:

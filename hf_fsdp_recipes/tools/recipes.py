@@ -32,7 +32,7 @@ def show(name: Name) -> None:
 
 @recipes_app.command()
 def copy(name: Name) -> None:
-    """Copy a recipe, the files that it names, and launch.slurm into the current directory, to change them."""
+    """Copy a recipe, the files that it names, and launch.slurm into the current directory, so that you can change them."""
     source = find_file("recipe", name)
     values = read_yaml(source).values() if source.suffix == ".yaml" else ()
     named = [value for value in values if isinstance(value, str)]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NUM_ROWS, SAVE_STEPS, LIMIT_SECONDS = 64, 2, 600
 WITHOUT_GPU = ["--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--validation_split_percentage", "0"]
-SHORT = (  # what a CPU rank lacks, and what costs time or an account, is replaced
+SHORT = (  # replaces settings that need a GPU, much time or an account
     "--dtype float32 --attn_implementation eager --torch_compile false --use_liger_kernel false --push_to_hub false "
     f"--report_to none --max_steps {3 * SAVE_STEPS} --save_strategy steps --save_steps {SAVE_STEPS} --save_total_limit 9 "
     "--logging_steps 1 --max_length 256 --per_device_train_batch_size 1 --gradient_accumulation_steps 1 --eval_strategy no "
@@ -70,7 +70,7 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
     Args:
         file: the recipe.
         directory: an existing directory; it gets `model/` and the rows, and the run writes to `run/` in it.
-        fields: command line that overrides fields of the recipe.
+        fields: command-line arguments that override fields of the recipe.
 
     Raises:
         RecipeError: the recipe has a field that SFT lacks, or its config, tokenizer or rows cannot be read.
@@ -103,7 +103,7 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
 
 
 def shrink(config: "PreTrainedConfig", num_tokens: int) -> "PreTrainedConfig":
-    """Return a config of the same class for a model of a few layers, with the same tying and kinds of layers."""
+    """Return a config of the same class for a model of a few layers, with the same tied weights and the same kinds of layers."""
     tiny = copy.deepcopy(config)
     heads, groups = getattr(tiny, "num_attention_heads", 4), getattr(tiny, "num_key_value_heads", None)
     sizes = SIZES | {"vocab_size": num_tokens}
@@ -134,7 +134,7 @@ def write_template(file: Path, directory: Path, num_processes: int | None) -> Pa
 
 
 def train(template: Path, arguments: Sequence[str], directory: Path, first: Path | None) -> None:
-    """Run the recipe to its end or, with `first`, until this file exists; then kill it. Raises a ToolError if it fails."""
+    """Run the recipe to its end or, with `first`, until this file exists; then kill the run. Raise a ToolError on failure."""
     log = directory / "log.txt"
     log.unlink(missing_ok=True)
     is_done = first.exists if first else lambda: False

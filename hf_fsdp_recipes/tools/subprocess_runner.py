@@ -1,4 +1,4 @@
-"""Runs the recipe script on this machine in processes of its own, for a rehearsal or a sweep, and leaves none behind."""
+"""Runs the recipe script on this machine in separate processes, for a rehearsal or a sweep, and leaves no process behind."""
 
 import contextlib
 import os
@@ -33,18 +33,18 @@ def run_recipe(
     *,
     on_cpu: bool = True,
 ) -> int | None:
-    """Run recipes/sft.py until it ends, `is_done`, or the limit; then kill what still runs.
+    """Run recipes/sft.py until it ends, `is_done()` is true, or the time limit is reached; then kill what still runs.
 
     Args:
         template: an Accelerate config file.
-        arguments: those of the script.
+        arguments: the script's arguments.
         log: a file to which the output is appended.
         limit_seconds: time limit.
         is_done: whether to stop the run.
         on_cpu: whether the ranks are CPU ranks.
 
     Returns:
-        the launcher's exit status, or None if it was still running.
+        The launcher's exit status, or None if the launcher was still running.
     """
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(template)]
     command += ["--main_process_port", "0", str(shipped_directory("recipe") / "sft.py"), *arguments]
@@ -64,7 +64,7 @@ def run_recipe(
 
 
 def kill_tree(process: "subprocess.Popen[Any]") -> None:
-    """Kill the launcher and its ranks, which torchrun starts in sessions of their own."""
+    """Kill the launcher and its ranks, which torchrun starts in separate sessions."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""What a trainer of TRL still needs to train what was asked for: exact sums, packed rows apart, streams that resume."""
+"""Changes that SFTTrainer needs: gradient sums in float32, packed rows that are kept apart, and streams that resume."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from trl import SFTTrainer
 
 LENGTH = 16  # tokens in each of two packed rows
-TOLERANCE = 1e-2  # of the outputs' norm; where rows are kept apart, only rounding differs
+TOLERANCE = 1e-2  # relative to the outputs' norm; if rows are kept apart, only rounding differs
 
 
 def adjust(trainer: "SFTTrainer", is_streamed: bool) -> None:
     """Change a new trainer in place. Not a collective; every rank calls this before `trainer.train`."""
     if trainer.padding_free:
         trainer.add_callback(PackingCheck(trainer.data_collator))
-    if is_streamed:  # without an end, so that a resumed run can skip the rows that it has seen, also in a later pass
+    if is_streamed:  # endless, so that a resumed run can skip the rows that it has seen, also in a later pass
         trainer.train_dataset = trainer.train_dataset.repeat(None)
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin and plugin.mixed_precision_policy:  # Accelerate's own would sum and accumulate gradients in 16 bits

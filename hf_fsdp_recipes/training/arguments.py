@@ -57,7 +57,7 @@ class Arguments:
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """Refuses a name that is there twice; YAML would take the last value in silence."""
+    """Refuses a name that is set twice; YAML would silently use the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return the mapping, or raise a YAML error with the line of the second value."""
@@ -82,7 +82,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments))
     parser.allow_abbrev = False
     parser.error = _refuse  # instead of a page of usage
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # of the launch; TRL's default is bf16
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # the launcher's; TRL's default is bf16
     parser.set_defaults(bf16=precision == "bf16", fp16=precision == "fp16")
     if patches.are_cpu_ranks_requested():
         parser.set_defaults(use_cpu=True, dataloader_pin_memory=False)
@@ -94,7 +94,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         _check_field(name, recipe.get(name), actions)
     try:
         found = Arguments(*parser.parse_args_and_config(arguments))
-    except (ValueError, TypeError, ImportError) as error:  # of the classes' own checks
+    except (ValueError, TypeError, ImportError) as error:  # from the classes' own checks
         raise RecipeError(f"an argument is refused: {' '.join(str(error).split())}") from error
     if file:
         _find_relative_paths(found, file.parent)
@@ -117,7 +117,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _check_field(name: str, value: Any, actions: dict[str, Any]) -> None:
-    """Raise a RecipeError if there is no such field, or if it cannot have this value of the YAML file."""
+    """Raise a RecipeError if there is no such field, or if the field cannot have this value from the YAML file."""
     action = actions.get(name.replace("-", "_"))
     if action is None:
         close = get_close_matches(name, actions, 1)

@@ -1,4 +1,4 @@
-"""Checks a recipe before anything is loaded: only what upstream would do in silence, find too late, or not name."""
+"""Checks a recipe before anything is loaded, but only for mistakes that upstream would ignore, find too late or not name."""
 
 import math
 import os
@@ -17,7 +17,10 @@ LORA_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "l
 
 
 def check_arguments(arguments: "Arguments") -> None:
-    """Raise a RecipeError that lists everything wrong with a recipe, and print what may surprise. Every rank finds the same."""
+    """Raise a RecipeError that lists everything wrong with a recipe, and print notes on settings that may surprise the user.
+
+    Not a collective: every rank finds the same.
+    """
     found = [*_check_recipe(arguments), *_check_launch(arguments)]
     if any(is_wrong for is_wrong, _ in found):
         raise RecipeError(" ".join(message for is_wrong, message in found if is_wrong))

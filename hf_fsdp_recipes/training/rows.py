@@ -18,7 +18,7 @@ ALPACA = (
 
 
 def read_rows(arguments: "Arguments") -> tuple[Any, Any]:
-    """Return the training rows and the evaluation rows, or None. Every rank calls this.
+    """Return the training rows, and the evaluation rows or None. Every rank calls this.
 
     Raises:
         RecipeError: the dataset cannot be read, has no such split, or has fewer rows than there are ranks.

@@ -1,4 +1,4 @@
-"""Makes bitsandbytes' optimizers work under FSDP2: each rank updates its own rows.
+"""Makes bitsandbytes' optimizers work under FSDP2: each rank updates its own rows (dim 0) of a parameter.
 
 Their operators do not accept DTensors, but updating an element needs only that element or, for 8-bit states, its block of 256
 elements. The states become DTensors that are sharded like their parameter, so that DCP can save and load them.
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-SHARDABLE = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")  # of torch; they update each element alone
+SHARDABLE = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")  # torch's; they update each element separately
 BLOCK_ELEMENTS = 256  # elements that share one scale of an 8-bit state
 
 
@@ -35,7 +35,7 @@ def sharded_optimizer(args: "TrainingArguments") -> "tuple[type[torch.optim.Opti
     """Make `optim: adamw_8bit` and bitsandbytes' other optimizers work under FSDP2, where they would fail in the first step.
 
     Pass the result to any Trainer: `SFTTrainer(..., args=args, optimizer_cls_and_kwargs=sharded_optimizer(args))`. Checkpoints
-    include the optimizer's state. 8-bit states resume only on the same number of ranks, because blocks start at a rank's rows.
+    include the optimizer's state. 8-bit states resume only on the same number of ranks, because each rank starts its own blocks.
 
     Returns:
         A value for Trainer's `optimizer_cls_and_kwargs`, or None if `args.optim` is not a bitsandbytes optimizer.

@@ -1,4 +1,4 @@
-"""`hf-fsdp plan`: does a recipe fit, what takes the memory, and what to change if it does not."""
+"""`hf-fsdp plan`: says whether a recipe fits, what takes the memory, and what to change if the recipe does not fit."""
 
 import logging
 import shlex
@@ -27,9 +27,10 @@ def plan(
     gpu_memory: Annotated[str, typer.Option("--gpu_memory", help="Memory of one GPU, such as 24GB.")] = "80GB",
     gpu_tflops: Annotated[float, typer.Option("--gpu_tflops", help="Its peak in bf16; 312 is an A100.")] = 312.0,
 ) -> None:
-    """Will it fit? Memory of one GPU, from the model's config alone; if it does not fit, what to change, and exit status 1.
+    """Will it fit? Predict the memory of one GPU from the model's config alone.
 
-    Takes the arguments of `hf-fsdp sft`: options of `accelerate launch` and fields of the recipe can follow in any order.
+    If the run does not fit, the output lists what to change, and the exit status is 1. The arguments are those of `hf-fsdp sft`:
+    options of `accelerate launch` and fields of the recipe can follow in any order.
     """
     from hf_fsdp_recipes.tools.plan.job import read_config, read_job
     from hf_fsdp_recipes.tools.plan.step import measure_step

@@ -18,7 +18,7 @@ KINDS = {
     "unshard": GATHERED,
     "wait_for_unshard": GATHERED,
     "post_backward": GRADIENTS,
-}  # of what FSDP2's methods allocate
+}  # of the memory that FSDP2's methods allocate
 PLACES = {"pre_forward": "forward, in", "post_forward": "forward, after", "pre_backward": "backward, in"}
 
 

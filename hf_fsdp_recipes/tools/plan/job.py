@@ -44,7 +44,7 @@ class Job(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows of a micro-batch, and tokens of a row; 1024 if the recipe cuts no row."""
+        """Rows of a micro-batch, and tokens of a row; 1024 if the recipe has no `max_length`."""
         training = self.arguments.training
         return training.per_device_train_batch_size, training.max_length or 1024
 

@@ -1,8 +1,8 @@
 """Finds the memory of one training step, from the model's config alone.
 
 The real model, PEFT's real adapter, Accelerate's real FSDP2 units and TRL's real loss run one step on fake tensors (shapes
-without data) in a fake process group of the wanted size. `MemoryCounter` counts what is allocated and freed. Replaced are only
-bitsandbytes' layers, and what cannot run or be read on fake tensors.
+without data). The process group is fake, too, and has the planned size. `MemoryCounter` counts what is allocated and freed. Only
+bitsandbytes' layers, and functions that cannot run on fake tensors or need their values, are replaced.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ from hf_fsdp_recipes.training.sharded_optimizer import optimizer_name
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# State tensors of a trained parameter, by part of the optimizer's name.
+# Number of state tensors of a trained parameter, by part of the optimizer's name.
 NUM_STATES = {"sgd": 0, "lion": 1, "rmsprop": 1, "adamw": 2}
-STATE_BYTES = {"8bit": 1 + 4 / 256, "4bit": 0.5 + 4 / 256}  # of a value; 256 values share one fp32 scale
-SCALE_BYTES = {False: 4 / 64, True: 1 / 64 + 4 / (64 * 256)}  # of a 4-bit value, by whether scales are quantized too
+STATE_BYTES = {"8bit": 1 + 4 / 256, "4bit": 0.5 + 4 / 256}  # per value; 256 values share one fp32 scale
+SCALE_BYTES = {False: 4 / 64, True: 1 / 64 + 4 / (64 * 256)}  # per 4-bit value, by whether scales are quantized too
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class StepMemory(NamedTuple):
-    """What a step needs on one rank: bytes by kind at its peak, the peak's place, and FLOPs if they can be counted."""
+    """What a step needs on one rank: bytes by kind at the peak, where the peak is, and FLOPs if they can be counted."""
 
     peak: dict[str, int]
     place: str
@@ -66,7 +66,7 @@ def measure_step(config: "PreTrainedConfig", job: Job) -> StepMemory:
             _replace_kernels(stack, job)
             model, flops = _build(config, job), None
             rows, length = job.shape[0] * job.arguments.training.gradient_accumulation_steps, job.shape[1]
-            with contextlib.suppress(AttributeError, ValueError):  # another kind of model
+            with contextlib.suppress(AttributeError, ValueError):  # no FLOPs for other kinds of models
                 flops = find_model_flops(model).training(rows * length, rows * length**2)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 return StepMemory(*_run(_shard(_make_fake(model), mesh, job), job), flops)
@@ -150,7 +150,7 @@ def _shard(model: Any, mesh: Any, job: Job) -> Any:
 
 
 def _run(model: Any, job: Job) -> tuple[dict[str, int], str]:
-    """Return the bytes of each kind at the peak of a step, and the peak's place."""
+    """Return the bytes of each kind at the peak of a step, and where the peak is."""
     training, precision = job.arguments.training, PRECISIONS.get(job.environment["ACCELERATE_MIXED_PRECISION"])
     rows = torch.zeros(job.shape, dtype=torch.long)
     rows = rows.view(1, -1) if job.is_joined else rows
@@ -162,14 +162,14 @@ def _run(model: Any, job: Job) -> tuple[dict[str, int], str]:
             _leave_gradients(model, training.accelerator_config.gradient_accumulation_kwargs or {})
         counter.now, counter.kind = "forward, inputs", ACTIVATIONS
         with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
-            loss = -model(**inputs, fused_lm_head=True).log_probs.sum()  # like Trainer, keeps no outputs
+            loss = -model(**inputs, fused_lm_head=True).log_probs.sum()  # keeps no outputs, like Trainer
         counter.now = "backward, loss"
         loss.backward()
     return _add_optimizer(model, counter, job)
 
 
 def _leave_gradients(model: Any, options: dict[str, Any]) -> None:
-    """Let FSDP2 keep the gradients of an earlier micro-batch, as it does after that micro-batch's backward."""
+    """Let FSDP2 keep the gradients of an earlier micro-batch, as after the backward pass of that micro-batch."""
     root = model._get_fsdp_state()
     root._lazy_init()
     model.set_requires_gradient_sync(options.get("sync_each_batch", False))
@@ -185,7 +185,7 @@ def _leave_gradients(model: Any, options: dict[str, Any]) -> None:
 
 
 def _add_optimizer(model: Any, counter: MemoryCounter, job: Job) -> tuple[dict[str, int], str]:
-    """Add the optimizer's state, which exists from the second step on, and what its own step needs."""
+    """Add the optimizer's state, which exists from the second training step on, and the memory that `optimizer.step()` needs."""
     optimizer = optimizer_name(job.arguments.training)
     shards = [one._local_tensor for one in model.parameters() if one.requires_grad]
     num_states = next((number for name, number in NUM_STATES.items() if name in optimizer), 2)
@@ -212,11 +212,11 @@ def _pack_linears(model: Any, dtype: torch.dtype, is_nested: bool) -> None:
 
 
 class Params4bit(torch.nn.Parameter):
-    """A packed weight. Accelerate recognizes bitsandbytes' class by this name, and leaves the dtype of adapters alone."""
+    """A packed weight. Accelerate recognizes bitsandbytes' class by this name, and then keeps the dtype of adapters."""
 
 
 def _multiply_packed(module: Any, shape: torch.Size, dtype: torch.dtype, rows: torch.Tensor) -> torch.Tensor:
-    """Unpack the weight for the product, and again in backward."""
+    """Unpack the weight for the matmul, and again in the backward pass."""
 
     def unpack(_: Any = None) -> torch.Tensor:
         return module.weight.new_empty(shape).t()
@@ -227,7 +227,7 @@ def _multiply_packed(module: Any, shape: torch.Size, dtype: torch.dtype, rows: t
 
 
 def _replace_kernels(stack: contextlib.ExitStack, job: Job) -> None:
-    """Replace functions until the stack is closed."""
+    """Replace functions that differ on a GPU or fail on fake tensors, until the stack is closed."""
     from transformers import masking_utils
     from transformers.integrations import moe
     from trl.kernels import chunked_logprob

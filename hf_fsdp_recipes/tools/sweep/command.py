@@ -33,9 +33,9 @@ def sweep(
     gpus_per_node: Annotated[int, typer.Option("--gpus_per_node", min=1, help="GPUs of a node, with --slurm.")] = 8,
     collect: Annotated[bool, typer.Option("--collect", help="Only show what has run.")] = False,
 ) -> None:
-    """Which template scales? Memory, time and throughput of a recipe over templates and ranks, as a table and plots.
+    """Which template scales? Measure a recipe's memory, time and throughput with each template and number of ranks.
 
-    Fields of the recipe can follow, such as `--max_length 2048`.
+    The results are a table and plots. Fields of the recipe can follow, such as `--max_length 2048`.
     """
     if not collect:
         if not (config and accelerate_config and num_processes):
@@ -63,7 +63,7 @@ def sweep(
 
 
 def write_case(case: Path, template: dict[str, Any], arguments: Sequence[str]) -> Path:
-    """Write a case's settings; if they have changed since it ran, remove what it has measured. Return its directory."""
+    """Write a case's settings; if they have changed since the case ran, delete its measurements. Return its directory."""
     recipe, file = Path(arguments[1]).read_text(), case / SETTINGS_FILE
     settings = yaml.safe_dump({"arguments": list(arguments), "recipe": recipe, "template": template})
     if not file.is_file() or file.read_text() != settings:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LOG_FILE, RANK_LOGS = "log.txt", "logs"
 FINISHED, OUT_OF_MEMORY = "finished", "OOM"
-# Of torch's device and host allocators, Python, and Slurm after the kernel has killed a task.
+# Messages of torch's device and host allocators, Python, and Slurm after the kernel has killed a task.
 OUT_OF_MEMORY_MESSAGE = re.compile(
     r"OutOfMemoryError|(CUDA|HIP|XPU|NPU) out of memory|DefaultCPUAllocator: (can't|not enough)|\bMemoryError\b"
     r"|Cannot allocate memory|oom[_-]kill|OUT_OF_MEMORY"
@@ -25,7 +25,7 @@ OUT_OF_MEMORY_MESSAGE = re.compile(
 
 
 class Result(NamedTuple):
-    """What a case has measured after its warm-up; None where it is not known."""
+    """The measurements of a case after its warm-up; None where a value is not known."""
 
     template: str
     num_ranks: int
@@ -56,7 +56,7 @@ def find_status(case: Path) -> str:
 
 
 def has_result(case: Path) -> bool:
-    """Return whether a case needs no other run."""
+    """Return whether a case does not have to run again."""
     return find_status(case) in (FINISHED, OUT_OF_MEMORY)
 
 
@@ -119,7 +119,7 @@ def write_table(output_dir: Path) -> Path:
 
 
 def draw(results: Sequence[Result]) -> "Figure":
-    """Draw memory, epoch time, step time and MFU by ranks: a line per template, and "OOM" where memory ran out."""
+    """Plot memory, epoch time, step time and MFU against the number of ranks: one line per template, "OOM" where memory ran out."""
     from matplotlib.figure import Figure
 
     from hf_fsdp_recipes.metrics.report import style
