@@ -38,7 +38,6 @@ def main() -> None:
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         lines += report(options.parameters, results)
-        print("\n".join(lines), flush=True)
     lines.append(f"`python -m benchmarks.save`, median of {REPEATS} after one that does not count; {machine()}")
     print("\n".join(lines))
     if options.ranks == [2]:
