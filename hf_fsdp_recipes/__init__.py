@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hf_fsdp_recipes.metrics.callback import MetricsCallback as MetricsCallback
     from hf_fsdp_recipes.training.sharded_optimizer import sharded_optimizer as sharded_optimizer
 
-__version__ = "1.0.0.dev0"
+__version__ = "1.0.0"
 _MODULES = {
     "MetricsCallback": "metrics.callback",
     "ShardedCheckpointCallback": "callback",
