@@ -86,8 +86,6 @@ class ShardedCheckpointCallback(TrainerCallback):
         patches.enable_cpu_ranks()
         patches.apply_for_saving()
 
-    # Trainer's events, in the order of a run.
-
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Open the output directory for this run, and create the threads that save."""
         from accelerate import PartialState

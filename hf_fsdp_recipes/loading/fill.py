@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -105,13 +105,15 @@ class Transfer:
             self._local.copy_(self._received)
 
 
-def read_ahead(read: Callable[[Entry], Weights], entries: Sequence[Entry], sizes: Sequence[int]) -> Iterator[Weights]:
-    """Yield the weights of each entry, while threads read the next entries. `sizes` are the entries' sizes in bytes."""
-    with ThreadPoolExecutor(NUM_READERS, "weights-reading") as pool:
+def read_ahead(reader: "Reader", entries: Sequence[Entry]) -> Iterator[Weights]:
+    """Yield the weights of each entry, while threads read the next entries."""
+    num_threads = 1 if reader.layers else NUM_READERS  # quantizing a weight takes several times its memory
+    with ThreadPoolExecutor(num_threads, "weights-reading") as pool:
         pending: deque[tuple[int, Future[Weights]]] = deque()
-        for entry, size in zip(entries, sizes, strict=True):
-            pending.append((size, pool.submit(read, entry)))
-            while len(pending) > NUM_READERS or (len(pending) > 1 and sum(n for n, _ in pending) > READ_AHEAD_BYTES):
+        for entry in entries:
+            size = sum(reader.targets[name][0].nbytes for name in entry.names if name in reader.targets)
+            pending.append((size, pool.submit(reader.read, entry)))
+            while len(pending) > num_threads or (len(pending) > 1 and sum(n for n, _ in pending) > READ_AHEAD_BYTES):
                 yield pending.popleft()[1].result()
         while pending:
             yield pending.popleft()[1].result()
@@ -122,13 +124,13 @@ class Reader:
 
     def __init__(self, model: torch.nn.Module, checkpoint: Checkpoint, targets: Tensors, device: torch.device) -> None:
         self.error: Exception | None = None
-        self.layers = bnb_4bit.find_layers(model)
-        self._model, self._checkpoint, self._targets, self._device = model, checkpoint, targets, device
+        self.layers, self.targets = bnb_4bit.find_layers(model), targets
+        self._model, self._checkpoint, self._device = model, checkpoint, device
 
     def dtype_of(self, entry: Entry, name: str) -> torch.dtype:
         """Return the dtype in which a weight is sent."""
         is_changed = entry.dtype is None or name in self.layers
-        return self._targets[name][0].dtype if is_changed else entry.dtype
+        return self.targets[name][0].dtype if is_changed else entry.dtype
 
     def read(self, entry: Entry) -> Weights:
         """Return the weights of an entry that the model has, on the device."""
@@ -137,8 +139,8 @@ class Reader:
                 return self._read(entry)
         except Exception as caught:
             self.error = LoadError(f"{entry.names[0]}: {describe(caught)}")
-        names = [name for name in entry.names if name in self._targets]
-        shapes = {name: self._targets[name][0].shape for name in names}
+        names = [name for name in entry.names if name in self.targets]
+        shapes = {name: self.targets[name][0].shape for name in names}
         return {
             name: torch.empty(shapes[name], dtype=self.dtype_of(entry, name), device=self._device) for name in names
         }
@@ -147,11 +149,11 @@ class Reader:
     def _read(self, entry: Entry) -> Weights:
         weights = {}
         for name, value in self._checkpoint.read(entry, self._model).items():
-            if name in self._targets:  # its module may have been replaced
+            if name in self.targets:  # its module may have been replaced
                 if name in self.layers:
                     value = self.layers[name].quantize(value.to(self._device))
-                if value.shape != self._targets[name][0].shape:
-                    raise LoadError(f"{name} is {list(value.shape)}, not {list(self._targets[name][0].shape)}")
+                if value.shape != self.targets[name][0].shape:
+                    raise LoadError(f"{name} is {list(value.shape)}, not {list(self.targets[name][0].shape)}")
                 weights[name] = bring(value, self.dtype_of(entry, name), self._device)
         return weights
 
@@ -167,8 +169,7 @@ def fill_from_rank0(
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     reader = Reader(model, checkpoint, targets, device)
-    sizes = [sum(targets[name][0].nbytes for name in entry.names if name in targets) for entry in entries]
-    weights = read_ahead(reader.read, entries, sizes) if distributed.is_main() else None
+    weights = read_ahead(reader, entries) if distributed.is_main() else None
     in_flight: deque[Transfer] = deque()
     for entry in logging.tqdm(entries, desc="Loading weights", disable=not distributed.is_main()):
         values = next(weights) if weights else {}
