@@ -93,9 +93,19 @@ class ShardedCheckpointCallback(TrainerCallback):
 
         self._close()
         self._last_error, self._pending_best, self._saved_step, self._stop_signal = None, None, -1, 0
-        self._flags = StepFlags(distributed.new_group() if distributed.is_distributed() else None, self._signals)
-        if PartialState().distributed_type != DistributedType.FSDP:
-            return
+        if PartialState().distributed_type == DistributedType.FSDP:
+            self._claim_directory(args, state, kwargs["optimizer"])
+        group = distributed.new_group() if distributed.is_distributed() else None
+        self._flags = StepFlags(
+            group, self._signals
+        )  # last, so that SIGTERM ends a rank that still waits for another one
+        is_complete = state.max_steps <= state.global_step and (state.epoch or 0) % 1
+        if self.saves_checkpoints and is_complete:  # Trainer would train one more step
+            distributed.print_main(f"the run is complete: checkpoint-{state.global_step} has all of its steps")
+            self.on_train_end(args, state, **kwargs)
+            sys.exit()
+
+    def _claim_directory(self, args: TrainingArguments, state: TrainerState, optimizer: Any) -> None:
         run = state.stateful_callbacks.get(STATE_KEY, {}).get("run")
         # A second start in the same process, for instance with auto_find_batch_size, continues the first one's run.
         self._run = run or distributed.from_main(self._run or secrets.token_hex(8))
@@ -104,14 +114,9 @@ class ShardedCheckpointCallback(TrainerCallback):
         distributed.run_on_main(lambda: directory.open(state.global_step))
         writer = Writer(directory, args.device, distributed.new_group())
         self._directory, self._writer = directory, writer
-        optimizer = kwargs["optimizer"]
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no hooks
         self._hook = optimizer.register_step_pre_hook(lambda *_: writer.wait_until_staged())
         self._kept_best = _best(state)
-        if state.max_steps <= state.global_step and (state.epoch or 0) % 1:  # Trainer would train one more step
-            distributed.print_main(f"the run is complete: checkpoint-{state.global_step} has all of its steps")
-            self.on_train_end(args, state, **kwargs)
-            sys.exit()
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Start to tell the other ranks about a signal or a failed save."""
@@ -126,7 +131,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         if any_failed:
             self._settle(state)
         if self._stop_signal:
-            _log_main("stopping at step %d on signal %d", state.global_step, self._stop_signal)
+            distributed.print_main(f"stopping at step {state.global_step} on signal {self._stop_signal}")
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
@@ -227,7 +232,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         if error is None:
             self._kept_best = self._pending_best
         else:
-            _log_main("checkpoint-%d was not saved; training continues: %s", self._saved_step, error)
+            if distributed.is_main():
+                logger.warning("checkpoint-%d was not saved; training continues: %s", self._saved_step, error)
             if state.best_global_step == self._saved_step:
                 state.best_metric, state.best_global_step, state.best_model_checkpoint = self._kept_best
         self._last_error, self._pending_best = error, None
@@ -246,8 +252,3 @@ class ShardedCheckpointCallback(TrainerCallback):
 
 def _best(state: TrainerState) -> tuple[Any, ...]:
     return state.best_metric, state.best_global_step, state.best_model_checkpoint
-
-
-def _log_main(message: str, *values: object) -> None:
-    if distributed.is_main():
-        logger.warning(message, *values)

@@ -99,6 +99,9 @@ def train(output, *, stock=False, resume=True, callback=None, prepare=None, **op
         trainer.train(resume_from_checkpoint=checkpoint)
     except CheckpointError as found:
         error = str(found)
+    except SystemExit as found:  # without a status: the run was complete
+        if found.code:
+            raise
     resumed = checkpoint and Path(checkpoint).name
     outcome = {"resumed": resumed, "warnings": warnings, "notes": trainer.notes, "error": error}
     return describe(trainer) | outcome
