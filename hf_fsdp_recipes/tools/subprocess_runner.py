@@ -12,14 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_recipes.tools.files import read_yaml, shipped_directory
+from hf_fsdp_recipes.tools.launch import CPU_ENVIRONMENT
 
-CPU_ENVIRONMENT = {
-    "ACCELERATE_USE_CPU": "true",
-    "OMP_NUM_THREADS": "1",  # torchrun sets this only for several ranks
-    # Return freed memory to the system at once. By default, glibc keeps freed blocks of up to 32 MB, such as those of FSDP
-    # units, so that the peak hardly falls as ranks are added. Source: mallopt(3).
-    "MALLOC_MMAP_THRESHOLD_": "1048576",
-}
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)", re.MULTILINE)
 NOT_THE_CAUSE = ("ChildFailedError", "by peer")  # the launcher's summary, and ranks that lost another rank
 
@@ -50,7 +44,7 @@ def run_recipe(
     command += ["--main_process_port", "0", str(shipped_directory("recipe") / "sft.py"), *arguments]
     environment = dict(os.environ)
     if on_cpu or read_yaml(template).get("use_cpu"):
-        environment = CPU_ENVIRONMENT | environment | {"ACCELERATE_USE_CPU": "true"}
+        environment = CPU_ENVIRONMENT | {"OMP_NUM_THREADS": "1"} | environment | {"ACCELERATE_USE_CPU": "true"}
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the ranks are killed too
     deadline = time.monotonic() + limit_seconds
     with log.open("a") as output:
