@@ -178,11 +178,8 @@ def test_job_that_cannot_be_planned_is_refused(model, arguments, words):
 def test_shipped_recipe_fits_as_its_first_line_says(recipe):
     command = re.search(r"^# hf-fsdp sft (.*?)$(?:\n# +(--.*))?", recipe.read_text(), re.M)
     options = shlex.split(" ".join(part.rstrip("\\") for part in command.groups() if part))
-    small = (
-        []
-        if "model_name_or_path" in recipe.read_text() or "config_name" in recipe.read_text()
-        else ["--model_name_or_path", "HuggingFaceTB/SmolLM2-135M-Instruct"]
-    )
-    memory = "24GB" if "24gb" in recipe.stem else "80GB"
-    result = run(*options, *small, "--gpu_memory", memory)
+    has_model = re.search(r"^(model_name_or_path: (?!path/to)|config_name)", recipe.read_text(), re.M)
+    small = [] if has_model else ["--model_name_or_path", "HuggingFaceTB/SmolLM2-135M-Instruct"]
+    [memory] = re.findall(r"\b(24|192) GB", recipe.read_text().partition("\n\n")[0])[:1] or ["80"]
+    result = run(*options, *small, "--gpu_memory", f"{memory}GB")
     assert result.exit_code == 0, result.output
