@@ -77,8 +77,8 @@ class RunDirectory:
         others = [path for path in list_checkpoints(self.output_dir) if not self._is_own(path)]
         if others and not resumed_step:
             raise CheckpointError(
-                f"{self.output_dir} holds {others[0].name} of another run. Resume it with resume_from_checkpoint="
-                f"latest_checkpoint(output_dir), or choose another output_dir."
+                f"{self.output_dir} holds {others[0].name} of an earlier run. Resume it with --resume_from_checkpoint auto, in a "
+                f"script with resume_from_checkpoint=latest_checkpoint(output_dir), or choose another output_dir."
             )
         for leftover in self.output_dir.glob("_saving-*"):
             if leftover == self.workspace or not resumed_step:

@@ -65,13 +65,11 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def read_config(name: str) -> "PreTrainedConfig":
-    """Return the config of a Hub id or directory. Without network or access to the model, use the copy in models/."""
+    """Return the config of a Hub id or directory, from models/ if it has a copy: without network, and before access is granted."""
     from transformers import AutoConfig
 
     copy = Path(__file__).with_name("models") / f"{name.replace('/', '--')}.json"
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(copy if copy.is_file() else name)
     except (OSError, ValueError) as error:
-        if not copy.is_file():
-            raise ToolError(f"the config of {name} cannot be read: {describe_error(error)}") from error
-        return AutoConfig.from_pretrained(copy)
+        raise ToolError(f"the config of {name} cannot be read: {describe_error(error)}") from error

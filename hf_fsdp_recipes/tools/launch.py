@@ -1,6 +1,7 @@
 """`hf-fsdp sft`: runs the recipe script on all ranks with Accelerate's own launcher, in this process."""
 
 import os
+import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Optional
@@ -49,6 +50,7 @@ def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
         arguments: options of the launcher and of the script, in any order.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from hf_fsdp_recipes.patches import HIDDEN_DEVICES
 
@@ -58,7 +60,10 @@ def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
     parser = launch_command_parser()
     own = {name for action in parser._actions if action.dest not in SHARED_OPTIONS for name in action.option_strings}
     for_launcher, for_script = split_arguments(arguments, own)
-    launch_command(parser.parse_args(["--config_file", str(template), *for_launcher, str(script), *for_script]))
+    try:
+        launch_command(parser.parse_args(["--config_file", str(template), *for_launcher, str(script), *for_script]))
+    except ChildFailedError:  # the ranks have printed why; torch has logged which rank failed first
+        sys.exit(1)
 
 
 def split_arguments(arguments: Sequence[str], launcher_options: Collection[str]) -> tuple[list[str], list[str]]:

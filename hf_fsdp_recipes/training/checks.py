@@ -6,6 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from hf_fsdp_recipes import distributed, patches
 from hf_fsdp_recipes.errors import RecipeError, describe
 from hf_fsdp_recipes.training.sharded_optimizer import SHARDABLE, is_bitsandbytes_optimizer, optimizer_name
@@ -97,6 +99,11 @@ def _list_notes(arguments: "Arguments") -> list[tuple[bool, str]]:
     is_fsdp, dtype, training = patches.is_fsdp_requested(), str(arguments.model.dtype), arguments.training
     has_masters = arguments.model.use_peft or (is_fsdp and (training.bf16 or training.fp16))
     return [
+        (
+            training.bf16 and not torch.accelerator.is_available(),
+            f"{training.world_size} ranks train on this machine's CPU in bfloat16, which CPUs only emulate. The template `cpu` "
+            f"has two ranks in float32.",
+        ),
         (
             not is_fsdp and training.world_size > 1,
             "without FSDP, each rank holds the model, and Trainer itself saves it.",

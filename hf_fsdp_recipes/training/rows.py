@@ -56,7 +56,7 @@ def _load(arguments: "Arguments") -> Any:
     if arguments.mixture.datasets:
         return get_dataset(arguments.mixture)
     path = Path(script.dataset_name)
-    if not path.exists() and script.dataset_name.startswith((".", "/", "~")):
+    if not path.exists() and (script.dataset_name.startswith((".", "/", "~")) or path.suffix in BUILDERS):
         raise RecipeError("there is no such file or folder.")
     if path.is_file() and path.suffix not in BUILDERS:
         raise RecipeError(f"a file has to end in one of {', '.join(BUILDERS)}.")

@@ -48,7 +48,7 @@ def test_a_run_deletes_its_own_checkpoints_only_and_starts_in_no_other_runs_dire
     assert steps_in(tmp_path) == [2]
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "notes.txt").write_text("of the user")
-    assert "of another run" in run(tmp_path, num_train_epochs=3, resume=False, **options)[1]["error"]
+    assert "of an earlier run" in run(tmp_path, num_train_epochs=3, resume=False, **options)[1]["error"]
     resumed = run(tmp_path, num_train_epochs=3, save_strategy="epoch", **options)
     assert {result["resumed"] for result in resumed} == {"checkpoint-2"}
     assert (tmp_path / "checkpoint-1" / "notes.txt").is_file()
