@@ -96,14 +96,11 @@ class ShardedCheckpointCallback(TrainerCallback):
         if PartialState().distributed_type == DistributedType.FSDP:
             self._claim_directory(args, state, kwargs["optimizer"])
         group = distributed.new_group() if distributed.is_distributed() else None
-        self._flags = StepFlags(
-            group, self._signals
-        )  # last, so that SIGTERM ends a rank that still waits for another one
-        is_complete = state.max_steps <= state.global_step and (state.epoch or 0) % 1
-        if self.saves_checkpoints and is_complete:  # Trainer would train one more step
+        self._flags = StepFlags(group, self._signals)  # last: until now, SIGTERM ends a rank that waits for others
+        if self.saves_checkpoints and state.max_steps <= state.global_step and (state.epoch or 0) % 1:
             distributed.print_main(f"the run is complete: checkpoint-{state.global_step} has all of its steps")
             self.on_train_end(args, state, **kwargs)
-            sys.exit()
+            sys.exit()  # in the middle of an epoch, Trainer would train one more step
 
     def _claim_directory(self, args: TrainingArguments, state: TrainerState, optimizer: Any) -> None:
         run = state.stateful_callbacks.get(STATE_KEY, {}).get("run")

@@ -133,7 +133,7 @@ class Writer:
         for folder, state in parts.items():
             writer = HashingWriter(save.written / folder)
             try:
-                with config.patch("save.compute_crc32", False):  # in this thread; the manifest's hashes take its place
+                with config.patch("save.compute_crc32", False):  # the manifest's hashes replace it
                     dcp.save(dict(state), storage_writer=writer, planner=_Planner(folder), process_group=self._group)
             except dcp.CheckpointException as error:  # not an Exception
                 first = next(iter(error.failures.values()), (error, None))[0]

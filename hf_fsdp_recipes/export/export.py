@@ -228,9 +228,8 @@ def _export_weights(
 @torch.no_grad()
 def _write_files(plan: Plan, files: Mapping[str, Tensors], target: Path) -> None:
     """Write all files. Collective. After an error, the remaining tensors are gathered, but not written."""
-    num_writers = int(
-        os.environ.get("LOCAL_WORLD_SIZE", "1")
-    )  # the ranks of rank 0's node, whose disk may not be shared
+    # Only the ranks of rank 0's node write, because its disk may not be shared.
+    num_writers = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if distributed.is_distributed() else 1
     rank_of = {file: number % num_writers for number, file in enumerate(files)}
     own = {file: tensors for file, tensors in files.items() if rank_of[file] == distributed.rank()}
     file_writer = FileWriter(target, own)

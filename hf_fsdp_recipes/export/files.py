@@ -85,7 +85,8 @@ class FileWriter:
         """Wait until everything is on disk; raise the first error."""
         self._thread.shutdown()
         for started, _ in self._open.values():
-            started.close()
+            with self.recording_errors():
+                started.close()
         if self._error is not None:
             raise self._error
         if self._left:

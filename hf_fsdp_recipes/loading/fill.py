@@ -1,6 +1,7 @@
 """Fills a sharded model: rank 0 reads each weight and sends every rank its slice (dim 0), or each rank reads its own slice."""
 
 import re
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -107,13 +108,12 @@ class Transfer:
 
 def read_ahead(reader: "Reader", entries: Sequence[Entry]) -> Iterator[Weights]:
     """Yield the weights of each entry, while threads read the next entries."""
-    num_threads = 1 if reader.layers else NUM_READERS  # quantizing a weight takes several times its memory
-    with ThreadPoolExecutor(num_threads, "weights-reading") as pool:
+    with ThreadPoolExecutor(NUM_READERS, "weights-reading") as pool:
         pending: deque[tuple[int, Future[Weights]]] = deque()
         for entry in entries:
             size = sum(reader.targets[name][0].nbytes for name in entry.names if name in reader.targets)
             pending.append((size, pool.submit(reader.read, entry)))
-            while len(pending) > num_threads or (len(pending) > 1 and sum(n for n, _ in pending) > READ_AHEAD_BYTES):
+            while len(pending) > NUM_READERS or (len(pending) > 1 and sum(n for n, _ in pending) > READ_AHEAD_BYTES):
                 yield pending.popleft()[1].result()
         while pending:
             yield pending.popleft()[1].result()
@@ -124,6 +124,7 @@ class Reader:
 
     def __init__(self, model: torch.nn.Module, checkpoint: Checkpoint, targets: Tensors, device: torch.device) -> None:
         self.error: Exception | None = None
+        self._quantizing = threading.Lock()  # on a CPU, quantizing a weight takes several times its memory
         self.layers, self.targets = bnb_4bit.find_layers(model), targets
         self._model, self._checkpoint, self._device = model, checkpoint, device
 
@@ -151,7 +152,9 @@ class Reader:
         for name, value in self._checkpoint.read(entry, self._model).items():
             if name in self.targets:  # its module may have been replaced
                 if name in self.layers:
-                    value = self.layers[name].quantize(value.to(self._device))
+                    value = value.to(self._device)
+                    with self._quantizing:
+                        value = self.layers[name].quantize(value)
                 if value.shape != self.targets[name][0].shape:
                     raise LoadError(f"{name} is {list(value.shape)}, not {list(self.targets[name][0].shape)}")
                 weights[name] = bring(value, self.dtype_of(entry, name), self._device)

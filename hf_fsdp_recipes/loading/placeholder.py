@@ -33,7 +33,7 @@ class Placeholder(torch.nn.Parameter):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Refuse casts, with which PiSSA, OLoRA and DoRA start to read a weight, and sharding by other code than our loader."""
-        if function is torch.Tensor.is_contiguous:
+        if function is torch.Tensor.is_contiguous:  # which `fully_shard` checks first
             raise LoadError(NOT_LOADED)
         if function in _CASTS and (function is not torch.Tensor.to or isinstance(args[1], torch.dtype)):
             raise LoadError(

@@ -70,6 +70,6 @@ def read_config(name: str) -> "PreTrainedConfig":
 
     copy = Path(__file__).with_name("models") / f"{name.replace('/', '--')}.json"
     try:
-        return AutoConfig.from_pretrained(copy if copy.is_file() else name)
+        return AutoConfig.from_pretrained(copy if copy.is_file() and not Path(name).is_dir() else name)
     except (OSError, ValueError) as error:
         raise ToolError(f"the config of {name} cannot be read: {describe_error(error)}") from error

@@ -101,7 +101,7 @@ def _list_notes(arguments: "Arguments") -> list[tuple[bool, str]]:
     return [
         (
             training.bf16 and not torch.accelerator.is_available(),
-            f"{training.world_size} ranks train on this machine's CPU in bfloat16, which CPUs only emulate. The template `cpu` "
+            f"{training.world_size} ranks train on this machine's CPU in bfloat16, which is slow on most CPUs. The template `cpu` "
             f"has two ranks in float32.",
         ),
         (

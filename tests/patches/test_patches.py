@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_fsdp_recipes import ShardedCheckpointCallback, patches
-from hf_fsdp_recipes.errors import PatchError
+from hf_fsdp_recipes.errors import CheckpointError, PatchError
 
 # Each patch, and what a user calls that needs it.
 USES = [
@@ -64,6 +64,15 @@ def test_a_moved_target_is_one_error_that_says_what_still_works(monkeypatch, pat
         use()
     for text in (f"{patch.module}.{patch.name}", version(package), f"{patch.tested} is tested", patch.remains):
         assert text in str(error.value)
+
+
+def test_a_save_by_other_means_than_the_replaced_method_is_an_error():
+    callback = ShardedCheckpointCallback()
+    callback.on_save(None, SimpleNamespace(global_step=3), None)  # without FSDP, Trainer saves
+    callback._writer, callback._saved_step = "a writer", 3
+    callback.on_save(None, SimpleNamespace(global_step=3), None)
+    with pytest.raises(CheckpointError, match="without _save_checkpoint"):
+        callback.on_save(None, SimpleNamespace(global_step=4), None)
 
 
 MODEL = torch.nn.Linear(2, 2)

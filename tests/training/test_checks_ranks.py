@@ -78,3 +78,4 @@ def test_a_recipe_that_upstream_misunderstands_is_refused(number, outcomes):
 def test_what_may_surprise_is_said(number, outcomes):
     printed, says = outcomes[len(REFUSED) + number], SAID[number][2]
     assert says in printed and bool(says) == bool(printed)
+    assert ("master weights" in printed) == ("trained in" in says)
