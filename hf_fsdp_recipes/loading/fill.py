@@ -140,10 +140,10 @@ class Reader:
                 return self._read(entry)
         except Exception as caught:
             self.error = LoadError(f"{entry.names[0]}: {describe(caught)}")
-        names = [name for name in entry.names if name in self.targets]
-        shapes = {name: self.targets[name][0].shape for name in names}
+        shapes = {name: self.targets[name][0].shape for name in entry.names if name in self.targets}
         return {
-            name: torch.empty(shapes[name], dtype=self.dtype_of(entry, name), device=self._device) for name in names
+            name: torch.empty(shape, dtype=self.dtype_of(entry, name), device=self._device)
+            for name, shape in shapes.items()
         }
 
     @torch.no_grad()  # grad mode is per thread

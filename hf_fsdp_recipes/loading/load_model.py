@@ -171,13 +171,14 @@ def build_on_meta(
 ) -> "PreTrainedModel":
     """Return a model with meta parameters and real buffers, in evaluation mode."""
     from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
 
     build = getattr(auto_class, "from_config", None)
     if build is None:  # the class of one model, which takes no trust_remote_code
         build = auto_class._from_config
         kwargs = {name: value for name, value in kwargs.items() if name != "trust_remote_code"}
     try:
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), no_init_weights():
             model = build(config, dtype=dtype, **kwargs)
     except TypeError as error:
         raise LoadError(f"the model cannot be built with these arguments: {error}") from error

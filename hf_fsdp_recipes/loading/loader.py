@@ -65,10 +65,9 @@ class Loader:
         filled = {target for entry in self.entries for name in entry.names for target in targets.get(name, ())}
         for name, found in targets.items():
             if isinstance(found[0], torch.nn.Parameter) and filled.isdisjoint(found):
-                kind = type(self.model).__name__.removeprefix("FSDP")
                 raise LoadError(
-                    f"{name} is tied to another weight, but Accelerate separates them under FSDP2, so {kind} cannot be sharded. "
-                    f"Install accelerate 1.15 or newer, or train it without FSDP."
+                    f"{name} is tied to another weight, but Accelerate separates them under FSDP2, so the model cannot be "
+                    f"sharded. Install accelerate 1.15 or newer, or train it without FSDP."
                 )
         packed = bnb_4bit.find_layers(self.model)
         is_read = {e: self.is_direct and e.is_stored and e.names[0] not in packed for e in self.entries}
