@@ -8,13 +8,13 @@ from typing import Annotated, Any, Optional
 import typer
 
 from hf_fsdp_recipes.errors import RecipeError, ToolError
-from hf_fsdp_recipes.tools.config import config_app
+from hf_fsdp_recipes.tools.config import check
 from hf_fsdp_recipes.tools.generate import generate
 from hf_fsdp_recipes.tools.launch import sft
 from hf_fsdp_recipes.tools.plan.command import plan
 from hf_fsdp_recipes.tools.preflight import preflight
-from hf_fsdp_recipes.tools.recipes import quickstart, recipes_app
 from hf_fsdp_recipes.tools.rehearse import rehearse
+from hf_fsdp_recipes.tools.shipped import copy, make_app, quickstart
 from hf_fsdp_recipes.tools.sweep.command import sweep
 
 PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}  # fields of a recipe can follow
@@ -27,8 +27,10 @@ app = typer.Typer(
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # --base_model is --base-model
 )
 app.command(context_settings=PASS_ON)(sft)
-app.add_typer(recipes_app, name="recipes")
-app.add_typer(config_app, name="config")
+app.add_typer(recipes_app := make_app("recipe"), name="recipes")
+recipes_app.command()(copy)
+app.add_typer(config_app := make_app("template"), name="config")
+config_app.command()(check)
 app.command(context_settings=PASS_ON)(plan)
 app.command(context_settings=PASS_ON)(preflight)
 app.command(context_settings=PASS_ON)(rehearse)

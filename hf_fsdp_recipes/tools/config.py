@@ -1,39 +1,18 @@
-"""`hf-fsdp config`: lists and prints the shipped templates, and checks Accelerate config files."""
+"""`hf-fsdp config check`: reports the faults of an Accelerate config together."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
 from math import prod
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
 from hf_fsdp_recipes.errors import ToolError
-from hf_fsdp_recipes.tools.files import describe, find_file, read_yaml, shipped_directory, shipped_files
+from hf_fsdp_recipes.tools.files import find_file, read_yaml
 
-config_app = typer.Typer(help="List, print and check Accelerate configs for FSDP2.", no_args_is_help=True)
 FSDP1_SETTINGS = ("sharding_strategy", "use_orig_params", "sync_module_states", "backward_prefetch", "forward_prefetch")
 
 
-@config_app.command("list")
-def list_templates() -> None:
-    """List the shipped templates and when to use each."""
-    for file in shipped_files("template"):
-        print(f"{file.stem:<20} {describe(file)}")
-
-
-@config_app.command()
-def show(name: Annotated[str, typer.Argument(help="A template from `config list`, or a file.")]) -> None:
-    """Print a template."""
-    print(find_file("template", name).read_text(), end="")
-
-
-@config_app.command()
-def path(name: Annotated[Optional[str], typer.Argument(help="A template; default: their directory.")] = None) -> None:
-    """Print the path of a template, for `accelerate launch --config_file`."""
-    print(find_file("template", name) if name else shipped_directory("template"))
-
-
-@config_app.command()
 def check(name: Annotated[str, typer.Argument(help="An Accelerate config file, or a template.")]) -> None:
     """Report all faults of a config together. The exit status is 1 if there are any."""
     file = find_file("template", name)

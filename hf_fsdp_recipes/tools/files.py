@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from hf_fsdp_recipes.errors import ToolError
-from hf_fsdp_recipes.errors import describe as describe_error
+from hf_fsdp_recipes.errors import ToolError, describe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 Kind = Literal["template", "recipe"]
 FOLDERS: dict[Kind, str] = {"template": "accelerate_configs", "recipe": "recipes"}
+COMMANDS: dict[Kind, str] = {"template": "config", "recipe": "recipes"}
 
 
 def shipped_directory(kind: Kind) -> Path:
@@ -32,25 +32,17 @@ def shipped_files(kind: Kind) -> list[Path]:
 def find_file(kind: Kind, name: str) -> Path:
     """Return the file `name` if it exists, otherwise the shipped file of that name. The suffix `.yaml` is optional.
 
-    Raises:
-        ToolError: neither exists; the message names similar shipped files.
+    Raises a ToolError that names similar shipped files if neither exists.
     """
     directory, relative = shipped_directory(kind), name.removeprefix(f"{FOLDERS[kind]}/")
     for file in (Path(name), Path(f"{name}.yaml"), directory / relative, directory / f"{relative}.yaml"):
         if file.is_file():
             return file
-    command = "hf-fsdp config list" if kind == "template" else "hf-fsdp recipes list"
     close = get_close_matches(Path(relative).stem, [file.stem for file in shipped_files(kind)], cutoff=0.5)
     similar = f" Similar names: {', '.join(close)}." if close else ""
-    raise ToolError(f"{name} is neither a file nor a shipped {kind}.{similar} `{command}` lists all.")
-
-
-def describe(file: Path) -> str:
-    """Return the first sentence of the comment at the top of a template or recipe, without the command in this comment."""
-    comment = "\n".join(line.removeprefix("#").strip() for line in file.read_text().split("\n\n")[0].splitlines())
-    paragraphs = [" ".join(paragraph.split()) for paragraph in comment.split("\n\n")]
-    text = next((paragraph for paragraph in paragraphs if not paragraph.startswith("hf-fsdp ")), "")
-    return f"{text.partition('. ')[0].rstrip('.')}."
+    raise ToolError(
+        f"{name} is neither a file nor a shipped {kind}.{similar} `hf-fsdp {COMMANDS[kind]} list` lists all."
+    )
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
@@ -72,4 +64,4 @@ def read_config(name: str) -> "PreTrainedConfig":
     try:
         return AutoConfig.from_pretrained(copy if copy.is_file() and not Path(name).is_dir() else name)
     except (OSError, ValueError) as error:
-        raise ToolError(f"the config of {name} cannot be read: {describe_error(error)}") from error
+        raise ToolError(f"the config of {name} cannot be read: {describe(error)}") from error

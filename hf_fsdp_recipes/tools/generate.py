@@ -20,17 +20,7 @@ def generate(
 
 
 def complete(model: Path, prompts: Sequence[str], *, is_chat: bool = False, max_new_tokens: int = 200) -> list[str]:
-    """Return the greedy continuation of each prompt, from transformers' own pipeline.
-
-    Args:
-        model: directory of a model, or of an adapter whose base model can be read.
-        prompts: texts or, with `is_chat`, questions of a user.
-        is_chat: whether to format each prompt with the model's chat template.
-        max_new_tokens: maximum number of tokens to generate for each prompt.
-
-    Raises:
-        ToolError: the model or its tokenizer cannot be loaded, or there is no chat template.
-    """
+    """Return the greedy continuation of each prompt or, with `is_chat`, the answer to each question; or raise a ToolError."""
     if not model.is_dir():
         raise ToolError(f"{model} is not a directory. Name an export, such as runs/first/export.")
     from transformers import logging, pipeline

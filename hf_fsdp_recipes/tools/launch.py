@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -42,14 +43,8 @@ def sft(
 
 
 def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
-    """Run a script on all ranks, and return when all of them have succeeded.
-
-    Args:
-        script: the Python file that each rank runs.
-        template: an Accelerate config file.
-        arguments: options of the launcher and of the script, in any order.
-    """
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    """Run a script on all ranks, and return when all of them have succeeded. The arguments are as in `parse_launch`."""
+    from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from hf_fsdp_recipes.patches import HIDDEN_DEVICES
@@ -57,23 +52,26 @@ def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
     os.environ.update(PREEMPTION | os.environ)
     if read_yaml(template).get("use_cpu"):
         os.environ.update(CPU_ENVIRONMENT | os.environ | dict.fromkeys(HIDDEN_DEVICES, ""))
-    parser = launch_command_parser()
-    own = {name for action in parser._actions if action.dest not in SHARED_OPTIONS for name in action.option_strings}
-    for_launcher, for_script = split_arguments(arguments, own)
     try:
-        launch_command(parser.parse_args(["--config_file", str(template), *for_launcher, str(script), *for_script]))
+        launch_command(parse_launch(script, template, arguments))
     except ChildFailedError:  # the ranks have printed why; torch has logged which rank failed first
         sys.exit(1)
 
 
-def split_arguments(arguments: Sequence[str], launcher_options: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the launcher's arguments and the script's. A value stays with the option before it."""
-    for_launcher: list[str] = []
-    for_script: list[str] = []
+def parse_launch(script: Path, template: Path, arguments: Sequence[str]) -> Namespace:
+    """Return the arguments of `accelerate launch`, with the script's own ones in `training_script_args`.
+
+    Options of the launcher and of the script can be in any order; a value stays with the option before it.
+    """
+    from accelerate.commands.launch import launch_command_parser
+
+    parser = launch_command_parser()
+    own = {name for action in parser._actions if action.dest not in SHARED_OPTIONS for name in action.option_strings}
+    for_launcher, for_script = list[str](), list[str]()
     target = for_script
     for argument in arguments:
         name = argument.partition("=")[0]
-        if name.startswith("--") or name in launcher_options:
-            target = for_launcher if name in launcher_options else for_script
+        if name.startswith("--") or name in own:
+            target = for_launcher if name in own else for_script
         target.append(argument)
-    return for_launcher, for_script
+    return parser.parse_args(["--config_file", str(template), *for_launcher, str(script), *for_script])

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from hf_fsdp_recipes.cli import app
 from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.tools.config import find_faults
-from hf_fsdp_recipes.tools.files import describe, find_file, read_yaml, shipped_files
+from hf_fsdp_recipes.tools.files import find_file, read_yaml, shipped_files
 from tests.ranks.harness import template_environment
 
 TEMPLATES = shipped_files("template")
@@ -34,7 +34,7 @@ def test_a_template_says_when_to_use_it_and_what_each_value_means(template):
     head, body = template.read_text().split("\n\n", 1)
     assert f"hf-fsdp sft --accelerate_config {template.stem} --config RECIPE" in head
     assert run(app, ["config", "show", template.stem]).output == template.read_text()
-    assert f"{template.stem} " in (listed := run(app, ["config", "list"]).output) and describe(template) in listed
+    assert any(line.startswith(f"{template.stem} ") for line in run(app, ["config", "list"]).output.splitlines())
     for line in body.splitlines():
         assert "#" in line or line.startswith("compute_environment") or line.endswith("_config:"), line
     assert max(map(len, template.read_text().splitlines())) <= 110

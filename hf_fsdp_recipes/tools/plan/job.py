@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from unittest import mock
 
 from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.tools import files
 from hf_fsdp_recipes.tools.files import find_file
-from hf_fsdp_recipes.tools.launch import SHARED_OPTIONS, split_arguments
+from hf_fsdp_recipes.tools.launch import parse_launch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -55,16 +56,13 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
     Raises:
         RecipeError: a file does not exist or cannot be read, an option is unknown, or the template is not for FSDP2.
     """
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.commands.launch import _validate_launch_command
     from accelerate.utils.launch import prepare_multi_gpu_env
 
     from hf_fsdp_recipes.training.arguments import parse_arguments
 
-    parser = launch_command_parser()
-    known = {name for action in parser._actions if action.dest not in SHARED_OPTIONS for name in action.option_strings}
-    for_launcher, for_recipe = split_arguments(options, known)
-    common = ["--config_file", str(find_file("template", template)), "--main_process_port", "0"]
-    launch, _, _ = _validate_launch_command(parser.parse_args([*common, *for_launcher, "sft.py"]))
+    options = ["--main_process_port", "0", *options]
+    launch, _, _ = _validate_launch_command(parse_launch(Path("sft.py"), find_file("template", template), options))
     environment = {name: value for name, value in prepare_multi_gpu_env(launch).items() if name.startswith(PREFIXES)}
     if environment.get("FSDP_VERSION") != "2":
         raise ToolError(
@@ -72,7 +70,9 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
         )
     environment["ACCELERATE_USE_CPU"] = "true"  # so that a recipe for GPUs can be read on any machine
     with mock.patch.dict(os.environ, environment):
-        arguments = parse_arguments([*(["--config", str(find_file("recipe", recipe))] if recipe else []), *for_recipe])
+        arguments = parse_arguments(
+            [*(["--config", str(find_file("recipe", recipe))] if recipe else []), *launch.training_script_args]
+        )
     return Job(arguments, environment, launch.num_processes, bool(launch.use_cpu))
 
 

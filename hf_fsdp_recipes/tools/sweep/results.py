@@ -55,11 +55,6 @@ def find_status(case: Path) -> str:
     return f"failed: {num_done} of {num_steps} steps; it may still be running" if log or entries else "not run"
 
 
-def has_result(case: Path) -> bool:
-    """Return whether a case does not have to run again."""
-    return find_status(case) in (FINISHED, OUT_OF_MEMORY)
-
-
 def read_result(case: Path) -> Result:
     """Return the result of a case from its directory, TEMPLATE_<n>ranks."""
     template, _, ranks = case.name.removesuffix("ranks").rpartition("_")

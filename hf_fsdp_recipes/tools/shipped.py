@@ -1,36 +1,42 @@
-"""`hf-fsdp recipes`: lists, prints and copies the shipped recipes. `hf-fsdp quickstart` starts the quickstart script."""
+"""`hf-fsdp recipes` and `hf-fsdp config` list, print and copy the shipped files; `hf-fsdp quickstart` starts its script."""
 
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import typer
 
 from hf_fsdp_recipes.errors import ToolError
-from hf_fsdp_recipes.tools.files import describe, find_file, read_yaml, shipped_directory, shipped_files
+from hf_fsdp_recipes.tools.files import Kind, find_file, read_yaml, shipped_directory, shipped_files
 
-recipes_app = typer.Typer(help="List, print and copy the shipped recipes.", no_args_is_help=True)
-Name = Annotated[str, typer.Argument(help="A recipe from `recipes list`, or a file.")]
-
-
-@recipes_app.command("list")
-def list_recipes() -> None:
-    """List the shipped recipes: name, template, and what each trains."""
-    for file in shipped_files("recipe"):
-        [template] = re.findall(r"--accelerate_config (\w+)", file.read_text())[:1] or [""]
-        print(f"{file.stem:<22} {template:<14} {describe(file)}")
+Name = Annotated[str, typer.Argument(help="A name from `list`, or a file.")]
 
 
-@recipes_app.command()
-def show(name: Name) -> None:
-    """Print a recipe."""
-    print(find_file("recipe", name).read_text(), end="")
+def make_app(kind: Kind) -> typer.Typer:
+    """Return the commands `list`, `show` and `path` for one kind of files."""
+    app = typer.Typer(help=f"List and print the shipped {kind}s.", no_args_is_help=True)
+
+    @app.command("list")
+    def list_files() -> None:
+        """List the names, each with the first line of its file."""
+        for file in shipped_files(kind):
+            print(f"{file.stem:<24} {file.read_text().splitlines()[0].removeprefix('# ')}")
+
+    @app.command()
+    def show(name: Name) -> None:
+        """Print a file, with the command that uses it."""
+        print(find_file(kind, name).read_text(), end="")
+
+    @app.command()
+    def path(name: Annotated[Optional[str], typer.Argument(help="A name; default: the directory.")] = None) -> None:
+        """Print the path of a file, for `accelerate launch --config_file`, for example."""
+        print(find_file(kind, name) if name else shipped_directory(kind))
+
+    return app
 
 
-@recipes_app.command()
 def copy(name: Name) -> None:
     """Copy a recipe, the files that it names, and launch.slurm into the current directory, so that you can change them."""
     source = find_file("recipe", name)
