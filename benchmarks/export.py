@@ -20,7 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.running import HostPeak, import_once, llama_config, machine, run_ranks, write_section
+from benchmarks.running import machine, sharded_llama, write_section
+from hf_fsdp_recipes.checkpointing.direct_file import sync
+from tests.ranks.harness import run_ranks
+from tests.ranks.memory import PeakMemory
 
 
 def main() -> None:
@@ -31,7 +34,6 @@ def main() -> None:
     parser.add_argument("--print", action="store_true")
     options = parser.parse_args()
     lines: list[str] = []
-    import_once()
     for num_ranks in options.ranks:
         with tempfile.TemporaryDirectory(prefix="bench-export-") as scratch:
             lines += measure_ranks(options.parameters, num_ranks, Path(scratch), options.repeats)
@@ -42,8 +44,8 @@ def main() -> None:
 
 
 def measure_ranks(num_parameters: float, num_ranks: int, scratch: Path, repeats: int) -> list[str]:
-    ranks = run_ranks(measure, num_ranks, num_parameters, scratch, repeats, start="fork")
-    (offline,) = run_ranks(measure_offline, 1, scratch, repeats)
+    ranks = run_ranks(measure, num_ranks, num_parameters, scratch, repeats, timeout_seconds=1800)
+    (offline,) = run_ranks(measure_offline, 1, scratch, repeats, timeout_seconds=1800)
     num_bytes = sum(file.stat().st_size for file in (scratch / "export_model").glob("*.safetensors"))
     disk = statistics.median(write_with_dd(scratch / "dd", num_bytes) for _ in range(repeats))
     lines = [
@@ -67,20 +69,11 @@ def measure(num_parameters: float, scratch: Path, repeats: int) -> dict[str, tup
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from transformers import AutoModelForCausalLM
 
     from hf_fsdp_recipes import export_model
 
     dist.init_process_group("gloo")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(llama_config(num_parameters), dtype=torch.bfloat16)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")
+    model = sharded_llama(num_parameters)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for parameter in model.parameters():
         parameter.detach().to_local().normal_(0, 0.02, generator=generator)
@@ -118,19 +111,14 @@ def measure_ways(ways: dict[str, Callable[..., Any]], scratch: Path, repeats: in
             distributed.run_on_main(functools.partial(shutil.rmtree, target, ignore_errors=True))
             distributed.run_on_main(os.sync)
             ctypes.CDLL(None).malloc_trim(0)  # or else a method would reuse the memory that another one has left behind
-            with HostPeak() as memory:
+            with PeakMemory() as memory:
                 write(target)
-                distributed.run_on_main(functools.partial(sync, target))
+                for file in target.glob("*.safetensors") if distributed.is_main() else ():
+                    sync(file)
             if number:
-                runs[way].append((memory.seconds, memory.peak_bytes - memory.before_bytes))
+                runs[way].append((memory.seconds, memory.growth_bytes))
     distributed.run_on_main(lambda: check_equal([scratch / way for way in ways]))
     return {way: tuple(map(statistics.median, zip(*found, strict=True))) for way, found in runs.items()}
-
-
-def sync(directory: Path) -> None:
-    for file in directory.glob("*.safetensors"):
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
 
 
 def save_full(model: Any, target: Path) -> None:

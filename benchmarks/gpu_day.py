@@ -100,15 +100,15 @@ def load_on_ranks(model: str, figures: Path) -> None:
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
 
-    from benchmarks.running import HostPeak
     from hf_fsdp_recipes import distributed, load_model
+    from tests.ranks.memory import PeakMemory
 
     accelerator = Accelerator()
     found: dict[str, float] = {}
     for _ in range(LOAD_REPEATS):
         for kind in KINDS:
             torch.accelerator.synchronize()
-            with HostPeak() as memory:
+            with PeakMemory() as memory:
                 if kind == "from_pretrained":
                     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
                 else:
@@ -116,7 +116,7 @@ def load_on_ranks(model: str, figures: Path) -> None:
                 loaded, _ = accelerator.prepare(loaded, torch.optim.SGD(loaded.parameters()))
                 torch.accelerator.synchronize()
             found[f"{kind}, seconds"] = min(memory.seconds, found.get(f"{kind}, seconds", memory.seconds))
-            found[f"{kind}, host MB"] = (memory.peak_bytes - memory.before_bytes) / 1e6
+            found[f"{kind}, host MB"] = memory.growth_bytes / 1e6
             accelerator.free_memory()
             del loaded
     if distributed.is_main():

@@ -15,7 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, cast
 
-from benchmarks.running import HostPeak, machine, make_checkpoint, run_ranks, write_section
+from benchmarks.running import machine, make_checkpoint, sharded_llama, write_section
+from tests.ranks.harness import run_ranks
+from tests.ranks.memory import PeakMemory
 
 FP32, BF16, NF4 = "fp32 masters", "bf16 parameters", "4-bit, nested scales"
 COLD = "bf16 parameters, from disk"
@@ -43,7 +45,7 @@ def main() -> None:
 
 
 def measure_loaders(num_parameters: float, checkpoint: Path, repeats: int, measured: tuple[str, ...]) -> list[str]:
-    (num_bytes,) = run_ranks(make_checkpoint, 1, checkpoint, num_parameters)
+    (num_bytes,) = run_ranks(make_checkpoint, 1, checkpoint, num_parameters, timeout_seconds=600)
     num_files = len(list(checkpoint.glob("*.safetensors")))
     lines = [
         f"{num_parameters / 1e9:g}B parameters, {num_bytes / 1e6:,.0f} MB in {num_files} files, 2 ranks.",
@@ -60,7 +62,7 @@ def measure_loaders(num_parameters: float, checkpoint: Path, repeats: int, measu
             for way, kind in kinds.items():  # loaders alternate, so that a slow minute affects all of them
                 if precision == COLD:
                     forget(checkpoint)
-                found = run_ranks(load, 2, kind, precision, str(checkpoint))
+                found = run_ranks(load, 2, kind, precision, str(checkpoint), num_parameters, timeout_seconds=600)
                 if number:
                     runs[way].append(found)
         base = seconds(runs[next(iter(runs))])
@@ -90,14 +92,14 @@ def row(way: str, precision: str, runs: list[list[dict]], base: float) -> str:
     )
 
 
-def load(kind: str, precision: str, checkpoint: str) -> dict:
+def load(kind: str, precision: str, checkpoint: str, num_parameters: float) -> dict:
     """Load with one loader; return seconds, peak bytes above the initial level, and the shard's bytes. Every rank runs this."""
     os.environ.update(ACCELERATE_USE_CPU="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
     os.environ.update(FSDP_CPU_RAM_EFFICIENT_LOADING=str(kind == "stock"), ACCELERATE_USE_FSDP=str(kind != "dcp"))
     import peft  # noqa: F401 - imported before the measurement: takes a second with bitsandbytes
     import torch
     import torch.distributed as dist
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, conversion_mapping
 
     from hf_fsdp_recipes import patches
     from hf_fsdp_recipes.loading.load_model import load_model
@@ -109,6 +111,7 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
         kinds = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         dtypes = {"bnb_4bit_compute_dtype": torch.bfloat16, "bnb_4bit_quant_storage": torch.bfloat16}
         options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **kinds, **dtypes)
+    conversion_mapping._checkpoint_conversion_mapping_cache = None  # the fork server has built it
     accelerator = None
     if kind == "dcp":
         dist.init_process_group("gloo")
@@ -118,9 +121,9 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
         patches.enable_cpu_ranks()
         accelerator = Accelerator(mixed_precision="bf16" if precision == FP32 else "no", cpu=True)
     dist.barrier()
-    with HostPeak() as memory:
+    with PeakMemory() as memory:
         if kind == "dcp":
-            model = load_with_dcp(checkpoint)
+            model = load_with_dcp(checkpoint, num_parameters)
         elif kind == "stock":
             model = prepare(accelerator, AutoModelForCausalLM.from_pretrained(checkpoint, **options))
         else:
@@ -131,7 +134,7 @@ def load(kind: str, precision: str, checkpoint: str) -> dict:
             touched.copy_(touched.clone())  # training writes too, and a write makes mapped pages private
         dist.barrier()
     shard_bytes = sum(shard.numel() * shard.dtype.itemsize for shard in shards)
-    return {"seconds": memory.seconds, "peak": memory.peak_bytes - memory.before_bytes, "shard": shard_bytes}
+    return {"seconds": memory.seconds, "peak": memory.growth_bytes, "shard": shard_bytes}
 
 
 def prepare(accelerator: Any, model: Any) -> Any:
@@ -141,22 +144,11 @@ def prepare(accelerator: Any, model: Any) -> Any:
     return model
 
 
-def load_with_dcp(checkpoint: str) -> Any:
-    import torch
+def load_with_dcp(checkpoint: str, num_parameters: float) -> Any:
     import torch.distributed.checkpoint as dcp
-    from accelerate import init_empty_weights
     from torch.distributed.checkpoint import HuggingFaceStorageReader
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint), dtype=torch.bfloat16)
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")
+    model = sharded_llama(num_parameters)
     state = model.state_dict()
     dcp.load(state, storage_reader=HuggingFaceStorageReader(checkpoint))
     model.load_state_dict(state, assign=True)

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.running import HostPeak, machine, run_ranks
+from benchmarks.running import machine
+from tests.ranks.harness import run_ranks
+from tests.ranks.memory import PeakMemory
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 SIZES = {  # of all models; a vocabulary below 32768 would leave part of TRL's tiles untouched, which a GPU would count
@@ -172,7 +174,7 @@ def train(case: Case, directory: str) -> int:
     training.dataset_kwargs = {"skip_prepare_dataset": True}
     tokenizer = AutoTokenizer.from_pretrained(directory)
     PartialState(cpu=True)
-    with HostPeak() as memory:
+    with PeakMemory() as memory:
         trainer = SFTTrainer(
             load_model(directory, dtype="float32", attn_implementation=job.arguments.model.attn_implementation),
             args=training,
@@ -181,7 +183,7 @@ def train(case: Case, directory: str) -> int:
             peft_config=get_peft_config(job.arguments.model),
         )
         trainer.train()
-    return memory.peak_bytes - memory.before_bytes
+    return memory.growth_bytes
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
-"""Shared by the benchmarks: ranks on this machine, random checkpoints of a given size, the results page."""
+"""Shared by the benchmarks: random models of a given size, the results page."""
 
-import multiprocessing
 import os
 import platform
 import re
-import socket
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,97 +12,21 @@ RESULTS = Path(__file__).resolve().parents[1] / "docs" / "measured.md"
 PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 
 
-def run_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 1800, start: str = "spawn"
-) -> list[Any]:
-    """Run a function in one new process per rank; return the results in rank order. `start` is multiprocessing's method."""
-    context: Any = multiprocessing.get_context(start)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    results = context.Queue()
-    processes = [
-        context.Process(target=_run, args=(function, arguments, rank, world_size, port, results))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        outcomes = dict(results.get(timeout=timeout_seconds) for _ in processes)
-    finally:
-        for process in processes:
-            process.join(timeout=10)
-            if process.is_alive():
-                process.kill()
-    for rank, outcome in outcomes.items():
-        if isinstance(outcome, str) and outcome.startswith("Traceback"):
-            raise RuntimeError(f"rank {rank}:\n{outcome}")
-    return [outcomes[rank] for rank in range(world_size)]
-
-
-def import_once() -> None:
-    """Import what the ranks need before they are forked, so that they share it."""
-    import accelerate
+def sharded_llama(num_parameters: float) -> Any:
+    """Return a Llama in bf16, sharded over gloo ranks, with uninitialized parameters. Every rank calls this."""
     import torch
-    import transformers.models.llama.modeling_llama
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
 
-    from hf_fsdp_recipes import callback  # noqa: F401
-
-    assert accelerate and transformers
-    torch.set_num_threads(1)
-
-
-def _run(function: Callable[..., Any], arguments: Any, rank: int, world_size: int, port: int, results: Any) -> None:
-    import traceback
-
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-    )
-    try:
-        results.put((rank, function(*arguments)))
-    except BaseException:
-        results.put((rank, traceback.format_exc()))
-
-
-class HostPeak:
-    """Measures the seconds of a block, and the peak of this process's anonymous memory, sampled every millisecond."""
-
-    def __enter__(self) -> "HostPeak":
-        self.before_bytes = self.peak_bytes = _anonymous_bytes()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
-        self._started = time.perf_counter()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.seconds = time.perf_counter() - self._started
-        self._stop.set()
-        self._thread.join()
-        self.peak_bytes = max(self.peak_bytes, _anonymous_bytes())
-
-    def _sample(self) -> None:
-        while not self._stop.wait(0.002):
-            self.peak_bytes = max(self.peak_bytes, _anonymous_bytes())
-
-
-def _anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
-
-
-def sync_files(directory: Path, rank: int) -> None:
-    """Flush to disk the files that a rank has written with torch DCP."""
-    for file in directory.rglob(f"__{rank}_*.distcp"):
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(llama_config(num_parameters), dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model.to_empty(device="cpu")
 
 
 def llama_config(num_parameters: float) -> Any:

@@ -16,7 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.running import HostPeak, import_once, llama_config, machine, run_ranks, sync_files, write_section
+from benchmarks.running import machine, sharded_llama, write_section
+from hf_fsdp_recipes.checkpointing.direct_file import sync
+from tests.ranks.harness import run_ranks
+from tests.ranks.memory import PeakMemory
 
 REPEATS = 3
 STEP_SECONDS = 4.0  # shorter than forward and backward of such a model on two cores
@@ -29,12 +32,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--directory", default=None, help="where to write; default: a temporary directory")
     options = parser.parse_args()
-    import_once()
     lines: list[str] = []
     for num_ranks in options.ranks:
         directory = Path(tempfile.mkdtemp(prefix="bench-save-", dir=options.directory))
         try:
-            results = run_ranks(measure, num_ranks, options.parameters, directory, start="fork")
+            results = run_ranks(measure, num_ranks, options.parameters, directory, timeout_seconds=1800)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         lines += report(options.parameters, results)
@@ -62,14 +64,15 @@ def measure(num_parameters: float, directory: Path) -> dict[str, float]:
         dist.barrier()
         started = time.perf_counter()
         save_as_trainer(trainer, directory / "stock")
-        sync_files(directory / "stock", dist.get_rank())
+        for file in (directory / "stock").rglob(f"__{dist.get_rank()}_*.distcp"):
+            sync(file)
         dist.barrier()
         measured = {STOCK: time.perf_counter() - started}
         for kind in (IDLE, BUSY):
             dist.barrier()
-            with HostPeak() as memory:
+            with PeakMemory() as memory:
                 standstill, measured[kind] = save_in_background(trainer, run, writer, kind == BUSY)
-            extra = max(extra, memory.peak_bytes - memory.before_bytes)
+            extra = max(extra, memory.growth_bytes)
             measured["standstill"] = max(standstill, measured.get("standstill", 0.0))
             distributed.run_on_main(lambda: shutil.rmtree(run.output_dir / "checkpoint-1"))
         distributed.run_on_main(lambda: shutil.rmtree(directory / "stock"))
@@ -85,18 +88,9 @@ def make_trainer(num_parameters: float) -> Any:
     import torch.distributed as dist
     from accelerate import PartialState
     from accelerate.utils import FullyShardedDataParallelPlugin
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from transformers import AutoModelForCausalLM
 
     PartialState(cpu=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(llama_config(num_parameters), dtype=torch.bfloat16)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")
+    model = sharded_llama(num_parameters)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
     for parameter in model.parameters():
         parameter.data.fill_(0.01)

@@ -10,8 +10,6 @@ import typer
 from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.tools.files import find_file, read_yaml
 
-FSDP1_SETTINGS = ("sharding_strategy", "use_orig_params", "sync_module_states", "backward_prefetch", "forward_prefetch")
-
 
 def check(name: Annotated[str, typer.Argument(help="An Accelerate config file, or a template.")]) -> None:
     """Report all faults of a config together. The exit status is 1 if there are any."""
@@ -57,10 +55,6 @@ def _check_launch(config: dict[str, Any], parallel: dict[str, Any]) -> Iterator[
         yield f"mixed_precision is {precision}. Set bf16, fp16 or 'no', in quotes."
     if nodes != 1 and not config.get("main_process_ip"):
         yield "main_process_ip is missing, so the nodes would wait for each other. Set the address of node 0."
-    if other := [
-        key for key, size in parallel.items() if key.endswith(("_tp_size", "_cp_size", "_sp_size")) and size != 1
-    ]:
-        yield f"{', '.join(other)}: this package shards over data-parallel ranks only. Remove the setting."
     if wrong := {name: number for name, number in numbers.items() if type(number) is not int or number < 1}:
         yield f"{wrong}: set whole numbers from 1."
     elif ranks % nodes:
@@ -74,8 +68,8 @@ def _check_fsdp(fsdp: dict[str, Any]) -> Iterator[str]:
     state, layers = fsdp.get("fsdp_state_dict_type"), fsdp.get("fsdp_transformer_layer_cls_to_wrap") or ""
     if version != 2:
         yield f"fsdp_version is {version}. Set `fsdp_version: 2`; `accelerate to-fsdp2` converts a config for FSDP1."
-    elif old := [f"fsdp_{name}" for name in FSDP1_SETTINGS if f"fsdp_{name}" in fsdp]:
-        yield f"{', '.join(old)}: FSDP2 ignores or refuses this. Remove it; fsdp_reshard_after_forward is the strategy."
+    if "fsdp_sharding_strategy" in fsdp:
+        yield "fsdp_sharding_strategy is ignored by FSDP2. Remove it; fsdp_reshard_after_forward is the strategy."
     if state not in (None, "SHARDED_STATE_DICT"):
         yield f"fsdp_state_dict_type is {state}, which gathers the model in each save. Set SHARDED_STATE_DICT."
     if str(fsdp.get("fsdp_cpu_ram_efficient_loading", True)).lower() != "false":

@@ -65,15 +65,9 @@ def rehearse(
 
 
 def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> list[str]:
-    """Write a tiny model, the recipe's tokenizer and its first rows; return the arguments of recipes/sft.py.
+    """Write model/ and rows.jsonl: a tiny model, the recipe's tokenizer and first rows; return the arguments of recipes/sft.py.
 
-    Args:
-        file: the recipe.
-        directory: an existing directory; it gets `model/` and the rows, and the run writes to `run/` in it.
-        fields: command-line arguments that override fields of the recipe.
-
-    Raises:
-        RecipeError: the recipe has a field that SFT lacks, or its config, tokenizer or rows cannot be read.
+    `fields` are arguments that override the recipe's. Raises a RecipeError if SFT lacks a field, or if something cannot be read.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 

@@ -6,8 +6,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from hf_fsdp_recipes import distributed, patches
 from hf_fsdp_recipes.errors import RecipeError, describe
 from hf_fsdp_recipes.training.sharded_optimizer import SHARDABLE, is_bitsandbytes_optimizer, optimizer_name
@@ -19,16 +17,18 @@ LORA_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "l
 
 
 def check_arguments(arguments: "Arguments") -> None:
-    """Raise a RecipeError that lists everything wrong with a recipe, and print notes on settings that may surprise the user.
+    """Raise a RecipeError that lists everything wrong with a recipe, or print a note if small updates would be lost.
 
     Not a collective: every rank finds the same.
     """
-    found = [*_check_recipe(arguments), *_check_launch(arguments)]
-    if any(is_wrong for is_wrong, _ in found):
-        raise RecipeError(" ".join(message for is_wrong, message in found if is_wrong))
-    for applies, note in _list_notes(arguments):
-        if applies:
-            distributed.print_main(f"note: {note}")
+    if wrong := [message for is_wrong, message in _check_recipe(arguments) + _check_launch(arguments) if is_wrong]:
+        raise RecipeError(" ".join(wrong))
+    dtype, training = str(arguments.model.dtype), arguments.training
+    has_masters = arguments.model.use_peft or (patches.is_fsdp_requested() and (training.bf16 or training.fp16))
+    if dtype in ("bfloat16", "float16") and not has_masters:
+        distributed.print_main(
+            f"note: the weights are trained in {dtype}, without float32 master weights, so small updates are lost."
+        )
 
 
 def _check_recipe(arguments: "Arguments") -> list[tuple[bool, str]]:
@@ -91,26 +91,6 @@ def _check_launch(arguments: "Arguments") -> list[tuple[bool, str]]:
             is_fsdp and not is_shardable,
             f"optim: {optimizer} fails to train, save or resume under FSDP2. Use adamw_8bit, paged_adamw_32bit, or one of "
             f"{', '.join(SHARDABLE)}.",
-        ),
-    ]
-
-
-def _list_notes(arguments: "Arguments") -> list[tuple[bool, str]]:
-    is_fsdp, dtype, training = patches.is_fsdp_requested(), str(arguments.model.dtype), arguments.training
-    has_masters = arguments.model.use_peft or (is_fsdp and (training.bf16 or training.fp16))
-    return [
-        (
-            training.bf16 and not torch.accelerator.is_available(),
-            f"{training.world_size} ranks train on this machine's CPU in bfloat16, which is slow on most CPUs. The template `cpu` "
-            f"has two ranks in float32.",
-        ),
-        (
-            not is_fsdp and training.world_size > 1,
-            "without FSDP, each rank holds the model, and Trainer itself saves it.",
-        ),
-        (
-            dtype in ("bfloat16", "float16") and not has_masters,
-            f"the weights are trained in {dtype}, without float32 master weights, so small updates are lost.",
         ),
     ]
 

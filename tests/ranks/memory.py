@@ -1,34 +1,34 @@
 """Peak memory of a rank, without pages of memory-mapped files."""
 
-from pathlib import Path
+import time
 
-
-def _anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+from hf_fsdp_recipes.metrics.memory import host_bytes
 
 
 class PeakMemory:
-    """Samples the anonymous memory of this process in a thread, every millisecond."""
+    """Measures the seconds of a block; in a thread, samples the anonymous memory of this process every millisecond."""
 
     def __init__(self) -> None:
         import threading
 
         self._stop = threading.Event()
-        self.start_bytes = self.peak_bytes = _anonymous_bytes()
+        self.start_bytes = self.peak_bytes = host_bytes()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> "PeakMemory":
         self._thread.start()
+        self._started = time.perf_counter()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.seconds = time.perf_counter() - self._started
         self._stop.set()
         self._thread.join()
+        self.peak_bytes = max(self.peak_bytes, host_bytes())
 
     def _sample(self) -> None:
         while not self._stop.wait(0.001):
-            self.peak_bytes = max(self.peak_bytes, _anonymous_bytes())
+            self.peak_bytes = max(self.peak_bytes, host_bytes())
 
     @property
     def growth_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """Small substitutes for a recipe's model and data, with the same architecture and the same columns."""
 
 import json
+import re
 from pathlib import Path
 
 import yaml
@@ -22,8 +23,8 @@ SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def command_of(recipe: Path) -> list[str]:
-    """Return the words of the command in a recipe's first line, after `hf-fsdp sft`."""
-    return recipe.read_text().splitlines()[0].removeprefix("# hf-fsdp sft ").split()
+    """Return the words of the command in a recipe's comment, after `hf-fsdp sft`."""
+    return re.search(r"^# +hf-fsdp sft (.*?)\\?$", recipe.read_text(), re.M)[1].split()
 
 
 def template_of(recipe: Path, directory: Path, name: str | None = None) -> Path:

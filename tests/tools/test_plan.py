@@ -123,7 +123,7 @@ def test_what_saves_memory_saves_it(less, more):
 def test_every_template_for_fsdp2_is_planned():
     for file in shipped_files("template"):
         if file.stem != "ddp":
-            assert measure(template=file.stem).place
+            assert measure(template=file.stem).peak["parameters"]
 
 
 @pytest.fixture
@@ -137,13 +137,12 @@ def run(*arguments):
     return CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 
-def test_plan_says_what_takes_the_memory_and_where_the_peak_is(model):
+def test_plan_says_what_takes_the_memory(model):
     result = run("--accelerate_config", "full_shard", "--model_name_or_path", model, "--max_length", "64")
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-1] == "fits in 80GB"
     sizes = [float(size) for size in re.findall(r"^ *([\d.]+) GB  (?!in total)", result.output, re.M)]
     assert sum(sizes) == pytest.approx(float(re.search(r"([\d.]+) GB  in total", result.output)[1]), abs=0.05)
-    assert re.search(r"at the peak of a step \((forward|backward|optimizer)", result.output)
 
 
 def test_options_that_are_proposed_make_it_fit(model):
@@ -176,7 +175,7 @@ def test_job_that_cannot_be_planned_is_refused(model, arguments, words):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", shipped_files("recipe"), ids=lambda file: file.stem)
 def test_shipped_recipe_fits_as_its_first_line_says(recipe):
-    command = re.search(r"^# hf-fsdp sft (.*?)$(?:\n# +(--.*))?", recipe.read_text(), re.M)
+    command = re.search(r"^# +hf-fsdp sft (.*?)$(?:\n# +(--.*))?", recipe.read_text(), re.M)
     options = shlex.split(" ".join(part.rstrip("\\") for part in command.groups() if part))
     has_model = re.search(r"^(model_name_or_path: (?!path/to)|config_name)", recipe.read_text(), re.M)
     small = [] if has_model else ["--model_name_or_path", "HuggingFaceTB/SmolLM2-135M-Instruct"]

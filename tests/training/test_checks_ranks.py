@@ -38,7 +38,7 @@ SAID = [
     ({}, {}, ""),
     ({"dtype": "bfloat16"}, {}, "trained in bfloat16, without float32 master weights"),
     ({"dtype": "bfloat16", "use_peft": "true"}, {}, ""),
-    ({"dtype": "bfloat16", "bf16": "true"}, {}, "CPU in bfloat16"),  # Accelerate keeps float32 master weights
+    ({"dtype": "bfloat16", "bf16": "true"}, {}, ""),  # Accelerate keeps float32 master weights
     ({"dtype": "bfloat16", "bf16": "true"}, {"ACCELERATE_USE_FSDP": "false"}, "trained in bfloat16"),
 ]
 

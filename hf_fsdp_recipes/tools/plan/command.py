@@ -76,7 +76,7 @@ def describe(job: "Job", memory: "StepMemory", gpu_tflops: float) -> list[str]:
     parts = memory.peak | {"context, NCCL, fragmentation (assumed)": total - sum(memory.peak.values())}
     lines = [
         f"{job.num_ranks} ranks; each: {rows} x {length} tokens, {training.gradient_accumulation_steps} times per step",
-        f"memory of one rank, at the peak of a step ({memory.place}):",
+        "memory of one rank at the peak of a step:",
         *(f"{size / 1e9:9.2f} GB  {name}" for name, size in sorted(parts.items(), key=lambda part: -part[1]) if size),
         f"{total / 1e9:9.2f} GB  in total",
     ]

@@ -8,22 +8,17 @@ from unittest import mock
 
 import torch
 from torch._guards import active_fake_mode
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, is_bw
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 SHARDS, GATHERED, GRADIENTS, ACTIVATIONS = "parameters", "gathered units", "gradients", "activations and loss"
-KINDS = {
-    "unshard": GATHERED,
-    "wait_for_unshard": GATHERED,
-    "post_backward": GRADIENTS,
-}  # of the memory that FSDP2's methods allocate
-PLACES = {"pre_forward": "forward, in", "post_forward": "forward, after", "pre_backward": "backward, in"}
+KINDS = {"unshard": GATHERED, "wait_for_unshard": GATHERED, "post_backward": GRADIENTS}  # what FSDP2's methods allocate
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Tracks the bytes of all live storages of fake tensors, by kind, and where in the step their sum was highest.
+    """Tracks the bytes of all live storages of fake tensors, by kind, now and when their sum was highest.
 
     `torch.distributed._tools.FSDPMemTracker` follows neither Accelerate's units of several modules nor a head that TRL never calls.
     """
@@ -31,12 +26,10 @@ class MemoryCounter(TorchDispatchMode):
     def __init__(self, resident: list[torch.Tensor], is_offloaded: bool) -> None:
         """Start with the tensors that exist before the step; with offload, reduced gradients leave the device."""
         super().__init__()
-        self.kind, self.now, self.place = SHARDS, "", ""
+        self.kind, self._is_offloaded = SHARDS, is_offloaded
         self.live: dict[str, int] = {}  # bytes by kind, now and at the peak
         self.peak: dict[str, int] = {}
-        self._is_offloaded = is_offloaded
         self._alive: dict[int, tuple[str, int]] = {}
-        self._total = self._peak_total = 0
         for tensor in resident:
             self._add(tensor.untyped_storage())
         self.kind = ACTIVATIONS
@@ -49,7 +42,7 @@ class MemoryCounter(TorchDispatchMode):
             self._change(storage._cdata, size)
 
         self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
-        for name in KINDS | PLACES:
+        for name in KINDS:
             method = self._watch(name, getattr(FSDPParamGroup, name))
             self._patches.enter_context(mock.patch.object(FSDPParamGroup, name, method))
         return super().__enter__()
@@ -60,9 +53,7 @@ class MemoryCounter(TorchDispatchMode):
 
     def _watch(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
-            if name in PLACES and not (is_bw() and name != "pre_backward"):  # not while a layer is recomputed
-                self.now = f"{PLACES[name]} {group._module_fqn or 'the root unit'}"
-            before, self.kind = self.kind, KINDS.get(name, self.kind)
+            before, self.kind = self.kind, KINDS[name]
             result = method(group, *args, **kwargs)
             self.kind = before
             for parameter in group.fsdp_params if self._is_offloaded and name == "post_backward" else ():
@@ -104,7 +95,5 @@ class MemoryCounter(TorchDispatchMode):
             kind, before = self._alive[key]
             self._alive[key] = (kind, size)
             self.live[kind] = self.live.get(kind, 0) + size - before
-            self._total += size - before
-            if self._total > self._peak_total:
-                self._peak_total, self.peak = self._total, dict(self.live)
-                self.place = self.now
+            if sum(self.live.values()) > sum(self.peak.values()):
+                self.peak = dict(self.live)

@@ -40,10 +40,9 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class StepMemory(NamedTuple):
-    """What a step needs on one rank: bytes by kind at the peak, where the peak is, and FLOPs if they can be counted."""
+    """What a step needs on one rank: bytes by kind at the peak, and FLOPs if they can be counted."""
 
     peak: dict[str, int]
-    place: str
     flops: int | None
 
 
@@ -69,7 +68,7 @@ def measure_step(config: "PreTrainedConfig", job: Job) -> StepMemory:
             with contextlib.suppress(AttributeError, ValueError):  # no FLOPs for other kinds of models
                 flops = find_model_flops(model).training(rows * length, rows * length**2)
             with FakeTensorMode(allow_non_fake_inputs=True):
-                return StepMemory(*_run(_shard(_make_fake(model), mesh, job), job), flops)
+                return StepMemory(_run(_shard(_make_fake(model), mesh, job), job), flops)
     finally:
         dist.destroy_process_group()
 
@@ -149,8 +148,8 @@ def _shard(model: Any, mesh: Any, job: Job) -> Any:
     return fsdp2_prepare_model(accelerator, model)
 
 
-def _run(model: Any, job: Job) -> tuple[dict[str, int], str]:
-    """Return the bytes of each kind at the peak of a step, and where the peak is."""
+def _run(model: Any, job: Job) -> dict[str, int]:
+    """Return the bytes of each kind at the peak of a step."""
     training, precision = job.arguments.training, PRECISIONS.get(job.environment["ACCELERATE_MIXED_PRECISION"])
     rows = torch.zeros(job.shape, dtype=torch.long)
     rows = rows.view(1, -1) if job.is_joined else rows
@@ -158,12 +157,11 @@ def _run(model: Any, job: Job) -> tuple[dict[str, int], str]:
     weights = [] if job.is_offloaded else [getattr(one, "_local_tensor", one) for one in model.parameters()]
     with MemoryCounter([*weights, *model.buffers()], job.is_offloaded) as counter:
         if training.gradient_accumulation_steps > 1:
-            counter.now, counter.kind = "an earlier micro-batch", GRADIENTS
+            counter.kind = GRADIENTS
             _leave_gradients(model, training.accelerator_config.gradient_accumulation_kwargs or {})
-        counter.now, counter.kind = "forward, inputs", ACTIVATIONS
+        counter.kind = ACTIVATIONS
         with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
             loss = -model(**inputs, fused_lm_head=True).log_probs.sum()  # keeps no outputs, like Trainer
-        counter.now = "backward, loss"
         loss.backward()
     return _add_optimizer(model, counter, job)
 
@@ -184,7 +182,7 @@ def _leave_gradients(model: Any, options: dict[str, Any]) -> None:
     model.set_requires_gradient_sync(True)
 
 
-def _add_optimizer(model: Any, counter: MemoryCounter, job: Job) -> tuple[dict[str, int], str]:
+def _add_optimizer(model: Any, counter: MemoryCounter, job: Job) -> dict[str, int]:
     """Add the optimizer's state, which exists from the second training step on, and the memory that `optimizer.step()` needs."""
     optimizer = optimizer_name(job.arguments.training)
     shards = [one._local_tensor for one in model.parameters() if one.requires_grad]
@@ -194,9 +192,8 @@ def _add_optimizer(model: Any, counter: MemoryCounter, job: Job) -> tuple[dict[s
     resident = {"optimizer state": 0 if job.is_offloaded or "paged" in optimizer else states}
     is_multi_tensor = optimizer == "adamw_torch" and not (job.on_cpu or job.is_offloaded)
     update = {"optimizer's new values": sum(one.nbytes for one in shards) if is_multi_tensor else 0}
-    peaks = {counter.place: counter.peak | resident, "optimizer": counter.live | resident | update}
-    place = max(peaks, key=lambda name: sum(peaks[name].values()))
-    return {name: size for name, size in peaks[place].items() if size > 0}, place
+    peaks = (counter.peak | resident, counter.live | resident | update)
+    return {name: size for name, size in max(peaks, key=lambda peak: sum(peak.values())).items() if size > 0}
 
 
 def _pack_linears(model: Any, dtype: torch.dtype, is_nested: bool) -> None:
