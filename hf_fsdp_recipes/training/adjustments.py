@@ -4,6 +4,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
 from hf_fsdp_recipes.errors import RecipeError
@@ -25,6 +26,25 @@ def adjust(trainer: "SFTTrainer", is_streamed: bool) -> None:
     if plugin and plugin.mixed_precision_policy:  # Accelerate's own would sum and accumulate gradients in 16 bits
         policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
         plugin.mixed_precision_policy = policy
+        gather_units_once(trainer.model)
+
+
+def gather_units_once(model: torch.nn.Module) -> None:
+    """Let a model gather each FSDP unit once before its first forward.
+
+    With reduction in float32 and accumulated micro-batches, torch raises an error in the backward pass if a unit has never been
+    gathered. For example, TRL's loss reads the weight of the head and does not call the head.
+    """
+
+    @torch.compiler.disable
+    def gather(root: torch.nn.Module, inputs: Any) -> None:
+        handle.remove()
+        for unit in root.modules():
+            if isinstance(unit, FSDPModule) and unit is not root:
+                unit.unshard()
+                unit.reshard()
+
+    handle = model.register_forward_pre_hook(gather)  # FSDP2's own hook runs before it
 
 
 class PackingCheck(TrainerCallback):

@@ -7,9 +7,9 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from tests.conftest import make_tokenizer
-from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks, template_environment
+from tests.ranks.harness import FSDP2, fsdp_environment, read_losses, run_ranks, template_environment
 from tests.ranks.training import build, digest, losses_of
-from tests.recipes.launching import CPU, SETTINGS, run_recipe, write_recipe
+from tests.recipes.launching import CPU, LORA, SETTINGS, run_recipe, write_recipe
 
 
 @pytest.fixture
@@ -37,6 +37,23 @@ def test_packing_is_refused_where_packed_rows_would_see_each_other(opt, text_fil
     argv, environment = write_recipe(tmp_path / "recipe.yaml", values), template_environment(CPU)
     errors = run_ranks(_error_of, 2, argv, environment=environment)
     assert errors[0] == errors[1] and "OPTForCausalLM lets packed rows see each other" in errors[0]
+
+
+@pytest.mark.parametrize("is_lora", [False, True])
+def test_accumulated_micro_batches_train_like_one_batch_in_bf16(is_lora, tiny_model, text_file, tmp_path):
+    """TRL's loss reads the head's weight without a call, so LoRA never gathers this unit; torch then fails to accumulate."""
+
+    def train(batch, accumulation):
+        output = tmp_path / f"run{batch}"
+        values = SETTINGS | {
+            "model_name_or_path": tiny_model("llama"), "dataset_name": text_file, "output_dir": output, "bf16": True,
+            "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "export": False,
+        }  # fmt: skip
+        argv = write_recipe(tmp_path / "recipe.yaml", values | (LORA if is_lora else {}))
+        run_ranks(run_recipe, 2, argv, environment=fsdp_environment(FSDP2, precision="bf16"))
+        return read_losses(output)
+
+    assert train(1, 2) == pytest.approx(train(2, 1), rel=0.01)
 
 
 def _error_of(argv):

@@ -18,15 +18,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_fsdp_recipes import patches
 from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.loading.load_model import build_on_meta, take_quantizer
 from hf_fsdp_recipes.metrics.flops import find_model_flops
-from hf_fsdp_recipes.tools.plan.counter import ACTIVATIONS, GRADIENTS, MemoryCounter
+from hf_fsdp_recipes.tools.plan.counter import MemoryCounter
 from hf_fsdp_recipes.tools.plan.job import Job
+from hf_fsdp_recipes.training.adjustments import gather_units_once
 from hf_fsdp_recipes.training.sharded_optimizer import optimizer_name
 
 if TYPE_CHECKING:
@@ -145,6 +145,7 @@ def _shard(model: Any, mesh: Any, job: Job) -> Any:
     model.__dict__[patches.LOADER] = job  # SIZE_BASED_WRAP works for models of load_model only
     plugin.set_auto_wrap_policy(model)
     model = fsdp2_apply_ac(accelerator, model) if plugin.activation_checkpointing else model
+    gather_units_once(model)
     return fsdp2_prepare_model(accelerator, model)
 
 
@@ -155,31 +156,14 @@ def _run(model: Any, job: Job) -> dict[str, int]:
     rows = rows.view(1, -1) if job.is_joined else rows
     inputs = {"input_ids": rows, "labels": rows, "position_ids" if job.is_joined else "attention_mask": rows}
     weights = [] if job.is_offloaded else [getattr(one, "_local_tensor", one) for one in model.parameters()]
+    options = training.accelerator_config.gradient_accumulation_kwargs or {}
     with MemoryCounter([*weights, *model.buffers()], job.is_offloaded) as counter:
-        if training.gradient_accumulation_steps > 1:
-            counter.kind = GRADIENTS
-            _leave_gradients(model, training.accelerator_config.gradient_accumulation_kwargs or {})
-        counter.kind = ACTIVATIONS
-        with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
-            loss = -model(**inputs, fused_lm_head=True).log_probs.sum()  # keeps no outputs, like Trainer
-        loss.backward()
+        for is_last in (False, True)[training.gradient_accumulation_steps == 1 :]:
+            model.set_requires_gradient_sync(is_last or options.get("sync_each_batch", False))
+            with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
+                loss = -model(**inputs, fused_lm_head=True).log_probs.sum()  # keeps no outputs, like Trainer
+            loss.backward()
     return _add_optimizer(model, counter, job)
-
-
-def _leave_gradients(model: Any, options: dict[str, Any]) -> None:
-    """Let FSDP2 keep the gradients of an earlier micro-batch, as after the backward pass of that micro-batch."""
-    root = model._get_fsdp_state()
-    root._lazy_init()
-    model.set_requires_gradient_sync(options.get("sync_each_batch", False))
-    for module in reversed([one for one in model.modules() if isinstance(one, FSDPModule)]):
-        module.unshard()
-        if group := module._get_fsdp_state()._fsdp_param_group:
-            for parameter in group.fsdp_params:
-                if parameter.sharded_param.requires_grad:
-                    parameter._unsharded_param.grad = torch.empty_like(parameter._unsharded_param)
-            group.post_backward()
-    root._root_post_backward_final_callback()
-    model.set_requires_gradient_sync(True)
 
 
 def _add_optimizer(model: Any, counter: MemoryCounter, job: Job) -> dict[str, int]:
