@@ -1,4 +1,4 @@
-"""Every shipped recipe trains and exports in small, under the template that its first line names."""
+"""Every shipped recipe trains and exports in small, with the template and the precision of its own command."""
 
 import pytest
 
@@ -7,23 +7,19 @@ from tests.ranks.harness import read_losses, run_ranks, template_environment
 from tests.recipes import small
 from tests.recipes.launching import run_recipe
 
-FAST = ("llama2_70b_size_wrap",)
-RECIPES = [
-    pytest.param(file, id=file.stem, marks=() if file.stem in FAST else pytest.mark.slow)
-    for file in shipped_files("recipe")
-]
 
-
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", shipped_files("recipe"), ids=lambda file: file.stem)
 def test_recipe_trains_and_exports_in_small(recipe, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    assert f"--config {recipe.stem}" in recipe.read_text().splitlines()[0]
-    compiler = (
-        ["--torch_compile_backend", "eager"] if "gaudi" in recipe.stem else []
-    )  # there is no Gaudi to compile for
-    arguments = small.small_arguments(recipe, tmp_path, "--max_steps", "3", *compiler)
+    words = small.command_of(recipe)
+    assert words[words.index("--config") + 1] == recipe.stem
+    precision = "no" if "cpu" in words or "--mixed_precision" in words else "bf16"
+    fields = ["--max_steps", "3", "--gradient_accumulation_steps", "2", "--bf16", str(precision == "bf16")]
+    fields += ["--torch_compile_backend", "eager"] if "gaudi" in recipe.stem else []  # no Gaudi to compile for
+    arguments = small.small_arguments(recipe, tmp_path, *fields)
     environment = template_environment(small.template_of(recipe, tmp_path))
+    environment |= {"ACCELERATE_MIXED_PRECISION": precision}
     run_ranks(run_recipe, 2, arguments, environment=environment, timeout_seconds=200)
     assert len(read_losses(tmp_path / "run")) == 3
     for export in (tmp_path / "run").glob("export*"):
