@@ -116,7 +116,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._kept_best = _best(state)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Start to tell the other ranks about a signal or a failed save."""
+        """Start the exchange in which the ranks learn whether any of them got a signal or had a failed save."""
         if self._flags is not None and not self._stop_signal:
             self._flags.start(self._has_failed)
 
@@ -170,7 +170,7 @@ class ShardedCheckpointCallback(TrainerCallback):
 
     @property
     def saves_checkpoints(self) -> bool:
-        """Whether a run under FSDP is training, so that `save` replaces Trainer's own method."""
+        """Whether `save` is used in place of `Trainer._save_checkpoint`: true while a run under FSDP trains."""
         return self._writer is not None
 
     @property

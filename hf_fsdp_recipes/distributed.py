@@ -25,7 +25,7 @@ _groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # {default group: gloo
 
 
 def is_distributed() -> bool:
-    """Return whether the ranks are connected."""
+    """Return whether the process group has been initialized."""
     return dist.is_available() and dist.is_initialized()
 
 

@@ -214,7 +214,7 @@ def is_fsdp_requested() -> bool:
 def are_cpu_ranks_requested() -> bool:
     """Return whether the launcher asks for FSDP on CPU ranks, or for FSDP on a machine without an accelerator.
 
-    `accelerate launch` passes on `use_cpu: true` only for configs without FSDP, so a missing flag says nothing.
+    `accelerate launch` passes on `use_cpu: true` only for configs without FSDP, so the flag may be missing on CPU ranks.
     """
     flag = os.environ.get("ACCELERATE_USE_CPU")
     return is_fsdp_requested() and (not torch.accelerator.is_available() if flag is None else is_true(flag))

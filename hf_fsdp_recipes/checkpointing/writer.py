@@ -141,7 +141,7 @@ class Writer:
         return {f"{folder}/{name}": facts for name, facts in writer.files.items()}
 
     def _hash_small_files(self, directory: Path) -> dict[str, FileFacts]:
-        """Flush and hash Trainer's files: rank 0 all files that it sees, every other rank its random state."""
+        """Flush and hash Trainer's files: rank 0 hashes every file it sees, and each other rank its own random state."""
         own = f"rng_state_{distributed.rank()}.pth"
         found = list(directory.iterdir()) if distributed.is_main() else [directory / own]
         return {path.name: read_facts(path, sync=True) for path in found if path.is_file()}

@@ -47,7 +47,7 @@ def plan_merge_into_files(
     base: Path,
     dtype: torch.dtype | None,
 ) -> Plan:
-    """Return a plan that merges an adapter into the base model's files in `base`. All tensors keep their names in the files."""
+    """Return a plan that merges an adapter into tensors read from the files in `base`, which stay as they are. Names are kept."""
     check_unchanged_base(adapted.active_peft_config)
     checkpoint = Checkpoint(base)
     files, stored = from_files(checkpoint), checkpoint.match(model)

@@ -83,7 +83,7 @@ def plan_in_file_format(
 
 
 def _convert(steps: list[Step], model: "PreTrainedModel", expected: Tensors) -> Step | None:
-    """Join steps into one step whose outputs are in the files' format; return None if they alone cannot give such outputs."""
+    """Join steps into one whose outputs are in the files' format; return None if that needs tensors of other steps."""
 
     def compute(tensors: Tensors) -> Tensors:
         computed = {name: value for step in steps for name, value in step.compute(tensors).items()}

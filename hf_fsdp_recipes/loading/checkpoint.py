@@ -26,7 +26,7 @@ NUM_NAMED = 3  # names that a message lists at most
 
 @dataclass(frozen=True)
 class Entry:
-    """What is read at once: one tensor of the checkpoint, tensors that transformers converts together, or a new weight."""
+    """One unit of reading: a tensor of the checkpoint, tensors that transformers converts together, or a new weight."""
 
     names: tuple[str, ...]  # the model's names of the weights that the entry becomes
     keys: tuple[str, ...]  # the checkpoint's tensors; none for a new weight

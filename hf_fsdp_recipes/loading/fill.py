@@ -134,7 +134,7 @@ class Reader:
         return self.targets[name][0].dtype if is_changed else entry.dtype
 
     def read(self, entry: Entry) -> Weights:
-        """Return the weights of an entry that the model has, on the device."""
+        """Return, on the device, those of an entry's weights that are in the model."""
         try:
             if self.error is None:
                 return self._read(entry)

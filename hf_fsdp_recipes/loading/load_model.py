@@ -31,13 +31,14 @@ def load_model(
     auto_class: Any = None,
     **kwargs: Any,
 ) -> "PreTrainedModel":
-    """Return a pretrained model that takes no memory until it is sharded, and then only its shard on each rank.
+    """Return a pretrained model whose weights take no memory until it is sharded; then each rank holds only its shard.
 
     The weights are read when Accelerate shards the model with FSDP2, in `trainer.train` or `accelerator.prepare`. Until then,
     adapters can be added, but the model can neither run nor be saved. The values equal those of `from_pretrained`. Without FSDP,
     this function only calls `from_pretrained`.
 
-    Collective, with equal arguments on every rank. A rank takes memory for its shard and the weights in flight; rank 0 maps files.
+    Collective, with equal arguments on every rank. A rank needs memory only for its shard and for the weights in transfer; ranks
+    that read weight files map them into memory.
 
     Args:
         name_or_path: a directory or a Hub id. With `rank0`, only rank 0 needs to see the directory.
@@ -127,7 +128,7 @@ def find_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
 
 
 def read_config(directory: Path, kwargs: dict[str, Any]) -> tuple["PreTrainedConfig", dict[str, Any]]:
-    """Return the config with the fields that `kwargs` override, and the rest of `kwargs`."""
+    """Override fields of the config with `kwargs`; return the config and the remaining `kwargs`."""
     from transformers import AutoConfig, PreTrainedConfig
 
     rest = {name: value for name, value in kwargs.items() if name not in (*HUB_ARGUMENTS, "subfolder")}

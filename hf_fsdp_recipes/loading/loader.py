@@ -1,4 +1,4 @@
-"""Shards and fills a model from `load_model`, and keeps it from being used before that."""
+"""Shards a model from `load_model` and fills it with its weights. Until then, using the model raises an error."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any

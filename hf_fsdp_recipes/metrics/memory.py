@@ -18,7 +18,7 @@ def host_bytes() -> int:
 
 
 def pop_device_bytes(device: torch.device) -> dict[str, int]:
-    """Return the bytes allocated now (between steps: the valley), and the peaks since the last call.
+    """Return the bytes allocated now, which are lowest between steps (the "valley"), and the peaks since the last call.
 
     Zeros if the device does not count them, as on CPU ranks.
     """

@@ -65,7 +65,7 @@ def rehearse(
 
 
 def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> list[str]:
-    """Write model/ and rows.jsonl: a tiny model, the recipe's tokenizer and first rows; return the arguments of recipes/sft.py.
+    """Write a tiny model and the recipe's tokenizer to model/, and its first rows to rows.jsonl; return arguments for sft.py.
 
     `fields` are arguments that override the recipe's. Raises a RecipeError if SFT lacks a field, or if something cannot be read.
     """

@@ -65,7 +65,7 @@ class PackingCheck(TrainerCallback):
 
     @torch.no_grad()
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compare the outputs of one row after two different rows. Collective, because the model is sharded."""
+        """Pack the same row behind two different rows in turn, and compare its two outputs. Collective."""
         model = kwargs["model"].eval()
         last = torch.arange(LENGTH).tolist()
         outputs = []

@@ -1,4 +1,4 @@
-"""Reads what `hf-fsdp sft` would run: the recipe, and the environment that Accelerate's launcher gives to each rank."""
+"""Reads what `hf-fsdp sft` would run with: the recipe's arguments, and the variables that Accelerate's launcher sets on ranks."""
 
 import os
 from collections.abc import Sequence
