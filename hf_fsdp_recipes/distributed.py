@@ -3,6 +3,7 @@
 Objects are sent over a separate gloo group, never through an accelerator, where they would wait for queued kernels.
 """
 
+import atexit
 import contextlib
 import os
 import sys
@@ -19,6 +20,7 @@ T = TypeVar("T")
 
 # A rank may wait this long for another one that downloads a model or writes to slow storage. A rank that dies ends the wait.
 PATIENCE = timedelta(days=1)
+EXIT_PAUSE_SECONDS = 0.2
 EXIT_SECONDS = 3.0  # within this time after one rank has exited, the launcher ends the others
 
 _groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # {default group: gloo group of all ranks}
@@ -56,6 +58,8 @@ def host_group() -> dist.ProcessGroup:
     if default not in _groups:
         _groups.clear()
         _groups[default] = new_group()
+        # Gloo's threads may still hold Python objects. A thread that asks for the GIL while Python (before 3.14) exits aborts it.
+        atexit.register(time.sleep, EXIT_PAUSE_SECONDS)
     return _groups[default]
 
 

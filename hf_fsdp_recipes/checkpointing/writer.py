@@ -68,15 +68,11 @@ class Writer:
     def start(self, save: Save, asynchronous: bool) -> None:
         """Start a save. With `asynchronous`, the state must not change before `wait_until_staged` returns."""
         parts, save.parts = save.parts, {}
-        if asynchronous:
-            stream = None if self._device.type == "cpu" else torch.Stream(self._device)
-            if stream is not None:
-                stream.wait_stream(torch.accelerator.current_stream(self._device))
-            self._staged = {folder: self._staging.submit(self._stage, part, stream) for folder, part in parts.items()}
-        else:
-            self._staged = {folder: Future() for folder in parts}
-            for folder, part in parts.items():
-                self._staged[folder].set_result(part)
+        stream = None if self._device.type == "cpu" else torch.Stream(self._device)
+        if stream is not None:
+            stream.wait_stream(torch.accelerator.current_stream(self._device))
+        stage = self._stage if asynchronous else lambda part, _: part
+        self._staged = {folder: self._staging.submit(stage, part, stream) for folder, part in parts.items()}
         self._written = self._writing.submit(self._write, save, self._staged)
 
     def wait_until_staged(self) -> None:
