@@ -1,4 +1,4 @@
-"""Copies the sharded state of a run to host memory and writes it, part by part, in two threads, while training continues.
+"""Copies the sharded state of a run to host memory and writes it, both in threads, while training continues.
 
 One save is in flight at a time. The ranks agree on its outcome, so every rank sees the same error or none.
 """
@@ -62,7 +62,7 @@ class Writer:
         self._stager = StateDictStager(pin_memory=device.type == "cuda", share_memory=False)
         self._staging = ThreadPoolExecutor(1, "checkpoint-staging")
         self._writing = ThreadPoolExecutor(1, "checkpoint-writing")
-        self._staged: dict[str, Future[State]] = {}  # by folder
+        self._staged: Future[dict[str, State]] | None = None
         self._written: Future[None] | None = None
 
     def start(self, save: Save, asynchronous: bool) -> None:
@@ -71,13 +71,14 @@ class Writer:
         stream = None if self._device.type == "cpu" else torch.Stream(self._device)
         if stream is not None:
             stream.wait_stream(torch.accelerator.current_stream(self._device))
-        stage = self._stage if asynchronous else lambda part, _: part
-        self._staged = {folder: self._staging.submit(stage, part, stream) for folder, part in parts.items()}
+        stage = self._stage if asynchronous else lambda parts, _: parts
+        self._staged = self._staging.submit(stage, parts, stream)
         self._written = self._writing.submit(self._write, save, self._staged)
 
     def wait_until_staged(self) -> None:
         """Wait for the copy to host memory. After this, training may change the state. Not a collective."""
-        wait(self._staged.values())
+        if self._staged is not None:
+            wait([self._staged])
 
     @property
     def has_failed(self) -> bool:
@@ -86,7 +87,7 @@ class Writer:
 
     def wait(self) -> str | None:
         """Wait for the save in flight and return its error, once; None if it has succeeded or there is no save. Collective."""
-        written, self._written, self._staged = self._written, None, {}
+        written, self._written, self._staged = self._written, None, None
         error = None if written is None else written.exception()
         return None if error is None else describe(error)
 
@@ -96,21 +97,19 @@ class Writer:
         self._staging.shutdown()
         self._stager.close()
 
-    def _stage(self, part: State, stream: torch.Stream | None) -> State:
+    def _stage(self, parts: dict[str, State], stream: torch.Stream | None) -> dict[str, State]:
         with stream or contextlib.nullcontext():  # also makes the stream's device current in this thread
-            return self._stager.stage(dict(part))
+            return self._stager.stage(parts)
 
-    def _write(self, save: Save, staged: "dict[str, Future[State]]") -> None:
+    def _write(self, save: Save, staged: "Future[dict[str, State]]") -> None:
         try:
             with distributed.agreed(self._group):
                 if save.error is not None:
                     raise save.error
-            files: dict[str, FileFacts] = {}
-            for folder, future in staged.items():  # while one part is written, the next one is copied
-                with distributed.agreed(self._group):
-                    part = future.result()
-                    check_finite(part.get("model", {}))
-                files |= self._write_part(save.written, folder, part)
+                parts = staged.result()
+                for state in parts.values():
+                    check_finite(state.get("model", {}))
+            files = self._write_parts(save, parts)
             with distributed.agreed(self._group):
                 files |= self._hash_small_files(save.written)
             gathered = distributed.gather(files, self._group)
@@ -125,16 +124,19 @@ class Writer:
         if distributed.is_main():
             self._directory.prune(save.final.parent, save.keep, save.protected)
 
-    def _write_part(self, written: Path, folder: str, part: State) -> dict[str, FileFacts]:
-        """Write one part of the sharded state; return this rank's files. DCP raises the same error on every rank."""
-        writer = HashingWriter(written / folder)
-        try:
-            with config.patch("save.compute_crc32", False):  # the manifest's hashes replace it
-                dcp.save(dict(part), storage_writer=writer, planner=_Planner(folder), process_group=self._group)
-        except dcp.CheckpointException as error:  # not an Exception
-            first = next(iter(error.failures.values()), (error, None))[0]
-            raise CheckpointError(describe(first)) from error
-        return {f"{folder}/{name}": facts for name, facts in writer.files.items()}
+    def _write_parts(self, save: Save, parts: dict[str, State]) -> dict[str, FileFacts]:
+        """Write the sharded state; return this rank's files. DCP raises the same error on every rank."""
+        files: dict[str, FileFacts] = {}
+        for folder, state in parts.items():
+            writer = HashingWriter(save.written / folder)
+            try:
+                with config.patch("save.compute_crc32", False):  # the manifest's hashes replace it
+                    dcp.save(dict(state), storage_writer=writer, planner=_Planner(folder), process_group=self._group)
+            except dcp.CheckpointException as error:  # not an Exception
+                first = next(iter(error.failures.values()), (error, None))[0]
+                raise CheckpointError(describe(first)) from error
+            files |= {f"{folder}/{name}": facts for name, facts in writer.files.items()}
+        return files
 
     def _hash_small_files(self, directory: Path) -> dict[str, FileFacts]:
         """Flush and hash Trainer's files: rank 0 hashes every file it sees, and each other rank its own random state."""
