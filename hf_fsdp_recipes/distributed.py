@@ -20,7 +20,6 @@ T = TypeVar("T")
 
 # A rank may wait this long for another one that downloads a model or writes to slow storage. A rank that dies ends the wait.
 PATIENCE = timedelta(days=1)
-EXIT_PAUSE_SECONDS = 0.2
 EXIT_SECONDS = 3.0  # within this time after one rank has exited, the launcher ends the others
 
 _groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # {default group: gloo group of all ranks}
@@ -59,7 +58,7 @@ def host_group() -> dist.ProcessGroup:
         _groups.clear()
         _groups[default] = new_group()
         # Gloo's threads may still hold Python objects. A thread that asks for the GIL while Python (before 3.14) exits aborts it.
-        atexit.register(time.sleep, EXIT_PAUSE_SECONDS)
+        atexit.register(time.sleep, 0.2)
     return _groups[default]
 
 

@@ -37,8 +37,7 @@ def load_model(
     adapters can be added, but the model can neither run nor be saved. The values equal those of `from_pretrained`. Without FSDP,
     this function only calls `from_pretrained`.
 
-    Collective, with equal arguments on every rank. A rank needs memory only for its shard and for the weights in transfer; ranks
-    that read weight files map them into memory.
+    Collective, with equal arguments on every rank. A rank needs memory only for its shard and for the weights in transfer.
 
     Args:
         name_or_path: a directory or a Hub id. With `rank0`, only rank 0 needs to see the directory.
