@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ["torch", "accelerate", "transformers", "trl", "peft", "huggingface_hub", "datasets", "bitsandbytes"]
-TESTS = ["tests/loading", "tests/checkpointing", "tests/export", "tests/patches"]
+TESTS = ["loading", "checkpointing", "export", "patches", "training/test_adjustments_ranks.py"]
 # Tests of what upstream itself cannot do in an environment's versions, for pytest's -k. docs/upstream.md says what.
 CPU_RANKS_WITHOUT_FSDP = "test_without_fsdp_trainer_saves_and_the_callback_exports"
 UNSUPPORTED = {
@@ -34,7 +34,8 @@ def run_tests(name: str) -> tuple[list[str], str, int]:
     versions = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     print(f"{python}: {', '.join(map(' '.join, zip(['python', *PACKAGES], versions, strict=True)))}", flush=True)
     chosen = ["-m", "not slow", *(["-k", f"not ({UNSUPPORTED[name]})"] if name in UNSUPPORTED else ())]
-    command = [python, "-m", "pytest", "-q", "--timeout=900", "-p", "no:cacheprovider", *chosen, *TESTS]
+    command = [python, "-m", "pytest", "-q", "--timeout=900", "-p", "no:cacheprovider", *chosen]
+    command += [f"tests/{part}" for part in TESTS]
     last = ""
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():
