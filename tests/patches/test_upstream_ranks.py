@@ -29,9 +29,10 @@ def _reproduce(name):
         ("wrap_by_size", fsdp_environment(FSDP2 | BY_SIZE), "forward"),
         ("save_checkpoint", {}, "trainer_state.json"),
         ("cpu_ranks", fsdp_environment(FSDP2), "trains as DistributedType.MULTI_CPU"),
+        ("accumulate", {}, "_unsharded_param"),
     ],
 )
-def test_the_reason_for_a_patch_still_exists(name, environment, error):
+def test_the_reason_for_a_patch_or_a_workaround_still_exists(name, environment, error):
     num_ranks = 1 if name == "save_checkpoint" else 2
     for _, text in run_ranks(_reproduce, num_ranks, name, environment=environment, expect_failure=True):
         assert error in text
