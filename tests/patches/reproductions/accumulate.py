@@ -11,9 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-model = torch.nn.ModuleDict({"used": torch.nn.Linear(8, 8), "unused": torch.nn.Linear(8, 8)})
-model.forward = lambda rows: model["used"](rows)
-for unit in [*model.values(), model]:
-    fully_shard(unit, mesh=mesh, mp_policy=policy)
+model = torch.nn.Linear(8, 8)
+model.unused = torch.nn.Linear(8, 8)
+fully_shard(model.unused, mesh=mesh, mp_policy=policy)
+fully_shard(model, mesh=mesh, mp_policy=policy)
 model.set_requires_gradient_sync(False)
 model(torch.ones(2, 8)).sum().backward()
