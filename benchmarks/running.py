@@ -81,8 +81,5 @@ def write_section(title: str, lines: Sequence[str]) -> None:
     text = RESULTS.read_text() if RESULTS.is_file() else "# Measured\n"
     section = f"## {title}\n\n" + "\n".join(lines) + "\n"
     pattern = rf"## {re.escape(title)}\n.*?(?=\n## |\Z)"
-    if re.search(pattern, text, flags=re.DOTALL):
-        text = re.sub(pattern, lambda _: section, text, flags=re.DOTALL)
-    else:
-        text = text.rstrip("\n") + "\n\n" + section
-    RESULTS.write_text(text)
+    replaced, count = re.subn(pattern, lambda _: section, text, flags=re.DOTALL)
+    RESULTS.write_text(replaced if count else text.rstrip("\n") + "\n\n" + section)

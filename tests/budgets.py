@@ -1,6 +1,6 @@
 """Prints how long the parts of this project are, and fails where one is longer than its limit. `make lint` runs it.
 
-The limits of the package, tools and benchmarks are still above the design's (5,500, 1,300 and 1,500 lines) and may only fall.
+The limits of the package and the tools are still above the design's (5,500 and 1,300 lines) and may only fall.
 """
 
 import ast
@@ -30,15 +30,15 @@ def longest_function(files: list[Path]) -> int:
 def main() -> int:
     package, docs = python_files(PACKAGE), [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     rows = [
-        ("hf_fsdp_recipes", num_lines(package), 6109),
+        ("hf_fsdp_recipes", num_lines(package), 5968),
         ("  core: loading to errors", num_lines(python_files(*(PACKAGE / name for name in CORE))), 3200),
-        ("  tools", num_lines(python_files(PACKAGE / "tools")), 1652),
+        ("  tools", num_lines(python_files(PACKAGE / "tools")), 1516),
         ("replaced functions", len(re.findall(r"^\w+ = Patch\(", (PACKAGE / "patches.py").read_text(), re.M)), 4),
         ("longest module", max(num_lines([file]) for file in package), 300),
         ("longest function", longest_function(package), 50),
         ("recipes/sft.py", num_lines([ROOT / "recipes" / "sft.py"]), 170),
         ("tests", num_lines(python_files(ROOT / "tests")), 8000),
-        ("benchmarks", num_lines(python_files(ROOT / "benchmarks")), 1606),
+        ("benchmarks", num_lines(python_files(ROOT / "benchmarks")), 1500),
         ("docs and README", num_lines(docs), 2200),
         ("README.md", num_lines([ROOT / "README.md"]), 120),
     ]
