@@ -45,7 +45,7 @@ def sft(
 def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
     """Run a script on all ranks, and return when all of them have succeeded. The arguments are as in `parse_launch`."""
     from accelerate.commands.launch import launch_command
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import ChildFailedError, SignalException
 
     from hf_fsdp_recipes.patches import HIDDEN_DEVICES
 
@@ -54,7 +54,7 @@ def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
         os.environ.update(CPU_ENVIRONMENT | os.environ | dict.fromkeys(HIDDEN_DEVICES, ""))
     try:
         launch_command(parse_launch(script, template, arguments))
-    except ChildFailedError:  # the ranks have printed why; torch has logged which rank failed first
+    except (ChildFailedError, SignalException):  # the ranks have printed why; torch has logged which rank failed first
         sys.exit(1)
 
 
