@@ -22,7 +22,9 @@ def opt(tmp_path):
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     }
-    OPTForCausalLM(OPTConfig(**sizes, vocab_size=307, max_position_embeddings=128)).save_pretrained(tmp_path / "opt")
+    OPTForCausalLM(
+        OPTConfig(**sizes, vocab_size=307, max_position_embeddings=128, tie_word_embeddings=False)
+    ).save_pretrained(tmp_path / "opt")
     make_tokenizer(tmp_path / "opt")
     return tmp_path / "opt"
 
