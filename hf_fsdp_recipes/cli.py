@@ -71,8 +71,15 @@ def export(
     """Convert a checkpoint to a directory that `from_pretrained` and vLLM load, without a GPU, one tensor at a time."""
     from hf_fsdp_recipes.export.export import export_checkpoint
 
-    options: dict[str, Any] = {"base_model": base_model, "dtype": dtype, "merge_adapter": merge_adapter}
-    print(f"exported: {export_checkpoint(checkpoint, output, max_shard_size=max_shard_size, **options)}")
+    written = export_checkpoint(
+        checkpoint,
+        output,
+        base_model=base_model,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        merge_adapter=merge_adapter,
+    )
+    print(f"exported: {written}")
 
 
 app.command()(generate)

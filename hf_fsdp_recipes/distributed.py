@@ -3,7 +3,6 @@
 Objects are sent over a separate gloo group, never through an accelerator, where they would wait for queued kernels.
 """
 
-import atexit
 import contextlib
 import os
 import sys
@@ -57,8 +56,6 @@ def host_group() -> dist.ProcessGroup:
     if default not in _groups:
         _groups.clear()
         _groups[default] = new_group()
-        # Gloo's threads may still hold Python objects. A thread that asks for the GIL while Python (before 3.14) exits aborts it.
-        atexit.register(time.sleep, 0.2)
     return _groups[default]
 
 

@@ -35,12 +35,8 @@ def _check_recipe(arguments: "Arguments") -> list[tuple[bool, str]]:
     """Return (whether something is wrong, what to say about it) for each check."""
     model, recipe, script, mixture = arguments.model, arguments.recipe, arguments.script, arguments.mixture
     training, percentage = arguments.training, recipe.validation_split_percentage
-    steps, epochs, rate, length = (
-        training.max_steps,
-        training.num_train_epochs,
-        training.learning_rate,
-        training.max_length,
-    )
+    steps, epochs = training.max_steps, training.num_train_epochs
+    rate, length = training.learning_rate, training.max_length
     accumulated = training.gradient_accumulation_steps
     is_misplaced = script.dataset_streaming if mixture.datasets else mixture.streaming
     defaults = {name: type(model).__dataclass_fields__[name].default for name in LORA_FIELDS}

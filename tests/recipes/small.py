@@ -28,7 +28,7 @@ def command_of(recipe: Path) -> list[str]:
 
 
 def template_of(recipe: Path, directory: Path, name: str | None = None) -> Path:
-    """Write a template, by default the one that a recipe's first line names, for CPU ranks; return the file."""
+    """Write a template, by default the one in the recipe's command, for CPU ranks; return the file."""
     name = name or command_of(recipe)[command_of(recipe).index("--accelerate_config") + 1]
     return write_template(ROOT / "accelerate_configs" / f"{name}.yaml", directory, None)
 

@@ -13,6 +13,7 @@ from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.tools.files import shipped_files
 from hf_fsdp_recipes.tools.plan.job import read_job
 from hf_fsdp_recipes.tools.plan.step import measure_step
+from tests.recipes.small import command_of
 
 LAYERS, HIDDEN, INNER, VOCABULARY = 2, 256, 512, 4096
 SIZES = {
@@ -174,9 +175,8 @@ def test_job_that_cannot_be_planned_is_refused(model, arguments, words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", shipped_files("recipe"), ids=lambda file: file.stem)
-def test_shipped_recipe_fits_as_its_first_line_says(recipe):
-    command = re.search(r"^# +hf-fsdp sft (.*?)$(?:\n# +(--.*))?", recipe.read_text(), re.M)
-    options = shlex.split(" ".join(part.rstrip("\\") for part in command.groups() if part))
+def test_shipped_recipe_fits_as_its_comment_says(recipe):
+    options = command_of(recipe)
     has_model = re.search(r"^(model_name_or_path: (?!path/to)|config_name)", recipe.read_text(), re.M)
     small = [] if has_model else ["--model_name_or_path", "HuggingFaceTB/SmolLM2-135M-Instruct"]
     [memory] = re.findall(r"\b(24|192) GB", recipe.read_text().partition("\n\n")[0])[:1] or ["80"]

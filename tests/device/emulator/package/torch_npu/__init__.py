@@ -77,8 +77,8 @@ def _offload_as_with_nccl(dist: Any) -> None:
 
 
 def npu_fusion_attention(*_: Any, **__: Any) -> None:
-    """Do nothing; transformers imports this function if torch_npu is installed."""
-    raise NotImplementedError
+    """Refuse: transformers imports this function if torch_npu is installed, but no test calls it."""
+    raise NotImplementedError("the emulated accelerator has no fused kernels")
 
 
 npu_rotary_mul = npu_rms_norm = npu_fusion_attention
