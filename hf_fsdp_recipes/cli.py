@@ -15,7 +15,7 @@ from hf_fsdp_recipes.tools.plan.command import plan
 from hf_fsdp_recipes.tools.preflight import preflight
 from hf_fsdp_recipes.tools.rehearse import rehearse
 from hf_fsdp_recipes.tools.shipped import copy, make_app, quickstart
-from hf_fsdp_recipes.tools.sweep.command import sweep
+from hf_fsdp_recipes.tools.sweep import sweep
 
 PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}  # fields of a recipe can follow
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import xxhash
 
-from hf_fsdp_recipes.checkpointing.direct_file import sync
 from hf_fsdp_recipes.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -143,6 +142,15 @@ class RunDirectory:
 
     def _is_own(self, checkpoint: Path) -> bool:
         return (read_manifest(checkpoint) or {}).get("run") == self.run
+
+
+def sync(path: Path) -> None:
+    """Flush a file or directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _hash(entries: Mapping[str, Any]) -> str:

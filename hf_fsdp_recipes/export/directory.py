@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.checkpointing.direct_file import sync
+from hf_fsdp_recipes.checkpointing.directory import sync
 
 if TYPE_CHECKING:
     from huggingface_hub import StateDictSplit

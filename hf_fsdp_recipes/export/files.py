@@ -2,14 +2,15 @@
 
 import contextlib
 import json
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
-from hf_fsdp_recipes.checkpointing.direct_file import DirectFile
 from hf_fsdp_recipes.checkpointing.writer import is_finite
 from hf_fsdp_recipes.errors import ExportError, describe
 
@@ -67,7 +68,7 @@ class FileWriter:
     def __init__(self, directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         self._directory, self._files = directory, files
         self._left = {name: file for file, tensors in files.items() for name in tensors}  # tensors not written yet
-        self._open: dict[str, tuple[DirectFile, dict[str, int]]] = {}  # the started files and their positions
+        self._open: dict[str, tuple[BinaryIO, dict[str, int]]] = {}  # the started files and their positions
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._pending: deque[Future[None]] = deque()
         self._error: Exception | None = None
@@ -118,10 +119,12 @@ class FileWriter:
         check_finite(name, tensor)
         if file not in self._open:
             header, positions = make_header(self._files[file])
-            self._open[file] = DirectFile(self._directory / file), positions
-            self._open[file][0].pwrite(header, 0)
+            self._open[file] = (self._directory / file).open("wb"), positions
+            self._open[file][0].write(header)
         started, positions = self._open[file]
-        values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        started.pwrite(values, positions.pop(name))
+        started.seek(positions.pop(name))
+        started.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         if not positions:
+            started.flush()
+            os.fsync(started.fileno())
             self._open.pop(file)[0].close()

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from hf_fsdp_recipes.export.files import FileWriter
 from tests.export.cases import assert_same_tensors, load, shard
 from tests.ranks.harness import run_ranks, start_ranks
 
@@ -52,16 +53,16 @@ def _put_nan(model, value=float("nan")):
 
 
 def _fail_to_write(model, number="1"):
-    write, calls = os.pwrite, []
+    write, calls = FileWriter._write, []
 
     def fail(*arguments):
         calls.append(arguments)
         if len(calls) > 3:
             raise OSError(28, "No space left on device")
-        return write(*arguments)
+        write(*arguments)
 
     if os.environ["RANK"] == number:
-        os.pwrite = fail
+        FileWriter._write = fail
 
 
 @pytest.mark.parametrize(
@@ -94,15 +95,15 @@ def test_a_disk_that_fills_up_leaves_nothing(tiny_model, mount, tmp_path):
 
 def _stall(model):
     """Let the second file wait forever."""
-    write, files = os.pwrite, set()
+    write, files = FileWriter._write, set()
 
-    def stall(descriptor, *arguments):
-        files.add(descriptor)
+    def stall(writer, file, *arguments):
+        files.add(file)
         if len(files) > 1:
             time.sleep(60)
-        return write(descriptor, *arguments)
+        write(writer, file, *arguments)
 
-    os.pwrite = stall
+    FileWriter._write = stall
 
 
 def test_a_killed_export_never_gets_the_name_and_the_next_one_removes_it(tiny_model, tmp_path):

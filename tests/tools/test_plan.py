@@ -146,14 +146,10 @@ def test_plan_says_what_takes_the_memory(model):
     assert sum(sizes) == pytest.approx(float(re.search(r"([\d.]+) GB  in total", result.output)[1]), abs=0.05)
 
 
-def test_options_that_are_proposed_make_it_fit(model):
-    common = ["--accelerate_config", "full_shard", "--model_name_or_path", model, "--gpu_memory", "1.75GB"]
-    common += ["--per_device_train_batch_size", "4", "--max_length", "1024", "--gradient_checkpointing", "false"]
-    result = run(*common)
+def test_run_that_does_not_fit_is_told_what_saves_memory(model):
+    result = run("--accelerate_config", "full_shard", "--model_name_or_path", model, "--gpu_memory", "1GB")
     assert result.exit_code == 1
-    options = shlex.split(result.output.partition("fits with: ")[2])
-    assert options, result.output
-    assert run(*common, *options).exit_code == 0
+    assert "--gradient_checkpointing true" in result.output
 
 
 @pytest.mark.parametrize(

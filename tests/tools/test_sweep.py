@@ -11,9 +11,8 @@ import yaml
 from typer.testing import CliRunner
 
 from hf_fsdp_recipes.errors import ToolError
-from hf_fsdp_recipes.tools import subprocess_runner
+from hf_fsdp_recipes.tools import subprocess_runner, sweep
 from hf_fsdp_recipes.tools.files import find_file
-from hf_fsdp_recipes.tools.sweep import command, results
 
 FULL, GRAD = "full_shard", "shard_grad_op"
 
@@ -23,7 +22,7 @@ def app():
     import typer
 
     app = typer.Typer()
-    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(command.sweep)
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(sweep.sweep)
     return app
 
 
@@ -102,7 +101,7 @@ def test_table_and_plot_have_every_case_also_those_that_failed(app, tmp_path):
     assert f"- {GRAD} on 2: failed: ValueError: no\n" in printed
     assert f"- {GRAD} on 8: failed: 3 of 5 steps; it may still be running\n" in printed
     assert matplotlib.image.imread(tmp_path / "sweep.png").shape[1] > 800
-    memory, *_, mfu = results.draw(sorted(map(results.read_result, tmp_path.glob("*_*ranks")))).axes
+    memory, *_, mfu = sweep.draw(sorted(map(sweep.read_result, tmp_path.glob("*_*ranks")))).axes
     lines = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in memory.get_lines()}
     assert lines == {FULL: [(2, 4.0), (4, 2.0)], GRAD: [(4, 0.1)]}
     assert [mark.get_text() for mark in memory.texts] == [f"OOM: {FULL}"] and mfu.get_title(loc="left") == "MFU"
@@ -123,45 +122,41 @@ LOGS = {
 def test_status_says_why_a_case_failed(log, tmp_path):
     if log:
         write_log(tmp_path / "logs" / "node0", log)
-    assert results.find_status(tmp_path).startswith(LOGS[log])
+    assert sweep.find_status(tmp_path).startswith(LOGS[log])
 
 
 def test_a_stream_has_no_epoch_and_a_run_within_its_warm_up_no_figures(tmp_path):
     write_metrics(tmp_path / f"{FULL}_2ranks", num_steps=1)
     file = tmp_path / f"{FULL}_2ranks" / "metrics.jsonl"
     file.write_text(file.read_text().replace(', "num_rows": 1000', ""))
-    found = results.read_result(file.parent)
+    found = sweep.read_result(file.parent)
     assert (found.epoch_seconds, found.step_seconds) == (None, 2.0)
     write_metrics(file.parent, is_warmup=True)
-    assert results.read_result(file.parent) == results.Result(FULL, 2, "finished")
+    assert sweep.read_result(file.parent) == sweep.Result(FULL, 2, "finished")
 
 
-def test_a_sweep_that_was_killed_at_any_moment_is_collected_and_repeated(app, recipe, tmp_path, monkeypatch):
+def test_a_repeated_case_replaces_what_a_kill_left(app, recipe, tmp_path, monkeypatch):
     launched = []
 
     def run_recipe(template, arguments, log, limit_seconds):
         case = template.parent
         launched.append(case.name)
+        assert not log.exists() and not (case / "metrics.jsonl").exists()
         assert yaml.safe_load(template.read_text())["num_processes"] == int(case.name[-6])
         log.write_text("CUDA out of memory" if case.name[-6] == "1" else "step 5")
         if case.name[-6] != "1":
             write_metrics(case)
         return 0 if case.name[-6] != "1" else 1
 
-    monkeypatch.setattr(command, "run_recipe", run_recipe)
-    sweep = ["--config", recipe, "--accelerate_config", FULL, "--num_processes", 2, "--num_processes", 1]
-    sweep += ["--output_dir", tmp_path / "out", "--steps", 5]
-    invoke(app, *sweep)
+    monkeypatch.setattr(sweep, "run_recipe", run_recipe)
+    arguments = ["--config", recipe, "--accelerate_config", FULL, "--num_processes", 2, "--num_processes", 1]
+    arguments += ["--output_dir", tmp_path / "out", "--steps", 5]
+    invoke(app, *arguments)
     assert launched == [f"{FULL}_1ranks", f"{FULL}_2ranks"]
-    assert "finished (earlier run)" in invoke(app, *sweep) and len(launched) == 2  # both have a result
-    case = tmp_path / "out" / f"{FULL}_2ranks"
-    for name in ("metrics.jsonl", "settings.yaml"):  # as a kill may leave them
-        (case / name).write_text((case / name).read_text()[:40])
+    metrics = tmp_path / "out" / f"{FULL}_2ranks" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:40])
     assert rows(invoke(app, "--collect", "--output_dir", tmp_path / "out"))[1][2] == "failed"
-    invoke(app, *sweep)
-    assert launched[2:] == [f"{FULL}_2ranks"]
-    invoke(app, *sweep, "--max_length", 32)  # other settings: everything is measured again
-    assert launched[3:] == [f"{FULL}_1ranks", f"{FULL}_2ranks"]
+    assert [row[2] for row in rows(invoke(app, *arguments))] == ["OOM", "4.00 GB"]
 
 
 def test_a_sweep_without_cases_is_refused(app, tmp_path):

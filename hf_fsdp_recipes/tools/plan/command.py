@@ -1,9 +1,7 @@
 """`hf-fsdp plan`: says whether a recipe fits, what takes the memory, and what to change if the recipe does not fit."""
 
 import logging
-import shlex
 import warnings
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
@@ -16,8 +14,17 @@ if TYPE_CHECKING:
 
 # Assumed, not measured: the GPU's context with cuBLAS, NCCL's buffers, fragmentation of temporary memory, share of the peak FLOP/s.
 CONTEXT_BYTES, NCCL_BYTES, FRAGMENTATION, MFU = 0.9e9, 0.6e9, 0.03, 0.4
-SYNC = ["--accelerator_config", '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}']
-LORA = ["--use_peft", "true", "--lora_target_modules", "all-linear", "--dtype", "bfloat16"]
+# Options that save memory, from those that cost nothing to those that change what is trained.
+ADVICE = (
+    "--gradient_checkpointing true",
+    """--accelerator_config '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}' if a full fine-tune accumulates""",
+    "--per_device_train_batch_size 1, with more --gradient_accumulation_steps",
+    "--fsdp_reshard_after_forward true",
+    "--optim adamw_8bit",
+    "--fsdp_offload_params true",
+    "more ranks, with --num_processes",
+    "--use_peft --lora_target_modules all-linear --dtype bfloat16, and after that --load_in_4bit true",
+)
 
 
 def plan(
@@ -29,8 +36,8 @@ def plan(
 ) -> None:
     """Will it fit? Predict the memory of one GPU from the model's config alone.
 
-    If the run does not fit, the output lists what to change, and the exit status is 1. The arguments are those of `hf-fsdp sft`:
-    options of `accelerate launch` and fields of the recipe can follow in any order.
+    If the run does not fit, the output lists options that save memory, and the exit status is 1. The arguments are those of
+    `hf-fsdp sft`: options of `accelerate launch` and fields of the recipe can follow in any order.
     """
     from hf_fsdp_recipes.tools.plan.job import read_config, read_job
     from hf_fsdp_recipes.tools.plan.step import measure_step
@@ -48,18 +55,7 @@ def plan(
     if job.on_cpu or needed_bytes(job, memory) <= limit:
         print("" if job.on_cpu else f"fits in {gpu_memory}")
         return
-    print(f"does not fit in {gpu_memory}; with these changes as well, the least intrusive first, it needs:")
-    options: list[str] = []
-    for change in list_changes(job):
-        options += change
-        changed = read_job(config, accelerate_config, [*context.args, *options])
-        needed = needed_bytes(changed, measure_step(model, changed))
-        print(f"{needed / 1e9:9.2f} GB  {shlex.join(change)}", flush=True)
-        if needed <= limit:
-            print(f"fits with: {shlex.join(options)}")
-            break
-    else:
-        print("none of these suffices: use more GPUs or a smaller max_length")
+    print("\n  ".join([f"does not fit in {gpu_memory}. Add one of these options to see whether it helps:", *ADVICE]))
     raise typer.Exit(1)
 
 
@@ -84,28 +80,3 @@ def describe(job: "Job", memory: "StepMemory", gpu_tflops: float) -> list[str]:
         seconds = memory.flops / (MFU * gpu_tflops * 1e12)
         lines.append(f"{seconds:9.2g} s   for a step, if GPUs reach {MFU:.0%} of {gpu_tflops:g} TFLOP/s (assumed)")
     return lines
-
-
-def list_changes(job: "Job") -> Iterator[list[str]]:
-    """Yield changes that save memory as options, from those that cost nothing to those that change what is trained."""
-    training, model = job.arguments.training, job.arguments.model
-    batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
-    if accumulation > 1 and not model.use_peft:
-        yield SYNC
-    if not training.gradient_checkpointing:
-        yield ["--gradient_checkpointing", "true"]
-    while batch % 2 == 0:
-        batch, accumulation = batch // 2, accumulation * 2
-        rows = ["--per_device_train_batch_size", str(batch), "--gradient_accumulation_steps", str(accumulation)]
-        yield rows if model.use_peft else rows + SYNC
-    if job.environment["FSDP_RESHARD_AFTER_FORWARD"].lower() == "false":
-        yield ["--fsdp_reshard_after_forward", "true"]
-    if not model.load_in_4bit:
-        yield ["--optim", "adamw_8bit"]
-    yield ["--fsdp_offload_params", "true"]
-    if job.num_replicas == 1:
-        yield ["--num_processes", str(2 * job.num_ranks)]
-    if not model.use_peft:
-        yield LORA
-    if not model.load_in_4bit:
-        yield [*LORA, "--load_in_4bit", "true"]

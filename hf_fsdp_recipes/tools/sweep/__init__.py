@@ -1,1 +1,0 @@
-"""`hf-fsdp sweep`: one recipe over templates and numbers of ranks."""
