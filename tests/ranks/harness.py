@@ -10,6 +10,7 @@ import functools
 import io
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -83,9 +84,11 @@ def _stack_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+    """Return a port below the range from which the system takes the ports of outgoing connections."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as server:
+            server.bind(("127.0.0.1", random.SystemRandom().randint(20_000, 32_000)))
+            return server.getsockname()[1]
 
 
 def start_ranks(
