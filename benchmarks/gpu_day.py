@@ -79,7 +79,7 @@ class Day:
         words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
         template = self.out / "template.yaml"
         template.write_text(re.sub(r"num_processes: \d+", f"num_processes: {self.num_processes}", TEMPLATE.read_text()))
-        if run_recipe(template, words, self.out / "log.txt", LIMIT_SECONDS, is_done):
+        if run_recipe(template, words, self.out / "log.txt", is_done, LIMIT_SECONDS):
             raise RuntimeError(f"the recipe failed; see {self.out / 'log.txt'}")
 
 

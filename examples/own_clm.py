@@ -3,9 +3,9 @@
     accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_clm.py \
         --model_name_or_path Qwen/Qwen3-8B --train_file my_rows.jsonl --output_dir runs/mine --bf16 --do_train
 
-Rows have a text column. Every argument of `TrainingArguments` is an option. If the run stops, start the same command again:
-it resumes from the latest complete checkpoint. The trained model ends up in `<output_dir>/export`. On a machine without a GPU
-use accelerate_configs/cpu.yaml.
+Each line of `my_rows.jsonl` is a JSON object with the field `text`. Every argument of `TrainingArguments` is an option. If the
+run stops, start the same command again. It resumes from the latest complete checkpoint. The trained model is written to
+`<output_dir>/export`. On a machine without a GPU, use accelerate_configs/cpu.yaml.
 """
 
 import math
@@ -20,7 +20,7 @@ from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint, load_m
 
 @dataclass
 class ScriptArguments:
-    """What to train, and on what."""
+    """The model to train, and the texts to train it on."""
 
     model_name_or_path: str = field(metadata={"help": "Directory or Hub id."})
     train_file: str = field(metadata={"help": "JSON lines file with a text column."})
@@ -30,7 +30,7 @@ class ScriptArguments:
 
 
 def group_texts(rows: dict[str, list[list[int]]], block_size: int) -> dict[str, list[list[int]]]:
-    """Join the tokenized texts and cut them into blocks; drop the incomplete last block of each batch of rows."""
+    """Join the tokenized texts and cut them into blocks. Drop the incomplete last block of each batch of rows."""
     tokens = list(chain.from_iterable(rows["input_ids"]))
     blocks = [tokens[start : start + block_size] for start in range(0, len(tokens) - block_size + 1, block_size)]
     return {"input_ids": blocks, "labels": blocks}
@@ -46,7 +46,7 @@ def main() -> None:
     model = load_model(script.model_name_or_path, dtype=script.dtype)  # instead of from_pretrained
 
     files = {"train": script.train_file, "validation": script.validation_file}
-    with arguments.main_process_first(desc="tokenize"):  # rank 0 tokenizes, the others read its cache
+    with arguments.main_process_first(desc="tokenize"):  # rank 0 tokenizes, and the other ranks read its cache
         rows = load_dataset("json", data_files={split: file for split, file in files.items() if file})
         rows = rows.map(lambda row: tokenizer(row["text"]), batched=True, remove_columns=rows["train"].column_names)
         block_size = {"block_size": script.block_size}
@@ -61,7 +61,7 @@ def main() -> None:
         data_collator=default_data_collator,
         callbacks=[
             ShardedCheckpointCallback(export_dir=f"{arguments.output_dir}/export")
-        ],  # new; instead of save_model
+        ],  # new, instead of save_model
     )
     if arguments.do_train:
         # instead of get_last_checkpoint, which would also return an interrupted save

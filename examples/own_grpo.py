@@ -3,9 +3,9 @@
     accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_grpo.py \
         --model Qwen/Qwen3-8B --data my_rows.jsonl --output_dir runs/mine
 
-Each line of `my_rows.jsonl` has the texts prompt and answer; replace `has_answer` with your reward. If the run stops,
-start the same command again: it resumes from the latest complete checkpoint. The adapter ends up in
-`<output_dir>/export`, the model with it in `export_merged`. Without a GPU, use accelerate_configs/cpu.yaml.
+Each line of `my_rows.jsonl` is a JSON object with the text fields `prompt` and `answer`. Replace `has_answer` with your reward.
+If the run stops, start the same command again. It resumes from the latest complete checkpoint. The adapter is written to
+`<output_dir>/export`, and the merged model to `<output_dir>/export_merged`. Without a GPU, use accelerate_configs/cpu.yaml.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint, load_m
 
 
 def has_answer(completions: list[str], answer: list[str], **columns: list[str]) -> list[float]:
-    """Reward completions that contain the row's answer."""
+    """Return 1 for each completion that contains its row's answer, and 0 for the others."""
     return [float(right in text) for text, right in zip(completions, answer, strict=True)]
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--resume_from_checkpoint", choices=["auto"], help="for launch.slurm; every run resumes anyway")
     options = parser.parse_args()
 
-    model = load_model(options.model, dtype="bfloat16")  # frozen; the adapter is trained in float32
+    model = load_model(options.model, dtype="bfloat16")  # the model is frozen; the adapter is trained in float32
     arguments = GRPOConfig(
         output_dir=options.output_dir,
         per_device_train_batch_size=4,
@@ -58,7 +58,7 @@ def main() -> None:
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
         callbacks=[ShardedCheckpointCallback(export_dir=f"{options.output_dir}/export", merge_adapter=True)],
     )
-    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))  # None: start from step 0
+    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))  # None starts from step 0
 
 
 if __name__ == "__main__":

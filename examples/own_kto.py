@@ -1,11 +1,11 @@
-"""Align a language model with good and bad answers: TRL's `KTOTrainer` with LoRA.
+"""Align a language model with good and bad answers, with TRL's `KTOTrainer` and LoRA.
 
     accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_kto.py \
         --model Qwen/Qwen3-8B --data my_rows.jsonl --output_dir runs/mine
 
-Each line of `my_rows.jsonl` has the texts prompt and completion, and label, true for a good one. If the run stops,
-start the same command again: it resumes from the latest complete checkpoint. The adapter ends up in
-`<output_dir>/export`, the model with it in `export_merged`. Without a GPU, use accelerate_configs/cpu.yaml.
+Each line of `my_rows.jsonl` is a JSON object with the texts `prompt` and `completion` and a boolean `label` (true means good).
+If the run stops, start the same command again. It resumes from the latest complete checkpoint. The adapter is written to
+`<output_dir>/export`, and the merged model to `<output_dir>/export_merged`. Without a GPU, use accelerate_configs/cpu.yaml.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--resume_from_checkpoint", choices=["auto"], help="for launch.slurm; every run resumes anyway")
     options = parser.parse_args()
 
-    model = load_model(options.model, dtype="bfloat16")  # frozen; the adapter is trained in float32
+    model = load_model(options.model, dtype="bfloat16")  # the model is frozen; the adapter is trained in float32
     arguments = KTOConfig(
         output_dir=options.output_dir,
         per_device_train_batch_size=2,
@@ -49,7 +49,7 @@ def main() -> None:
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
         callbacks=[ShardedCheckpointCallback(export_dir=f"{options.output_dir}/export", merge_adapter=True)],
     )
-    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))  # None: start from step 0
+    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))  # None starts from step 0
 
 
 if __name__ == "__main__":

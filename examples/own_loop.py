@@ -3,9 +3,9 @@
     accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_loop.py \
         --model Qwen/Qwen3-8B --data my_rows.jsonl --output_dir runs/mine
 
-`my_rows.jsonl` has one {"text": "..."} per line. If the run stops, start the same command again: it resumes from the
-latest complete checkpoint. The trained model ends up in `<output_dir>/export`, which `from_pretrained` loads.
-On a machine without a GPU use accelerate_configs/cpu.yaml.
+Each line of `my_rows.jsonl` is a JSON object with the text field `text`. If the run stops, start the same command again. It
+resumes from the latest complete checkpoint. The trained model is written to `<output_dir>/export`, from which
+`from_pretrained` loads it. On a machine without a GPU, use accelerate_configs/cpu.yaml.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from hf_fsdp_recipes import export_model, load_model
 
 
 def save(accelerator: Accelerator, output_dir: Path, step: int) -> None:
-    """Save to `step-<step>`, which appears only when all its files are there."""
+    """Save to the directory `step-<step>`, which appears only when all of its files are written."""
     accelerator.save_state(output_dir / "unfinished")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -41,11 +41,11 @@ def main() -> None:
     parser.add_argument("--resume_from_checkpoint", choices=["auto"], help="for launch.slurm; every run resumes anyway")
     options = parser.parse_args()
     set_seed(0)
-    model = load_model(options.model, dtype="float32")  # before the Accelerator; turns on FSDP for CPU ranks
+    model = load_model(options.model, dtype="float32")  # before the Accelerator, because it turns on FSDP for CPU ranks
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    with accelerator.main_process_first():  # rank 0 tokenizes, the others read its cache
+    with accelerator.main_process_first():  # rank 0 tokenizes, and the other ranks read its cache
         rows = load_dataset("json", data_files=options.data, split="train")
         rows = rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=1024), remove_columns=["text"])
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)

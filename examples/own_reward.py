@@ -1,11 +1,11 @@
-"""Train a reward model with TRL's `RewardTrainer`: LoRA, and a new head with one score.
+"""Train a reward model with TRL's `RewardTrainer`, LoRA and a new head that returns one score.
 
     accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_reward.py \
         --model Qwen/Qwen3-8B --data my_rows.jsonl --output_dir runs/mine
 
-Each line of `my_rows.jsonl` has the texts prompt, chosen and rejected. If the run stops, start the same command again:
-it resumes from the latest complete checkpoint. The adapter ends up in `<output_dir>/export`, the classifier in
-`export_merged`. Without a GPU, use accelerate_configs/cpu.yaml.
+Each line of `my_rows.jsonl` is a JSON object with the text fields `prompt`, `chosen` and `rejected`. If the run stops, start
+the same command again. It resumes from the latest complete checkpoint. The adapter is written to `<output_dir>/export`, and the
+reward model with the adapter merged in to `<output_dir>/export_merged`. Without a GPU, use accelerate_configs/cpu.yaml.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main() -> None:
         ),
         callbacks=[ShardedCheckpointCallback(export_dir=f"{options.output_dir}/export", merge_adapter=True)],
     )
-    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))  # None: start from step 0
+    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))  # None starts from step 0
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_trainer.py \
         --model Qwen/Qwen3-8B --data my_rows.jsonl --output_dir runs/mine
 
-`my_rows.jsonl` has one {"text": "..."} per line. If the run stops, start the same command again: it resumes from the
-latest complete checkpoint. The trained model ends up in `<output_dir>/export`, which `from_pretrained` loads.
-On a machine without a GPU use accelerate_configs/cpu.yaml.
+Each line of `my_rows.jsonl` is a JSON object with the text field `text`. If the run stops, start the same command again. It
+resumes from the latest complete checkpoint. The trained model is written to `<output_dir>/export`, from which
+`from_pretrained` loads it. On a machine without a GPU, use accelerate_configs/cpu.yaml.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> None:
     )
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    with arguments.main_process_first():  # rank 0 tokenizes, the others read its cache
+    with arguments.main_process_first():  # rank 0 tokenizes, and the other ranks read its cache
         rows = load_dataset("json", data_files=options.data, split="train")
         rows = rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=1024), remove_columns=["text"])
 

@@ -1,9 +1,9 @@
-"""FSDP and DDP on a toy model, with PyTorch alone: what each rank holds, and that both train alike.
+"""Train a toy model with FSDP or DDP in plain PyTorch, and print what rank 0 holds. Both train alike.
 
     torchrun --nproc-per-node 2 examples/toy_fsdp.py            # FSDP: each rank holds its shard
     torchrun --nproc-per-node 2 examples/toy_fsdp.py --ddp      # DDP: each rank holds everything
 
-Runs on accelerators or, without any, on CPU ranks. On Gaudi, export PT_HPU_LAZY_MODE=0 first. docs/gaudi_fsdp.md shows the output.
+Without accelerators, the ranks run on CPUs. On Gaudi, export PT_HPU_LAZY_MODE=0 first. docs/gaudi_fsdp.md shows the output.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ WIDTH, NUM_LAYERS = 256, 4
 
 
 def main() -> None:
-    """Train with or without sharding."""
+    """Train with FSDP, or with DDP if --ddp is given."""
     device = start()
-    train("--ddp" in sys.argv, device)  # a DDP model that outlives the process group can hang, so it is dropped before
+    train("--ddp" in sys.argv, device)  # frees the model, because a DDP model can hang if it outlives the process group
     dist.destroy_process_group()
 
 
@@ -33,7 +33,7 @@ def train(ddp: bool, device: torch.device) -> None:
         model = DistributedDataParallel(model)
     else:
         for layer in model:
-            fully_shard(layer)  # a unit per layer: gathered before it computes, freed afterwards
+            fully_shard(layer)  # each layer is a unit, which is gathered before it computes and freed afterwards
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -61,7 +61,7 @@ def start() -> torch.device:
 
 
 def report(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-    """Print the mean loss and the bytes that rank 0 holds."""
+    """Print the mean loss of all ranks and the bytes that rank 0 holds."""
     mean = loss.detach() / dist.get_world_size()
     dist.all_reduce(mean)
     held = {"parameters": list(model.parameters()), "gradients": [parameter.grad for parameter in model.parameters()]}
@@ -72,7 +72,7 @@ def report(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 def count_bytes(tensors: list[torch.Tensor]) -> int:
-    """Return the bytes that this rank holds; a sharded tensor counts only with its local shard."""
+    """Return how many bytes this rank holds. Of a sharded tensor, only the local shard counts."""
     return sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors)
 
 

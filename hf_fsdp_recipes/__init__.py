@@ -1,7 +1,7 @@
 """FSDP recipes for Accelerate, Trainer and TRL: load without full copies, save without loss, export at disk speed.
 
-The names below are the public Python interface. They are imported on first use, so that the command line starts without
-torch. An import replaces no function of another package.
+`__all__` lists the public Python interface. Each name is imported on first use, so that the command line starts without
+torch. Importing this package replaces no function of another package.
 """
 
 from importlib import import_module

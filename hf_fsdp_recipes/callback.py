@@ -1,4 +1,4 @@
-"""`ShardedCheckpointCallback`: wires Trainer's events to the parts in checkpointing/ and export/."""
+"""`ShardedCheckpointCallback` connects Trainer's events to the code in checkpointing/ and export/."""
 
 import functools
 import logging
@@ -25,37 +25,37 @@ from hf_fsdp_recipes.loading.load_model import check_fsdp_version
 
 logger = logging.getLogger(__name__)
 
-EXIT_PREEMPTED = 85  # exit status of each rank that stopped on a signal after a complete save
-STATE_KEY = "ShardedCheckpoints"  # where Trainer's state holds the run's id
+EXIT_PREEMPTED = 85  # exit status of each rank when a signal stops the run and the save is complete
+STATE_KEY = "ShardedCheckpoints"  # key of the run's id in `TrainerState.stateful_callbacks`
 
 
 class ShardedCheckpointCallback(TrainerCallback):
-    """Makes each save of a Trainer under FSDP asynchronous, verified and atomic, and exports the model when training ends.
+    """Makes each save of a Trainer under FSDP asynchronous, verified and atomic. Exports the model when training ends.
 
-    Trainer decides when to save. Training continues while a checkpoint is written; only the next optimizer step waits until the
-    state is copied to host memory. The copy has the size of this rank's shard of the model and the optimizer.
-    `checkpoint-<step>` appears only once all its files are on disk. Resume with
-    `trainer.train(resume_from_checkpoint=latest_checkpoint(output_dir))`. A failed save is logged and training continues; the
-    run ends with an error only if its last save fails. Without FSDP, Trainer saves as it does without this callback.
+    Trainer decides when to save. Training continues while a checkpoint is written. Only the next optimizer step waits until
+    the state is copied to host memory. The copy is as large as this rank's shard of the model and of the optimizer state. The
+    directory `checkpoint-<step>` appears only when all of its files are on disk. Resume with
+    `trainer.train(resume_from_checkpoint=latest_checkpoint(output_dir))`. If a save fails, the error is logged and training
+    continues. The run ends with an error only if its last save fails. Without FSDP, Trainer saves as if there were no callback.
 
-    Pass this callback to the trainer on every rank, as the last one: after a signal, later callbacks get no `on_train_end`.
+    Pass this callback to the trainer on every rank, as the last one. After a signal, callbacks behind it get no `on_train_end`.
 
     Args:
-        asynchronous: whether training continues during a save. If not, `on_save` of other callbacks finds the complete
-            checkpoint. With `push_to_hub`, saves are never asynchronous.
-        export_dir: directory to which the trained model, or with LoRA the adapter, is exported in Hugging Face format when
-            training ends. If the directory exists, `<export_dir>-1` or the next free name is used.
-        export_dtype: floating-point dtype of the exported weights, such as "bfloat16"; None keeps the parameters' dtype, which
-            is float32 in a full fine-tune with mixed precision.
-        merge_adapter: also export the base model with the adapter merged in, to `<export_dir>_merged`.
-        signals: whether SIGTERM or SIGUSR1 on any rank, or the death of the launcher, makes all ranks save at the same step and
-            exit with status 85.
+        asynchronous: whether training continues while a checkpoint is written. If False, the checkpoint is complete when the
+            callbacks' `on_save` is called. With `push_to_hub`, saves are never asynchronous.
+        export_dir: directory to which the model is exported in Hugging Face format when training ends. With LoRA, only the
+            adapter is exported. If the directory exists, `<export_dir>-1` or the next free name is used.
+        export_dtype: floating-point dtype of the exported weights, such as "bfloat16". None keeps the dtype of the parameters,
+            which is float32 in full fine-tuning with mixed precision.
+        merge_adapter: whether to also export the base model with the adapter merged in, to `<export_dir>_merged`.
+        signals: whether all ranks save at the same step and exit with status 85 if any rank gets SIGTERM or SIGUSR1, or if the
+            launcher dies.
 
     Raises:
         LoadError: the Accelerate config asks for FSDP1.
-        PatchError: this version of transformers is not supported.
-        CheckpointError: on every rank. When training starts: `output_dir` holds another run. When it ends: the last save failed.
-        ExportError: on every rank: the export cannot be written, or `export_dtype` is unknown.
+        PatchError: the installed version of transformers or Accelerate is not supported.
+        CheckpointError: on every rank. `output_dir` holds another run's checkpoints at the start, or the last save has failed.
+        ExportError: on every rank. The export cannot be written, or `export_dtype` is no floating-point dtype.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._last_error: str | None = None
         self._saved_step = -1
         self._kept_best: tuple[Any, ...] = (None, None, None)  # Trainer's best model among the complete checkpoints
-        self._pending_best: tuple[Any, ...] | None = None  # the best model once the save in flight is complete
+        self._pending_best: tuple[Any, ...] | None = None  # replaces `_kept_best` when the save in flight is complete
         self._stop_signal = 0
         self._save_total_limit: int | None = None
         if patches.is_fsdp_requested():
@@ -87,7 +87,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         patches.apply_for_saving()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Open the output directory for this run, and create the threads that save."""
+        """Install the signal handlers. Under FSDP, open the output directory for this run and create the threads that save."""
         from accelerate import PartialState
         from accelerate.utils import DistributedType
 
@@ -96,15 +96,15 @@ class ShardedCheckpointCallback(TrainerCallback):
         if PartialState().distributed_type == DistributedType.FSDP:
             self._claim_directory(args, state, kwargs["optimizer"])
         group = distributed.new_group() if distributed.is_distributed() else None
-        self._flags = StepFlags(group, self._signals)  # last: until now, SIGTERM ends a rank that waits for others
+        self._flags = StepFlags(group, self._signals)  # created last: before that, SIGTERM ends a waiting rank
         if self.saves_checkpoints and state.max_steps <= state.global_step and (state.epoch or 0) % 1:
             distributed.print_main(f"the run is complete: checkpoint-{state.global_step} has all of its steps")
             self.on_train_end(args, state, **kwargs)
-            sys.exit()  # in the middle of an epoch, Trainer would train one more step
+            sys.exit()  # otherwise Trainer would train one more step of the unfinished epoch
 
     def _claim_directory(self, args: TrainingArguments, state: TrainerState, optimizer: Any) -> None:
         run = state.stateful_callbacks.get(STATE_KEY, {}).get("run")
-        # A second start in the same process, for instance with auto_find_batch_size, continues the first one's run.
+        # If training starts again in this process, for instance with auto_find_batch_size, it continues the same run.
         self._run = run or distributed.from_main(self._run or secrets.token_hex(8))
         state.stateful_callbacks[STATE_KEY] = {"run": self._run}
         directory = RunDirectory(Path(args.output_dir), self._run)
@@ -116,12 +116,12 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._kept_best = _best(state)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Start the exchange in which the ranks learn whether any of them got a signal or had a failed save."""
+        """Start the exchange that tells all ranks whether any rank got a signal and whether a save has failed."""
         if self._flags is not None and not self._stop_signal:
             self._flags.start(self._has_failed)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Report a failed save, and act on a signal."""
+        """If a save has failed, log the error. If any rank got a signal, let Trainer save and stop."""
         if self._flags is None or self._stop_signal:
             return
         self._stop_signal, any_failed = self._flags.finish(self._has_failed)
@@ -135,20 +135,20 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """After a signal, neither evaluate nor save the same step again."""
+        """After a signal, do not evaluate, and do not save the same step a second time."""
         if self._stop_signal:
             control.should_evaluate = False
             control.should_save = self.saves_checkpoints and self._saved_step != state.global_step
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Finish the pending save: after its final log, Trainer loads the best model."""
+        """When Trainer writes its final log, finish the save in flight, because Trainer then loads the best model."""
         if self._writer is not None and "train_runtime" in kwargs.get("logs", {}):
             self._settle(state)
-            # With a limit of 1, Trainer would now delete all other checkpoints, also those of other runs.
+            # With save_total_limit=1, Trainer would now delete all other checkpoints, even those of other runs.
             self._save_total_limit, args.save_total_limit = args.save_total_limit, None
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Export, unless a signal stopped the run. Then raise an error if the last save failed, or exit after a signal."""
+        """Export the model unless a signal stopped the run. Raise an error if the last save failed. After a signal, exit."""
         if self._writer is not None:
             self._settle(state)
             args.save_total_limit = self._save_total_limit
@@ -164,13 +164,14 @@ class ShardedCheckpointCallback(TrainerCallback):
     def _export(self, model: torch.nn.Module, processor: Any) -> None:
         assert self._export_dir is not None
         export = functools.partial(export_model, model, dtype=self._export_dtype, tokenizer=processor)
-        export(self._export_dir)
+        written = [export(self._export_dir)]
         if self._merge_adapter and hasattr(model, "peft_config"):
-            export(self._export_dir.with_name(f"{self._export_dir.name}_merged"), merge_adapter=True)
+            written.append(export(self._export_dir.with_name(f"{self._export_dir.name}_merged"), merge_adapter=True))
+        distributed.print_main(f"exported: {', '.join(map(str, written))}")
 
     @property
     def saves_checkpoints(self) -> bool:
-        """Whether `save` is used in place of `Trainer._save_checkpoint`: true while a run under FSDP trains."""
+        """Whether `save` replaces `Trainer._save_checkpoint`. This is true only while a run under FSDP trains."""
         return self._writer is not None
 
     @property
@@ -199,7 +200,7 @@ class ShardedCheckpointCallback(TrainerCallback):
                 save_by_trainer()
                 if args.should_save:
                     write_description(written, trainer.model, trainer.processing_class)
-                if state.best_model_checkpoint != best_path:  # Trainer has seen the directory that is being written
+                if state.best_model_checkpoint != best_path:  # Trainer has set it to the unfinished directory
                     state.best_model_checkpoint = best_path
                     if args.should_save:
                         state.save_to_json(str(written / TRAINER_STATE_NAME))
@@ -214,7 +215,7 @@ class ShardedCheckpointCallback(TrainerCallback):
                 trainer._push_from_checkpoint(str(final))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Raise an error if Trainer has saved without calling the replaced method."""
+        """Raise a CheckpointError if Trainer has saved without calling `save` of this callback."""
         if self.saves_checkpoints and self._saved_step != state.global_step:
             raise CheckpointError(
                 "Trainer has saved a checkpoint without _save_checkpoint, so neither in the background nor verified. Install a "
@@ -222,7 +223,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             )
 
     def _settle(self, state: TrainerState) -> None:
-        """Wait for the save in flight. If it failed, warn and restore the previous best model in `state`. Collective."""
+        """Wait for the save in flight. If it failed, warn, and undo its change of the best model in `state`. Collective."""
         if self._pending_best is None or self._writer is None:
             return
         error = self._writer.wait()
@@ -236,7 +237,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._last_error, self._pending_best = error, None
 
     def _close(self) -> None:
-        """Undo what `on_train_begin` has done."""
+        """Undo what `on_train_begin` did."""
         if self._flags is not None:
             self._flags.close()
         if self._writer is not None and self._directory is not None:

@@ -1,6 +1,6 @@
-"""Ranks, and errors that every rank raises together. Everything here also works in one process without a process group.
+"""Messages between ranks, and errors that all ranks raise together. Only `new_group` and `host_group` need a process group.
 
-Objects are sent over a separate gloo group, never through an accelerator, where they would wait for queued kernels.
+Objects are sent over a separate gloo group. They never go through an accelerator, where they would wait for queued kernels.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from hf_fsdp_recipes.errors import RecipeError, describe
 
 T = TypeVar("T")
 
-# A rank may wait this long for another one that downloads a model or writes to slow storage. A rank that dies ends the wait.
+# How long a rank waits for another rank that downloads a model or writes to slow storage. The wait ends if a rank dies.
 PATIENCE = timedelta(days=1)
-EXIT_SECONDS = 3.0  # within this time after one rank has exited, the launcher ends the others
+EXIT_SECONDS = 3.0  # the launcher ends the other ranks within this time after one rank has exited
 
-_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # {default group: gloo group of all ranks}
+_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # {default process group: the main thread's gloo group}
 
 
 def is_distributed() -> bool:
@@ -30,12 +30,12 @@ def is_distributed() -> bool:
 
 
 def rank() -> int:
-    """Return the global rank, from the process group or, before it exists, from the launcher."""
+    """Return the global rank. Before the process group is initialized, take the launcher's value."""
     return dist.get_rank() if is_distributed() else int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """Return the number of ranks, from the process group or, before it exists, from the launcher."""
+    """Return the number of ranks. Before the process group is initialized, take the launcher's value."""
     return dist.get_world_size() if is_distributed() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -45,12 +45,12 @@ def is_main() -> bool:
 
 
 def new_group() -> dist.ProcessGroup:
-    """Return a new gloo group of all ranks without a practical timeout, for another thread. Collective."""
+    """Return a new gloo group of all ranks, to be used by another thread. Its timeout is `PATIENCE`. Collective."""
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def host_group() -> dist.ProcessGroup:
-    """Return the main thread's gloo group of all ranks. The first call is collective."""
+    """Return the gloo group of all ranks that only the main thread may use. The first call is collective."""
     default = dist.group.WORLD
     assert default is not None
     if default not in _groups:
@@ -64,7 +64,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
     Args:
         value: anything that can be pickled.
-        group: a gloo group of all ranks; default: `host_group()`, for the main thread only.
+        group: a gloo group of all ranks. The default, `host_group()`, may be used only by the main thread.
     """
     if not is_distributed():
         return [value]
@@ -74,7 +74,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def from_main(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """Return rank 0's value on every rank. Collective; `group` as in `gather`."""
+    """Return rank 0's value on every rank. Collective. `group` is as in `gather`."""
     if not is_distributed():
         return value
     box = [value]
@@ -89,7 +89,7 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     The body must not call collectives. `group` is as in `gather`.
 
     Raises:
-        RecipeError: of the class of the failed rank's error, or a plain RecipeError that names the rank and the class.
+        RecipeError: the failed rank's error. If that is no RecipeError, the message names its class and its rank (unless 0).
     """
     own: Exception | None = None
     try:
@@ -100,7 +100,7 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def raise_agreed(own: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise the error of the first rank that has one, on every rank. Collective; see `agreed`."""
+    """Raise the first failed rank's error on every rank. `own` is this rank's error or None. Collective. See `agreed`."""
     if not is_distributed():
         if own is not None:
             raise own
@@ -113,7 +113,7 @@ def raise_agreed(own: Exception | None, group: dist.ProcessGroup | None = None) 
 
 
 def run_on_main(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Return on every rank what `work()` returns on rank 0, or raise its error on every rank. Collective."""
+    """Call `work()` on rank 0. Return its result, or raise its error, on every rank. Collective."""
     result: list[Any] = [None]
     with agreed(group):
         if is_main():
@@ -129,12 +129,12 @@ def print_main(message: str) -> None:
 
 @contextlib.contextmanager
 def exit_with_message() -> Iterator[None]:
-    """On a RecipeError, print one line on stderr, usually from one rank only, and exit with status 1."""
+    """On a RecipeError, print the error as one line on stderr and exit with status 1. Usually only one rank prints."""
     try:
         yield
     except RecipeError as error:
         if not is_main():
-            time.sleep(EXIT_SECONDS)  # rank 0 usually has the same error, and the launcher ends this rank meanwhile
+            time.sleep(EXIT_SECONDS)  # usually rank 0 prints the same error, exits, and so ends this rank
         # A single write, so that the lines of several ranks do not interleave.
         os.write(sys.stderr.fileno(), f"{type(error).__name__}: {error}\n".encode())
         sys.exit(1)

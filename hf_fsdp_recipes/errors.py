@@ -1,8 +1,8 @@
-"""The exceptions of this package: one class for each part. Each message states the problem, the value and what to do."""
+"""The exceptions of this package, one class for each part. A message states the problem, the value and what to do."""
 
 
 class RecipeError(Exception):
-    """An error that the user can fix. Raised for recipes and their data; base class of all exceptions below."""
+    """An error that the user can fix, for example in a recipe or its data. Base class of all exceptions below."""
 
 
 class PatchError(RecipeError):
@@ -18,14 +18,14 @@ class CheckpointError(RecipeError):
 
 
 class ExportError(RecipeError):
-    """A model could not be exported. Nothing is left behind; the model and its checkpoints are intact."""
+    """A model could not be exported. No files are left behind. The model and its checkpoints are intact."""
 
 
 class ToolError(RecipeError):
-    """A tool of the command line cannot work with its arguments or its files."""
+    """A command-line tool cannot work with its arguments or files."""
 
 
 def describe(error: BaseException) -> str:
-    """Return an error as one line: a RecipeError's message, and any other error with its class."""
+    """Return an error's message on one line. Unless the error is a RecipeError, its class comes first."""
     text = " ".join(str(error).split())
     return text if isinstance(error, RecipeError) else f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -1,8 +1,7 @@
-"""All upstream functions that this package replaces: four. Importing the package replaces none of them.
+"""The four upstream functions that this package replaces. Importing the package replaces none of them.
 
-Each replacement acts only on models of `load_model`, on trainers that hold a `ShardedCheckpointCallback`, or on CPU ranks that
-were launched with FSDP; everything else works as before. When a patch is applied, it checks that its target still has the
-parameters that it relies on.
+A replacement acts only on models from `load_model`, on trainers with a `ShardedCheckpointCallback`, or on CPU ranks launched
+with FSDP. Everything else works as before. Applying a patch checks that the upstream function has the expected parameters.
 """
 
 import functools
@@ -27,25 +26,25 @@ if TYPE_CHECKING:
 
 Function = Callable[..., Any]
 
-LOADER = "_hf_fsdp_loader"  # attribute of a model whose weights are not loaded yet; see loading/loader.py
-MARK = "_hf_fsdp_recipes_original"  # attribute of a replacement: the function that it replaced
+LOADER = "_hf_fsdp_loader"  # attribute that holds the `Loader` of a model until the weights are loaded
+MARK = "_hf_fsdp_recipes_original"  # attribute of a replacement that holds the original function
 
-# Hides the accelerators of a machine from CPU ranks. Each runtime reads its variable when it is first used.
+# Environment variables that hide the machine's accelerators from CPU ranks. A runtime reads its variable on first use.
 HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One function of another package that is replaced."""
+    """An upstream function that this package replaces."""
 
-    module: str  # where the function is looked up, such as `accelerate.accelerator`
-    name: str  # its name there, with the class if it is a method
-    parameters: tuple[str, ...]  # its first parameters
-    tested: str  # tested versions of the package
-    remains: str  # what works without the patch
+    module: str  # module in which callers look up the function, such as `accelerate.accelerator`
+    name: str  # the function's name in this module, or `Class.method`
+    parameters: tuple[str, ...]  # names of the function's first parameters
+    tested: str  # upstream versions with which the patch is tested
+    remains: str  # what still works if the patch cannot be applied
 
     def apply(self, replacement: Function) -> None:
-        """Replace the function by `replacement(original, ...)`. Idempotent.
+        """Replace the function with a call of `replacement(original, ...)`. Idempotent.
 
         Raises:
             PatchError: upstream has moved the function or has changed its parameters.
@@ -84,7 +83,7 @@ class Patch:
 
 
 # Accelerate fills meta parameters only from a full state dict, which needs a full copy of the model on rank 0.
-# For upstream: a hook between `fully_shard` and the first forward, in which sharded weights are loaded.
+# For upstream: a hook that loads sharded weights between `fully_shard` and the first forward.
 FILL_SHARDS = Patch(
     "accelerate.accelerator",
     "fsdp2_prepare_model",
@@ -99,8 +98,8 @@ def _fill_shards(original: Function, accelerator: "Accelerator", model: torch.nn
     return original(accelerator, model) if loader is None else loader.shard(accelerator, model, original)
 
 
-# FSDP2 rejects module lists, which have no forward. Accelerate shards the final norm together with the output head, so a unit
-# that contains the norm would shard it twice. TRL uses the head's weight without calling the head.
+# FSDP2 rejects module lists, because they have no forward. Accelerate shards the final norm together with the output head, so
+# the norm would be sharded twice if it were also in another unit. TRL uses the head's weight without calling the head.
 # For upstream: SIZE_BASED_WRAP with fsdp_version 2 fails on ModuleList and shards the final norm twice.
 WRAP_BY_SIZE = Patch(
     "accelerate.utils.fsdp_utils",
@@ -122,7 +121,7 @@ def _wrap_by_size(original: Function, fsdp2_plugin: "FullyShardedDataParallelPlu
     ends = [base.get_input_embeddings(), base.get_output_embeddings()]
     norms = [child for child in base.base_model.children() if "Norm" in type(child).__name__]
     in_root = {module for module in (*ends, *norms) if module is not None}
-    # PEFT's adapters of experts use the weights of the modules inside them without calling these.
+    # PEFT's adapters for experts use the weights of their inner modules without calling these modules.
     adapters = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
     kept_whole = {inner for adapter in adapters for child in adapter.children() for inner in child.modules()}
     return lambda module: (
@@ -133,8 +132,8 @@ def _wrap_by_size(original: Function, fsdp2_plugin: "FullyShardedDataParallelPlu
     )
 
 
-# In Trainer, one cannot change how a checkpoint is written without also changing when it is written.
-# For upstream: a strategy object for `Trainer._save_checkpoint`, or a callback event around it.
+# Trainer offers no way to change how a checkpoint is written without also changing when it is written.
+# For upstream: a strategy object for `Trainer._save_checkpoint`, or a callback event around this method.
 SAVE_CHECKPOINT = Patch(
     "transformers.trainer",
     "Trainer._save_checkpoint",
@@ -145,7 +144,7 @@ SAVE_CHECKPOINT = Patch(
 
 
 def _save_checkpoint(original: Function, self: "Trainer", model: torch.nn.Module, trial: Any) -> None:
-    # `save` is public for this purpose only. A callback saves only while a run under FSDP trains.
+    # The callback's `save` is public only for this call. It replaces `original` only while a run under FSDP trains.
     found = [one for one in self.callback_handler.callbacks if getattr(one, "saves_checkpoints", False)]
     if found:
         found[0].save(self, functools.partial(original, self, model, trial), trial)
@@ -153,8 +152,8 @@ def _save_checkpoint(original: Function, self: "Trainer", model: torch.nn.Module
         original(self, model, trial)
 
 
-# Accelerate turns MULTI_GPU with an FSDP plugin into FSDP, but not MULTI_CPU: the template is silently ignored.
-# For upstream: `accelerate launch` with `use_cpu: true` and an FSDP config trains as plain data parallel, without a warning.
+# With an FSDP plugin, Accelerate turns MULTI_GPU into FSDP. For MULTI_CPU, it silently ignores the FSDP config.
+# For upstream: with `use_cpu: true` and an FSDP config, `accelerate launch` silently trains with plain data parallelism.
 CPU_RANKS = Patch(
     "accelerate.state",
     "AcceleratorState.__init__",
@@ -179,18 +178,18 @@ def _turn_cpu_ranks_into_fsdp(original: Function, self: "AcceleratorState", *arg
     if self._mixed_precision != "no":
         plugin.set_mixed_precision(self._mixed_precision)
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning memory needs an accelerator
     self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
 def find_loader(model: torch.nn.Module) -> Any:
-    """Return the loader of a model whose weights are not loaded yet, even if the model is wrapped; otherwise None."""
+    """Return the `Loader` of a model, which may be wrapped. Return None if the model has no weights left to load."""
     return next((module.__dict__[LOADER] for module in model.modules() if LOADER in module.__dict__), None)
 
 
 def apply_for_loading() -> None:
-    """Let Accelerate fill the models of `load_model`, and let SIZE_BASED_WRAP work for them. Idempotent."""
+    """Let Accelerate fill models from `load_model`. If SIZE_BASED_WRAP is set, let it work for these models. Idempotent."""
     FILL_SHARDS.apply(_fill_shards)
     if os.environ.get("FSDP_AUTO_WRAP_POLICY") == "SIZE_BASED_WRAP":
         WRAP_BY_SIZE.apply(_wrap_by_size)
@@ -202,7 +201,7 @@ def apply_for_saving() -> None:
 
 
 def is_true(value: object) -> bool:
-    """Parse a flag from the environment as Accelerate does."""
+    """Return whether a flag from the environment is true by Accelerate's rules."""
     return str(value).lower() in ("true", "1", "yes", "on", "y", "t")
 
 
@@ -212,18 +211,19 @@ def is_fsdp_requested() -> bool:
 
 
 def are_cpu_ranks_requested() -> bool:
-    """Return whether the launcher asks for FSDP on CPU ranks, or for FSDP on a machine without an accelerator.
+    """Return whether the launcher asks for FSDP on CPU ranks.
 
-    `accelerate launch` passes on `use_cpu: true` only for configs without FSDP, so the flag may be missing on CPU ranks.
+    With an FSDP config, `accelerate launch` does not pass on `use_cpu: true`, so ACCELERATE_USE_CPU may be unset on CPU ranks.
+    If it is unset, FSDP on a machine without an accelerator counts as FSDP on CPU ranks.
     """
     flag = os.environ.get("ACCELERATE_USE_CPU")
     return is_fsdp_requested() and (not torch.accelerator.is_available() if flag is None else is_true(flag))
 
 
 def enable_cpu_ranks() -> None:
-    """Run FSDP over gloo on CPU ranks that were launched with an FSDP template; otherwise do nothing. Idempotent.
+    """Run FSDP over gloo if the launcher asks for FSDP on CPU ranks. Otherwise do nothing. Idempotent.
 
-    Call it on every rank before the first Accelerator. The machine's accelerators are hidden from this process.
+    Call this on every rank before the first Accelerator is created. It hides the machine's accelerators from the process.
 
     Raises:
         RecipeError: an Accelerator without FSDP already exists.
@@ -232,7 +232,7 @@ def enable_cpu_ranks() -> None:
         return
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.environ.update(dict.fromkeys(HIDDEN_DEVICES, ""))
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns on every rank that it found no GPU kernels
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # else each rank warns about missing GPU kernels
     CPU_RANKS.apply(_turn_cpu_ranks_into_fsdp)
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
@@ -242,7 +242,7 @@ def enable_cpu_ranks() -> None:
             "an Accelerator was created before FSDP could be turned on for CPU ranks. Call load_model or "
             "ShardedCheckpointCallback before the first Accelerator or Trainer."
         )
-    # A TrainingArguments that was created without ACCELERATE_USE_CPU has set Accelerate's state up for a single process.
+    # TrainingArguments that were created without ACCELERATE_USE_CPU have set up Accelerate's state for a single process.
     if PartialState._shared_state.get("distributed_type") == DistributedType.NO:
         PartialState._reset_state()
         PartialState(cpu=True)

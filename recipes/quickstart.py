@@ -115,7 +115,7 @@ def train(options: argparse.Namespace, model: Path, kill_after: int | None = Non
     settings |= {"max_steps": options.max_steps, "save_steps": options.save_steps, "resume_from_checkpoint": "auto"}
     arguments = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     recipe = ["--config", str(RECIPES / "quickstart.yaml")]
-    status = run_recipe(find_file("template", "cpu"), [*recipe, *arguments], log, 3600, show_progress)
+    status = run_recipe(find_file("template", "cpu"), [*recipe, *arguments], log, show_progress, 3600)
     if kill_after is not None and status is None:
         say(f"  killed with SIGKILL, the launcher and both ranks, after step {kill_after}")
     elif status != 0:

@@ -7,8 +7,8 @@
         --model_name_or_path Qwen/Qwen3-8B --dataset_name my_rows.jsonl --output_dir runs/qwen3 \
         --use_peft --lora_target_modules all-linear --packing --resume_from_checkpoint auto
 
-A recipe (--config) is a YAML file of TRL's and Trainer's arguments and a few more (`RecipeArguments`); the command line
-overrides it. A run writes checkpoint-<step>/, export/, metrics.jsonl, report.md and plots to --output_dir.
+A recipe (--config) is a YAML file with arguments of TRL, Trainer and this package (`RecipeArguments`). Options on the command
+line override the recipe. A run writes checkpoint-<step>/, export/, metrics.jsonl, report.md and plots to --output_dir.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def explained(what: str, has_begun: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Turn an error of upstream into one line that says what failed; once training `has_begun`, keep its traceback."""
+    """Turn an upstream error into one line that says what failed. If `has_begun()` is true, keep the error as it is."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
-    except CheckpointException as error:  # torch DCP's, with each rank's traceback in its text
+    except CheckpointException as error:  # from torch DCP, with each rank's traceback in its text
         first = next(iter(error.failures.values()))[0]
         raise CheckpointError(f"the checkpoint does not fit the recipe: {describe(first)}") from error
     except Exception as error:
@@ -46,7 +46,7 @@ def explained(what: str, has_begun: Callable[[], bool] = lambda: False) -> Itera
 
 
 def find_checkpoint(arguments: Arguments) -> str | None:
-    """Return the checkpoint to resume from. `auto` is the latest intact one, or None if there is none. Collective."""
+    """Return the checkpoint to resume from, or None. `auto` stands for the latest intact checkpoint, if any. Collective."""
     from hf_fsdp_recipes import keep_global_batch, latest_checkpoint
     from hf_fsdp_recipes.checkpointing.directory import read_manifest
     from hf_fsdp_recipes.checkpointing.resume import find_damage
@@ -84,7 +84,7 @@ def load_tokenizer(arguments: Arguments) -> "PreTrainedTokenizerBase":
 
 
 def build_model(arguments: Arguments) -> "PreTrainedModel":
-    """Return the pretrained model, whose weights are read when it is sharded, or a new one with random weights. Collective."""
+    """Return a pretrained model, whose weights are read when it is sharded, or a new model with random weights. Collective."""
     import transformers
     from trl import get_quantization_config
 
@@ -103,7 +103,7 @@ def build_model(arguments: Arguments) -> "PreTrainedModel":
     config = distributed.run_on_main(
         lambda: transformers.AutoConfig.from_pretrained(model.model_name_or_path, **source)
     )
-    # Like TRL, take the class that the checkpoint names.
+    # As in TRL, the model's class is the one that the checkpoint's config names.
     auto_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
     if quantization := get_quantization_config(model):
         options["quantization_config"] = quantization
@@ -120,7 +120,7 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
 
     training = arguments.training
     tokenizer = load_tokenizer(arguments)
-    with training.main_process_first(desc="reading rows"):  # rank 0 fills the cache of datasets
+    with training.main_process_first(desc="reading rows"):  # rank 0 fills the cache of the datasets library
         train, evaluation = read_rows(arguments)
     with explained(f"{arguments.model.model_name_or_path or arguments.recipe.config_name} cannot be built"):
         model = build_model(arguments)
@@ -141,7 +141,7 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
 
 
 def main(arguments: Arguments) -> None:
-    """Run the recipe. Every rank runs this."""
+    """Run the recipe. Every rank calls this."""
     from hf_fsdp_recipes import ShardedCheckpointCallback
 
     training, recipe = arguments.training, arguments.recipe

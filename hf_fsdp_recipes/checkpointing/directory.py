@@ -1,10 +1,10 @@
-"""Completes and deletes a run's checkpoints with one rename each, so that a kill never leaves a partial checkpoint.
+"""Completes or deletes each checkpoint of a run with one rename, so that a kill never leaves a partial checkpoint.
 
-    checkpoint-4/           complete; `manifest.json` lists its files with sizes and hashes
+    checkpoint-4/           a complete checkpoint; its `manifest.json` lists all files with sizes and hashes
     _saving-<run id>/       checkpoints that are being written or deleted; locked while the run's rank 0 lives
-    _set-aside-<time>-checkpoint-6/  renamed when a run resumed at an earlier step; never deleted
+    _set-aside-<time>-checkpoint-6/  a checkpoint renamed when a run resumed at an earlier step; never deleted
 
-The last two names begin with `_` because Trainer does not upload such names to the Hub.
+The last two names begin with `_`, because Trainer does not upload directories with such names to the Hub.
 """
 
 import contextlib
@@ -29,22 +29,22 @@ MANIFEST = "manifest.json"
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
-    """Return all directories named `checkpoint-<step>`, complete or not, the latest step first."""
+    """Return all directories named `checkpoint-<step>`, complete or not. The latest step comes first."""
     found = [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     return sorted((path for path in found if path.is_dir()), key=step_of, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step in the name of a checkpoint."""
+    """Return the step from a checkpoint's name."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's manifest, or None if there is none or it cannot be read."""
+    """Return a checkpoint's manifest, or None if it is missing, unreadable or damaged."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         if manifest.pop("xxh3", None) not in (None, _hash(manifest)):
-            return None  # damaged; version 0.x wrote no hash
+            return None  # damaged; a manifest from version 0.x has no hash and is accepted
         manifest["files"] = {
             name: {"bytes": int(facts["bytes"]), "xxh3": str(facts["xxh3"])}
             for name, facts in manifest["files"].items()
@@ -55,7 +55,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
 
 
 class RunDirectory:
-    """The output directory of one run. Only rank 0 calls the methods.
+    """The output directory of one run. Only rank 0 calls its methods.
 
     Args:
         output_dir: Trainer's output directory.
@@ -68,10 +68,10 @@ class RunDirectory:
         self._lock: Any = None
 
     def open(self, resumed_step: int) -> None:
-        """Lock the directory for this run, and delete unfinished checkpoints of killed processes.
+        """Lock the directory for this run. Delete what killed processes left unfinished. Set later checkpoints aside.
 
         Raises:
-            CheckpointError: the run starts at step 0, but another run has written here; or the same run is still running.
+            CheckpointError: a run that starts at step 0 finds checkpoints of another run, or the same run is still running.
         """
         others = [path for path in list_checkpoints(self.output_dir) if not self._is_own(path)]
         if others and not resumed_step:
@@ -90,7 +90,7 @@ class RunDirectory:
         self.workspace.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.workspace)
         for path in list_checkpoints(self.output_dir):
-            if step_of(path) > resumed_step:  # otherwise the next resume would use it as the latest checkpoint
+            if step_of(path) > resumed_step:  # otherwise the next resume would take it as the latest checkpoint
                 aside = self.output_dir / f"_set-aside-{time.time_ns()}-{path.name}"
                 path.rename(aside)
                 logger.warning("training continues at step %d, so %s is renamed to %s", resumed_step, path, aside.name)
@@ -102,7 +102,7 @@ class RunDirectory:
             self._lock.close()
 
     def publish(self, written: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-        """Write the manifest of a completely written checkpoint, flush it to disk, and rename it to its final name."""
+        """Add the manifest to a fully written checkpoint, flush the checkpoint to disk, and give it its final name."""
         for name, facts in manifest["files"].items():
             if (written / name).stat().st_size != facts["bytes"]:
                 raise CheckpointError(f"{written / name} differs from what was written. Do all nodes share output_dir?")
@@ -114,14 +114,14 @@ class RunDirectory:
         for directory in [written, *(path for path in written.rglob("*") if path.is_dir())]:
             sync(directory)
         final.parent.mkdir(parents=True, exist_ok=True)
-        replaced = final.with_name(final.name.replace("-", "-0"))  # also a checkpoint's name, so a kill loses nothing
+        replaced = final.with_name(final.name.replace("-", "-0"))  # still a checkpoint's name, so a kill loses nothing
         while final.exists():
-            if self._is_own(final):  # the same step was saved before, for instance at the end of the epoch's last step
+            if self._is_own(final):  # this step is already saved; Trainer may save it again when the epoch ends
                 final.rename(replaced)
                 break
-            for path in final.iterdir():  # another callback has written to the directory in on_save
+            for path in final.iterdir():  # another callback has written files to this directory in on_save
                 path.rename(written / path.name)
-            with contextlib.suppress(OSError):  # not empty: another file has just been written
+            with contextlib.suppress(OSError):  # rmdir fails if another file has just been written
                 final.rmdir()
         written.rename(final)
         sync(final.parent)
@@ -129,7 +129,7 @@ class RunDirectory:
             self._delete(replaced)
 
     def prune(self, directory: Path, keep: int | None, protected: set[str]) -> None:
-        """Delete this run's oldest checkpoints until `keep` are left. The latest and the protected ones are never deleted."""
+        """Delete this run's oldest checkpoints until `keep` are left. Never delete the latest one or those in `protected`."""
         own = [path for path in list_checkpoints(directory) if self._is_own(path)]
         num_extra = len(own) - keep if keep else 0
         for path in [path for path in own[:0:-1] if str(path) not in protected][: max(0, num_extra)]:
@@ -137,7 +137,7 @@ class RunDirectory:
 
     def _delete(self, checkpoint: Path) -> None:
         doomed = self.workspace / f"delete-{checkpoint.name}"
-        checkpoint.rename(doomed)  # a kill during the deletion must not leave a partial checkpoint under its name
+        checkpoint.rename(doomed)  # a kill during the deletion must not leave a partial `checkpoint-<step>`
         shutil.rmtree(doomed, ignore_errors=True)
 
     def _is_own(self, checkpoint: Path) -> bool:
@@ -158,9 +158,9 @@ def _hash(entries: Mapping[str, Any]) -> str:
 
 
 def _lock(directory: Path) -> Any:
-    """Lock a workspace until this process ends, and return the open file; None if another process holds the lock.
+    """Lock a workspace and return its open lock file, or None if another process holds the lock.
 
-    On a file system without locks, nothing is locked.
+    The lock lasts until the file is closed or this process ends. A file system without locks causes only a warning.
     """
     stream = (directory / "lock").open("a")
     try:

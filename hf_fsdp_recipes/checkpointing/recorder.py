@@ -1,4 +1,4 @@
-"""Lets Trainer and Accelerate save as usual, and records the sharded state that they pass to torch DCP."""
+"""Lets Trainer and Accelerate save as usual, but records the sharded state that they pass to torch DCP."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -19,11 +19,11 @@ State = Mapping[str, Any]
 
 @contextlib.contextmanager
 def redirected(trainer: "Trainer", directory: Path) -> Iterator[dict[str, State]]:
-    """Let Trainer save to another directory; record what it passes to torch DCP instead of writing it.
+    """Let Trainer save to another directory. The state that it passes to torch DCP is recorded and not written.
 
-    Yields a dict that is filled while Trainer saves: {folder: state dict}. The tensors share memory with the parameters and the
-    optimizer; buffers are copied, because the next forward may change them. Raises a CheckpointError at the end if Trainer has
-    written sharded state with another function than torch DCP's `save`.
+    Yields a dict {folder: state dict} that is filled while Trainer saves. DTensors share memory with the parameters and the
+    optimizer. Plain tensors such as buffers are copied, because the next forward may change them. At the end, raises a
+    CheckpointError if the state is sharded but Trainer has passed nothing to torch DCP's `save`.
     """
     parts: dict[str, State] = {}
 
@@ -42,10 +42,10 @@ def redirected(trainer: "Trainer", directory: Path) -> Iterator[dict[str, State]
             stack.enter_context(mock.patch.object(owner, name, value))
 
         swap(trainer, "_get_output_dir", lambda trial: str(directory))
-        swap(trainer, "_push_from_checkpoint", lambda folder: None)  # follows once the checkpoint is complete
+        swap(trainer, "_push_from_checkpoint", lambda folder: None)  # the push follows when the checkpoint is complete
         swap(dcp, "save", record)
         if is_sharded:
-            swap(plugin.state_dict_config, "offload_to_cpu", False)  # it would copy the state now, on this thread
+            swap(plugin.state_dict_config, "offload_to_cpu", False)  # else the state is copied now, in this thread
         yield parts
     if is_sharded and not parts:
         raise CheckpointError(

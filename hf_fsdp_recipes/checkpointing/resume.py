@@ -1,4 +1,4 @@
-"""Finds the latest checkpoint that is intact and safe to read, and keeps the global batch if the number of ranks changes."""
+"""Finds the latest checkpoint that is intact and safe to read. Keeps the global batch if the number of ranks changes."""
 
 import io
 import logging
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The names that a `.metadata` file may use. Loading them runs no code from the file.
+# The classes and functions that a pickled `.metadata` file may name. Loading these runs no code from the file.
 _ALLOWED = {
     "torch": "Size",
     "torch.serialization": "_get_layout",
@@ -34,16 +34,16 @@ _ALLOWED = {
 
 
 def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """Return the latest checkpoint that a run can safely resume from; pass it to `trainer.train(resume_from_checkpoint=)`.
+    """Return the latest checkpoint from which a run can safely resume, for `trainer.train(resume_from_checkpoint=...)`.
 
-    All files are read and compared with their hashes; the ranks divide the files among them. Nothing is read with
-    unrestricted pickle. A checkpoint that is incomplete, damaged or unsafe is skipped with a warning. Checkpoints that Trainer
-    wrote itself, without FSDP, have no hashes; they are not checked.
+    All files of a checkpoint are read, and their hashes are compared with the manifest. The ranks divide the files among them.
+    No file is read with unrestricted pickle. An incomplete, damaged or unsafe checkpoint is skipped with a warning. Checkpoints
+    that Trainer wrote without FSDP have no hashes, so they are not checked.
 
-    Collective if the ranks are connected, as they are once TrainingArguments exist; otherwise each rank reads all files.
+    Collective if the process group exists, as it does once TrainingArguments are created. Otherwise each rank reads all files.
 
     Returns:
-        The directory; None if there is no such checkpoint, so that training starts from step 0.
+        The checkpoint's directory, or None if no checkpoint is usable. With None, training starts from step 0.
     """
     is_connected = distributed.is_distributed()
     rank, world_size = (distributed.rank(), distributed.world_size()) if is_connected else (0, 1)
@@ -57,9 +57,9 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
 
 def keep_global_batch(args: "TrainingArguments", checkpoint: str | os.PathLike[str] | None) -> None:
-    """Set `gradient_accumulation_steps` so that each step trains as many rows as in the checkpoint's run.
+    """Set `gradient_accumulation_steps` so that each step trains on as many rows as in the checkpoint's run.
 
-    Call it on every rank before the Trainer is created. Without a checkpoint, nothing changes.
+    Call this on every rank before the Trainer is created. Without a checkpoint, nothing changes.
 
     Raises:
         CheckpointError: no number of accumulation steps gives the same global batch.
@@ -79,12 +79,12 @@ def keep_global_batch(args: "TrainingArguments", checkpoint: str | os.PathLike[s
 
 
 def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1) -> str | None:
-    """Return what is wrong with one part of a checkpoint's files, or None."""
+    """Check part number `part` of a checkpoint's files. Return what is wrong with it, or None if it is intact."""
     manifest = read_manifest(checkpoint)
     if manifest is None:
         has_weights = any(checkpoint.glob("*.safetensors")) and not any(checkpoint.rglob("*.distcp"))
         if has_weights and (checkpoint / "trainer_state.json").is_file():
-            return None  # Trainer's own, without FSDP
+            return None  # Trainer wrote this checkpoint without FSDP
         return "it has no readable manifest.json, so ShardedCheckpointCallback did not complete it"
     by_size = sorted(manifest["files"].items(), key=lambda item: (item[1]["bytes"], item[0]))
     for name, facts in by_size[part::num_parts]:
@@ -93,21 +93,21 @@ def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1) -> str | No
                 return f"{name} is damaged"
         except (OSError, ValueError) as error:
             return f"{name} is unusable: {describe(error)}"
-    # Also check files that the manifest does not list, because torch DCP would read them.
+    # Also check `.metadata` files that the manifest does not list, because torch DCP would read them.
     folders = sorted({path.parent for path in checkpoint.glob("*/*.metadata")})
     for folder in folders[part::num_parts]:
         try:
             check_pickles(folder)
-        except Exception as error:  # a forged pickle can raise anything
+        except Exception as error:  # a forged pickle can raise any error
             return f"{folder.name}/.metadata is unusable: {describe(error)}"
     return None
 
 
 def check_pickles(directory: Path) -> None:
-    """Raise an UnpicklingError if torch DCP would run code from a file of this directory when it loads it.
+    """Raise an UnpicklingError if torch DCP would run code from a file when it loads this directory.
 
-    DCP unpickles `.metadata` and the entries that are not tensors, such as the learning rate, without restrictions. Tensors,
-    and Trainer's own files, are read with `weights_only=True`.
+    DCP unpickles two things without restrictions: `.metadata`, and all entries that are not tensors, such as the learning rate.
+    Tensors and Trainer's own files are read with `weights_only=True`.
     """
     for path in {directory / ".metadata", *directory.glob("*.metadata")}:  # DCP also reads `__<rank>.metadata`
         with path.open("rb") as stream:

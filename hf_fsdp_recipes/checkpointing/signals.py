@@ -1,4 +1,4 @@
-"""Lets the ranks agree, once per step, on whether one of them got a signal and whether a save has failed."""
+"""Tells all ranks, once per step, whether any rank got a signal and whether a save has failed."""
 
 import ctypes
 import signal
@@ -10,19 +10,18 @@ import torch
 import torch.distributed as dist
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-PR_SET_PDEATHSIG = 1  # prctl's number, from linux/prctl.h
+PR_SET_PDEATHSIG = 1  # prctl's number for this option, from linux/prctl.h
 
 
 class StepFlags:
-    """Two flags, for a signal and a failed save. If any rank has set one, all ranks learn of it in the same step.
+    """Exchanges two flags among the ranks: one for a signal, one for a failed save. All ranks learn of a flag in the same step.
 
-    The exchange is one all-reduce of two integers between host processes. It is started before the optimizer's step and runs
-    while the optimizer works.
+    The exchange is one all-reduce of two integers in host memory. It starts before the optimizer step and runs during the step.
 
     Args:
-        group: a gloo group of all ranks that nothing else uses; None without other ranks.
-        listen: whether to install handlers for STOP_SIGNALS, and to ask the kernel for SIGTERM if the launcher dies. Python
-            allows handlers in the main thread only.
+        group: a gloo group of all ranks that nothing else uses, or None if there is only one process.
+        listen: whether to install handlers for STOP_SIGNALS, and to ask the kernel for SIGTERM if the launcher dies. This has
+            an effect only in the main thread, because Python allows handlers only there.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, listen: bool) -> None:
@@ -43,9 +42,9 @@ class StepFlags:
             self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def finish(self, has_failed: bool) -> tuple[int, bool]:
-        """Return the signal that a rank has received, or 0, and whether a rank's save has failed. Collective.
+        """Return the signal that any rank got, or 0 if none did, and whether any rank's save has failed. Collective.
 
-        `has_failed` is used only if the Trainer did not call `start` in this step.
+        `has_failed` is used only if no exchange is running: `start` was not called in this step, or there is no group.
         """
         if self._work is None:
             self.start(has_failed)

@@ -1,6 +1,6 @@
-"""Copies the sharded state of a run to host memory and writes it, both in threads, while training continues.
+"""Copies the sharded state of a run to host memory and writes it to disk, in two threads, while training continues.
 
-One save is in flight at a time. The ranks agree on its outcome, so every rank sees the same error or none.
+Only one save is in flight at a time. The ranks agree on its outcome: either all ranks get the same error, or none gets one.
 """
 
 import contextlib
@@ -27,19 +27,19 @@ from hf_fsdp_recipes.errors import CheckpointError, describe
 
 @dataclass
 class Save:
-    """One save: the state, and what rank 0 needs to complete the checkpoint."""
+    """One save: the state to write, and what rank 0 needs to complete the checkpoint."""
 
-    written: Path  # where the files are written
-    final: Path  # the checkpoint's final name
-    facts: Mapping[str, object]  # additional entries of the manifest
-    keep: int | None  # save_total_limit
-    protected: set[str]  # checkpoints that are not deleted
-    error: Exception | None = None  # why this rank could not write Trainer's own files
+    written: Path  # the directory in which the files are written
+    final: Path  # the checkpoint's final path
+    facts: Mapping[str, object]  # entries of the manifest besides the files
+    keep: int | None  # Trainer's save_total_limit
+    protected: set[str]  # paths of checkpoints that must not be deleted
+    error: Exception | None = None  # this rank's error while Trainer's own files were written
     parts: dict[str, State] = field(default_factory=dict)  # {folder: state dict}
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """Sends a rank's plan only when it changes. torch keeps one plan for each key, so each folder has its own."""
+    """Sends a rank's plan only when the plan changes. torch caches one plan for each key, so each folder has its own key."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(enable_plan_caching=True)
@@ -50,15 +50,15 @@ class Writer:
     """Writes saves as checkpoints. Every rank creates a writer and calls its methods in the same order.
 
     Args:
-        directory: the run's output directory; only rank 0 changes it.
+        directory: the run's output directory. Only rank 0 changes it.
         device: the device of the sharded state.
         group: a gloo group of all ranks that nothing else uses.
     """
 
     def __init__(self, directory: RunDirectory, device: torch.device, group: dist.ProcessGroup) -> None:
         self._directory, self._device, self._group = directory, device, group
-        # The part of torch's DefaultStager that copies, because in torch 2.11 and 2.12 a DefaultStager works only once. It can
-        # pin memory only through CUDA. Only writers in other processes would need shared memory.
+        # This is the part of torch's DefaultStager that copies. In torch 2.11 and 2.12, a DefaultStager itself works only once.
+        # Pinning memory needs CUDA. Only writers in other processes would need shared memory.
         self._stager = StateDictStager(pin_memory=device.type == "cuda", share_memory=False)
         self._staging = ThreadPoolExecutor(1, "checkpoint-staging")
         self._writing = ThreadPoolExecutor(1, "checkpoint-writing")
@@ -76,7 +76,7 @@ class Writer:
         self._written = self._writing.submit(self._write, save, self._staged)
 
     def wait_until_staged(self) -> None:
-        """Wait for the copy to host memory. After this, training may change the state. Not a collective."""
+        """Wait until the state is copied to host memory. Then training may change the state. Not a collective."""
         if self._staged is not None:
             wait([self._staged])
 
@@ -86,7 +86,7 @@ class Writer:
         return self._written is not None and self._written.done() and self._written.exception() is not None
 
     def wait(self) -> str | None:
-        """Wait for the save in flight and return its error, once; None if it has succeeded or there is no save. Collective."""
+        """Wait for the save in flight. Return its error, or None if it succeeded or no save is in flight. Collective."""
         written, self._written, self._staged = self._written, None, None
         error = None if written is None else written.exception()
         return None if error is None else describe(error)
@@ -118,35 +118,35 @@ class Writer:
                     everything = {name: facts for of_rank in gathered for name, facts in sorted(of_rank.items())}
                     self._directory.publish(save.written, save.final, {**save.facts, "files": everything})
         except Exception:
-            if distributed.is_main():  # every rank has stopped writing, because errors are agreed
+            if distributed.is_main():  # every rank has stopped writing, because the ranks agree on errors
                 shutil.rmtree(save.written, ignore_errors=True)
             raise
         if distributed.is_main():
             self._directory.prune(save.final.parent, save.keep, save.protected)
 
     def _write_parts(self, save: Save, parts: dict[str, State]) -> dict[str, FileFacts]:
-        """Write the sharded state; return this rank's files. DCP raises the same error on every rank."""
+        """Write the sharded state. Return size and hash of this rank's files. DCP raises the same error on every rank."""
         files: dict[str, FileFacts] = {}
         for folder, state in parts.items():
             writer = HashingWriter(save.written / folder)
             try:
-                with config.patch("save.compute_crc32", False):  # the manifest's hashes replace it
+                with config.patch("save.compute_crc32", False):  # the manifest's hashes replace the CRC
                     dcp.save(dict(state), storage_writer=writer, planner=_Planner(folder), process_group=self._group)
-            except dcp.CheckpointException as error:  # not an Exception
+            except dcp.CheckpointException as error:  # no subclass of Exception
                 first = next(iter(error.failures.values()), (error, None))[0]
                 raise CheckpointError(describe(first)) from error
             files |= {f"{folder}/{name}": facts for name, facts in writer.files.items()}
         return files
 
     def _hash_small_files(self, directory: Path) -> dict[str, FileFacts]:
-        """Flush and hash Trainer's files: rank 0 hashes every file it sees, and each other rank its own random state."""
+        """Flush and hash Trainer's files. Rank 0 hashes all files that it sees. Other ranks hash their own random state."""
         own = f"rng_state_{distributed.rank()}.pth"
         found = list(directory.iterdir()) if distributed.is_main() else [directory / own]
         return {path.name: read_facts(path, sync=True) for path in found if path.is_file()}
 
 
 def check_finite(tensors: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError if a weight contains NaN or infinity: such a checkpoint must not replace a usable one."""
+    """Raise a CheckpointError if a weight has NaN or infinity, so that the checkpoint does not replace a usable one."""
     for name, value in tensors.items():
         local = value.to_local() if isinstance(value, DTensor) else value
         if isinstance(local, torch.Tensor) and not is_finite(local):
@@ -156,6 +156,6 @@ def check_finite(tensors: Mapping[str, Any]) -> None:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has neither NaN nor infinity. Float8 values are not checked."""
+    """Return whether a tensor has neither NaN nor infinity. Float8 tensors are not checked and count as finite."""
     is_checked = tensor.numel() and tensor.is_floating_point() and tensor.itemsize > 1
     return not is_checked or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())  # aminmax propagates NaN

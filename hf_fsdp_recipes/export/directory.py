@@ -1,4 +1,4 @@
-"""The directory of an export: a temporary one while it is written, then the first free name."""
+"""The directory of an export. It has a temporary name until all files are written. Then it gets the first free name."""
 
 import copy
 import itertools
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def create(output_dir: Path, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill a temporary directory, and rename it to the first free name. Collective.
+    """Let `write` fill a temporary directory. Rename the directory to the first free name, and return its path. Collective.
 
-    If `write` fails, its error is raised and nothing is left behind.
+    If `write` fails, its error is raised and the temporary directory is deleted.
     """
     temporary = output_dir.with_name(f".{output_dir.name}-tmp")
     try:
@@ -53,7 +53,7 @@ def _finish(temporary: Path, output_dir: Path) -> Path:
 def write_configs(directory: Path, model: "PreTrainedModel", dtype: torch.dtype | None = None) -> None:
     """Write the configs that `save_pretrained` writes next to the weights. Rank 0 only.
 
-    `dtype` is the dtype of the weight files; None keeps the config's.
+    `dtype` is the dtype of the weight files. None keeps the dtype in the config.
     """
     from transformers.dynamic_module_utils import custom_object_save
 
@@ -68,14 +68,14 @@ def write_configs(directory: Path, model: "PreTrainedModel", dtype: torch.dtype 
 
 
 def write_index(directory: Path, model: "PreTrainedModel", split: "StateDictSplit") -> None:
-    """Write the index that names the file of each tensor. Rank 0 only."""
+    """Write the index, which names the file of each tensor. Rank 0 only."""
     metadata = {"total_parameters": model.num_parameters(), **split.metadata}
     index = json.dumps({"metadata": metadata, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True)
     (directory / "model.safetensors.index.json").write_text(index + "\n")
 
 
 def write_description(directory: Path, model: torch.nn.Module, processor: Any) -> None:
-    """Write what `export_checkpoint` needs in addition to the weights: the config and the tokenizer. Rank 0 only."""
+    """Write the config and the tokenizer, which `export_checkpoint` needs in addition to the weights. Rank 0 only."""
     from transformers import PreTrainedModel
 
     if hasattr(model, "peft_config"):

@@ -1,7 +1,7 @@
-"""Exports a model in training, or a checkpoint, to a directory that `from_pretrained` and vLLM load.
+"""Exports a model during training, or a checkpoint, to a directory that `from_pretrained` and vLLM can load.
 
-Every file is written by one rank, so no page of a file is ever written by two nodes. The ranks send their shards, one
-parameter at a time, to the rank that writes the parameter's file.
+Every file is written by a single rank, so two nodes never write to the same page of a file. The ranks gather one parameter
+at a time: they send their shards to the rank that writes the file with this parameter.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MODEL_FOLDER = "pytorch_model_fsdp_0"  # Accelerate's name for the sharded weights in a checkpoint
+MODEL_FOLDER = "pytorch_model_fsdp_0"  # Accelerate's name for the folder of sharded weights in a checkpoint
 PathLike = str | os.PathLike[str]
 
 
@@ -43,21 +43,21 @@ def export_model(
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     merge_adapter: bool = False,
 ) -> Path:
-    """Write a model that may be sharded with FSDP2. Collective: every rank must call this, with the same arguments.
+    """Write a model, which may be sharded with FSDP2. Collective: every rank calls this with the same arguments.
 
     Args:
-        model: a transformers model or a PeftModel. Only the adapter of a PeftModel is written, unless `merge_adapter` is set.
+        model: a transformers model or a PeftModel. Of a PeftModel, only the adapter is written unless `merge_adapter` is set.
         output_dir: the directory to create. If it exists, `<output_dir>-1` or the next free name is used instead.
-        dtype: floating-point dtype of the files; None keeps each parameter's dtype.
+        dtype: floating-point dtype of the weights in the files. None keeps the dtype of each parameter.
         max_shard_size: maximum size of a file, as in `save_pretrained`.
-        tokenizer: saved next to the weights.
-        merge_adapter: write the base model with the adapter merged in. A quantized base is read from its original files.
+        tokenizer: the tokenizer to save next to the weights.
+        merge_adapter: write the base model with the adapter merged in. If the base is quantized, its original files are read.
 
     Returns:
         The export's directory.
 
     Raises:
-        ExportError: on every rank. Nothing is left behind.
+        ExportError: on every rank. The model cannot be exported, and no files are left behind.
     """
 
     save_tokenizer = (lambda target: None) if tokenizer is None else tokenizer.save_pretrained
@@ -90,21 +90,21 @@ def export_checkpoint(
     max_shard_size: int | str = "5GB",
     merge_adapter: bool = False,
 ) -> Path:
-    """Convert a sharded checkpoint or an exported adapter in one process, without a GPU, one tensor at a time.
+    """Export a sharded checkpoint or an exported adapter, one tensor at a time. This needs only one process and no GPU.
 
     Args:
-        checkpoint_dir: a checkpoint with `pytorch_model_fsdp_0`, or an adapter's directory.
+        checkpoint_dir: a checkpoint that has the folder `pytorch_model_fsdp_0`, or the directory of an exported adapter.
         output_dir: as in `export_model`.
-        base_model: directory or Hub id of the model with the config and, to merge an adapter, the weights. None uses the
-            checkpoint's own config, or the base model that its `adapter_config.json` names.
+        base_model: directory or Hub id of the model that gives the config and, for a merge, the weights. None uses the
+            base model in the checkpoint's `adapter_config.json` or, without an adapter, the checkpoint's own config.
         dtype, max_shard_size: as in `export_model`.
-        merge_adapter: write the base model with the adapter merged in, instead of the adapter.
+        merge_adapter: write the base model with the adapter merged in, instead of the adapter alone.
 
     Returns:
         The export's directory.
 
     Raises:
-        ExportError: the checkpoint does not fit the model, or the export cannot be written. Nothing is left behind.
+        ExportError: the checkpoint does not fit the model, or the export cannot be written. No files are left behind.
     """
     checkpoint, output_dir, dtype = Path(checkpoint_dir), Path(output_dir), parse_dtype(dtype)
     sharded = next((path for path in (checkpoint / MODEL_FOLDER, checkpoint) if (path / ".metadata").is_file()), None)
@@ -132,7 +132,7 @@ def export_checkpoint(
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a floating-point dtype from its name, or raise an ExportError. Not a collective."""
+    """Return the floating-point dtype with this name. Raise an ExportError if there is none. Not a collective."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ExportError(f"{dtype!r} is no floating-point dtype. Use float32, bfloat16 or float16.")
@@ -155,7 +155,7 @@ def _save_tokenizer_of(names: list[PathLike], target: Path) -> None:
 def _plan_full(
     shell: "PreTrainedModel", owner: "PreTrainedModel", held: Mapping[str, Source], dtype: torch.dtype | None
 ) -> Plan:
-    """Return a plan that writes all weights of a model. `owner` knows which are tied; without another model, it is `shell`."""
+    """Return a plan that writes all weights of a model. `owner` knows which weights are tied, and may be `shell` itself."""
     ignored = set(shell._keys_to_ignore_on_save or ())
     state = {name: value for name, value in shell.state_dict().items() if name not in ignored}
     kept = remove_tied_weights_from_state_dict(dict(state), owner)
@@ -173,7 +173,7 @@ def _export_adapter(
     dtype: torch.dtype | None,
     save_tokenizer: Callable[[Path], None],
 ) -> Path:
-    """Gather the adapter on rank 0, which writes it with PEFT's own `save_pretrained`. Collective."""
+    """Gather the adapter on rank 0. Rank 0 writes the adapter with PEFT's own `save_pretrained`. Collective."""
     adapter = model.active_adapter
     with distributed.agreed():
         stored = shells.match_adapter(model, {name: source.meta for name, source in held.items()}, adapter)
@@ -227,8 +227,8 @@ def _export_weights(
 
 @torch.no_grad()
 def _write_files(plan: Plan, files: Mapping[str, Tensors], target: Path) -> None:
-    """Write all files. Collective. After an error, the remaining tensors are gathered, but not written."""
-    # Only the ranks of rank 0's node write, because its disk may not be shared.
+    """Write all files. Collective. After an error, the remaining tensors are still gathered but not written."""
+    # Only the ranks on rank 0's node write, because the other nodes may not share this node's disk.
     num_writers = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if distributed.is_distributed() else 1
     rank_of = {file: number % num_writers for number, file in enumerate(files)}
     own = {file: tensors for file, tensors in files.items() if rank_of[file] == distributed.rank()}
@@ -238,7 +238,7 @@ def _write_files(plan: Plan, files: Mapping[str, Tensors], target: Path) -> None
         tensors = {}
         for name in step.inputs:
             source = plan.sources[name]
-            with file_writer.recording_errors():  # this rank must still gather the remaining tensors with the others
+            with file_writer.recording_errors():  # after an error, this rank still helps to gather tensors
                 if source.is_collective or rank == distributed.rank():
                     tensors[name] = source.read(rank)
         if rank == distributed.rank():
@@ -249,9 +249,9 @@ def _write_files(plan: Plan, files: Mapping[str, Tensors], target: Path) -> None
 
 
 def _in_turns(steps: list[Step], rank_of: Mapping[str, int]) -> list[tuple[int, Step]]:
-    """Pair the steps with the ranks that write their outputs, ordered so that all ranks write at the same time."""
+    """Return (rank, step) pairs: which rank writes which step. They are sorted so that all ranks write in parallel."""
     turns: list[tuple[int, int, int, Step]] = []
-    written = Counter[int]()  # bytes in a rank's earlier turns, by which the turns are sorted
+    written = Counter[int]()  # {rank: bytes of its turns so far}; the turns are sorted by these bytes
     for step in steps:
         for rank in dict.fromkeys(rank_of[name] for name in step.outputs):
             turns.append((written[rank], len(turns), rank, step))

@@ -14,7 +14,7 @@ import torch
 from hf_fsdp_recipes.checkpointing.writer import is_finite
 from hf_fsdp_recipes.errors import ExportError, describe
 
-# safetensors' names of the dtypes. A file stores its tensors in this order, so that they are aligned.
+# The names that safetensors gives to dtypes. A file stores its tensors in the order of this list, so that they are aligned.
 DTYPES = {
     "U64": torch.uint64,
     "I64": torch.int64,
@@ -33,11 +33,11 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-IN_FLIGHT = 1  # steps of an export that wait to be written, or are being written, while the next step is gathered
+IN_FLIGHT = 1  # export steps that may be waiting or being written while the next step is gathered
 
 
 def make_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
-    """Return a file's header, as `save_file` writes it, and the position of each tensor in the file."""
+    """Return the header that `save_file` would write for a file, and the position of each tensor in the file."""
     dtypes = {dtype: text for text, dtype in DTYPES.items()}
     order = list(dtypes)
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
@@ -58,32 +58,32 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
 
 
 class FileWriter:
-    """Writes this rank's files. After an error, it ignores further tensors, and `close` raises the error.
+    """Writes this rank's files. After an error, it ignores all further tensors. `close` raises the error.
 
     Args:
         directory: where the files are created.
-        files: for each file, its tensors on meta.
+        files: what to write to each file, as {file name: {tensor name: meta tensor}}.
     """
 
     def __init__(self, directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         self._directory, self._files = directory, files
         self._left = {name: file for file, tensors in files.items() for name in tensors}  # tensors not written yet
-        self._open: dict[str, tuple[BinaryIO, dict[str, int]]] = {}  # the started files and their positions
+        self._open: dict[str, tuple[BinaryIO, dict[str, int]]] = {}  # started files, and where their missing tensors go
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._pending: deque[Future[None]] = deque()
         self._error: Exception | None = None
 
     def submit(self, compute: Callable[[], dict[str, torch.Tensor]]) -> None:
-        """Write those tensors of `compute()` that belong to this rank's files, in the background.
+        """In the background, call `compute()` and write those of its tensors that belong to this rank's files.
 
-        Waits if `IN_FLIGHT` earlier calls are not finished.
+        If more than `IN_FLIGHT` calls are unfinished, wait for the oldest one.
         """
         self._pending.append(self._thread.submit(self._compute_and_write, compute))
         while len(self._pending) > IN_FLIGHT:
             self._pending.popleft().result()
 
     def close(self) -> None:
-        """Wait until everything is on disk; raise the first error."""
+        """Wait until all files are on disk. If there was an error, raise the first one."""
         self._thread.shutdown()
         for started, _ in self._open.values():
             with self.recording_errors():
@@ -95,7 +95,7 @@ class FileWriter:
 
     @contextlib.contextmanager
     def recording_errors(self) -> Iterator[None]:
-        """Keep the first error of the block for `close`, instead of raising it."""
+        """If the block fails, do not raise the error here. `close` raises the first error that was recorded."""
         try:
             yield
         except OSError as error:

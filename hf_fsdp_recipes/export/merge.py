@@ -1,4 +1,4 @@
-"""Merges a PEFT adapter into its base model one layer at a time, with PEFT's own code on full tensors in float32."""
+"""Merges a PEFT adapter into its base model, one layer at a time. PEFT's own code merges full tensors in float32."""
 
 import copy
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PREFIX = "base_model.model."  # PEFT's name for the transformers model inside a PeftModel
-# With these values of init_lora_weights, PEFT changes the base weights when training starts.
+# With these values of init_lora_weights, PEFT changes the base weights when it adds the adapter.
 CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
@@ -47,7 +47,7 @@ def plan_merge_into_files(
     base: Path,
     dtype: torch.dtype | None,
 ) -> Plan:
-    """Return a plan that merges an adapter into tensors read from the files in `base`, which stay as they are. Names are kept."""
+    """Return a plan that merges an adapter into the tensors of the files in `base`. Names are kept. No file is changed."""
     check_unchanged_base(adapted.active_peft_config)
     checkpoint = Checkpoint(base)
     files, stored = from_files(checkpoint), checkpoint.match(model)
@@ -71,7 +71,7 @@ def check_unchanged_base(config: "PeftConfig") -> None:
 def _merge_steps(
     model: "PreTrainedModel", adapted: "PeftModel", sources: Mapping[str, Source], dtype: torch.dtype | None
 ) -> list[Step]:
-    """Return a step for each layer that the adapter changes. Its outputs have the parameters' names in `model`."""
+    """Return one step for each layer that the adapter changes. A step's outputs have the names of parameters in `model`."""
     steps = []
     for path, layer in _find_layers(adapted.get_submodule(PREFIX[:-1])).items():
         inputs = [f"{PREFIX}{path}.{name}" for name in layer.state_dict()]
@@ -89,7 +89,7 @@ def _merge_steps(
 
 
 def _find_layers(model: torch.nn.Module, prefix: str = "") -> dict[str, torch.nn.Module]:
-    """Find the outermost modules that PEFT has replaced, as `merge_and_unload` does."""
+    """Return {path: module} for the outermost modules that PEFT has inserted, as `merge_and_unload` finds them."""
     found = {}
     for name, child in model.named_children():
         if hasattr(child, "unload_and_optionally_merge_module") or hasattr(child, "base_layer"):
@@ -107,7 +107,7 @@ def _merge_step(path: str, layer: torch.nn.Module, meta: Tensors, dtype: torch.d
         return {f"{path}.{name}": value for name, value in merged.items()}
 
     def merge_in_float32(tensors: Tensors) -> Tensors:
-        # The adapter may be on an accelerator, and base weights from files on the CPU.
+        # The adapter may be on an accelerator while base weights from files are on the CPU.
         device = max((value.device for value in tensors.values()), key=lambda device: device.type != "cpu")
         floating = {name: torch.float32 if value.is_floating_point() else None for name, value in tensors.items()}
         return merge({name: value.to(device, floating[name]) for name, value in tensors.items()})
@@ -119,7 +119,7 @@ def _merge_step(path: str, layer: torch.nn.Module, meta: Tensors, dtype: torch.d
 def _merge(layer: torch.nn.Module, tensors: Tensors) -> Tensors:
     """Return the state dict of the module that `merge_and_unload` puts in place of `layer`."""
     layer.load_state_dict(tensors, assign=True)
-    # A safe merge does not change its input, which may be the model's own tensor. On meta, it cannot check for NaN.
+    # The input may be the model's own tensor. A safe merge does not change it, but cannot check meta tensors for NaN.
     is_safe = not any(value.is_meta for value in tensors.values())
     if hasattr(layer, "unload_and_optionally_merge_module"):
         return layer.unload_and_optionally_merge_module(merge=True, safe_merge=is_safe, adapter_names=None).state_dict()

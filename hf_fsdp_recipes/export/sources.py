@@ -1,4 +1,4 @@
-"""Where the tensors of an export come from: a sharded model, a checkpoint of torch DCP, or safetensors files."""
+"""The sources of an export's tensors: a sharded model, a checkpoint of torch DCP, or safetensors files."""
 
 import functools
 import re
@@ -18,25 +18,25 @@ from hf_fsdp_recipes.errors import describe as describe_error
 from hf_fsdp_recipes.export.files import DTYPES
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 
-_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")  # modules around modules
+_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")  # names of wrapper modules
 
 
 @dataclass(frozen=True)
 class Source:
-    """One full tensor, read when it is needed."""
+    """One full tensor, which is read only when it is needed."""
 
-    meta: torch.Tensor  # its shape and dtype
-    read: Callable[[int], torch.Tensor | None]  # returns the tensor on the given rank, and possibly None on the others
-    is_collective: bool = False  # whether all ranks must call `read`, or only the given one
+    meta: torch.Tensor  # a meta tensor with its shape and dtype
+    read: Callable[[int], torch.Tensor | None]  # returns the tensor on the given rank; other ranks may get None
+    is_collective: bool = False  # True: all ranks must call `read`. False: only the given rank needs to
 
 
 def describe(shape: torch.Size, held: torch.dtype, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a meta tensor of dtype `dtype`, or of its own dtype `held` if `dtype` is None or the values are not floating-point."""
+    """Return a meta tensor of this shape. Its dtype is `held`, or `dtype` if that is given and `held` is floating-point."""
     return torch.empty(shape, dtype=dtype if dtype is not None and held.is_floating_point else held, device="meta")
 
 
 def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, Source]:
-    """Return the tensors of a model's state dict. FSDP2's shards are converted to `dtype` and then gathered."""
+    """Return the tensors of a model's state dict. FSDP2's shards are converted to `dtype` before they are gathered."""
     sources = {}
     for name, value in model.state_dict().items():
         if isinstance(value, torch.Tensor):  # bitsandbytes also stores strings
@@ -47,13 +47,13 @@ def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict
 
 
 def _gather(value: torch.Tensor, dtype: torch.dtype, writer: int) -> torch.Tensor | None:
-    """Return a full tensor on the rank `writer`, and None on the others. Collective if `value` is a DTensor."""
+    """Return the full tensor on rank `writer`. Other ranks may get None. Collective if `value` is a DTensor."""
     value = value.to(dtype)
     if not isinstance(value, DTensor):
         return value
     mesh = value.device_mesh
     value = value.to(mesh.device_type)  # the shards may be offloaded to the CPU
-    replicas = mesh.mesh.reshape(-1, mesh.size(-1)).tolist()  # under HSDP, each row of the mesh has all shards
+    replicas = mesh.mesh.reshape(-1, mesh.size(-1)).tolist()  # under HSDP, each row of the mesh is one replica
     ranks = next((row for row in replicas if writer in row), None)
     *outer, inner = value.placements
     if ranks is None or inner != Shard(0) or not all(placement.is_replicate() for placement in outer):
@@ -88,16 +88,16 @@ class _Reader(dcp.FileSystemReader):
 
 
 def from_checkpoint(directory: Path) -> dict[str, Source]:
-    """Return the tensors of a checkpoint of torch DCP, without the key `model` that Accelerate puts around them."""
+    """Return the tensors of a torch DCP checkpoint. Names omit the top-level key `model` that Accelerate adds."""
     try:
         check_pickles(directory)
-    except Exception as error:  # a forged pickle can raise anything
+    except Exception as error:  # a forged pickle can raise any error
         raise ExportError(f"{directory} is unusable: {describe_error(error)}") from error
     reader = _Reader(directory)
     metadata = reader.read_metadata()
     tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
     paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in tensors}
-    tops = {path[0] for path in paths.values() if len(path) > 1}  # {"model": {...}}, or a plain state dict
+    tops = {path[0] for path in paths.values() if len(path) > 1}  # {"model"}; empty for a plain state dict
     top = "model" if "model" in tops else next(iter(tops), None)
     names = {key: ".".join(map(str, path[1:])) if top else key for key, path in paths.items() if top in (None, path[0])}
 
@@ -105,7 +105,7 @@ def from_checkpoint(directory: Path) -> dict[str, Source]:
         tensor = torch.empty(tensors[key].size, dtype=tensors[key].properties.dtype)
         try:
             dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
-        except dcp.CheckpointException as error:  # not an Exception
+        except dcp.CheckpointException as error:  # no subclass of Exception
             raise ExportError(f"{key} of {directory} is unreadable: {describe_error(error.failures[0][0])}") from error
         return tensor
 

@@ -1,7 +1,7 @@
-"""Divides an export into steps. Each reads a few tensors and computes some of the files' tensors from them.
+"""Divides an export into steps. Each step reads a few tensors and computes some of the files' tensors from them.
 
-Names and shapes in the files are those of `save_pretrained`. Its conversion is applied to meta tensors for the plan, and to each
-step's tensors during writing.
+Names and shapes in the files are those of `save_pretrained`. Its conversion is applied twice: to meta tensors for the plan,
+and to each step's real tensors during writing.
 """
 
 import re
@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Computes `outputs`, which are on meta here, from the sources named `inputs`."""
+    """Computes tensors from the sources named in `inputs`. `outputs` are the same tensors on meta."""
 
     inputs: tuple[str, ...]
     outputs: Tensors
@@ -33,7 +33,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What an export writes: its steps, what they read, and all outputs in the order in which they fill the files."""
+    """What an export writes: its steps, their sources, and all outputs in the order in which they fill the files."""
 
     steps: list[Step]
     sources: Mapping[str, Source]
@@ -46,7 +46,7 @@ def copy_step(name: str, meta: torch.Tensor, source: str) -> Step:
 
 
 def rename_outputs(step: Step, names: Mapping[str, str]) -> Step:
-    """Return a step with other names for its outputs."""
+    """Return the same step with its outputs renamed. `names` maps old names to new names."""
     outputs = {names[name]: value for name, value in step.outputs.items()}
     return Step(step.inputs, outputs, lambda tensors: {names[k]: v for k, v in step.compute(tensors).items()})
 
@@ -56,7 +56,7 @@ def plan_in_file_format(
 ) -> Plan:
     """Return a plan that writes the parameters `names` in the format of `save_pretrained`. `steps` compute these parameters.
 
-    Parameters that transformers converts together form one step per layer.
+    If transformers converts several parameters of one layer together, they form one step.
     """
     steps = list(steps)
     outputs = _outputs(steps)
@@ -64,7 +64,7 @@ def plan_in_file_format(
     layers: dict[str, list[Step]] = defaultdict(list)
     for step in steps:
         first = next(iter(step.outputs))
-        layers["".join(re.findall(r"^.*?\.\d+\.", first))].append(step)  # by the name up to its first number
+        layers["".join(re.findall(r"^.*?\.\d+\.", first))].append(step)  # the key is the name up to its first number
     converted: list[Step] = []
     for layer in layers.values():
         together = []
@@ -83,7 +83,7 @@ def plan_in_file_format(
 
 
 def _convert(steps: list[Step], model: "PreTrainedModel", expected: Tensors) -> Step | None:
-    """Join steps into one whose outputs are in the files' format; return None if that needs tensors of other steps."""
+    """Join steps into one step with outputs in the files' format. Return None if this needs tensors of other steps."""
 
     def compute(tensors: Tensors) -> Tensors:
         computed = {name: value for step in steps for name, value in step.compute(tensors).items()}
@@ -91,7 +91,7 @@ def _convert(steps: list[Step], model: "PreTrainedModel", expected: Tensors) -> 
 
     try:
         outputs = revert_weight_conversion(model, _outputs(steps))
-    except Exception:  # a conversion lacks one of its tensors
+    except Exception:  # a conversion needs a tensor that these steps lack
         return None
     if not all(name in expected and value.shape == expected[name].shape for name, value in outputs.items()):
         return None

@@ -1,1 +1,1 @@
-"""Loads pretrained models into FSDP2 shards; no rank ever holds the full model."""
+"""Loads pretrained models into FSDP2 shards. No rank ever holds the full model."""

@@ -1,4 +1,4 @@
-"""4-bit weights (QLoRA): rank 0 quantizes each weight; every rank gets its rows (dim 0) of the packed bytes, and all scales."""
+"""4-bit weights (QLoRA): rank 0 quantizes. Every rank gets its rows (dim 0) of the packed bytes and a copy of all scales."""
 
 import copy
 import logging
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtype: torch.dtype) -> "HfQuantizer":
-    """Replace a meta model's linear layers with 4-bit layers; return transformers' quantizer.
+    """Replace the linear layers of a meta model with 4-bit layers, and return transformers' quantizer.
 
-    The packed bytes are stored in the dtype in which FSDP gathers, because FSDP would cast another float dtype, and Accelerate
-    does not shard integers.
+    The packed bytes are stored in the float dtype in which FSDP gathers parameters. FSDP would cast them if they were stored in
+    another float dtype. Accelerate does not shard integers.
     """
     from accelerate.state import AcceleratorState, is_initialized
     from transformers.modeling_utils import local_torch_dtype
@@ -55,21 +55,21 @@ def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torc
             kept = {name: getattr(old, name) for name in ("compress_statistics", "quant_type", "quant_storage")}
             module.unpacked_dtype, module.quant_options = dtype, kept
             module.weight = Params4bit(nan_like(packed), requires_grad=False, bnb_quantized=True, **kept)
-            # Otherwise, in evaluation on a CPU, bitsandbytes would repack a gathered weight permanently.
+            # Otherwise bitsandbytes would permanently repack a gathered weight when the model is evaluated on a CPU.
             module.support_avx512bf16_for_cpu = False
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model, config=model.config)
 
 
 class Layer:
-    """Quantizes one 4-bit layer of a model from `load_model`."""
+    """Quantizes the weight of one 4-bit layer in a model from `load_model`."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self._scales: dict[str, Any] = {}  # on rank 0
+        self._scales: dict[str, Any] = {}  # filled only on rank 0
 
     def quantize(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the packed weight, and keep its scales."""
+        """Return the packed weight, and keep its scales for `broadcast_scales`."""
         from bitsandbytes.functional import quantize_4bit
         from transformers.pytorch_utils import Conv1D
 
@@ -82,7 +82,7 @@ class Layer:
         return packed
 
     def broadcast_scales(self, device: torch.device) -> None:
-        """Give the layer rank 0's scales on every rank. Collective."""
+        """Send the scales from rank 0 to all ranks, and store them in the layer. Collective."""
         from bitsandbytes.functional import QuantState
 
         scales, self._scales = distributed.from_main(self._scales), {}
@@ -90,7 +90,7 @@ class Layer:
 
 
 def find_layers(model: torch.nn.Module) -> dict[str, Layer]:
-    """Return the 4-bit layers of a model by their weights' names."""
+    """Return a model's 4-bit layers as {name of the weight: layer}."""
     return {
         f"{name.removesuffix('.base_layer')}.weight": Layer(module)
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Maps a checkpoint's tensors to a model's weights, and reads them with transformers' own conversions."""
+"""Maps the tensors of a checkpoint to the weights of a model. Reads the weights with transformers' own conversions."""
 
 import copy
 import functools
@@ -21,39 +21,39 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-NUM_NAMED = 3  # names that a message lists at most
+NUM_NAMED = 3  # maximum number of names in a message
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One unit of reading: a tensor of the checkpoint, tensors that transformers converts together, or a new weight."""
+    """One unit of reading: one tensor of the checkpoint, several that transformers converts together, or a new weight."""
 
-    names: tuple[str, ...]  # the model's names of the weights that the entry becomes
-    keys: tuple[str, ...]  # the checkpoint's tensors; none for a new weight
-    patterns: tuple[str | None, ...]  # for each key, the converter's pattern that it matches; None: not converted
-    dtype: torch.dtype | None  # None: the model's dtype, because the weight is converted
+    names: tuple[str, ...]  # names of the entry's weights in the model
+    keys: tuple[str, ...]  # names of the entry's tensors in the checkpoint; empty for a new weight
+    patterns: tuple[str | None, ...]  # for each key, the converter pattern that it matches; None without conversion
+    dtype: torch.dtype | None  # the stored floating-point dtype; None stands for the dtype in the model
 
     @property
     def is_stored(self) -> bool:
-        """Whether the weight is stored unconverted, so that a rank can read only its rows (dim 0)."""
+        """Whether the weight is in the file and needs no conversion, so that a rank can read only its own rows (dim 0)."""
         return bool(self.keys) and self.patterns[0] is None
 
 
 class Checkpoint:
-    """The safetensors files of one directory, opened when first used."""
+    """The safetensors files of one directory. They are opened on first use."""
 
     def __init__(self, directory: Path, quantizer: "HfQuantizer | None" = None) -> None:
         self.directory, self.quantizer = directory, quantizer
         self._converters: dict[str, Any] = {}
-        self._new: dict[str, torch.Tensor] = {}  # weights of a new head, on rank 0
+        self._new: dict[str, torch.Tensor] = {}  # initial values of a new head's weights, on rank 0 only
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Checkpoint":
-        """Share the open files between copies of the model."""
+        """Return this object itself, so that copies of the model share the open files."""
         return self
 
     @functools.cached_property
     def files(self) -> dict[str, Any]:
-        """The open files by name."""
+        """The open files as {file name: file}."""
         found = {}
         for file in sorted(self.directory.glob("*.safetensors")):
             try:
@@ -66,23 +66,23 @@ class Checkpoint:
 
     @functools.cached_property
     def file_of(self) -> dict[str, str]:
-        """The file of each tensor, in the order in which the tensors are stored."""
+        """{tensor name: file name}, in the order in which the tensors are stored."""
         return {key: name for name, file in self.files.items() for key in file.offset_keys()}
 
     def first_dtype(self) -> torch.dtype:
-        """Return the dtype of the first floating-point tensor."""
+        """Return the dtype of the first floating-point tensor, or float32 if there is none."""
         found = (DTYPES.get(self.slice_of(key).get_dtype()) for key in self.file_of)
         return getattr(torch, next(filter(None, found), "float32"))
 
     def slice_of(self, key: str) -> Any:
-        """Return a tensor that is read when it is indexed."""
+        """Return a lazy tensor: its data is read from the file only when it is indexed."""
         return self.files[self.file_of[key]].get_slice(key)
 
     def plan(self, model: "PreTrainedModel") -> tuple[list[Entry], list[Any] | None]:
-        """Return what to read for a model, in file order, and the conversions that `save_pretrained` has to revert.
+        """Return the entries to read for a model, in file order, and the conversions that `save_pretrained` must revert.
 
-        Raises a LoadError if a weight is missing or has another shape. Weights of a head that the checkpoint's own model class
-        lacks are new, as in `from_pretrained`.
+        Raises a LoadError if a weight is missing or has the wrong shape. As in `from_pretrained`, the weights of a head are new
+        if the checkpoint was saved from a model class without this head.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         groups, conversions = self._group_keys(model, shapes)
@@ -92,14 +92,14 @@ class Checkpoint:
         return entries + self._find_new(model, entries, shapes), conversions
 
     def match(self, model: "PreTrainedModel") -> dict[str, str]:
-        """Map a model's weights to the checkpoint's tensors, without weights that transformers converts."""
+        """Map the model's weight names to the checkpoint's tensor names. Weights that transformers converts are left out."""
         groups, _ = self._group_keys(model, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
         return {name: found[-1][0] for name, found in groups.items() if found[-1][1] is None}
 
     def _group_keys(
         self, model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[dict[str, list[tuple[str, str | None]]], list[Any] | None]:
-        """Return the tensors of each weight, each with the converter's pattern that it matches, and the conversions."""
+        """Return {weight name: [(tensor name, converter pattern or None)]}, and the conversions that were used."""
         from transformers import conversion_mapping, core_model_loading
 
         transforms = conversion_mapping.get_model_conversion_mapping(model, None, self.quantizer)
@@ -124,7 +124,7 @@ class Checkpoint:
                 "%s has tensors that %s does not use: %s", self.directory, type(model).__name__, some(unexpected)
             )
         used = [one for one in transforms if one.was_used()]
-        return groups, used if self.quantizer is None else None  # otherwise save_pretrained would quantize again
+        return groups, used if self.quantizer is None else None  # else save_pretrained would quantize again
 
     def _entry(self, name: str, keys: tuple[str, ...], patterns: tuple[str | None, ...]) -> Entry:
         if patterns[0] is None:
@@ -139,7 +139,7 @@ class Checkpoint:
         found = {name: entry for entry in entries for name in entry.names}
         present = set(found)
         tied = getattr(model, "all_tied_weights_keys", None) or {}
-        for pair in tied.items():  # files may hold either name, or both
+        for pair in tied.items():  # files may hold a tied weight under either name, or under both
             one, other = (found.get(name) for name in pair)
             if one and other and not torch.equal(self.read_rows(one, ...), self.read_rows(other, ...)):
                 raise LoadError(
@@ -162,7 +162,7 @@ class Checkpoint:
         return [Entry((name,), (), (), None) for name in new]
 
     def read(self, entry: Entry, model: "PreTrainedModel") -> dict[str, torch.Tensor]:
-        """Return the weights of an entry by name; unconverted weights are memory-mapped."""
+        """Return an entry's weights as {name: tensor}. Weights that need no conversion are memory-mapped."""
         if not entry.keys:
             return {name: self._new[name] for name in entry.names}
         if entry.is_stored:
@@ -174,13 +174,13 @@ class Checkpoint:
         return {name: values[name][0] if isinstance(values[name], list) else values[name] for name in entry.names}
 
     def read_rows(self, entry: Entry, rows: slice | EllipsisType) -> torch.Tensor:
-        """Return rows (dim 0) of a stored weight."""
+        """Return the given rows (dim 0) of a weight that needs no conversion. `...` stands for all rows."""
         return self.slice_of(entry.keys[0])[rows]
 
 
 @torch.no_grad()
 def new_value(model: "PreTrainedModel", name: str) -> torch.Tensor:
-    """Return initial values for a weight that the checkpoint lacks, from the model's own `_init_weights`."""
+    """Return the values that the model's own `_init_weights` gives to a weight that the checkpoint lacks."""
     path, _, parameter = name.rpartition(".")
     module = model.get_submodule(path)
     twin = copy.copy(module)
@@ -193,6 +193,6 @@ def new_value(model: "PreTrainedModel", name: str) -> torch.Tensor:
 
 
 def some(names: list[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return a text with the first names and the number of further names."""
     more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
     return "; ".join(names[:NUM_NAMED]) + more

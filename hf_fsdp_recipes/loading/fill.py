@@ -1,4 +1,4 @@
-"""Fills a sharded model: rank 0 reads each weight and sends every rank its slice (dim 0), or each rank reads its own slice."""
+"""Fills a sharded model. Either rank 0 reads a weight and sends each rank its rows (dim 0), or each rank reads its own rows."""
 
 import re
 import threading
@@ -19,9 +19,9 @@ from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
 WRAPPERS = re.compile(
     r"(_checkpoint_wrapped_module|_orig_mod|base_layer)\.|\.(modules_to_save\.[^.]+|original_module)(?=\.)"
 )
-NUM_READERS = 4  # reading threads of rank 0; a disk is faster with several requests at once
-READ_AHEAD_BYTES = 1024**3  # most bytes that rank 0 reads ahead of the sends, unless a single weight is larger
-NUM_IN_FLIGHT = 2  # most weights that are sent at once
+NUM_READERS = 4  # rank 0's reading threads; a disk is faster if it gets several requests at once
+READ_AHEAD_BYTES = 1024**3  # maximum bytes that rank 0 reads ahead; a single larger weight is still read
+NUM_IN_FLIGHT = 2  # maximum number of weights that are sent at the same time
 PAGE_BYTES = 4096
 
 Tensors = dict[str, list[torch.Tensor]]
@@ -29,14 +29,14 @@ Weights = dict[str, torch.Tensor]
 
 
 def name_in_base_model(name: str) -> str:
-    """Return a tensor's name without the wrappers of PEFT, activation checkpointing and torch.compile."""
+    """Return a tensor's name without the parts that PEFT, activation checkpointing and torch.compile add."""
     return WRAPPERS.sub("", name).removeprefix("base_model.model.")
 
 
 def allocate(model: torch.nn.Module, device: torch.device) -> Tensors:
-    """Allocate memory for a model's meta parameters; return the tensors to fill, by their names in the base model.
+    """Allocate memory for a model's meta parameters. Return them and the buffers by their names in the base model.
 
-    A name has several tensors if PEFT has copied it (`modules_to_save`), and a tied weight has several names.
+    A name has several tensors if PEFT has copied the weight (`modules_to_save`). A tied weight has several names.
     """
     targets: Tensors = {name_in_base_model(name): [buffer] for name, buffer in model.named_buffers()}
     allocated = set()
@@ -51,11 +51,11 @@ def allocate(model: torch.nn.Module, device: torch.device) -> Tensors:
 
 
 class Layout:
-    """Which rows (dim 0) of a weight each rank holds."""
+    """Tells which rows (dim 0) of a weight each rank holds."""
 
     def __init__(self, target: torch.Tensor) -> None:
         self.local = target.detach()
-        # The ranks of the first replica, in the order of their rows; empty if every rank holds all rows.
+        # The ranks of the first replica, in the order of their rows. The list is empty if every rank holds all rows.
         self.ranks: list[int] = []
         if isinstance(target, DTensor):
             *replicated, sharded = target.placements
@@ -69,13 +69,13 @@ class Layout:
             self.number = mesh.get_coordinate()[-1]  # this rank's position in its replica
 
     def rows(self, number: int) -> slice:
-        """Return the rows that `fully_shard` gives to the rank at this position of a replica."""
+        """Return the rows that `fully_shard` gives to the rank at position `number` in a replica."""
         chunk = -(-self._num_rows // len(self.ranks))
         return slice(min(chunk * number, self._num_rows), min(chunk * (number + 1), self._num_rows))
 
 
 class Transfer:
-    """Copies one weight from rank 0 into the shards of the first replica, while the caller continues. Collective."""
+    """Copies one weight from rank 0 into the shards of the first replica. `finish` waits for the copy. Collective."""
 
     def __init__(
         self, full: torch.Tensor | None, target: torch.Tensor, dtype: torch.dtype, device: torch.device
@@ -93,13 +93,13 @@ class Transfer:
             is_same = (self._local.dtype, self._local.device) == (dtype, device)
             self._received = self._local if is_same else torch.empty(self._local.shape, dtype=dtype, device=device)
             transfers = [dist.P2POp(dist.irecv, self._received, 0)]
-        self._is_sender, self._full = full is not None, full  # a tensor must stay alive while it is sent
+        self._is_sender, self._full = full is not None, full  # the full tensor must stay alive while it is sent
         self._works = dist.batch_isend_irecv(transfers) if transfers else []
         if self._is_sender:
             self._local.copy_(self._received)  # while the other ranks receive their rows
 
     def finish(self) -> None:
-        """Wait for the transfer. Not a collective."""
+        """Wait until this rank's shard is filled and its sends are complete. Not a collective."""
         for work in self._works:
             work.wait()
         if not self._is_sender and self._received is not None and self._received is not self._local:
@@ -107,7 +107,7 @@ class Transfer:
 
 
 def read_ahead(reader: "Reader", entries: Sequence[Entry]) -> Iterator[Weights]:
-    """Yield the weights of each entry, while threads read the next entries."""
+    """Yield the weights of each entry in turn. Meanwhile, threads read the next entries."""
     with ThreadPoolExecutor(NUM_READERS, "weights-reading") as pool:
         pending: deque[tuple[int, Future[Weights]]] = deque()
         for entry in entries:
@@ -120,11 +120,11 @@ def read_ahead(reader: "Reader", entries: Sequence[Entry]) -> Iterator[Weights]:
 
 
 class Reader:
-    """Reads weights on rank 0. After an error, it returns uninitialized memory, because the other ranks wait for data."""
+    """Reads weights on rank 0. After an error, it returns uninitialized memory, because other ranks still wait for data."""
 
     def __init__(self, model: torch.nn.Module, checkpoint: Checkpoint, targets: Tensors, device: torch.device) -> None:
         self.error: Exception | None = None
-        self._quantizing = threading.Lock()  # on a CPU, quantizing a weight takes several times its memory
+        self._quantizing = threading.Lock()  # one weight at a time: on a CPU, quantizing takes several times its memory
         self.layers, self.targets = bnb_4bit.find_layers(model), targets
         self._model, self._checkpoint, self._device = model, checkpoint, device
 
@@ -134,7 +134,7 @@ class Reader:
         return self.targets[name][0].dtype if is_changed else entry.dtype
 
     def read(self, entry: Entry) -> Weights:
-        """Return, on the device, those of an entry's weights that are in the model."""
+        """Return an entry's weights on the device as {name: tensor}. Weights that the model lacks are left out."""
         try:
             if self.error is None:
                 return self._read(entry)
@@ -150,7 +150,7 @@ class Reader:
     def _read(self, entry: Entry) -> Weights:
         weights = {}
         for name, value in self._checkpoint.read(entry, self._model).items():
-            if name in self.targets:  # its module may have been replaced
+            if name in self.targets:  # otherwise the weight's module was replaced
                 if name in self.layers:
                     value = value.to(self._device)
                     with self._quantizing:
@@ -165,9 +165,9 @@ class Reader:
 def fill_from_rank0(
     model: torch.nn.Module, checkpoint: Checkpoint, entries: Sequence[Entry], targets: Tensors, device: torch.device
 ) -> None:
-    """Fill the tensors from rank 0, the only rank that reads files. Collective.
+    """Fill the tensors. Only rank 0 reads the files. It sends every rank its rows. Collective.
 
-    After an error, rank 0 sends uninitialized memory for the remaining weights, and at the end all ranks raise the error.
+    After an error, rank 0 sends uninitialized memory instead of the remaining weights. At the end, all ranks raise the error.
     """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
@@ -189,15 +189,15 @@ def fill_from_rank0(
 
 
 def bring(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Read a memory-mapped tensor from disk, in the thread that calls this, and move it to the device."""
+    """Return a memory-mapped tensor on the device and in this dtype. The calling thread reads it from disk."""
     if device.type == "cpu" and value.is_contiguous() and value.dtype == dtype:
-        value.view(-1).view(torch.uint8)[::PAGE_BYTES].sum()  # touches every page
+        value.view(-1).view(torch.uint8)[::PAGE_BYTES].sum()  # touches every page, so that it is read now
     return value.to(device, dtype).contiguous()
 
 
 @torch.no_grad()
 def fill_directly(checkpoint: Checkpoint, entries: Sequence[Entry], targets: Tensors) -> None:
-    """Fill the tensors from entries that are not converted; each rank reads its own rows. Collective."""
+    """Fill the tensors from entries that need no conversion. Each rank reads its own rows. Collective."""
     with distributed.agreed():
         for entry in entries:
             for target in targets.get(entry.names[0], ()):
@@ -208,7 +208,7 @@ def fill_directly(checkpoint: Checkpoint, entries: Sequence[Entry], targets: Ten
 
 @torch.no_grad()
 def copy_to_replicas(targets: Tensors) -> None:
-    """Under hybrid sharding, copy the shards of the first replica to the others. Collective."""
+    """Under hybrid sharding, copy the shards of the first replica to the other replicas. Collective."""
     for target in dict.fromkeys(target for tensors in targets.values() for target in tensors):
         if isinstance(target, DTensor) and target.device_mesh.ndim > 1:
             dist.broadcast(target.to_local(), group=target.device_mesh.get_group(0), group_src=0)

@@ -1,4 +1,4 @@
-"""`load_model`: a model whose weights are read when Accelerate shards it."""
+"""`load_model` returns a model whose weights are read when Accelerate shards the model."""
 
 import copy
 import os
@@ -31,25 +31,25 @@ def load_model(
     auto_class: Any = None,
     **kwargs: Any,
 ) -> "PreTrainedModel":
-    """Return a pretrained model whose weights take no memory until it is sharded; then each rank holds only its shard.
+    """Return a pretrained model whose weights take no memory until it is sharded. After that, each rank holds only its shard.
 
     The weights are read when Accelerate shards the model with FSDP2, in `trainer.train` or `accelerator.prepare`. Until then,
-    adapters can be added, but the model can neither run nor be saved. The values equal those of `from_pretrained`. Without FSDP,
-    this function only calls `from_pretrained`.
+    you can add adapters to the model, but you can neither run nor save it. The loaded values equal those of `from_pretrained`.
+    Without FSDP, this function only calls `from_pretrained`.
 
     Collective, with equal arguments on every rank. A rank needs memory only for its shard and for the weights in transfer.
 
     Args:
-        name_or_path: a directory or a Hub id. With `rank0`, only rank 0 needs to see the directory.
-        source: `rank0`: only rank 0 reads weight files. `direct`: every rank reads its own rows (dim 0); it must see the files.
-        auto_class: the class whose `from_pretrained` would be called; default: `AutoModelForCausalLM`.
-        **kwargs: as in `from_pretrained`; `quantization_config` must be a 4-bit BitsAndBytesConfig. With `trust_remote_code`,
-            every rank must see the code.
+        name_or_path: a directory or a Hub id. Only rank 0 needs access to the directory, unless `source` is "direct" or
+            `trust_remote_code` is set.
+        source: with "rank0", only rank 0 reads weights. With "direct", every rank reads its own rows (dim 0) of each weight.
+        auto_class: the class on which you would call `from_pretrained`. The default is `AutoModelForCausalLM`.
+        **kwargs: as in `from_pretrained`. `quantization_config` must be a 4-bit BitsAndBytesConfig.
 
     Raises:
-        LoadError: on every rank. In this call: FSDP1, no such model, or a checkpoint that does not fit it. During sharding: an
-            unreadable file, or a weight that was used or resized before it was loaded (PiSSA, OLoRA, DoRA, new embeddings).
-        PatchError: this version of Accelerate is not supported.
+        LoadError: on every rank. In this call: FSDP1, a model that is not found, or a checkpoint that does not fit it. Later: a
+            file that is unreadable, or a weight that is used or resized before loading (PiSSA, OLoRA, DoRA, new embeddings).
+        PatchError: the installed version of Accelerate is not supported.
     """
     from accelerate import PartialState
     from transformers import AutoModelForCausalLM
@@ -87,9 +87,9 @@ def check_fsdp_version() -> None:
 
 
 def describe_model(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Path, "PreTrainedConfig", dict[str, Any], Any]:
-    """Return a model's directory, config, the remaining arguments and the generation config. Collective.
+    """Return a model's directory, its config, the remaining `kwargs` and its generation config. Collective.
 
-    Rank 0 reads them for all ranks. Classes that come with the checkpoint cannot be sent, so each rank reads those itself.
+    Rank 0 reads them for all ranks. With `trust_remote_code`, each rank does, because the checkpoint's classes cannot be sent.
     """
 
     def describe() -> tuple[Any, ...]:
@@ -101,7 +101,7 @@ def describe_model(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Path, "Pr
         return directory, *read_config(directory, kwargs), generation_config
 
     if kwargs.get("trust_remote_code"):
-        distributed.run_on_main(lambda: find_directory(name_or_path, kwargs))  # downloads once
+        distributed.run_on_main(lambda: find_directory(name_or_path, kwargs))  # rank 0 downloads for all ranks
         with distributed.agreed():
             found = describe()
     else:
@@ -111,7 +111,7 @@ def describe_model(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Path, "Pr
 
 
 def find_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
-    """Return a model's local directory, after downloading it if `name_or_path` is a Hub id."""
+    """Return a model's local directory. If `name_or_path` is a Hub id, download the model first."""
     directory = Path(name_or_path)
     if not directory.is_dir():
         if directory.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") > 1:
@@ -127,7 +127,7 @@ def find_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
 
 
 def read_config(directory: Path, kwargs: dict[str, Any]) -> tuple["PreTrainedConfig", dict[str, Any]]:
-    """Override fields of the config with `kwargs`; return the config and the remaining `kwargs`."""
+    """Return the config, overridden with `kwargs`, and the other `kwargs`. A config in `kwargs` is taken as it is."""
     from transformers import AutoConfig, PreTrainedConfig
 
     rest = {name: value for name, value in kwargs.items() if name not in (*HUB_ARGUMENTS, "subfolder")}
@@ -139,7 +139,7 @@ def read_config(directory: Path, kwargs: dict[str, Any]) -> tuple["PreTrainedCon
 
 
 def take_quantizer(config: "PreTrainedConfig") -> "HfQuantizer | None":
-    """Remove the quantization of an FP8 or MXFP4 checkpoint from its config; return the quantizer that dequantizes it."""
+    """Remove the quantization from an FP8 or MXFP4 checkpoint's config. Return the quantizer that dequantizes the weights."""
     from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
     found = getattr(config, "quantization_config", None)
@@ -157,7 +157,7 @@ def take_quantizer(config: "PreTrainedConfig") -> "HfQuantizer | None":
 
 
 def resolve_dtype(dtype: str | torch.dtype | None, config: "PreTrainedConfig", checkpoint: Checkpoint) -> torch.dtype:
-    """Return the model's dtype as `from_pretrained` chooses it."""
+    """Return the dtype that `from_pretrained` would choose for the model."""
     if dtype in (None, "auto"):
         return getattr(config, "dtype", None) or checkpoint.first_dtype()
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -174,7 +174,7 @@ def build_on_meta(
     from transformers.initialization import no_init_weights
 
     build = getattr(auto_class, "from_config", None)
-    if build is None:  # the class of one model, which takes no trust_remote_code
+    if build is None:  # `auto_class` is one model's class, which takes no trust_remote_code
         build = auto_class._from_config
         kwargs = {name: value for name, value in kwargs.items() if name != "trust_remote_code"}
     try:
@@ -188,6 +188,6 @@ def build_on_meta(
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name in stored and re.search(pattern.replace("*", ".*"), name):
                 tensor.data = tensor.data.to(kept_dtype)
-    # Accelerate raises an error if `_no_split_modules` names a class that the model has no layer of.
+    # Accelerate raises an error if `_no_split_modules` names a class of which the model has no module.
     model._no_split_modules = {type(module).__name__ for module in model.modules()} & set(model._no_split_modules or ())
     return model.eval()

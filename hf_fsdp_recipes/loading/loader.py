@@ -1,4 +1,4 @@
-"""Shards a model from `load_model` and fills it with its weights. Until then, using the model raises an error."""
+"""Shards a model from `load_model` and fills the shards with weights. Until then, using the model raises an error."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ Shard = Callable[["Accelerator", torch.nn.Module], torch.nn.Module]
 
 
 class Loader:
-    """Fills one model while Accelerate prepares it. Until then, the loader is an attribute of the model."""
+    """Fills one model when Accelerate prepares the model. Until then, this loader is an attribute of the model."""
 
     def __init__(
         self, model: "PreTrainedModel", checkpoint: Checkpoint, entries: Sequence[Entry], is_direct: bool
@@ -32,17 +32,17 @@ class Loader:
         self._guard = model.register_forward_pre_hook(_refuse)
 
     def shard(self, accelerator: "Accelerator", model: torch.nn.Module, shard: Shard) -> torch.nn.Module:
-        """Shard the model with `shard(accelerator, model)`, Accelerate's own function, and fill the shards. Collective."""
+        """Shard the model with `shard`, which is Accelerate's own function, and fill the shards. Collective."""
         from torch.distributed.fsdp import CPUOffloadPolicy
 
         plugin, device = accelerator.state.fsdp_plugin, accelerator.device
         if device.type == "cpu":
-            device = torch.device("cpu")  # to torch, Accelerate's cpu:0 is another device, so each `to` would copy
+            device = torch.device("cpu")  # Accelerate's cpu:0 is a different device to torch, so each `to` would copy
         bnb_4bit.check_storage(self.model, plugin.mixed_precision_policy)
         broadcast_adapters(model, device)
         move_to_meta(model)
         if accelerator.mixed_precision != "no" and not bnb_4bit.find_layers(self.model):
-            for parameter in model.parameters():  # Accelerate does this too, but without effect in version 1.13
+            for parameter in model.parameters():  # Accelerate's own conversion has no effect in version 1.13
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()
         was_efficient, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
@@ -57,7 +57,7 @@ class Loader:
         return model
 
     def fill(self, model: torch.nn.Module, home: torch.device, device: torch.device) -> None:
-        """Fill the shards of a model. They are stored on `home`, and the model computes on `device`. Collective."""
+        """Allocate a model's shards on the device `home` and fill them. The model computes on `device`. Collective."""
         targets = fill.allocate(model, home)
         changed = [name for name, shape in self.shapes.items() if name in targets and targets[name][0].shape != shape]
         if changed:
@@ -83,7 +83,7 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
 
 
 def broadcast_adapters(model: torch.nn.Module, device: torch.device) -> None:
-    """Send rank 0's values of the parameters that are not placeholders to all ranks. Collective."""
+    """Broadcast rank 0's values of all parameters that are not placeholders, such as those of adapters. Collective."""
     for name, parameter in model.named_parameters():
         if not is_placeholder(parameter):
             value = parameter.detach().to(device)

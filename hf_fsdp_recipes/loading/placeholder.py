@@ -1,8 +1,8 @@
-"""Placeholders: parameters of a model whose weights are not loaded yet.
+"""Placeholders are the parameters of a model until its weights are loaded.
 
 A placeholder has the shape and dtype of its weight, but all its elements share one NaN in host memory. Unlike meta tensors,
 placeholders have a device and distinct addresses, so PEFT, TRL, Trainer, optimizers and Accelerate handle them like weights.
-Writing to a placeholder raises an error, and anything computed from one is NaN, never a plausible number.
+Writing to a placeholder raises an error. A result computed from a placeholder is NaN, never a plausible number.
 """
 
 from typing import Any
@@ -20,20 +20,20 @@ _CASTS = (torch.Tensor.to, torch.Tensor.float, torch.Tensor.double, torch.Tensor
 
 
 class Placeholder(torch.nn.Parameter):
-    """A parameter without memory. Copies of it, such as PEFT's `modules_to_save`, are placeholders too."""
+    """A parameter that takes no memory. Its copies, such as PEFT's `modules_to_save`, are placeholders too."""
 
     def __new__(cls, like: torch.Tensor) -> "Placeholder":
-        """Return a placeholder for a tensor of any device."""
+        """Return a placeholder for a tensor on any device."""
         return torch.Tensor._make_subclass(cls, nan_like(like), like.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Placeholder":
-        """Return another placeholder; torch's default copy would allocate the full tensor."""
+        """Return another placeholder, because torch's default copy would allocate the full tensor."""
         return memo.setdefault(id(self), Placeholder(self))
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Refuse casts, with which PiSSA, OLoRA and DoRA start to read a weight, and sharding by other code than our loader."""
-        if function is torch.Tensor.is_contiguous:  # which `fully_shard` checks first
+        """Refuse casts, because PiSSA, OLoRA and DoRA cast a weight to read it. Refuse sharding by code other than `Loader`."""
+        if function is torch.Tensor.is_contiguous:  # `fully_shard` checks it first
             raise LoadError(NOT_LOADED)
         if function in _CASTS and (function is not torch.Tensor.to or isinstance(args[1], torch.dtype)):
             raise LoadError(
@@ -44,12 +44,12 @@ class Placeholder(torch.nn.Parameter):
 
 
 def nan_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same shape and dtype whose elements share one NaN in host memory."""
+    """Return a tensor of the same shape and dtype. All its elements share a single NaN in host memory."""
     return torch.full((), float("nan"), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def is_placeholder(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is a placeholder; bitsandbytes' packed weights keep their own class."""
+    """Return whether a parameter is a placeholder, even if its class is that of bitsandbytes' packed weights."""
     has_no_memory = parameter.ndim > 0 and not any(parameter.stride()) and parameter.numel() > 1
     return isinstance(parameter, Placeholder) or has_no_memory
 
@@ -62,7 +62,7 @@ def insert_placeholders(model: torch.nn.Module) -> None:
 
 
 def move_to_meta(model: torch.nn.Module) -> None:
-    """Replace a model's placeholders with meta parameters of the same class and attributes."""
+    """Replace a model's placeholders with meta parameters. Attributes and bitsandbytes' class are kept."""
     for parameter in model.parameters():
         if is_placeholder(parameter):
             meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")

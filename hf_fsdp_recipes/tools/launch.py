@@ -47,10 +47,10 @@ def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
     from accelerate.commands.launch import launch_command
     from torch.distributed.launcher.api import ChildFailedError, SignalException
 
-    from hf_fsdp_recipes.patches import HIDDEN_DEVICES
+    from hf_fsdp_recipes.patches import HIDDEN_DEVICES, is_true
 
     os.environ.update(PREEMPTION | os.environ)
-    if read_yaml(template).get("use_cpu"):
+    if read_yaml(template).get("use_cpu") or is_true(os.environ.get("ACCELERATE_USE_CPU")):
         os.environ.update(CPU_ENVIRONMENT | os.environ | dict.fromkeys(HIDDEN_DEVICES, ""))
     try:
         launch_command(parse_launch(script, template, arguments))

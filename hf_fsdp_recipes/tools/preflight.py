@@ -100,19 +100,11 @@ def check_nodes(node: Node, address: str, port: int, output_dir: Path | None, ti
 
 def describe_node(job: dict[str, Any], template: Path | None) -> Node:
     """Return this node's report, before its output directory is checked."""
-    import torch
-    from accelerate.utils import parse_flag_from_env
-
     facts = {name: str(job[name]) for name in ("num_machines", "num_processes")}
     facts |= {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
-    node = Node(job["machine_rank"], job["num_machines"], facts)
     if template is not None:
         facts["template"] = f"{template.stem} ({hashlib.sha256(template.read_bytes()).hexdigest()[:8]})"
-        num_devices, num_ranks = torch.accelerator.device_count(), job["num_processes"] // job["num_machines"]
-        if num_devices < num_ranks and not job.get("use_cpu") and not parse_flag_from_env("ACCELERATE_USE_CPU"):
-            cure = "Request more, start fewer ranks, or use the template cpu."
-            node.faults.append(f"{num_devices} accelerators for {num_ranks} ranks. {cure}")
-    return node
+    return Node(job["machine_rank"], job["num_machines"], facts)
 
 
 def find_faults(nodes: list[Node], address: str, timeout: float) -> list[str]:

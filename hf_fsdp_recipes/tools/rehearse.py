@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
-import yaml
 
 from hf_fsdp_recipes.errors import ToolError, describe
 from hf_fsdp_recipes.tools.files import find_file, read_config, read_yaml
-from hf_fsdp_recipes.tools.subprocess_runner import find_error, put_on_cpu, run_recipe
+from hf_fsdp_recipes.tools.subprocess_runner import find_error, run_recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -38,7 +37,6 @@ def rehearse(
     context: typer.Context,
     config: Annotated[str, typer.Option("--config", help="Recipe: a name or a file.")],
     accelerate_config: Annotated[str, typer.Option("--accelerate_config", help="Template, for its sharding.")] = "cpu",
-    num_processes: Annotated[Optional[int], typer.Option("--num_processes", min=1, help="CPU ranks.")] = None,
     directory: Annotated[Optional[Path], typer.Option(help="Keep the files here.")] = None,
 ) -> None:
     """Will my recipe run to the end? Load, kill, resume, export and generate, on CPU ranks with a tiny model.
@@ -53,8 +51,8 @@ def rehearse(
         directory.mkdir(parents=True, exist_ok=True)
         if (directory / "run").exists():
             raise ToolError(f"{directory} holds a rehearsal already. Remove it, or use another --directory.")
-        template = write_template(find_file("template", accelerate_config), directory, num_processes)
-        arguments = write_recipe(find_file("recipe", config), directory, context.args)
+        template = find_file("template", accelerate_config)
+        arguments = [*write_recipe(find_file("recipe", config), directory, context.args), *ranks_of(template)]
         print("train, and kill all ranks after the first checkpoint", flush=True)
         train(template, arguments, directory, directory / "run" / f"checkpoint-{SAVE_STEPS}" / "trainer_state.json")
         print("resume and export", flush=True)
@@ -116,15 +114,13 @@ def shrink(config: "PreTrainedConfig", num_tokens: int) -> "PreTrainedConfig":
     return tiny
 
 
-def write_template(file: Path, directory: Path, num_processes: int | None) -> Path:
-    """Write the template for CPU ranks; sharding and wrapping stay the same."""
-    template = read_yaml(file)
-    template = put_on_cpu(template, num_processes or (4 if "parallelism_config" in template else 2))
-    if "fsdp_min_num_params" in (template.get("fsdp_config") or {}):
-        template["fsdp_config"]["fsdp_min_num_params"] = 5000  # the tiny model is smaller than one unit of a real one
-    target = directory / file.name
-    target.write_text(yaml.safe_dump(template))
-    return target
+def ranks_of(template: Path) -> list[str]:
+    """Return the launcher's options for the ranks of a rehearsal: two ranks or, for hybrid sharding, two replicas of two."""
+    units = "--fsdp_min_num_params=5000"  # the tiny model is smaller than one unit of a real one
+    if "parallelism_config" not in read_yaml(template):
+        return [units, "--num_processes=2"]
+    sizes = [f"--parallelism_config_{name}=2" for name in ("dp_replicate_size", "dp_shard_size")]
+    return [units, "--num_processes=4", *sizes]
 
 
 def train(template: Path, arguments: Sequence[str], directory: Path, first: Path | None) -> None:
@@ -132,7 +128,7 @@ def train(template: Path, arguments: Sequence[str], directory: Path, first: Path
     log = directory / "log.txt"
     log.unlink(missing_ok=True)
     is_done = first.exists if first else lambda: False
-    status = run_recipe(template, arguments, log, LIMIT_SECONDS, is_done)
+    status = run_recipe(template, arguments, log, is_done, LIMIT_SECONDS, on_cpu=True)
     text = log.read_text(errors="replace")
     if not (is_done() if first else status == 0):
         raise ToolError(find_error(text) or f"the run failed, or took too long. Its output ends with:\n{text[-2000:]}")

@@ -44,12 +44,17 @@ def copy(name: Name) -> None:
     named = [value for value in values if isinstance(value, str)]
     files = {file: source.parent / file for file in [source.name, *named] if (source.parent / file).is_file()}
     files["launch.slurm"] = shipped_directory("recipe") / "launch.slurm"
-    if existing := [file for file in files if Path(file).exists()]:
+    files = {target: file for target, file in files.items() if not _has_same_text(Path(target), file)}
+    if existing := [target for target in files if Path(target).exists()]:
         raise ToolError(f"{', '.join(existing)} exists here already. Move it, or use another directory.")
     for target, file in files.items():
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
         print(f"wrote {target}")
+
+
+def _has_same_text(target: Path, file: Path) -> bool:
+    return target.is_file() and target.read_bytes() == file.read_bytes()
 
 
 def quickstart(context: typer.Context) -> None:

@@ -1,6 +1,8 @@
 """Runs the recipe script on this machine in separate processes, for a rehearsal or a sweep, and leaves no process behind."""
 
 import contextlib
+import math
+import os
 import re
 import signal
 import subprocess
@@ -11,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)", re.MULTILINE)
+# What CPU ranks need instead of a template's values for GPUs: options of the launcher and, at the end, fields of the recipe.
+ON_CPU = ["--num_machines=1", "--machine_rank=0", "--main_process_ip=127.0.0.1", "--mixed_precision=no"]
+ON_CPU += ["--dynamo_backend=no", "--bf16=false", "--fp16=false"]
 NOT_THE_CAUSE = ("ChildFailedError", "by peer")  # the launcher's summary, and ranks that lost another rank
 
 
@@ -18,19 +23,22 @@ def run_recipe(
     template: Path,
     arguments: Sequence[str],
     log: Path,
-    limit_seconds: float,
     is_done: Callable[[], bool] = lambda: False,
+    limit_seconds: float = math.inf,
+    on_cpu: bool = False,
 ) -> int | None:
     """Run `hf-fsdp sft` until it ends, `is_done()` is true, or the time limit is reached; then kill what still runs.
 
-    Its output is appended to `log`. Returns the exit status, or None if it was still running.
+    Its output is appended to `log`. With `on_cpu`, the template's sharding and wrapping are used on CPU ranks of this machine.
+    Returns the exit status, or None if it was still running.
     """
     command = [sys.executable, "-m", "hf_fsdp_recipes.cli", "sft", "--accelerate_config", str(template)]
+    command += ["--main_process_port", "0", *(ON_CPU if on_cpu else ()), *arguments]
+    environment = os.environ | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {})
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the ranks are killed too
     deadline = time.monotonic() + limit_seconds
     with log.open("a") as output:
-        command += ["--main_process_port", "0", *arguments]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
     try:
         while process.poll() is None and time.monotonic() < deadline and not is_done():
             time.sleep(0.1)
@@ -55,13 +63,3 @@ def find_error(log: str) -> str:
     """Return the line of a run's output that says why it failed, or an empty string."""
     found = [line for line in ERROR.findall(log) if not any(words in line for words in NOT_THE_CAUSE)]
     return found[-1].strip() if found else ""
-
-
-def put_on_cpu(template: dict[str, Any], num_processes: int) -> dict[str, Any]:
-    """Return a template for CPU ranks on this machine; sharding and wrapping stay the same."""
-    changes = {"use_cpu": True, "mixed_precision": "no", "num_machines": 1, "num_processes": num_processes}
-    template = {key: value for key, value in template.items() if key not in ("main_process_ip", "dynamo_config")}
-    if "parallelism_config" in template:
-        half = {"dp_replicate_size": 2, "dp_shard_size": num_processes // 2}
-        changes["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in half.items()}
-    return template | changes

@@ -6,24 +6,23 @@ import textwrap
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
-import yaml
 
 from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, average, read_metrics
-from hf_fsdp_recipes.tools.files import find_file, read_yaml
-from hf_fsdp_recipes.tools.subprocess_runner import find_error, put_on_cpu, run_recipe
+from hf_fsdp_recipes.tools.files import find_file
+from hf_fsdp_recipes.tools.subprocess_runner import find_error, run_recipe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LOG_FILE, RANK_LOGS, TEMPLATE_FILE = "log.txt", "logs", "template.yaml"
+LOG_FILE, RANK_LOGS = "log.txt", "logs"
 FINISHED, OUT_OF_MEMORY = "finished", "OOM"
 MEASURE_ONLY = (
-    "--logging_steps 1 --save_strategy no --eval_strategy no --load_best_model_at_end false --export false "
-    "--report_to none --push_to_hub false --disable_tqdm true"
+    "--max_steps 13 --logging_steps 1 --save_strategy no --eval_strategy no --load_best_model_at_end false --export false "
+    "--report_to none --push_to_hub false --disable_tqdm true"  # the first 3 steps are warm-up
 )
 # Messages of torch's device and host allocators, Python, and Slurm after the kernel has killed a task.
 OUT_OF_MEMORY_MESSAGE = re.compile(
@@ -49,45 +48,26 @@ class Result(NamedTuple):
 def sweep(
     context: typer.Context,
     output_dir: Annotated[Path, typer.Option("--output_dir", help="Directory of the sweep.")],
-    config: Annotated[Optional[str], typer.Option("--config", help="Recipe: a name or a file.")] = None,
     accelerate_config: Annotated[list[str], typer.Option("--accelerate_config", help="Template; repeatable.")] = [],  # noqa: B006
     num_processes: Annotated[list[int], typer.Option("--num_processes", min=1, help="Ranks; repeatable.")] = [],  # noqa: B006
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each case; the first 3 are warm-up.")] = 13,
-    limit_minutes: Annotated[float, typer.Option("--limit_minutes", help="A case that takes longer fails.")] = 60,
-    collect: Annotated[bool, typer.Option("--collect", help="Only show what has run.")] = False,
 ) -> None:
     """Which template scales? Measure a recipe's memory, time and throughput with each template and number of ranks.
 
-    The results are a table and plots. Fields of the recipe can follow, such as `--max_length 2048`.
+    The other arguments are those of `hf-fsdp sft`. The results are a table and plots of all runs in the directory; without
+    templates, nothing is run.
     """
-    if not collect:
-        if not (config and accelerate_config and num_processes):
-            raise ToolError("nothing to run. Add --config, --accelerate_config and --num_processes, or --collect.")
-        import torch
+    import torch
 
-        on_cpu = not torch.accelerator.is_available()
-        arguments = ["--config", str(find_file("recipe", config)), "--max_steps", str(steps), *MEASURE_ONLY.split()]
-        arguments += [*(["--bf16", "false"] if on_cpu else ()), *context.args]
-        templates = {Path(name).stem: read_yaml(find_file("template", name)) for name in accelerate_config}
-        for name, template in templates.items():
-            for ranks in sorted(set(num_processes)):
-                case = output_dir / f"{name}_{ranks}ranks"
-                one = template | {"num_processes": ranks, "num_machines": 1}
-                run_case(case, put_on_cpu(one, ranks) if on_cpu else one, arguments, limit_minutes * 60)
-                print(f"{case.name}: {find_status(case)}", flush=True)
+    for template in [find_file("template", name) for name in accelerate_config]:
+        for ranks in sorted(set(num_processes)):
+            case = output_dir / f"{template.stem}_{ranks}ranks"
+            case.mkdir(parents=True, exist_ok=True)
+            for earlier in (case / METRICS_FILE, case / LOG_FILE):
+                earlier.unlink(missing_ok=True)
+            arguments = [*MEASURE_ONLY.split(), *context.args, f"--num_processes={ranks}", f"--output_dir={case}"]
+            run_recipe(template, arguments, case / LOG_FILE, on_cpu=not torch.accelerator.is_available())
+            print(f"{case.name}: {find_status(case)}", flush=True)
     print(write_table(output_dir).read_text())
-
-
-def run_case(case: Path, template: dict[str, Any], arguments: Sequence[str], limit_seconds: float) -> None:
-    """Run a case in its directory, in place of an earlier run of it."""
-    log = case / LOG_FILE
-    case.mkdir(parents=True, exist_ok=True)
-    for earlier in (case / METRICS_FILE, log):
-        earlier.unlink(missing_ok=True)
-    (case / TEMPLATE_FILE).write_text(yaml.safe_dump(template))
-    if run_recipe(case / TEMPLATE_FILE, [*arguments, "--output_dir", str(case)], log, limit_seconds) is None:
-        with log.open("a") as output:
-            output.write(f"\nTimeoutError: the case took longer than {limit_seconds / 60:g} minutes\n")
 
 
 def find_status(case: Path) -> str:

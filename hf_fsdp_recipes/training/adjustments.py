@@ -1,4 +1,4 @@
-"""Changes that SFTTrainer needs: gradient sums in float32, packed rows that are kept apart, and streams that resume."""
+"""Changes to SFTTrainer: gradients are summed in float32, packed rows must be kept apart, and streams can resume."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -12,28 +12,28 @@ from hf_fsdp_recipes.errors import RecipeError
 if TYPE_CHECKING:
     from trl import SFTTrainer
 
-LENGTH = 16  # tokens in each of two packed rows
-TOLERANCE = 1e-2  # relative to the outputs' norm; if rows are kept apart, only rounding differs
+LENGTH = 16  # tokens in each of the two rows that are packed for the check
+TOLERANCE = 1e-2  # largest difference, relative to the outputs' norm, that counts as rounding
 
 
 def adjust(trainer: "SFTTrainer", is_streamed: bool) -> None:
-    """Change a new trainer in place. Not a collective; every rank calls this before `trainer.train`."""
+    """Change a new trainer in place. Every rank calls this before `trainer.train`. Not a collective."""
     if trainer.padding_free:
         trainer.add_callback(PackingCheck(trainer.data_collator))
-    if is_streamed:  # endless, so that a resumed run can skip the rows that it has seen, also in a later pass
+    if is_streamed:  # endless, so that a resumed run can skip the rows that it has seen, even in a later pass
         trainer.train_dataset = trainer.train_dataset.repeat(None)
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin and plugin.mixed_precision_policy:  # Accelerate's own would sum and accumulate gradients in 16 bits
+    if plugin and plugin.mixed_precision_policy:  # its reduce_dtype would sum and accumulate gradients in 16 bits
         policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
         plugin.mixed_precision_policy = policy
         gather_units_once(trainer.model)
 
 
 def gather_units_once(model: torch.nn.Module) -> None:
-    """Let a model gather each FSDP unit once before its first forward.
+    """Let a model gather each of its FSDP units once before the first forward.
 
-    With reduction in float32 and accumulated micro-batches, torch raises an error in the backward pass if a unit has never been
-    gathered. For example, TRL's loss reads the weight of the head and does not call the head.
+    If gradients are reduced in float32 and accumulated over micro-batches, torch raises an error in the backward pass of a unit
+    that has never been gathered. The output head can be such a unit: TRL's loss reads its weight without calling the head.
     """
 
     @torch.compiler.disable
@@ -44,20 +44,20 @@ def gather_units_once(model: torch.nn.Module) -> None:
                 unit.unshard()
                 unit.reshard()
 
-    handle = model.register_forward_pre_hook(gather)  # FSDP2's own hook runs before it
+    handle = model.register_forward_pre_hook(gather)  # runs after FSDP2's own hook
 
 
 class PackingCheck(TrainerCallback):
     """Refuses to train if the second of two packed rows depends on the first.
 
-    It runs the loaded model twice on two short rows, with the attention that training uses. Transformers keeps packed rows
-    apart by their position ids. OPT, gpt-oss with eager attention and Mamba, for example, ignore these without an error.
+    The check runs the loaded model twice on two short rows, with the attention that training uses. Transformers keeps packed
+    rows apart by their position ids. Some models silently ignore these ids, like OPT, Mamba, and gpt-oss with eager attention.
 
     Args:
         collate: the trainer's data collator, which packs rows.
 
     Raises:
-        RecipeError: on every rank, when training starts.
+        RecipeError: on every rank, if packed rows are not kept apart when training starts.
     """
 
     def __init__(self, collate: Any) -> None:
@@ -65,7 +65,7 @@ class PackingCheck(TrainerCallback):
 
     @torch.no_grad()
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Pack the same row behind two different rows in turn, and compare its two outputs. Collective."""
+        """Pack the same row first behind one row and then behind another. Compare its outputs in both packs. Collective."""
         model = kwargs["model"].eval()
         last = torch.arange(LENGTH).tolist()
         outputs = []

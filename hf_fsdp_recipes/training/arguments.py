@@ -90,8 +90,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     recipe = read_recipe(file) if file else {}
     given = {*re.findall(r"(?:^|\n)--([\w-]+)", "\n".join(arguments)), *recipe} - {"config", "help", "env"}
     actions = {action.dest: action for action in parser._actions}
-    for name in sorted(given):
-        _check_field(name, recipe.get(name), actions)
+    if wrong := [*filter(None, (_find_fault(name, recipe.get(name), actions) for name in sorted(given)))]:
+        raise RecipeError(" ".join(wrong))
     try:
         found = Arguments(*parser.parse_args_and_config(arguments))
     except (ValueError, TypeError, ImportError) as error:  # from the classes' own checks
@@ -116,20 +116,19 @@ def _refuse(message: str) -> NoReturn:
     raise RecipeError(f"{message}.")
 
 
-def _check_field(name: str, value: Any, actions: dict[str, Any]) -> None:
-    """Raise a RecipeError if there is no such field, or if the field cannot have this value from the YAML file."""
+def _find_fault(name: str, value: Any, actions: dict[str, Any]) -> str | None:
+    """Return a message if there is no such field, or if the field cannot have this value from the YAML file."""
     action = actions.get(name.replace("-", "_"))
     if action is None:
         close = get_close_matches(name, actions, 1)
-        raise RecipeError(f"{name} is not an argument{f'; did you mean {close[0]}?' if close else '.'}")
+        return f"{name} is not an argument{f'; did you mean {close[0]}?' if close else '.'}"
     if action.choices and value not in (None, *action.choices):
         known = [str(choice) for choice in action.choices]
-        raise RecipeError(
-            f"{name} is {value!r}. Set one of {', '.join(get_close_matches(str(value), known) or known)}."
-        )
+        return f"{name} is {value!r}. Set one of {', '.join(get_close_matches(str(value), known) or known)}."
     kinds: Any = {int: int, float: (int, float)}.get(action.type)  # text is left to argparse
     if kinds and action.nargs is None and value is not None and not isinstance(value, (str, kinds)):
-        raise RecipeError(f"{name} is {value!r}. Set {'a whole number' if kinds is int else 'a number'}.")
+        return f"{name} is {value!r}. Set {'a whole number' if kinds is int else 'a number'}."
+    return None
 
 
 def _find_relative_paths(arguments: Arguments, directory: Path) -> None:

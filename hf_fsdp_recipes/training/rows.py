@@ -1,4 +1,4 @@
-"""Reads a recipe's rows: a Hub id, a folder, a file or a mixture, in one of TRL's formats. SFTTrainer does the rest."""
+"""Reads a recipe's rows from the Hub, a folder, a file or a mixture, and brings them into one of TRL's formats."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from hf_fsdp_recipes.training.arguments import Arguments
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-COLUMNS = ("messages", "conversations", "prompt", "input_ids")  # of TRL's formats, besides dataset_text_field
+COLUMNS = ("messages", "conversations", "prompt", "input_ids")  # TRL's columns, in addition to dataset_text_field
 # Source: stanford_alpaca, https://github.com/tatsu-lab/stanford_alpaca (Apache-2.0).
 ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
@@ -21,13 +21,13 @@ def read_rows(arguments: "Arguments") -> tuple[Any, Any]:
     """Return the training rows, and the evaluation rows or None. Every rank calls this.
 
     Raises:
-        RecipeError: the dataset cannot be read, has no such split, or has fewer rows than there are ranks.
+        RecipeError: the dataset cannot be read, lacks the split or a known column, or has fewer rows than there are ranks.
     """
     script, recipe, training = arguments.script, arguments.recipe, arguments.training
     name = script.dataset_name or "datasets"
     try:
         rows = _load(arguments)
-    except Exception as error:  # datasets raises many classes
+    except Exception as error:  # the datasets library raises errors of many classes
         cause = error.__cause__ or error
         raise RecipeError(f"{name} cannot be read: {describe(cause)}") from error
     if script.dataset_train_split not in rows:
@@ -61,7 +61,7 @@ def _load(arguments: "Arguments") -> Any:
     if path.is_file() and path.suffix not in BUILDERS:
         raise RecipeError(f"a file has to end in one of {', '.join(BUILDERS)}.")
     source: dict[str, Any] = {"path": script.dataset_name, "name": script.dataset_config}
-    if path.exists():  # dataset_config belongs to the Hub dataset that a recipe names
+    if path.exists():  # dataset_config applies only to the recipe's Hub dataset
         source["name"] = None
     if path.is_file():
         source |= {"path": BUILDERS[path.suffix], "data_files": {script.dataset_train_split: str(path)}}
@@ -69,7 +69,7 @@ def _load(arguments: "Arguments") -> Any:
 
 
 def to_trl_format(rows: Any, prompt_format: str) -> Any:
-    """Map instruction/input/output rows to prompt and completion; other rows are in one of TRL's formats already."""
+    """Turn instruction/input/output rows into prompt/completion rows. Other rows are already in one of TRL's formats."""
     if rows is None:
         return None
     columns = list(rows.features or next(iter(rows)))
@@ -79,7 +79,7 @@ def to_trl_format(rows: Any, prompt_format: str) -> Any:
 
 
 def to_alpaca(row: dict[str, Any]) -> dict[str, Any]:
-    """Turn an instruction/input/output row into alpaca's prompt and its completion."""
+    """Turn an instruction/input/output row into Alpaca's prompt and a completion."""
     context, paired, given = row.get("input"), "", ""
     if context:
         paired, given = ", paired with an input that provides further context", f"### Input:\n{context}\n\n"
@@ -87,7 +87,7 @@ def to_alpaca(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_chat(row: dict[str, Any]) -> dict[str, Any]:
-    """Turn an instruction/input/output row into a conversation, for the model's own chat template."""
+    """Turn an instruction/input/output row into a conversation for the model's own chat template."""
     question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
     return {
         "prompt": [{"role": "user", "content": question}],

@@ -1,9 +1,9 @@
 """Makes bitsandbytes' optimizers work under FSDP2: each rank updates its own rows (dim 0) of a parameter.
 
-Their operators do not accept DTensors, but updating an element needs only that element or, for 8-bit states, its block of 256
-elements. The states become DTensors that are sharded like their parameter, so that DCP can save and load them.
+Their operators do not accept DTensors. But to update an element, they need only this element or, for 8-bit states, its block of
+256 elements. The states become DTensors that are sharded like the parameter, so that DCP can save and load the states.
 
-Source: bitsandbytes 0.50 `optim/optimizer.py`, whose methods receive one parameter and keep its state in `self.state[p]`.
+Source: bitsandbytes 0.50 `optim/optimizer.py`. Its methods get one parameter `p` and keep the state of `p` in `self.state[p]`.
 """
 
 import math
@@ -16,29 +16,29 @@ from torch.distributed.tensor import DTensor, Shard
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-SHARDABLE = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")  # torch's; they update each element separately
+SHARDABLE = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")  # from torch; they update elements separately
 BLOCK_ELEMENTS = 256  # elements that share one scale of an 8-bit state
 
 
 def optimizer_name(args: "TrainingArguments") -> str:
-    """Return the name of the optimizer in `args.optim`, which may be an enum."""
+    """Return the optimizer's name as a string. `args.optim` may be an enum."""
     return str(getattr(args.optim, "value", args.optim))
 
 
 def is_bitsandbytes_optimizer(name: str) -> bool:
-    """Return whether this is an optimizer of bitsandbytes that can be sharded; AdEMAMix keeps two averages in one tensor."""
+    """Return whether this is a shardable optimizer of bitsandbytes. AdEMAMix is not: it keeps two averages in one tensor."""
     names = ("adamw_8bit", "adamw_bnb_8bit")
     return name in names or (name.startswith(("paged_", "lion_", "rmsprop_bnb")) and "ademamix" not in name)
 
 
 def sharded_optimizer(args: "TrainingArguments") -> "tuple[type[torch.optim.Optimizer], dict[str, Any]] | None":
-    """Make `optim: adamw_8bit` and bitsandbytes' other optimizers work under FSDP2, where they would fail in the first step.
+    """Make bitsandbytes' optimizers, such as `optim: adamw_8bit`, work under FSDP2. Otherwise they fail in the first step.
 
     Pass the result to any Trainer: `SFTTrainer(..., args=args, optimizer_cls_and_kwargs=sharded_optimizer(args))`. Checkpoints
-    include the optimizer's state. 8-bit states resume only on the same number of ranks, because each rank starts its own blocks.
+    include the optimizer's state. 8-bit states resume only on the same number of ranks, because each rank has its own blocks.
 
     Returns:
-        A value for Trainer's `optimizer_cls_and_kwargs`, or None if `args.optim` is not a bitsandbytes optimizer.
+        A value for Trainer's `optimizer_cls_and_kwargs`, or None if `is_bitsandbytes_optimizer` is false.
 
     Raises:
         ImportError: bitsandbytes is not installed.
@@ -48,13 +48,13 @@ def sharded_optimizer(args: "TrainingArguments") -> "tuple[type[torch.optim.Opti
     from transformers import Trainer
 
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
-    # Trainer keeps embedding states in 32 bits if the class's full name contains "bitsandbytes".
+    # Trainer keeps the states of embeddings in 32 bits if the full name of the class contains "bitsandbytes".
     namespace = {"__module__": f"{__name__}.bitsandbytes"}
     return type(f"Sharded{optimizer_class.__name__}", (_LocalStep, optimizer_class), namespace), kwargs
 
 
 class _LocalStep:
-    """Mixin that passes this rank's local tensors, instead of DTensors, to a bitsandbytes optimizer."""
+    """Mixin that gives a bitsandbytes optimizer this rank's local tensors instead of DTensors."""
 
     state: dict[torch.Tensor, dict[str, Any]]  # the optimizer defines these three attributes
     is_paged: bool
@@ -63,7 +63,7 @@ class _LocalStep:
     def init_state(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
         if not isinstance(p, DTensor):
             return super().init_state(group, p, gindex, pindex)  # type: ignore[misc]
-        # Use the largest shard's size on every rank, so that all ranks choose the same dtype and number of blocks.
+        # Every rank uses the size of the largest shard, so that all ranks choose the same state dtype and number of blocks.
         largest = _largest_shard(p)
         super().init_state(group, largest, gindex, pindex)  # type: ignore[misc]
         state = self.state.pop(largest)
@@ -92,7 +92,7 @@ class _LocalStep:
                 prefetch_tensor(value.to_local())
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """Load the state of the optimizer, and move it to paged memory if this is a paged optimizer."""
+        """Load the optimizer's state. If this is a paged optimizer, move the state to paged memory."""
         super().load_state_dict(state_dict, move_to_device)  # type: ignore[misc]
         for p, state in self.state.items():
             if isinstance(p, DTensor) and self.is_paged:
@@ -107,7 +107,7 @@ class _LocalStep:
 
 
 def _largest_shard(p: DTensor) -> torch.Tensor:
-    """Return this rank's shard or, if rank 0's shard is larger, an uninitialized tensor of that shard's shape."""
+    """Return this rank's shard. If rank 0's shard is larger, return an uninitialized tensor of that larger shape instead."""
     shard = p.to_local().detach()
     if not p.ndim:
         return shard
@@ -117,23 +117,23 @@ def _largest_shard(p: DTensor) -> torch.Tensor:
 
 
 def _to_sharded(name: str, value: Any, p: DTensor) -> Any:
-    """Convert a state entry for a checkpoint; entries that differ between ranks become DTensors."""
+    """Convert a state entry to the form that checkpoints need. Entries that differ between ranks become DTensors."""
     if name.startswith("state"):
         rows = p.to_local().shape[0] if p.ndim else 1
         local = value if not p.ndim or value.shape[0] == rows else value[:rows]
         sharded = torch.empty_like(p, dtype=local.dtype, requires_grad=False)
-        sharded._local_tensor = local  # `from_local` needs the mesh's device, and paged memory counts as the CPU's
+        sharded._local_tensor = local  # `from_local` needs the mesh's device, but paged memory counts as CPU memory
         if getattr(value, "is_paged", False):  # bitsandbytes reads both attributes
             local.is_paged, local.page_deviceid = True, value.page_deviceid
             sharded.is_paged = True
         return sharded
-    if name.startswith("absmax"):  # the same length on every rank; the last ranks may use only part of it
+    if name.startswith("absmax"):  # equally long on every rank, although the last ranks may use only a part
         return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False)
     return value
 
 
 def _to_local(name: str, value: Any, shard: torch.Tensor) -> Any:
-    """Return a state entry for this rank's rows, as bitsandbytes expects it."""
+    """Return this rank's part of a state entry, in the form that bitsandbytes expects."""
     if not isinstance(value, DTensor):
         return value
     local = value.to_local()

@@ -60,13 +60,13 @@ def fsdp_environment(
         return template_environment(Path(file.name))
 
 
-def template_environment(template: Path) -> dict[str, str]:
+def template_environment(template: Path, *options: str) -> dict[str, str]:
     """Return the variables that `accelerate launch --config_file template` sets for the ranks, from Accelerate itself."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
     arguments = launch_command_parser().parse_args(
-        ["--config_file", str(template), "--main_process_port", "0", "script.py"]
+        ["--config_file", str(template), "--main_process_port", "0", *options, "script.py"]
     )
     arguments, _, _ = _validate_launch_command(arguments)
     environment = prepare_multi_gpu_env(arguments)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import yaml
 
-from hf_fsdp_recipes.tools.rehearse import write_recipe, write_template
+from hf_fsdp_recipes.tools.rehearse import ranks_of, write_recipe
+from hf_fsdp_recipes.tools.subprocess_runner import ON_CPU
 from tests.conftest import SENTENCES, make_tokenizer
+from tests.ranks.harness import template_environment
 from tests.recipes.launching import ROOT
 
 # Columns of the datasets that the recipes name, as their Hub pages show them.
@@ -27,10 +29,12 @@ def command_of(recipe: Path) -> list[str]:
     return re.search(r"^# +hf-fsdp sft (.*?)\\?$", recipe.read_text(), re.M)[1].split()
 
 
-def template_of(recipe: Path, directory: Path, name: str | None = None) -> Path:
-    """Write a template, by default the one in the recipe's command, for CPU ranks; return the file."""
+def environment_of(recipe: Path, name: str | None = None) -> dict[str, str]:
+    """Return the variables of CPU ranks with a template, by default the one in the recipe's command."""
     name = name or command_of(recipe)[command_of(recipe).index("--accelerate_config") + 1]
-    return write_template(ROOT / "accelerate_configs" / f"{name}.yaml", directory, None)
+    template = ROOT / "accelerate_configs" / f"{name}.yaml"
+    launcher = [option for option in ON_CPU if "16" not in option]
+    return template_environment(template, *launcher, *ranks_of(template)) | {"ACCELERATE_USE_CPU": "true"}
 
 
 def write_rows(dataset: str, directory: Path) -> Path:

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from hf_fsdp_recipes.checkpointing.resume import find_damage
 from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 from tests.conftest import SENTENCES
-from tests.ranks.harness import printed_by, read_losses, run_ranks, template_environment
+from tests.ranks.harness import printed_by, read_losses, run_ranks
 from tests.recipes.launching import ROOT, run_recipe
-from tests.recipes.small import small_arguments, template_of
+from tests.recipes.small import environment_of, small_arguments
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def train(tmp_path):
         torch.manual_seed(0)  # the same model in each run
         recipe = ROOT / "recipes" / f"{name}.yaml"
         argv = small_arguments(recipe, directory, *fields)
-        environment = template_environment(template_of(recipe, directory, template))
+        environment = environment_of(recipe, template)
         printed = run_ranks(printed_by, num_ranks, run_recipe, argv, environment=environment, timeout_seconds=200)
         return directory / "run", printed[0]
 

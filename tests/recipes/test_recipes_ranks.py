@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from hf_fsdp_recipes.tools.files import shipped_files
-from tests.ranks.harness import read_losses, run_ranks, template_environment
+from tests.ranks.harness import read_losses, run_ranks
 from tests.recipes import small
 from tests.recipes.launching import run_recipe
 
@@ -20,8 +20,7 @@ def test_recipe_trains_resumes_exactly_and_exports_in_small(recipe, tmp_path):
     fields = ["--max_steps", "4", "--gradient_accumulation_steps", "2", "--bf16", str(precision == "bf16")]
     fields += ["--torch_compile_backend", "eager"] if "gaudi" in recipe.stem else []  # no Gaudi to compile for
     arguments = small.small_arguments(recipe, tmp_path, *fields)
-    environment = template_environment(small.template_of(recipe, tmp_path))
-    environment |= {"ACCELERATE_MIXED_PRECISION": precision}
+    environment = small.environment_of(recipe) | {"ACCELERATE_MIXED_PRECISION": precision}
     run_ranks(run_recipe, 2, arguments, environment=environment, timeout_seconds=200)
     whole, last = read_losses(tmp_path / "run"), tmp_path / "run" / "checkpoint-4"
     assert len(whole) == 4

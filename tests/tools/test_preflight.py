@@ -17,8 +17,7 @@ import pytest
 
 from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.tools import preflight
-from hf_fsdp_recipes.tools.files import find_file, read_yaml
-from hf_fsdp_recipes.tools.preflight import Node, check_nodes, describe_node
+from hf_fsdp_recipes.tools.preflight import Node, check_nodes
 from tests.ranks.harness import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,20 +175,6 @@ def test_a_full_disk_is_named(tmp_path, mount):
 
 
 # The node itself, and the command
-
-
-def test_a_template_for_accelerators_needs_one_for_each_rank(monkeypatch):
-    import torch
-
-    monkeypatch.delenv("ACCELERATE_USE_CPU")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    job = {"num_machines": 2, "machine_rank": 1, "num_processes": 16}
-    faults = {}
-    for name in ("full_shard", "cpu"):
-        template = find_file("template", name)
-        faults[name] = describe_node(read_yaml(template) | job, template).faults
-    assert faults["cpu"] == describe_node(job, None).faults == []
-    assert faults["full_shard"][0].startswith("4 accelerators for 8 ranks.")
 
 
 def start(rank, port, *arguments, num_machines=2, **variables):

@@ -26,15 +26,6 @@ def app():
     return app
 
 
-@pytest.fixture
-def recipe(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text(
-        yaml.safe_dump({"model_name_or_path": "org/model", "dataset_name": "rows", "output_dir": "runs/mine"})
-    )
-    return file
-
-
 def invoke(app, *arguments):
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -80,7 +71,7 @@ def test_table_and_plot_have_every_case_also_those_that_failed(app, tmp_path):
     write_log(tmp_path / f"{GRAD}_2ranks", "[rank0]: ValueError: no\nx.ChildFailedError: recipes/sft.py")
     write_metrics(tmp_path / f"{GRAD}_4ranks", seconds=1.5, device_reserved_peak_bytes=[0] * 4)
     write_metrics(tmp_path / f"{GRAD}_8ranks", steps=3)  # was stopped by a signal
-    printed = invoke(app, "--collect", "--output_dir", tmp_path)
+    printed = invoke(app, "--output_dir", tmp_path)
     assert rows(printed) == [
         [FULL, "1", "OOM", *"-----"],
         [
@@ -135,35 +126,32 @@ def test_a_stream_has_no_epoch_and_a_run_within_its_warm_up_no_figures(tmp_path)
     assert sweep.read_result(file.parent) == sweep.Result(FULL, 2, "finished")
 
 
-def test_a_repeated_case_replaces_what_a_kill_left(app, recipe, tmp_path, monkeypatch):
+def test_a_repeated_case_replaces_what_a_kill_left(app, tmp_path, monkeypatch):
     launched = []
 
-    def run_recipe(template, arguments, log, limit_seconds):
-        case = template.parent
+    def run_recipe(template, arguments, log, on_cpu):
+        case = log.parent
         launched.append(case.name)
         assert not log.exists() and not (case / "metrics.jsonl").exists()
-        assert yaml.safe_load(template.read_text())["num_processes"] == int(case.name[-6])
+        assert f"--num_processes={case.name[-6]}" in arguments and "--learning_rate" in arguments
         log.write_text("CUDA out of memory" if case.name[-6] == "1" else "step 5")
         if case.name[-6] != "1":
             write_metrics(case)
-        return 0 if case.name[-6] != "1" else 1
 
     monkeypatch.setattr(sweep, "run_recipe", run_recipe)
-    arguments = ["--config", recipe, "--accelerate_config", FULL, "--num_processes", 2, "--num_processes", 1]
-    arguments += ["--output_dir", tmp_path / "out", "--steps", 5]
+    arguments = ["--accelerate_config", FULL, "--num_processes", 2, "--num_processes", 1]
+    arguments += ["--output_dir", tmp_path, "--config", "mine.yaml", "--learning_rate", "1e-4"]
     invoke(app, *arguments)
     assert launched == [f"{FULL}_1ranks", f"{FULL}_2ranks"]
-    metrics = tmp_path / "out" / f"{FULL}_2ranks" / "metrics.jsonl"
+    metrics = tmp_path / f"{FULL}_2ranks" / "metrics.jsonl"
     metrics.write_text(metrics.read_text()[:40])
-    assert rows(invoke(app, "--collect", "--output_dir", tmp_path / "out"))[1][2] == "failed"
+    assert rows(invoke(app, "--output_dir", tmp_path))[1][2] == "failed"
     assert [row[2] for row in rows(invoke(app, *arguments))] == ["OOM", "4.00 GB"]
 
 
 def test_a_sweep_without_cases_is_refused(app, tmp_path):
-    with pytest.raises(ToolError, match="nothing to run"):
-        invoke(app, "--output_dir", tmp_path)
     with pytest.raises(ToolError, match="holds no case"):
-        invoke(app, "--output_dir", tmp_path, "--collect")
+        invoke(app, "--output_dir", tmp_path)
 
 
 @pytest.mark.launch
@@ -175,7 +163,7 @@ def test_no_rank_survives_a_run_that_is_stopped(tmp_path):
         return len(members) >= 3  # the launcher and two ranks
 
     template = find_file("template", "cpu")
-    assert subprocess_runner.run_recipe(template, [], tmp_path / "log.txt", 120, have_started) is None
+    assert subprocess_runner.run_recipe(template, [], tmp_path / "log.txt", have_started, 120) is None
     assert not [one for one in members if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -185,7 +173,7 @@ def test_a_tiny_model_is_swept_for_real(tiny_model, text_file, tmp_path):
     settings = {"model_name_or_path": str(tiny_model("llama")), "dataset_name": str(text_file), "max_length": 64}
     recipe.write_text(yaml.safe_dump(settings | {"output_dir": "runs/tiny", "per_device_train_batch_size": 2}))
     arguments = ["sweep", "--config", str(recipe), "--accelerate_config", FULL, "--num_processes", "1"]
-    arguments += ["--num_processes", "2", "--output_dir", str(output), "--steps", "5"]
+    arguments += ["--num_processes", "2", "--output_dir", str(output), "--max_steps", "5"]
     start = [sys.executable, "-m", "hf_fsdp_recipes.cli"]
     done = subprocess.run([*start, *arguments], capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
