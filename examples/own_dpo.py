@@ -1,4 +1,4 @@
-"""Align a language model with preferences, with TRL's `DPOTrainer` and LoRA. The reference is the model without its adapter.
+"""Align a language model to preferences with TRL's `DPOTrainer` and LoRA. The reference is the model without its adapter.
 
     accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_dpo.py \
         --model Qwen/Qwen3-8B --data my_rows.jsonl --output_dir runs/mine

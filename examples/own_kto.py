@@ -1,4 +1,4 @@
-"""Align a language model with good and bad answers, with TRL's `KTOTrainer` and LoRA.
+"""Align a language model to answers that are rated good or bad, with TRL's `KTOTrainer` and LoRA.
 
     accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_kto.py \
         --model Qwen/Qwen3-8B --data my_rows.jsonl --output_dir runs/mine

@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--resume_from_checkpoint", choices=["auto"], help="for launch.slurm; every run resumes anyway")
     options = parser.parse_args()
     set_seed(0)
-    model = load_model(options.model, dtype="float32")  # before the Accelerator, because it turns on FSDP for CPU ranks
+    model = load_model(options.model, dtype="float32")  # before the Accelerator: load_model turns on FSDP on CPUs
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

@@ -96,7 +96,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         if PartialState().distributed_type == DistributedType.FSDP:
             self._claim_directory(args, state, kwargs["optimizer"])
         group = distributed.new_group() if distributed.is_distributed() else None
-        self._flags = StepFlags(group, self._signals)  # created last: before that, SIGTERM ends a waiting rank
+        self._flags = StepFlags(group, self._signals)  # created last: while a rank waits above, SIGTERM ends it
         if self.saves_checkpoints and state.max_steps <= state.global_step and (state.epoch or 0) % 1:
             distributed.print_main(f"the run is complete: checkpoint-{state.global_step} has all of its steps")
             self.on_train_end(args, state, **kwargs)

@@ -17,14 +17,14 @@ from hf_fsdp_recipes.tools.rehearse import rehearse
 from hf_fsdp_recipes.tools.shipped import copy, make_app, quickstart
 from hf_fsdp_recipes.tools.sweep import sweep
 
-PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}  # fields of a recipe can follow
+PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}  # recipe fields are passed on
 
 app = typer.Typer(
     help="FSDP recipes for Accelerate, Trainer and TRL.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,  # a failed launch ends with torch's own table of the ranks' errors
-    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # --base_model is --base-model
+    pretty_exceptions_enable=False,  # for a failed launch, torch already prints a table of the ranks' errors
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # so --base_model works too
 )
 app.command(context_settings=PASS_ON)(sft)
 app.add_typer(recipes_app := make_app("recipe"), name="recipes")
@@ -40,7 +40,7 @@ app.command(context_settings=PASS_ON)(sweep)
 @app.command()
 def checkpoints(
     output_dir: Annotated[Path, typer.Argument(help="Output directory of a run.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare it with its hash.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file and check its hash.")] = False,
 ) -> None:
     """List a run's checkpoints. The exit status is 1 if the run cannot be resumed from any of them."""
     from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, read_manifest, step_of
@@ -61,14 +61,14 @@ def checkpoints(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="checkpoint-<step>, or with --merge-adapter an exported adapter.")],
+    checkpoint: Annotated[Path, typer.Argument(help="checkpoint-<step>, or an adapter if --merge-adapter is set.")],
     output: Annotated[Path, typer.Argument(help="Directory to write. If it exists, the next free name is used.")],
-    base_model: Annotated[Optional[str], typer.Option(help="Base model, if the checkpoint names none.")] = None,
-    dtype: Annotated[Optional[str], typer.Option(help="Dtype of the weights, such as bfloat16.")] = None,
+    base_model: Annotated[Optional[str], typer.Option(help="Base model, if the checkpoint does not name it.")] = None,
+    dtype: Annotated[Optional[str], typer.Option(help="Dtype of the exported weights, such as bfloat16.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
     merge_adapter: Annotated[bool, typer.Option("--merge-adapter", help="Merge LoRA into the base model.")] = False,
 ) -> None:
-    """Convert a checkpoint to a directory that `from_pretrained` and vLLM load, without a GPU, one tensor at a time."""
+    """Convert a checkpoint to a directory for `from_pretrained` and vLLM, one tensor at a time. This needs no GPU."""
     from hf_fsdp_recipes.export.export import export_checkpoint
 
     written = export_checkpoint(
@@ -87,7 +87,7 @@ app.command()(generate)
 
 @app.command()
 def report(
-    output_dir: Annotated[Path, typer.Argument(help="Output directory of a run, which may still go on.")],
+    output_dir: Annotated[Path, typer.Argument(help="Output directory of a run, even of one that still trains.")],
 ) -> None:
     """Write a run's report.md and plots from its metrics.jsonl."""
     from hf_fsdp_recipes.metrics.report import write_report
@@ -99,7 +99,7 @@ app.command(context_settings=PASS_ON | {"help_option_names": []})(quickstart)
 
 
 def main() -> None:
-    """Run the command. A RecipeError becomes one line on stderr and exit status 1."""
+    """Run the command. A RecipeError is printed as one line on stderr, and the exit status is 1."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns that 4-bit kernels for the CPU are missing
     try:
         app()

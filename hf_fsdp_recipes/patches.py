@@ -83,7 +83,7 @@ class Patch:
 
 
 # Accelerate fills meta parameters only from a full state dict, which needs a full copy of the model on rank 0.
-# For upstream: a hook that loads sharded weights between `fully_shard` and the first forward.
+# Proposal for upstream: a hook that loads sharded weights between `fully_shard` and the first forward.
 FILL_SHARDS = Patch(
     "accelerate.accelerator",
     "fsdp2_prepare_model",
@@ -100,7 +100,7 @@ def _fill_shards(original: Function, accelerator: "Accelerator", model: torch.nn
 
 # FSDP2 rejects module lists, because they have no forward. Accelerate shards the final norm together with the output head, so
 # the norm would be sharded twice if it were also in another unit. TRL uses the head's weight without calling the head.
-# For upstream: SIZE_BASED_WRAP with fsdp_version 2 fails on ModuleList and shards the final norm twice.
+# Upstream bug: SIZE_BASED_WRAP with fsdp_version 2 fails on ModuleList and shards the final norm twice.
 WRAP_BY_SIZE = Patch(
     "accelerate.utils.fsdp_utils",
     "fsdp2_prepare_auto_wrap_policy",
@@ -133,7 +133,7 @@ def _wrap_by_size(original: Function, fsdp2_plugin: "FullyShardedDataParallelPlu
 
 
 # Trainer offers no way to change how a checkpoint is written without also changing when it is written.
-# For upstream: a strategy object for `Trainer._save_checkpoint`, or a callback event around this method.
+# Proposal for upstream: a strategy object for `Trainer._save_checkpoint`, or a callback event around this method.
 SAVE_CHECKPOINT = Patch(
     "transformers.trainer",
     "Trainer._save_checkpoint",
@@ -153,7 +153,7 @@ def _save_checkpoint(original: Function, self: "Trainer", model: torch.nn.Module
 
 
 # With an FSDP plugin, Accelerate turns MULTI_GPU into FSDP. For MULTI_CPU, it silently ignores the FSDP config.
-# For upstream: with `use_cpu: true` and an FSDP config, `accelerate launch` silently trains with plain data parallelism.
+# Upstream bug: with `use_cpu: true` and an FSDP config, `accelerate launch` silently trains with plain data parallelism.
 CPU_RANKS = Patch(
     "accelerate.state",
     "AcceleratorState.__init__",
@@ -232,7 +232,7 @@ def enable_cpu_ranks() -> None:
         return
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.environ.update(dict.fromkeys(HIDDEN_DEVICES, ""))
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # else each rank warns about missing GPU kernels
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # otherwise each rank warns about missing GPU kernels
     CPU_RANKS.apply(_turn_cpu_ranks_into_fsdp)
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType

@@ -1,10 +1,10 @@
-"""Completes or deletes each checkpoint of a run with one rename, so that a kill never leaves a partial checkpoint.
+"""A checkpoint gets its name, or loses it before it is deleted, by one rename. So no kill leaves a partial `checkpoint-<step>`.
 
     checkpoint-4/           a complete checkpoint; its `manifest.json` lists all files with sizes and hashes
     _saving-<run id>/       checkpoints that are being written or deleted; locked while the run's rank 0 lives
     _set-aside-<time>-checkpoint-6/  a checkpoint renamed when a run resumed at an earlier step; never deleted
 
-The last two names begin with `_`, because Trainer does not upload directories with such names to the Hub.
+The last two names begin with `_`, so that Trainer does not upload these directories to the Hub.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ class RunDirectory:
         self._lock: Any = None
 
     def open(self, resumed_step: int) -> None:
-        """Lock the directory for this run. Delete what killed processes left unfinished. Set later checkpoints aside.
+        """Lock the directory for this run. Delete what killed processes left unfinished. Set checkpoints of later steps aside.
 
         Raises:
             CheckpointError: a run that starts at step 0 finds checkpoints of another run, or the same run is still running.

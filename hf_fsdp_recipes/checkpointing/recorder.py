@@ -1,4 +1,4 @@
-"""Lets Trainer and Accelerate save as usual, but records the sharded state that they pass to torch DCP."""
+"""Lets Trainer and Accelerate save as usual, but records the sharded state that torch DCP would otherwise write."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -45,7 +45,7 @@ def redirected(trainer: "Trainer", directory: Path) -> Iterator[dict[str, State]
         swap(trainer, "_push_from_checkpoint", lambda folder: None)  # the push follows when the checkpoint is complete
         swap(dcp, "save", record)
         if is_sharded:
-            swap(plugin.state_dict_config, "offload_to_cpu", False)  # else the state is copied now, in this thread
+            swap(plugin.state_dict_config, "offload_to_cpu", False)  # otherwise this thread would copy the state now
         yield parts
     if is_sharded and not parts:
         raise CheckpointError(

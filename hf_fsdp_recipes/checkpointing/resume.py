@@ -79,7 +79,7 @@ def keep_global_batch(args: "TrainingArguments", checkpoint: str | os.PathLike[s
 
 
 def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1) -> str | None:
-    """Check part number `part` of a checkpoint's files. Return what is wrong with it, or None if it is intact."""
+    """Check part number `part` of a checkpoint's files. Return what is wrong with these files, or None if they are intact."""
     manifest = read_manifest(checkpoint)
     if manifest is None:
         has_weights = any(checkpoint.glob("*.safetensors")) and not any(checkpoint.rglob("*.distcp"))

@@ -44,7 +44,7 @@ class StepFlags:
     def finish(self, has_failed: bool) -> tuple[int, bool]:
         """Return the signal that any rank got, or 0 if none did, and whether any rank's save has failed. Collective.
 
-        `has_failed` is used only if no exchange is running: `start` was not called in this step, or there is no group.
+        If `start` has begun an exchange in this step, `has_failed` is ignored. Otherwise, or without a group, it is used.
         """
         if self._work is None:
             self.start(has_failed)

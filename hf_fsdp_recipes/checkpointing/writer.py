@@ -132,7 +132,7 @@ class Writer:
             try:
                 with config.patch("save.compute_crc32", False):  # the manifest's hashes replace the CRC
                     dcp.save(dict(state), storage_writer=writer, planner=_Planner(folder), process_group=self._group)
-            except dcp.CheckpointException as error:  # no subclass of Exception
+            except dcp.CheckpointException as error:  # not a subclass of Exception
                 first = next(iter(error.failures.values()), (error, None))[0]
                 raise CheckpointError(describe(first)) from error
             files |= {f"{folder}/{name}": facts for name, facts in writer.files.items()}

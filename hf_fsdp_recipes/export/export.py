@@ -46,7 +46,7 @@ def export_model(
     """Write a model, which may be sharded with FSDP2. Collective: every rank calls this with the same arguments.
 
     Args:
-        model: a transformers model or a PeftModel. Of a PeftModel, only the adapter is written unless `merge_adapter` is set.
+        model: a transformers model or a PeftModel. For a PeftModel, only the adapter is written, unless `merge_adapter` is set.
         output_dir: the directory to create. If it exists, `<output_dir>-1` or the next free name is used instead.
         dtype: floating-point dtype of the weights in the files. None keeps the dtype of each parameter.
         max_shard_size: maximum size of a file, as in `save_pretrained`.
@@ -132,7 +132,7 @@ def export_checkpoint(
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the floating-point dtype with this name. Raise an ExportError if there is none. Not a collective."""
+    """Return `dtype` as a torch.dtype or None. Raise an ExportError if it is no floating-point dtype. Not a collective."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ExportError(f"{dtype!r} is no floating-point dtype. Use float32, bfloat16 or float16.")

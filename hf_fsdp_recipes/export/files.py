@@ -33,7 +33,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-IN_FLIGHT = 1  # export steps that may be waiting or being written while the next step is gathered
+IN_FLIGHT = 1  # maximum number of export steps that wait or are written while the next step is gathered
 
 
 def make_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
@@ -68,7 +68,7 @@ class FileWriter:
     def __init__(self, directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         self._directory, self._files = directory, files
         self._left = {name: file for file, tensors in files.items() for name in tensors}  # tensors not written yet
-        self._open: dict[str, tuple[BinaryIO, dict[str, int]]] = {}  # started files, and where their missing tensors go
+        self._open: dict[str, tuple[BinaryIO, dict[str, int]]] = {}  # open files, with positions of missing tensors
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._pending: deque[Future[None]] = deque()
         self._error: Exception | None = None
@@ -122,9 +122,12 @@ class FileWriter:
             self._open[file] = (self._directory / file).open("wb"), positions
             self._open[file][0].write(header)
         started, positions = self._open[file]
-        started.seek(positions.pop(name))
-        started.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        start, values = positions.pop(name), tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        started.seek(start)
+        started.write(values)
+        started.flush()
+        # The kernel starts to write to the disk now, while the next parameter is gathered.
+        os.posix_fadvise(started.fileno(), start, values.nbytes, os.POSIX_FADV_DONTNEED)
         if not positions:
-            started.flush()
             os.fsync(started.fileno())
             self._open.pop(file)[0].close()

@@ -119,7 +119,7 @@ def _merge_step(path: str, layer: torch.nn.Module, meta: Tensors, dtype: torch.d
 def _merge(layer: torch.nn.Module, tensors: Tensors) -> Tensors:
     """Return the state dict of the module that `merge_and_unload` puts in place of `layer`."""
     layer.load_state_dict(tensors, assign=True)
-    # The input may be the model's own tensor. A safe merge does not change it, but cannot check meta tensors for NaN.
+    # A safe merge does not change its input, which may be the model's own tensor. But it cannot check meta tensors for NaN.
     is_safe = not any(value.is_meta for value in tensors.values())
     if hasattr(layer, "unload_and_optionally_merge_module"):
         return layer.unload_and_optionally_merge_module(merge=True, safe_merge=is_safe, adapter_names=None).state_dict()

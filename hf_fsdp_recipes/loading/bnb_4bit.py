@@ -22,7 +22,7 @@ def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtyp
     """Replace the linear layers of a meta model with 4-bit layers, and return transformers' quantizer.
 
     The packed bytes are stored in the float dtype in which FSDP gathers parameters. FSDP would cast them if they were stored in
-    another float dtype. Accelerate does not shard integers.
+    another float dtype. They cannot be integers, because Accelerate does not shard integers.
     """
     from accelerate.state import AcceleratorState, is_initialized
     from transformers.modeling_utils import local_torch_dtype

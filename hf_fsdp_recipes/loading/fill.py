@@ -55,8 +55,7 @@ class Layout:
 
     def __init__(self, target: torch.Tensor) -> None:
         self.local = target.detach()
-        # The ranks of the first replica, in the order of their rows. The list is empty if every rank holds all rows.
-        self.ranks: list[int] = []
+        self.ranks: list[int] = []  # of the first replica, in row order; empty if every rank holds all rows
         if isinstance(target, DTensor):
             *replicated, sharded = target.placements
             mesh = target.device_mesh
@@ -167,7 +166,8 @@ def fill_from_rank0(
 ) -> None:
     """Fill the tensors. Only rank 0 reads the files. It sends every rank its rows. Collective.
 
-    After an error, rank 0 sends uninitialized memory instead of the remaining weights. At the end, all ranks raise the error.
+    After an error, rank 0 keeps sending, because the other ranks still wait for data. It then sends uninitialized memory.
+    At the end, all ranks raise the error.
     """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)

@@ -47,8 +47,8 @@ def load_model(
         **kwargs: as in `from_pretrained`. `quantization_config` must be a 4-bit BitsAndBytesConfig.
 
     Raises:
-        LoadError: on every rank. In this call: FSDP1, a model that is not found, or a checkpoint that does not fit it. Later: a
-            file that is unreadable, or a weight that is used or resized before loading (PiSSA, OLoRA, DoRA, new embeddings).
+        LoadError: on every rank. This call raises it for FSDP1, a missing model or a checkpoint that does not fit. Later, it is
+            raised for an unreadable file, or a weight used or resized before loading (PiSSA, OLoRA, DoRA, new embeddings).
         PatchError: the installed version of Accelerate is not supported.
     """
     from accelerate import PartialState
@@ -89,7 +89,7 @@ def check_fsdp_version() -> None:
 def describe_model(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Path, "PreTrainedConfig", dict[str, Any], Any]:
     """Return a model's directory, its config, the remaining `kwargs` and its generation config. Collective.
 
-    Rank 0 reads them for all ranks. With `trust_remote_code`, each rank does, because the checkpoint's classes cannot be sent.
+    Rank 0 reads them for all ranks. With `trust_remote_code`, each rank reads them, because their classes cannot be sent.
     """
 
     def describe() -> tuple[Any, ...]:
@@ -127,7 +127,7 @@ def find_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
 
 
 def read_config(directory: Path, kwargs: dict[str, Any]) -> tuple["PreTrainedConfig", dict[str, Any]]:
-    """Return the config, overridden with `kwargs`, and the other `kwargs`. A config in `kwargs` is taken as it is."""
+    """Return the config with overrides from `kwargs`, and the other `kwargs`. A config object in `kwargs` is used as is."""
     from transformers import AutoConfig, PreTrainedConfig
 
     rest = {name: value for name, value in kwargs.items() if name not in (*HUB_ARGUMENTS, "subfolder")}

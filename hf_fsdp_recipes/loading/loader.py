@@ -37,7 +37,7 @@ class Loader:
 
         plugin, device = accelerator.state.fsdp_plugin, accelerator.device
         if device.type == "cpu":
-            device = torch.device("cpu")  # Accelerate's cpu:0 is a different device to torch, so each `to` would copy
+            device = torch.device("cpu")  # torch takes Accelerate's cpu:0 for another device, so each `to` would copy
         bnb_4bit.check_storage(self.model, plugin.mixed_precision_policy)
         broadcast_adapters(model, device)
         move_to_meta(model)

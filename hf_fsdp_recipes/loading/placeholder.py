@@ -32,8 +32,8 @@ class Placeholder(torch.nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Refuse casts, because PiSSA, OLoRA and DoRA cast a weight to read it. Refuse sharding by code other than `Loader`."""
-        if function is torch.Tensor.is_contiguous:  # `fully_shard` checks it first
+        """Refuse casts: PiSSA, OLoRA and DoRA cast a weight before they read it, but a placeholder has no values to read."""
+        if function is torch.Tensor.is_contiguous:  # `fully_shard` calls it first, and only `Loader` may shard
             raise LoadError(NOT_LOADED)
         if function in _CASTS and (function is not torch.Tensor.to or isinstance(args[1], torch.dtype)):
             raise LoadError(

@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOGGED = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "step_seconds")
-PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}  # Accelerate's names
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}  # {Accelerate's name: torch's name}
 LOGGED_MEMORY = {"host_memory_gb": "host_bytes", "device_peak_memory_gb": "device_peak_bytes"}
 
 
 def _ends(phase: str) -> Callable[..., None]:
-    """Return a handler for a Trainer event that ends a phase of the step."""
+    """Return a handler of Trainer events. The handler ends the given phase of a step."""
     return lambda self, *args, **kwargs: self._end_phase(phase)
 
 
 class MetricsCallback(TrainerCallback):
     """Measures throughput, MFU and memory of any Trainer, and writes metrics.jsonl and a report with plots (docs/tools.md).
 
-    Pass the callback to the trainer's constructor on every rank. It also adds the main figures to Trainer's logs. In a step that
-    is not logged, it never synchronizes with the device. At a logged step, when Trainer has just gathered the loss, the callback
-    gathers a few integers per rank. If it cannot count tokens or write a file, it logs a warning once.
+    Pass the callback to the trainer's constructor on every rank. It also adds the main figures to Trainer's logs. At steps that
+    are not logged, it never synchronizes with the device. At a logged step, right after Trainer has gathered the loss, the
+    callback gathers a few integers from each rank. If it cannot count tokens or write a file, it logs a warning once.
 
     Args:
-        throughput_warmup_steps: number of steps, after each start or resume, that averages leave out.
+        throughput_warmup_steps: number of steps after each start or resume that are left out of averages.
     """
 
-    _seconds: dict[str, float]  # by phase, since the last logged step
+    _seconds: dict[str, float]  # {phase: seconds since the last logged step}
     _phase_began_at: float
     _host_bytes: int
 
@@ -54,11 +54,11 @@ class MetricsCallback(TrainerCallback):
         self._peak_flops: float | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Print the wrapped model, and start measuring."""
+        """Print the wrapped model and start measuring."""
         model = kwargs["model"]
         distributed.print_main(str(model))
         start = _describe_run(args, state, model)
-        with contextlib.suppress(Exception):  # a stream has no length, and Accelerate's shard of one raises an error
+        with contextlib.suppress(Exception):  # a stream has no length; Accelerate's shard of it raises an error
             start["num_rows"] = len(kwargs["train_dataloader"].dataset)
         try:
             self._flops = flops.find_model_flops(model)
@@ -77,7 +77,7 @@ class MetricsCallback(TrainerCallback):
     on_substep_end = _ends("forward_backward")
     on_step_end = _ends("optimizer")
     on_evaluate = _ends("evaluation")
-    on_save = _ends("save")  # without the part of a save that runs in the background
+    on_save = _ends("save")  # this phase excludes the part of a save that runs in the background
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """End the data phase. If the warm-up ends between two logged steps, discard what was measured so far."""
@@ -86,7 +86,7 @@ class MetricsCallback(TrainerCallback):
             self._begin_interval(state)
 
     def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
-        """End the forward and backward phase, including clipping, and sample the host memory while the gradients exist."""
+        """End the forward and backward phase, which includes clipping. Sample the host memory while the gradients exist."""
         self._end_phase("forward_backward")
         self._host_bytes = max(self._host_bytes, memory.host_bytes())
 
@@ -104,7 +104,7 @@ class MetricsCallback(TrainerCallback):
         self._append(entry)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Write the time since the last logged step, and the report."""
+        """Write an entry with the time since the last logged step. Then write the report."""
         self._end_phase("other")
         self._is_running = False
         self._hook.remove()
@@ -113,7 +113,7 @@ class MetricsCallback(TrainerCallback):
             self._try(lambda: report.write_report(self._file.parent))
 
     def _end_phase(self, phase: str) -> None:
-        """Add the host time since the last phase ended to `phase`."""
+        """End a phase. Its time grows by the host time since the previous phase ended."""
         if self._is_running:
             now = time.perf_counter()
             self._seconds[phase] += now - self._phase_began_at
@@ -151,7 +151,7 @@ class MetricsCallback(TrainerCallback):
             self._try(lambda: self._counts.add_(flops.count_tokens(kwargs).to(self._counts.device)))
 
     def _append(self, entry: Entry) -> None:
-        # The file starts with the first entry, so a run that is refused before its first step does not change it.
+        # The first entry starts the file. So a run that is refused before its first step does not change an earlier file.
         start, self._start = self._start, None
         if distributed.is_main():
             if start is not None:
@@ -159,7 +159,7 @@ class MetricsCallback(TrainerCallback):
             self._try(lambda: metrics_file.append(self._file, entry))
 
     def _try(self, work: Callable[[], object]) -> None:
-        """Call `work`. Errors must not end a run, so only the first one is logged, as a warning."""
+        """Call `work`. Errors must not end a run: the first one is logged as a warning, and later ones are ignored."""
         try:
             work()
         except Exception as error:
@@ -169,15 +169,15 @@ class MetricsCallback(TrainerCallback):
 
 
 def place_before_reporters(trainer: "Trainer") -> None:
-    """Move MetricsCallback before the callbacks of `report_to`, so that they log its figures. Call this on every rank.
+    """Move MetricsCallback to the front, so that the callbacks of `report_to` log its figures. Call this on every rank.
 
-    Trainer passes one dict of logs to all callbacks, first to those of `report_to`.
+    Trainer passes the same dict of logs to one callback after the other. By default, those of `report_to` come first.
     """
     trainer.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, MetricsCallback))
 
 
 def _describe_run(args: TrainingArguments, state: TrainerState, model: torch.nn.Module) -> Entry:
-    """Return the entry of metrics.jsonl that describes a start of the run."""
+    """Return the entry that is written to metrics.jsonl each time the run starts or resumes."""
     from accelerate.state import AcceleratorState
 
     name = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__).name

@@ -1,9 +1,9 @@
-"""Model FLOPs of training, and the peak FLOP/s of devices; MFU is the ratio of the two.
+"""Counts the model FLOPs of training and lists the peak FLOP/s of devices. MFU is the achieved share of this peak.
 
-A token costs 2 FLOPs per matmul parameter in the forward pass, 2 in the backward pass for the activations, and 2 for the
-gradient of each trained parameter: 6 in full fine-tuning, a little over 4 with LoRA. Attention costs two matrix products over
-all pairs of tokens of a sequence, causal or not, and twice that in the backward pass. Source: PaLM (arXiv:2204.02311),
-appendix B.
+A token costs 2 FLOPs per matmul parameter in the forward pass and 2 in the backward pass, for the activations. A trained
+parameter costs 2 more, for its gradient. So full fine-tuning costs 6 per parameter, and LoRA a little over 4. Attention, causal
+or not, costs two matrix products over all pairs of tokens of a sequence, and twice as much in the backward pass.
+Source: PaLM (arXiv:2204.02311), appendix B.
 """
 
 import re
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-# Dense peaks in TFLOP/s for bfloat16 and float16, from the vendors' data sheets and white papers (figures for structured
-# sparsity are halved; an MI250X is two devices). The key is a regular expression for the full name without vendor and series:
-# MIG slices and laptop GPUs do not match, because no MFU is better than a wrong one.
+# Dense peaks in TFLOP/s for bfloat16 and float16, from the vendors' data sheets and white papers. Figures with structured
+# sparsity are halved, and so is that of an MI250X, which is two devices. A key is a regular expression for the full name
+# without vendor and series. MIG slices and laptop GPUs match no key, because no MFU is better than a wrong one.
 PEAKS = {
     r"gb[23]00": 2500, r"b[23]00( sxm6 ac)?": 2250, r"g?h200( \d+gb hbm3e| \d+gb| 144g hbm3e)?": 989.4,
     r"h100 (sxm5?|\d+gb hbm3)": 989.4, r"h[12]00 nvl": 835.5, r"h100 pcie": 756, r"a[18]00([- ](sxm4?|pcie|[48]0gb))*": 312,
@@ -23,7 +23,7 @@ PEAKS = {
     r"rtx 6000 ada( generation)?": 364.2, r"mi250x": 191.5, r"mi3(00|25)x( vf| oam)?": 1307.4, r"mi350x( vf)?": 2309.6,
     r"mi355x( vf)?": 2516.6, r"gaudi ?2": 432, r"gaudi ?3": 1835,
 }  # fmt: skip
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configs
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of this number in configs
 VENDOR_AND_SERIES = re.compile(r"\b(nvidia|amd|intel|geforce|instinct)\b|\((r|tm)\)")
 
 
@@ -37,13 +37,13 @@ class ModelFlops(NamedTuple):
     window: int = 0  # length of the window in tokens
 
     def training(self, tokens: int, pairs: int) -> int:
-        """Return the FLOPs of forward and backward passes; arguments as `count_tokens` returns them."""
+        """Return the FLOPs of the forward and backward passes. The arguments are the results of `count_tokens`."""
         attention = self.attention_width * pairs + self.window_width * min(pairs, self.window * tokens)
         return (4 * self.matmul_parameters + 2 * self.trainable_parameters) * tokens + 6 * attention
 
 
 def find_model_flops(model: Any) -> ModelFlops:
-    """Return the sizes of a transformers decoder. It may have a PEFT adapter, be on meta, or be sharded.
+    """Return the sizes of a transformers decoder. The model may have a PEFT adapter, be on meta, or be sharded.
 
     With LoRA, the backward pass is counted for every layer, although it stops at the adapter closest to the input.
     Raises an exception for models of other kinds.
@@ -78,7 +78,7 @@ def _count_matmuls(model: Any) -> tuple[int, int]:
             # A quantized layer packs several weights into one element.
             is_linear = name == "weight" and hasattr(module, "in_features")
             size = int(module.in_features * module.out_features) if is_linear else parameter.numel()
-            if ".experts." in f".{path}.":  # a token is routed to some of the experts
+            if ".experts." in f".{path}.":  # a token passes through only some of the experts
                 size = round(size * model.config.num_experts_per_tok / num_experts)
             num_matmul += size
             num_trained += size * parameter.requires_grad
@@ -89,11 +89,11 @@ def count_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
     """Count a batch's tokens, excluding padding, without waiting for the device.
 
     Args:
-        inputs: the model's keyword arguments. Packed sequences begin where `position_ids` restart at 0; a sequence of
-            a single token counts as padding.
+        inputs: the model's keyword arguments. Packed sequences begin where `position_ids` restart at 0. A packed
+            sequence of a single token counts as padding.
 
     Returns:
-        (2,) int64 on the batch's device: the sum of the sequences' lengths, and the sum of their squares (pairs of tokens).
+        (2,) int64 on the batch's device: the sum of the sequence lengths, and the sum of their squares (pairs of tokens).
     """
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
@@ -101,7 +101,7 @@ def count_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
     elif isinstance(positions, torch.Tensor) and positions.ndim == 2:
         following = nn.functional.pad(positions[:, 1:], (0, 1))
         is_token = ((positions != 0) | (following != 0)).long()
-        # n * n = 1 + 3 + 5 + ... + (2 n - 1); the host does not know the lengths.
+        # The host does not know the lengths n. So n * n is summed as 1 + 3 + 5 + ... + (2 n - 1).
         return torch.stack([is_token.sum(), ((2 * positions.long() + 1) * is_token).sum()])
     else:
         batch = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
@@ -110,7 +110,7 @@ def count_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
 
 
 def find_peak_flops(device_name: str, dtype: str) -> float:
-    """Return the dense peak in FLOP/s of a device with this name in torch, or raise a ValueError if no peak is known."""
+    """Return a device's dense peak in FLOP/s, given its name in torch. Raise a ValueError if the peak is not known."""
     name = " ".join(VENDOR_AND_SERIES.sub("", device_name.lower()).split())
     found = [peak for pattern, peak in PEAKS.items() if re.fullmatch(pattern, name)]
     if not found or dtype not in ("bfloat16", "float16"):

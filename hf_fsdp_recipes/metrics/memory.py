@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-COUNTERS = {  # name in metrics.jsonl: function of the device's module, such as torch.cuda
+COUNTERS = {  # {name in metrics.jsonl: name of a function in the device's module, such as torch.cuda}
     "device_valley_bytes": "memory_allocated",
     "device_peak_bytes": "max_memory_allocated",
     "device_reserved_peak_bytes": "max_memory_reserved",
@@ -12,15 +12,15 @@ COUNTERS = {  # name in metrics.jsonl: function of the device's module, such as 
 
 
 def host_bytes() -> int:
-    """Return this process's anonymous resident memory (RssAnon + RssShmem); pages of memory-mapped files do not count."""
+    """Return this process's resident memory without the pages of memory-mapped files (RssAnon + RssShmem)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
 def pop_device_bytes(device: torch.device) -> dict[str, int]:
-    """Return the bytes allocated now, which are lowest between steps (the "valley"), and the peaks since the last call.
+    """Return the bytes allocated now (the "valley", if called between steps) and the peaks since the last call.
 
-    Zeros if the device does not count them, as on CPU ranks.
+    All values are 0 if the device does not count its memory, as on CPU ranks.
     """
     module = torch.get_device_module(device)
     found = {name: getattr(module, counter, int)() for name, counter in COUNTERS.items()}

@@ -1,4 +1,4 @@
-"""Entries of metrics.jsonl, one JSON object per line."""
+"""Reads and writes metrics.jsonl. Each line is an entry, stored as a JSON object."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ Entry: TypeAlias = dict[str, Any]
 
 
 def read_metrics(path: Path) -> list[Entry]:
-    """Return the entries of a metrics.jsonl, skipping a line that a killed run left incomplete; [] if there is no file."""
+    """Return the entries of a metrics.jsonl, or [] if there is no file. Skip a line that a killed run left incomplete."""
     entries = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
@@ -24,7 +24,7 @@ def read_metrics(path: Path) -> list[Entry]:
 
 
 def begin(path: Path, step: int, entry: Entry) -> None:
-    """Start a run's file with an entry. A run that resumes from `step` keeps only the entries up to that step."""
+    """Add the entry for the start of a run. Of the earlier entries, keep those up to `step`. If `step` is 0, keep none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [old for old in read_metrics(path) if old.get("step", 0) <= step] if step else []
     part = path.with_suffix(".part")
@@ -39,7 +39,7 @@ def append(path: Path, entry: Entry) -> None:
 
 
 def average(steps: Sequence[Entry], rate: str) -> float | None:
-    """Return the mean of a rate over the steps after the warm-up, weighted by their time; None if there are none."""
+    """Return the time-weighted mean of a rate over the steps after the warm-up, or None if there are no such steps."""
     measured = [step for step in steps if rate in step and not step.get("is_warmup")]
     weights = [step["step_seconds"] * step["num_steps"] for step in measured]
     return sum(s[rate] * w for s, w in zip(measured, weights, strict=True)) / sum(weights) if weights else None

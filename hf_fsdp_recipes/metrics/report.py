@@ -1,4 +1,4 @@
-"""Writes a run's report.md, report.png and `<run name>.txt` from metrics.jsonl alone, also during the run."""
+"""Writes a run's report.md, report.png and `<run name>.txt` from metrics.jsonl alone, even during the run."""
 
 import contextlib
 import statistics
@@ -26,7 +26,7 @@ def write_report(output_dir: Path) -> Path:
     """Write a run's report.md, plots and log, and return the path of report.md. Rank 0 only.
 
     Raises:
-        ToolError: there is no metrics.jsonl, or one of its lines has missing or invalid values.
+        ToolError: metrics.jsonl is missing or empty, or one of its lines has missing or invalid values.
     """
     file, report = output_dir / METRICS_FILE, output_dir / REPORT_FILE
     entries = read_metrics(file)
@@ -88,7 +88,7 @@ def _step_rows(steps: Sequence[Entry]) -> Iterator[tuple[str, str]]:
 
 
 def _format_log(rows: Sequence[tuple[str, str]], steps: Sequence[Entry]) -> str:
-    """Return the run's name/value pairs, then one line per logged step, in the format of AMD's article on FSDP with ROCm."""
+    """Return the log: name/value pairs, then one line per logged step. The format is from AMD's article on FSDP with ROCm."""
     lines = [f"{name}: {value}" for name, value in rows]
     lines += ["", f"{'step':>8} {'loss':>10} {'seconds':>10} {'peak memory, largest rank':>26}"]
     for step in steps:
@@ -98,7 +98,7 @@ def _format_log(rows: Sequence[tuple[str, str]], steps: Sequence[Entry]) -> str:
 
 
 def draw(entries: Sequence[Entry]) -> "Figure":
-    """Plot loss, throughput, phases of a step and memory against the step."""
+    """Plot loss, throughput, seconds per phase, and memory. The x axis is the training step."""
     from matplotlib.figure import Figure
 
     def gigabytes(key: str) -> Callable[[Entry], float]:
@@ -129,7 +129,7 @@ def draw(entries: Sequence[Entry]) -> "Figure":
 
 
 def style(axes: "Axes", title: str, x_label: str) -> None:
-    """Set a panel's title, label and grid; the y axis starts at 0."""
+    """Set a panel's title, x label and grid. Let its y axis start at 0."""
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel(x_label)
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])

@@ -1,1 +1,1 @@
-"""Command-line tools. Apart from the command line itself (`cli.py`), the library does not import them."""
+"""The command-line tools. In the rest of the package, only `cli.py` imports them."""

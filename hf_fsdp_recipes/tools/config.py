@@ -1,4 +1,4 @@
-"""`hf-fsdp config check`: reports the faults of an Accelerate config together."""
+"""`hf-fsdp config check`: reports all faults of an Accelerate config at once."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -12,7 +12,7 @@ from hf_fsdp_recipes.tools.files import find_file, read_yaml
 
 
 def check(name: Annotated[str, typer.Argument(help="An Accelerate config file, or a template.")]) -> None:
-    """Report all faults of a config together. The exit status is 1 if there are any."""
+    """Report all faults of a config at once. The exit status is 1 if there are any."""
     file = find_file("template", name)
     if faults := find_faults(read_yaml(file)):
         raise ToolError("\n  - ".join([f"{file} has {len(faults)} fault{'s'[: len(faults) > 1]}:", *faults]))
@@ -20,12 +20,12 @@ def check(name: Annotated[str, typer.Argument(help="An Accelerate config file, o
 
 
 def find_faults(config: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a parsed config: what Accelerate ignores silently, or finds only on the ranks."""
+    """Return the faults of a parsed config that Accelerate silently ignores, or finds only after the ranks have started."""
     sections = {name: config.get(name) or {} for name in ("fsdp_config", "parallelism_config")}
     if no_mappings := [f"{name} is {value!r}" for name, value in sections.items() if not isinstance(value, dict)]:
         return [f"{fault}, and Accelerate ignores it. Write a line for each setting." for fault in no_mappings]
     parallel = sections["parallelism_config"]
-    # Accelerate adds the prefix to FSDP settings that lack it, but not to those of parallelism_config.
+    # Accelerate adds a missing prefix `fsdp_` to the settings of fsdp_config. It adds none to those of parallelism_config.
     fsdp = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in sections["fsdp_config"].items()}
     faults = [*_find_unknown(config, fsdp, parallel), *_check_launch(config, parallel)]
     return [*faults, *_check_fsdp(fsdp)] if fsdp or config.get("distributed_type") == "FSDP" else faults
@@ -35,7 +35,7 @@ def _find_unknown(*sections: dict[str, Any]) -> Iterator[str]:
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    # Accelerate merges both sections into the launcher's arguments, so their settings are the names of these arguments.
+    # Accelerate merges both sections into the launcher's arguments, so a setting must have the name of one of these arguments.
     arguments = ["fsdp_ignored_modules", *vars(launch_command_parser().parse_args(["script.py"]))]
     prefixed = ([name for name in arguments if name.startswith(prefix)] for prefix in ("fsdp_", "parallelism_config_"))
     for section, known in zip(sections, ([*ClusterConfig.__dataclass_fields__], *prefixed), strict=True):

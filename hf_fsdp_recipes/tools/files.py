@@ -1,4 +1,4 @@
-"""Finds the shipped templates and recipes, which are folders in a checkout and package data in a wheel. Imports no torch."""
+"""Finds the shipped templates and recipes. A checkout has folders for them, and a wheel has package data. Imports no torch."""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,7 +24,7 @@ def shipped_directory(kind: Kind) -> Path:
 
 
 def shipped_files(kind: Kind) -> list[Path]:
-    """Return the shipped templates or recipes, sorted by name. YAML files without output_dir are no recipes."""
+    """Return the shipped templates or recipes, sorted by name. Only YAML files that set output_dir count as recipes."""
     files = sorted(shipped_directory(kind).glob("*.yaml"))
     return [file for file in files if kind == "template" or "\noutput_dir:" in file.read_text()]
 
@@ -32,7 +32,7 @@ def shipped_files(kind: Kind) -> list[Path]:
 def find_file(kind: Kind, name: str) -> Path:
     """Return the file `name` if it exists, otherwise the shipped file of that name. The suffix `.yaml` is optional.
 
-    Raises a ToolError that names similar shipped files if neither exists.
+    If neither exists, raises a ToolError that names similar shipped files.
     """
     directory, relative = shipped_directory(kind), name.removeprefix(f"{FOLDERS[kind]}/")
     for file in (Path(name), Path(f"{name}.yaml"), directory / relative, directory / f"{relative}.yaml"):
@@ -46,7 +46,7 @@ def find_file(kind: Kind, name: str) -> Path:
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file, or raise a ToolError with the file's name."""
+    """Return the mapping in a YAML file. If there is none, raise a ToolError with the file's name."""
     try:
         values = yaml.safe_load(file.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -57,7 +57,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def read_config(name: str) -> "PreTrainedConfig":
-    """Return the config of a Hub id or directory, from models/ if it has a copy: without network, and before access is granted."""
+    """Return the config of a directory or Hub id. A Hub id with a copy in models/ needs neither network nor access rights."""
     from transformers import AutoConfig
 
     copy = Path(__file__).with_name("models") / f"{name.replace('/', '--')}.json"

@@ -13,14 +13,14 @@ def generate(
     model: Annotated[Path, typer.Argument(help="Directory of a model or an adapter, such as runs/first/export.")],
     prompt: Annotated[str, typer.Option(help="The prompt.")],
     chat: Annotated[bool, typer.Option("--chat", help="Format the prompt with the model's chat template.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 200,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 200,
 ) -> None:
     """Continue a prompt greedily with an exported model or adapter."""
     print(complete(model, [prompt], is_chat=chat, max_new_tokens=max_new_tokens)[0])
 
 
 def complete(model: Path, prompts: Sequence[str], *, is_chat: bool = False, max_new_tokens: int = 200) -> list[str]:
-    """Return the greedy continuation of each prompt or, with `is_chat`, the answer to each question; or raise a ToolError."""
+    """Return the greedy continuation of each prompt or, with `is_chat`, the answer to it. If that fails, raise a ToolError."""
     if not model.is_dir():
         raise ToolError(f"{model} is not a directory. Name an export, such as runs/first/export.")
     from transformers import logging, pipeline

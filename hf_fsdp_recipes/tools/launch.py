@@ -1,4 +1,4 @@
-"""`hf-fsdp sft`: runs the recipe script on all ranks with Accelerate's own launcher, in this process."""
+"""`hf-fsdp sft`: runs the recipe script on all ranks. Accelerate's own launcher runs in this process and starts the ranks."""
 
 import os
 import sys
@@ -13,16 +13,16 @@ from hf_fsdp_recipes.tools.files import find_file, read_yaml, shipped_directory
 
 # Options that both the launcher and the script have. They are passed to the script, as in `trl sft`.
 SHARED_OPTIONS = {"debug", "gradient_accumulation_steps"}
-# Pass on the signal that Slurm sends before it ends a job, and give the ranks ten minutes to write a checkpoint.
+# Let torchrun pass on the signal that Slurm sends before a job ends. Give the ranks ten minutes to write a checkpoint.
 PREEMPTION = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
 }
 CPU_ENVIRONMENT = {
-    "ACCELERATE_USE_CPU": "true",  # the launcher passes on use_cpu only without FSDP
+    "ACCELERATE_USE_CPU": "true",  # with FSDP, the launcher does not pass on use_cpu
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     # Return freed memory to the system at once. By default, glibc keeps freed blocks of up to 32 MB, such as those of FSDP
-    # units, so that the peak hardly falls as ranks are added. Source: mallopt(3).
+    # units, so the memory peak would hardly fall as ranks are added. Source: mallopt(3).
     "MALLOC_MMAP_THRESHOLD_": "1048576",
 }
 
@@ -43,7 +43,7 @@ def sft(
 
 
 def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
-    """Run a script on all ranks, and return when all of them have succeeded. The arguments are as in `parse_launch`."""
+    """Run a script on all ranks and wait. If a rank fails, exit with status 1. The arguments are as in `parse_launch`."""
     from accelerate.commands.launch import launch_command
     from torch.distributed.launcher.api import ChildFailedError, SignalException
 
@@ -59,9 +59,9 @@ def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
 
 
 def parse_launch(script: Path, template: Path, arguments: Sequence[str]) -> Namespace:
-    """Return the arguments of `accelerate launch`, with the script's own ones in `training_script_args`.
+    """Return the parsed arguments of `accelerate launch`. `training_script_args` has the script's own arguments.
 
-    Options of the launcher and of the script can be in any order; a value stays with the option before it.
+    Options of the launcher and of the script can be in any order. A value stays with the option before it.
     """
     from accelerate.commands.launch import launch_command_parser
 

@@ -22,8 +22,8 @@ from hf_fsdp_recipes.tools.files import find_file, read_yaml
 
 PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 PROBE_BYTES = 64 << 20  # a disk with less free space counts as full
-ANSWER_SECONDS = 10.0  # a preflight answers at once
-VISIBLE_SECONDS = 5.0  # enough on NFS: listing a directory refreshes the client's cache of it
+ANSWER_SECONDS = 10.0  # limit for the greeting, which another preflight answers at once
+VISIBLE_SECONDS = 5.0  # enough for NFS, where listing a directory refreshes the client's cache of it
 
 DEFAULTS = {"num_machines": 1, "machine_rank": 0, "main_process_ip": "127.0.0.1", "main_process_port": 29500}
 OWN_RANK = "Give each node its own --machine_rank; in an srun command, $SLURM_NODEID needs single quotes around it."
@@ -31,7 +31,7 @@ OWN_RANK = "Give each node its own --machine_rank; in an srun command, $SLURM_NO
 
 @dataclass(frozen=True)
 class Node:
-    """What one node reports. `facts` must be the same on all nodes; `faults` are what the node found on its own."""
+    """The report of one node. `facts` must be the same on all nodes. `faults` are those that the node found on its own."""
 
     machine_rank: int
     num_machines: int
@@ -46,17 +46,17 @@ class Node:
 
 def preflight(
     context: typer.Context,
-    accelerate_config: Annotated[Optional[str], typer.Option("--accelerate_config", help="Template.")] = None,
+    accelerate_config: Annotated[Optional[str], typer.Option("--accelerate_config", help="The template.")] = None,
     num_machines: Annotated[Optional[int], typer.Option("--num_machines", min=1, help="Nodes of the job.")] = None,
-    machine_rank: Annotated[Optional[int], typer.Option("--machine_rank", help="This node, from 0.")] = None,
+    machine_rank: Annotated[Optional[int], typer.Option("--machine_rank", help="This node's number, from 0.")] = None,
     main_process_ip: Annotated[Optional[str], typer.Option("--main_process_ip", help="Address of node 0.")] = None,
     main_process_port: Annotated[Optional[int], typer.Option("--main_process_port", help="The job's port.")] = None,
-    num_processes: Annotated[Optional[int], typer.Option("--num_processes", min=1, help="Ranks of all nodes.")] = None,
-    config: Annotated[Optional[str], typer.Option("--config", help="Recipe, for its output_dir.")] = None,
+    num_processes: Annotated[Optional[int], typer.Option("--num_processes", min=1, help="Ranks on all nodes.")] = None,
+    config: Annotated[Optional[str], typer.Option("--config", help="Recipe that sets output_dir.")] = None,
     output_dir: Annotated[Optional[Path], typer.Option("--output_dir", help="Directory of the run.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the other nodes.")] = 120.0,
 ) -> None:
-    """Can these nodes work together? Run this on each node with the arguments of `hf-fsdp sft`; training arguments are ignored."""
+    """Can these nodes work together? Run this on each node with `hf-fsdp sft`'s arguments. Training arguments are ignored."""
     template = find_file("template", accelerate_config) if accelerate_config else None
     given = {name: value for name, value in context.params.items() if value is not None}
     job = {**DEFAULTS, **(read_yaml(template) if template else {}), **given}
@@ -72,9 +72,9 @@ def preflight(
 
 
 def check_nodes(node: Node, address: str, port: int, output_dir: Path | None, timeout: float) -> list[Node]:
-    """Return all nodes by rank, or raise a ToolError, the same on all nodes that reach node 0. Each node calls this.
+    """Return all nodes, sorted by rank, or raise a ToolError. Each node calls this. All that reach node 0 get the same result.
 
-    Nodes connect to a port of node 0, which is free again afterwards. They wait for each other for `timeout` seconds.
+    The nodes connect to `port` of node 0 and wait up to `timeout` seconds for each other. Afterwards, the port is free again.
     """
     probe = output_dir / f".preflight-{node.host}-{node.pid}" if output_dir else None
     try:
@@ -99,7 +99,7 @@ def check_nodes(node: Node, address: str, port: int, output_dir: Path | None, ti
 
 
 def describe_node(job: dict[str, Any], template: Path | None) -> Node:
-    """Return this node's report, before its output directory is checked."""
+    """Return this node's report, still without the faults of its output directory."""
     facts = {name: str(job[name]) for name in ("num_machines", "num_processes")}
     facts |= {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
     if template is not None:
@@ -108,7 +108,7 @@ def describe_node(job: dict[str, Any], template: Path | None) -> Node:
 
 
 def find_faults(nodes: list[Node], address: str, timeout: float) -> list[str]:
-    """Return the faults in the nodes' reports, which are sorted by rank."""
+    """Return the faults found in the nodes' reports. `nodes` must be sorted by machine rank."""
     ranks = [node.machine_rank for node in nodes]
     faults = [f"{node}: {fault}" for node in nodes for fault in node.faults]
     for name in nodes[0].facts:
@@ -134,9 +134,9 @@ def _shorten(names: Sequence[object]) -> str:
 
 
 def connect(node: Node, address: str, port: int, timeout: float) -> list[BufferedRWPair]:
-    """Return the connections: on node 0, to all nodes that join in time; on another node, to node 0.
+    """Return this node's connections. Node 0 has one to each node that joins in time. The others have one, to node 0.
 
-    These are plain sockets, because a TCPStore that connects to another program's port waits without a timeout.
+    Plain sockets are used, because a TCPStore has no timeout when it connects to a port of another program.
     """
     deadline, peers = time.monotonic() + timeout, list[BufferedRWPair]()
     try:
@@ -149,13 +149,13 @@ def connect(node: Node, address: str, port: int, timeout: float) -> list[Buffere
                     raise
                 time.sleep(0.2)
         family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        socket.create_server(target[:2], family=family).close()  # fails for another host's address, or a used port
+        socket.create_server(target[:2], family=family).close()  # fails for another host's address and for a used port
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         with socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=dual) as server:
             while len(peers) < node.num_machines - 1 and (left := deadline - time.monotonic()) > 0:
                 server.settimeout(left)
-                with contextlib.suppress(OSError):  # no connection, or not from a node of this job
+                with contextlib.suppress(OSError):  # nothing has connected, or it is no node of this job
                     peers.append(greet(server.accept()[0], ANSWER_SECONDS + VISIBLE_SECONDS))
     except OSError as error:
         raise ToolError(f"{node}: {explain(error, address, port)}") from error
@@ -163,7 +163,7 @@ def connect(node: Node, address: str, port: int, timeout: float) -> list[Buffere
 
 
 def greet(connection: socket.socket, timeout: float) -> BufferedRWPair:
-    """Return the connection as a file with this timeout; raise OSError if no preflight of this job is at its other end."""
+    """Return the connection as a file with this timeout. Raise an OSError if the other end is no preflight of this job."""
     connection.settimeout(ANSWER_SECONDS)
     greeting, answer, peer = f"preflight {os.environ.get('SLURM_JOB_ID')}\n".encode(), b"", connection.makefile("rwb")
     with contextlib.suppress(OSError):
@@ -181,7 +181,7 @@ def _send(peer: BufferedRWPair, line: bytes) -> None:
 
 
 def exchange(node: Node, peers: list[BufferedRWPair], report: Any) -> list[Any]:
-    """Return the reports of all nodes that have not stopped. The list is the same on each node."""
+    """Return the reports of all nodes that still run, the same list on each node. If node 0 has stopped, raise a ToolError."""
     if node.machine_rank != 0:
         try:
             _send(peers[0], json.dumps(report).encode() + b"\n")
@@ -217,7 +217,7 @@ def advise(address: str) -> str:
 
 
 def write_probe(probe: Path) -> list[str]:
-    """Create the output directory and a file in it. If this fails, return the fault; otherwise, return an empty list."""
+    """Create the output directory and write a file in it. Return a list with the fault if this fails, or an empty list."""
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)
         with probe.open("wb") as stream:
@@ -230,7 +230,7 @@ def write_probe(probe: Path) -> list[str]:
 
 
 def find_unseen(node: Node, output_dir: Path, nodes: list[Node]) -> str:
-    """Return the fault that this node does not see the files of all nodes in the output directory, or an empty string."""
+    """Return a fault if this node does not see the files of all nodes in the output directory, or else an empty string."""
     deadline, unseen = time.monotonic() + VISIBLE_SECONDS, nodes
     while unseen and time.monotonic() < deadline:
         names = {file.name for file in output_dir.iterdir()}

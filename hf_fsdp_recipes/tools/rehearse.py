@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 NUM_ROWS, SAVE_STEPS, LIMIT_SECONDS = 64, 2, 600
 WITHOUT_GPU = ["--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--validation_split_percentage", "0"]
-SHORT = (  # replaces settings that need a GPU, much time or an account
+SHORT = (  # values for settings that would need a GPU, much time or an account
     "--dtype float32 --attn_implementation eager --torch_compile false --use_liger_kernel false --push_to_hub false "
     f"--report_to none --max_steps {3 * SAVE_STEPS} --save_strategy steps --save_steps {SAVE_STEPS} --save_total_limit 9 "
     "--logging_steps 1 --max_length 256 --per_device_train_batch_size 1 --gradient_accumulation_steps 1 --eval_strategy no "
     "--load_best_model_at_end false --dataset_streaming false --disable_tqdm true --resume_from_checkpoint auto"
 ).split()
-SIZES = {  # of layers, by their names in configs: Llama's, GPT-2's, and those of a mixture of experts
+SIZES = {  # of the tiny model; the rows have names from configs of Llama, GPT-2 and mixtures of experts
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
     "n_embd": 64, "n_layer": 2, "n_head": 4,
     "moe_intermediate_size": 64, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -36,10 +36,10 @@ SIZES = {  # of layers, by their names in configs: Llama's, GPT-2's, and those o
 def rehearse(
     context: typer.Context,
     config: Annotated[str, typer.Option("--config", help="Recipe: a name or a file.")],
-    accelerate_config: Annotated[str, typer.Option("--accelerate_config", help="Template, for its sharding.")] = "cpu",
-    directory: Annotated[Optional[Path], typer.Option(help="Keep the files here.")] = None,
+    accelerate_config: Annotated[str, typer.Option("--accelerate_config", help="Template for the sharding.")] = "cpu",
+    directory: Annotated[Optional[Path], typer.Option(help="Keep the files in this directory.")] = None,
 ) -> None:
-    """Will my recipe run to the end? Load, kill, resume, export and generate, on CPU ranks with a tiny model.
+    """Will my recipe run to the end? Load, train, kill, resume, export and generate with a tiny model on CPU ranks.
 
     Fields of the recipe can follow, such as `--dataset_name my_rows.jsonl`.
     """
@@ -63,9 +63,9 @@ def rehearse(
 
 
 def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> list[str]:
-    """Write a tiny model and the recipe's tokenizer to model/, and its first rows to rows.jsonl; return arguments for sft.py.
+    """Write a tiny model and the recipe's tokenizer to model/, and the first rows to rows.jsonl. Return arguments for sft.py.
 
-    `fields` are arguments that override the recipe's. Raises a RecipeError if SFT lacks a field, or if something cannot be read.
+    `fields` are arguments that override the recipe's. Raises a RecipeError for wrong arguments and unreadable files.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
@@ -95,7 +95,7 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
 
 
 def shrink(config: "PreTrainedConfig", num_tokens: int) -> "PreTrainedConfig":
-    """Return a config of the same class for a model of a few layers, with the same tied weights and the same kinds of layers."""
+    """Return a tiny config of the same class. Tied weights stay tied. Of several kinds of layers, two kinds are kept."""
     tiny = copy.deepcopy(config)
     heads, groups = getattr(tiny, "num_attention_heads", 4), getattr(tiny, "num_key_value_heads", None)
     sizes = SIZES | {"vocab_size": num_tokens}
@@ -103,9 +103,9 @@ def shrink(config: "PreTrainedConfig", num_tokens: int) -> "PreTrainedConfig":
         sizes["num_key_value_heads"] = max(1, sizes["num_attention_heads"] * groups // heads)
     for name, size in sizes.items():
         if isinstance(getattr(tiny, name, None), int):
-            with contextlib.suppress(AttributeError):  # computed from other fields
+            with contextlib.suppress(AttributeError):  # the field is computed from others
                 setattr(tiny, name, size)
-    for name in ("layer_types", "mlp_layer_types"):  # one entry for each layer; keep different kinds
+    for name in ("layer_types", "mlp_layer_types"):  # each has one entry per layer; keep different kinds
         kinds = getattr(tiny, name, None)
         if isinstance(kinds, list):
             setattr(tiny, name, [*dict.fromkeys(kinds), *kinds][: SIZES["num_hidden_layers"]])
@@ -115,8 +115,8 @@ def shrink(config: "PreTrainedConfig", num_tokens: int) -> "PreTrainedConfig":
 
 
 def ranks_of(template: Path) -> list[str]:
-    """Return the launcher's options for the ranks of a rehearsal: two ranks or, for hybrid sharding, two replicas of two."""
-    units = "--fsdp_min_num_params=5000"  # the tiny model is smaller than one unit of a real one
+    """Return the launcher's options for a rehearsal: two ranks or, with hybrid sharding, two replicas of two ranks each."""
+    units = "--fsdp_min_num_params=5000"  # the tiny model is smaller than one FSDP unit of a real one
     if "parallelism_config" not in read_yaml(template):
         return [units, "--num_processes=2"]
     sizes = [f"--parallelism_config_{name}=2" for name in ("dp_replicate_size", "dp_shard_size")]
@@ -124,7 +124,7 @@ def ranks_of(template: Path) -> list[str]:
 
 
 def train(template: Path, arguments: Sequence[str], directory: Path, first: Path | None) -> None:
-    """Run the recipe to its end or, with `first`, until this file exists; then kill the run. Raise a ToolError on failure."""
+    """Run the recipe to its end. If a file `first` is given, kill the run once it exists. If the run fails, raise ToolError."""
     log = directory / "log.txt"
     log.unlink(missing_ok=True)
     is_done = first.exists if first else lambda: False

@@ -1,4 +1,4 @@
-"""`hf-fsdp recipes` and `hf-fsdp config` list, print and copy the shipped files; `hf-fsdp quickstart` starts its script."""
+"""Commands that list and print the shipped templates and recipes, copy a recipe with its files, and run the quickstart."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ Name = Annotated[str, typer.Argument(help="A name from `list`, or a file.")]
 
 
 def make_app(kind: Kind) -> typer.Typer:
-    """Return the commands `list`, `show` and `path` for one kind of files."""
+    """Return an app with the commands `list`, `show` and `path` for one kind of files."""
     app = typer.Typer(help=f"List and print the shipped {kind}s.", no_args_is_help=True)
 
     @app.command("list")
@@ -26,12 +26,12 @@ def make_app(kind: Kind) -> typer.Typer:
 
     @app.command()
     def show(name: Name) -> None:
-        """Print a file, with the command that uses it."""
+        """Print a file. Its first lines show the command that uses it."""
         print(find_file(kind, name).read_text(), end="")
 
     @app.command()
     def path(name: Annotated[Optional[str], typer.Argument(help="A name; default: the directory.")] = None) -> None:
-        """Print the path of a file, for `accelerate launch --config_file`, for example."""
+        """Print a file's path, for example for `accelerate launch --config_file`."""
         print(find_file(kind, name) if name else shipped_directory(kind))
 
     return app

@@ -1,4 +1,4 @@
-"""Runs the recipe script on this machine in separate processes, for a rehearsal or a sweep, and leaves no process behind."""
+"""Runs the recipe script in separate processes on this machine, for rehearsals and sweeps. No process is left behind."""
 
 import contextlib
 import math
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)", re.MULTILINE)
-# What CPU ranks need instead of a template's values for GPUs: options of the launcher and, at the end, fields of the recipe.
+# Arguments that replace a template's values for GPUs on CPU ranks: options of the launcher, then fields of the recipe.
 ON_CPU = ["--num_machines=1", "--machine_rank=0", "--main_process_ip=127.0.0.1", "--mixed_precision=no"]
 ON_CPU += ["--dynamo_backend=no", "--bf16=false", "--fp16=false"]
-NOT_THE_CAUSE = ("ChildFailedError", "by peer")  # the launcher's summary, and ranks that lost another rank
+NOT_THE_CAUSE = ("ChildFailedError", "by peer")  # words of the launcher's summary, and of ranks that lost another
 
 
 def run_recipe(
@@ -27,15 +27,15 @@ def run_recipe(
     limit_seconds: float = math.inf,
     on_cpu: bool = False,
 ) -> int | None:
-    """Run `hf-fsdp sft` until it ends, `is_done()` is true, or the time limit is reached; then kill what still runs.
+    """Run `hf-fsdp sft` until it ends, `is_done()` is true, or the time limit is reached. Then kill what still runs.
 
-    Its output is appended to `log`. With `on_cpu`, the template's sharding and wrapping are used on CPU ranks of this machine.
-    Returns the exit status, or None if it was still running.
+    The command's output is appended to `log`. With `on_cpu`, this machine's CPU ranks use the template's sharding and wrapping.
+    Returns the exit status, or None if the command was still running.
     """
     command = [sys.executable, "-m", "hf_fsdp_recipes.cli", "sft", "--accelerate_config", str(template)]
     command += ["--main_process_port", "0", *(ON_CPU if on_cpu else ()), *arguments]
     environment = os.environ | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {})
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the ranks are killed too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # then `finally` kills the ranks too
     deadline = time.monotonic() + limit_seconds
     with log.open("a") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
@@ -48,7 +48,7 @@ def run_recipe(
 
 
 def kill_tree(process: "subprocess.Popen[Any]") -> None:
-    """Kill the launcher and its ranks, which torchrun starts in separate sessions."""
+    """Kill the launcher and its ranks. Each rank is killed on its own, because torchrun starts them in separate sessions."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""`hf-fsdp sweep`: one recipe over templates and numbers of ranks, with a table and plots as in AMD's article on FSDP with ROCm."""
+"""`hf-fsdp sweep`: runs a recipe with several templates and numbers of ranks, like AMD's article on FSDP with ROCm."""
 
 import re
 import statistics
@@ -24,7 +24,7 @@ MEASURE_ONLY = (
     "--max_steps 13 --logging_steps 1 --save_strategy no --eval_strategy no --load_best_model_at_end false --export false "
     "--report_to none --push_to_hub false --disable_tqdm true"  # the first 3 steps are warm-up
 )
-# Messages of torch's device and host allocators, Python, and Slurm after the kernel has killed a task.
+# Messages of torch's allocators for device and host, of Python, and of Slurm when the kernel has killed a task.
 OUT_OF_MEMORY_MESSAGE = re.compile(
     r"OutOfMemoryError|(CUDA|HIP|XPU|NPU) out of memory|DefaultCPUAllocator: (can't|not enough)|\bMemoryError\b"
     r"|Cannot allocate memory|oom[_-]kill|OUT_OF_MEMORY"
@@ -32,13 +32,13 @@ OUT_OF_MEMORY_MESSAGE = re.compile(
 
 
 class Result(NamedTuple):
-    """The measurements of a case after its warm-up; None where a value is not known."""
+    """The measurements of a case (one template with one number of ranks) without its warm-up. Unknown values are None."""
 
     template: str
     num_ranks: int
     status: str
     gigabytes: float | None = None  # peak of the largest rank
-    epoch_seconds: float | None = None  # step_seconds times the steps of an epoch; None for a stream
+    epoch_seconds: float | None = None  # step_seconds times the number of steps per epoch; None for a stream
     step_seconds: float | None = None  # median
     tokens_per_second: float | None = None
     per_rank: float | None = None  # tokens per second
@@ -47,14 +47,14 @@ class Result(NamedTuple):
 
 def sweep(
     context: typer.Context,
-    output_dir: Annotated[Path, typer.Option("--output_dir", help="Directory of the sweep.")],
+    output_dir: Annotated[Path, typer.Option("--output_dir", help="Directory for all runs.")],
     accelerate_config: Annotated[list[str], typer.Option("--accelerate_config", help="Template; repeatable.")] = [],  # noqa: B006
     num_processes: Annotated[list[int], typer.Option("--num_processes", min=1, help="Ranks; repeatable.")] = [],  # noqa: B006
 ) -> None:
     """Which template scales? Measure a recipe's memory, time and throughput with each template and number of ranks.
 
-    The other arguments are those of `hf-fsdp sft`. The results are a table and plots of all runs in the directory; without
-    templates, nothing is run.
+    The other arguments are those of `hf-fsdp sft`. The results are a table and plots of all runs in the directory.
+    Without templates, nothing is run.
     """
     import torch
 
@@ -71,7 +71,7 @@ def sweep(
 
 
 def find_status(case: Path) -> str:
-    """Return "finished", "OOM", "not run", or "failed: " and the reason, from a case's metrics.jsonl and logs."""
+    """Return a case's status, from metrics.jsonl and logs: "finished", "OOM", "not run", or "failed: " and the reason."""
     entries = read_metrics(case / METRICS_FILE)
     num_done, num_steps = (max((entry.get(name, 0) for entry in entries), default=0) for name in ("step", "max_steps"))
     if any(entry.get("ended_at_step") == num_steps for entry in entries):
@@ -111,7 +111,7 @@ def read_result(case: Path) -> Result:
 
 
 def write_table(output_dir: Path) -> Path:
-    """Write sweep.md and sweep.png from what the cases have measured so far; return sweep.md.
+    """Write sweep.md and sweep.png from what the cases have measured so far. Return the path of sweep.md.
 
     Raises:
         ToolError: the directory holds no case.
@@ -146,7 +146,7 @@ def write_table(output_dir: Path) -> Path:
 
 
 def draw(results: Sequence[Result]) -> "Figure":
-    """Plot memory, epoch time, step time and MFU against the number of ranks: one line per template, "OOM" where memory ran out."""
+    """Plot memory, times and MFU (or throughput) by number of ranks, with one line per template. "OOM" marks lack of memory."""
     from matplotlib.figure import Figure
 
     from hf_fsdp_recipes.metrics.report import style

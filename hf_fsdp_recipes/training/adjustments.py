@@ -1,4 +1,4 @@
-"""Changes to SFTTrainer: gradients are summed in float32, packed rows must be kept apart, and streams can resume."""
+"""Changes an SFTTrainer: sums gradients in float32, refuses models that mix packed rows, and lets streamed runs resume."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -20,10 +20,10 @@ def adjust(trainer: "SFTTrainer", is_streamed: bool) -> None:
     """Change a new trainer in place. Every rank calls this before `trainer.train`. Not a collective."""
     if trainer.padding_free:
         trainer.add_callback(PackingCheck(trainer.data_collator))
-    if is_streamed:  # endless, so that a resumed run can skip the rows that it has seen, even in a later pass
+    if is_streamed:  # an endless stream lets a resumed run skip the rows it has seen, even in a later pass
         trainer.train_dataset = trainer.train_dataset.repeat(None)
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin and plugin.mixed_precision_policy:  # its reduce_dtype would sum and accumulate gradients in 16 bits
+    if plugin and plugin.mixed_precision_policy:  # the policy's own reduce_dtype would sum gradients in 16 bits
         policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
         plugin.mixed_precision_policy = policy
         gather_units_once(trainer.model)

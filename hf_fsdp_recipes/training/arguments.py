@@ -1,4 +1,4 @@
-"""Parses a recipe: TRL's own arguments and a few more, from a YAML file and the command line."""
+"""Parses a recipe's arguments: TRL's own and those of `RecipeArguments`. They come from a YAML file and the command line."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def _help(text: str, default: Any = None) -> Any:
 
 @dataclass
 class RecipeArguments:
-    """The arguments that recipes add to TRL's."""
+    """The arguments of a recipe that TRL does not have."""
 
     config_name: str | None = _help("Config of a new model with random weights, instead of model_name_or_path.")
     config_overrides: str | None = _help("Changes to it, such as hidden_size=768,num_hidden_layers=12.")
@@ -42,7 +42,7 @@ class RecipeArguments:
 
 @dataclass
 class Arguments:
-    """All arguments of a recipe, by the class that defines them."""
+    """All arguments of a recipe. Each field holds those that one class defines."""
 
     script: "ScriptArguments"
     training: "SFTConfig"
@@ -52,15 +52,15 @@ class Arguments:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether rows are read during training."""
+        """Whether the dataset is a stream, whose rows are read during training."""
         return self.mixture.streaming if self.mixture.datasets else self.script.dataset_streaming
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """Refuses a name that is set twice; YAML would silently use the last value."""
+    """Loads YAML, but refuses a name that is set twice. `SafeLoader` would silently use the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping, or raise a YAML error with the line of the second value."""
+        """Return the mapping. If a name is set twice, raise a YAML error that points to the second one."""
         names = set()
         for key, _ in node.value:
             if key.value in names:
@@ -72,17 +72,17 @@ class RecipeLoader(yaml.SafeLoader):
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """Return the arguments of the command line and of the recipe that `--config` names. Not a collective.
+    """Return the arguments from the command line and from the recipe that `--config` names. Not a collective.
 
-    Raises a RecipeError if the recipe cannot be read, an argument is unknown, or a value is of the wrong type.
+    Raises a RecipeError if the recipe cannot be read, or if an argument is unknown or has an invalid value.
     """
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments))
     parser.allow_abbrev = False
-    parser.error = _refuse  # instead of a page of usage
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # the launcher's; TRL's default is bf16
+    parser.error = _refuse  # argparse would print a page of usage
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # set by the launcher; TRL would take bf16
     parser.set_defaults(bf16=precision == "bf16", fp16=precision == "fp16")
     if patches.are_cpu_ranks_requested():
         parser.set_defaults(use_cpu=True, dataloader_pin_memory=False)
@@ -94,7 +94,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         raise RecipeError(" ".join(wrong))
     try:
         found = Arguments(*parser.parse_args_and_config(arguments))
-    except (ValueError, TypeError, ImportError) as error:  # from the classes' own checks
+    except (ValueError, TypeError, ImportError) as error:  # raised by the classes' own checks
         raise RecipeError(f"an argument is refused: {' '.join(str(error).split())}") from error
     if file:
         _find_relative_paths(found, file.parent)
@@ -102,7 +102,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
-    """Return a recipe's fields; raise a RecipeError if the file cannot be read. Not a collective."""
+    """Return a recipe's fields. Raise a RecipeError if the file is unreadable or holds no YAML mapping. Not a collective."""
     try:
         recipe = yaml.load(file.read_text(), RecipeLoader)
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
@@ -117,7 +117,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _find_fault(name: str, value: Any, actions: dict[str, Any]) -> str | None:
-    """Return a message if there is no such field, or if the field cannot have this value from the YAML file."""
+    """Return a message if no argument has this name, or if its value in the YAML file is invalid. Otherwise return None."""
     action = actions.get(name.replace("-", "_"))
     if action is None:
         close = get_close_matches(name, actions, 1)
@@ -125,14 +125,14 @@ def _find_fault(name: str, value: Any, actions: dict[str, Any]) -> str | None:
     if action.choices and value not in (None, *action.choices):
         known = [str(choice) for choice in action.choices]
         return f"{name} is {value!r}. Set one of {', '.join(get_close_matches(str(value), known) or known)}."
-    kinds: Any = {int: int, float: (int, float)}.get(action.type)  # text is left to argparse
+    kinds: Any = {int: int, float: (int, float)}.get(action.type)  # argparse itself checks values that are text
     if kinds and action.nargs is None and value is not None and not isinstance(value, (str, kinds)):
         return f"{name} is {value!r}. Set {'a whole number' if kinds is int else 'a number'}."
     return None
 
 
 def _find_relative_paths(arguments: Arguments, directory: Path) -> None:
-    """Let paths in a recipe be relative to its file."""
+    """Resolve paths in a recipe against its directory if they exist only there."""
     for part in vars(arguments).values():
         for name in PATHS:
             value = getattr(part, name, None)

@@ -1,4 +1,4 @@
-"""Checks a recipe before anything is loaded, but only for mistakes that upstream would ignore, find too late or not name."""
+"""Checks a recipe before anything is loaded. It finds only mistakes that upstream ignores, finds too late or does not name."""
 
 import math
 import os
@@ -17,9 +17,9 @@ LORA_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "l
 
 
 def check_arguments(arguments: "Arguments") -> None:
-    """Raise a RecipeError that lists everything wrong with a recipe, or print a note if small updates would be lost.
+    """Raise a RecipeError that lists everything wrong with a recipe. Print a note if training would lose small updates.
 
-    Not a collective: every rank finds the same.
+    The ranks do not communicate here. Each rank checks on its own and gets the same result.
     """
     if wrong := [message for is_wrong, message in _check_recipe(arguments) + _check_launch(arguments) if is_wrong]:
         raise RecipeError(" ".join(wrong))
@@ -32,7 +32,7 @@ def check_arguments(arguments: "Arguments") -> None:
 
 
 def _check_recipe(arguments: "Arguments") -> list[tuple[bool, str]]:
-    """Return (whether something is wrong, what to say about it) for each check."""
+    """Return a pair for each check: whether the recipe fails it, and what to say then."""
     model, recipe, script, mixture = arguments.model, arguments.recipe, arguments.script, arguments.mixture
     training, percentage = arguments.training, recipe.validation_split_percentage
     steps, epochs = training.max_steps, training.num_train_epochs
@@ -92,7 +92,7 @@ def _check_launch(arguments: "Arguments") -> list[tuple[bool, str]]:
 
 
 def check_targets(arguments: "Arguments") -> None:
-    """Raise a RecipeError on every rank if saving or uploading must fail after training. Collective."""
+    """Raise a RecipeError on every rank if output_dir cannot be written or the Hub would refuse the upload. Collective."""
 
     def check() -> None:
         output = Path(arguments.training.output_dir)

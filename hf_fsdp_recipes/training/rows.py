@@ -61,7 +61,7 @@ def _load(arguments: "Arguments") -> Any:
     if path.is_file() and path.suffix not in BUILDERS:
         raise RecipeError(f"a file has to end in one of {', '.join(BUILDERS)}.")
     source: dict[str, Any] = {"path": script.dataset_name, "name": script.dataset_config}
-    if path.exists():  # dataset_config applies only to the recipe's Hub dataset
+    if path.exists():  # dataset_config applies only to a dataset on the Hub
         source["name"] = None
     if path.is_file():
         source |= {"path": BUILDERS[path.suffix], "data_files": {script.dataset_train_split: str(path)}}

@@ -1,7 +1,7 @@
 """Makes bitsandbytes' optimizers work under FSDP2: each rank updates its own rows (dim 0) of a parameter.
 
-Their operators do not accept DTensors. But to update an element, they need only this element or, for 8-bit states, its block of
-256 elements. The states become DTensors that are sharded like the parameter, so that DCP can save and load the states.
+The optimizers' operators do not accept DTensors. But to update an element, they need only this element or, for 8-bit states,
+its block of 256 elements. The states become DTensors sharded like the parameter, so that DCP can save and load the states.
 
 Source: bitsandbytes 0.50 `optim/optimizer.py`. Its methods get one parameter `p` and keep the state of `p` in `self.state[p]`.
 """
@@ -26,7 +26,7 @@ def optimizer_name(args: "TrainingArguments") -> str:
 
 
 def is_bitsandbytes_optimizer(name: str) -> bool:
-    """Return whether this is a shardable optimizer of bitsandbytes. AdEMAMix is not: it keeps two averages in one tensor."""
+    """Return whether this is a shardable optimizer of bitsandbytes. AdEMAMix is not, as it keeps two averages in one tensor."""
     names = ("adamw_8bit", "adamw_bnb_8bit")
     return name in names or (name.startswith(("paged_", "lion_", "rmsprop_bnb")) and "ademamix" not in name)
 
@@ -54,7 +54,7 @@ def sharded_optimizer(args: "TrainingArguments") -> "tuple[type[torch.optim.Opti
 
 
 class _LocalStep:
-    """Mixin that gives a bitsandbytes optimizer this rank's local tensors instead of DTensors."""
+    """Mixin for bitsandbytes optimizers. It passes this rank's local tensors to the optimizer instead of DTensors."""
 
     state: dict[torch.Tensor, dict[str, Any]]  # the optimizer defines these three attributes
     is_paged: bool
@@ -127,7 +127,7 @@ def _to_sharded(name: str, value: Any, p: DTensor) -> Any:
             local.is_paged, local.page_deviceid = True, value.page_deviceid
             sharded.is_paged = True
         return sharded
-    if name.startswith("absmax"):  # equally long on every rank, although the last ranks may use only a part
+    if name.startswith("absmax"):  # has the same length on every rank, but the last ranks may use only a part
         return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False)
     return value
 

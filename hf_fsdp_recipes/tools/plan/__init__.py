@@ -1,1 +1,1 @@
-"""Answers whether a recipe fits on a GPU."""
+"""Predicts whether a recipe fits on a GPU."""

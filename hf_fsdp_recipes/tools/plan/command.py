@@ -1,4 +1,4 @@
-"""`hf-fsdp plan`: says whether a recipe fits, what takes the memory, and what to change if the recipe does not fit."""
+"""`hf-fsdp plan`: predicts how much memory a recipe takes, and for what. Lists options that save memory if it does not fit."""
 
 import logging
 import warnings
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from hf_fsdp_recipes.tools.plan.job import Job
     from hf_fsdp_recipes.tools.plan.step import StepMemory
 
-# Assumed, not measured: the GPU's context with cuBLAS, NCCL's buffers, fragmentation of temporary memory, share of the peak FLOP/s.
+# Assumptions: bytes of the GPU's context with cuBLAS, bytes of NCCL's buffers, fragmented share of temporary memory, and MFU.
 CONTEXT_BYTES, NCCL_BYTES, FRAGMENTATION, MFU = 0.9e9, 0.6e9, 0.03, 0.4
-# Options that save memory, from those that cost nothing to those that change what is trained.
+# Options that save memory. The first ones cost nothing. The last ones change what is trained.
 ADVICE = (
     "--gradient_checkpointing true",
     """--accelerator_config '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}' if a full fine-tune accumulates""",
@@ -32,12 +32,12 @@ def plan(
     accelerate_config: Annotated[str, typer.Option("--accelerate_config", help="A template, or an Accelerate config.")],
     config: Annotated[Optional[str], typer.Option("--config", help="A shipped recipe, or a file.")] = None,
     gpu_memory: Annotated[str, typer.Option("--gpu_memory", help="Memory of one GPU, such as 24GB.")] = "80GB",
-    gpu_tflops: Annotated[float, typer.Option("--gpu_tflops", help="Its peak in bf16; 312 is an A100.")] = 312.0,
+    gpu_tflops: Annotated[float, typer.Option("--gpu_tflops", help="The GPU's bf16 peak; an A100 has 312.")] = 312.0,
 ) -> None:
     """Will it fit? Predict the memory of one GPU from the model's config alone.
 
     If the run does not fit, the output lists options that save memory, and the exit status is 1. The arguments are those of
-    `hf-fsdp sft`: options of `accelerate launch` and fields of the recipe can follow in any order.
+    `hf-fsdp sft`. Options of `accelerate launch` and fields of the recipe can follow in any order.
     """
     from hf_fsdp_recipes.tools.plan.job import read_config, read_job
     from hf_fsdp_recipes.tools.plan.step import measure_step
@@ -46,7 +46,7 @@ def plan(
         limit = float(gpu_memory.upper().removesuffix("GB")) * 1e9
     except ValueError as error:
         raise ToolError(f"--gpu_memory is {gpu_memory}. Pass gigabytes, such as 24GB.") from error
-    logging.getLogger("accelerate").setLevel(logging.ERROR)  # its notes are about launching
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it logs notes about launching
     warnings.simplefilter("ignore", FutureWarning)
     job = read_job(config, accelerate_config, context.args)
     model = read_config(job)
@@ -60,14 +60,14 @@ def plan(
 
 
 def needed_bytes(job: "Job", memory: "StepMemory") -> float:
-    """Return what a rank needs: the peak and, on GPUs, the allowances."""
+    """Return the bytes that a rank needs: those at the peak of a step and, on GPUs, what is assumed above."""
     temporary = sum(size for name, size in memory.peak.items() if name not in ("parameters", "optimizer state"))
     allowance = CONTEXT_BYTES + NCCL_BYTES * (job.num_ranks > 1) + FRAGMENTATION * temporary
     return sum(memory.peak.values()) + (0 if job.on_cpu else allowance)
 
 
 def describe(job: "Job", memory: "StepMemory", gpu_tflops: float) -> list[str]:
-    """Return the plan as lines."""
+    """Return the lines of text that describe the plan."""
     (rows, length), training, total = job.shape, job.arguments.training, needed_bytes(job, memory)
     parts = memory.peak | {"context, NCCL, fragmentation (assumed)": total - sum(memory.peak.values())}
     lines = [

@@ -1,4 +1,4 @@
-"""Counts the memory of everything that a training step allocates and frees, by kind."""
+"""Counts the memory that a training step allocates and frees, separately for each kind of tensor."""
 
 import contextlib
 import weakref
@@ -18,16 +18,16 @@ KINDS = {"unshard": GATHERED, "wait_for_unshard": GATHERED, "post_backward": GRA
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Tracks the bytes of all live storages of fake tensors, by kind, now and when their sum was highest.
+    """Tracks the bytes of live storages of fake tensors, by kind: `live` has the current bytes, `peak` those of the peak.
 
-    `torch.distributed._tools.FSDPMemTracker` follows neither Accelerate's units of several modules nor a head that TRL never calls.
+    torch's `_tools.FSDPMemTracker` supports neither Accelerate's units of several modules nor a head that TRL never calls.
     """
 
     def __init__(self, resident: list[torch.Tensor], is_offloaded: bool) -> None:
-        """Start with the tensors that exist before the step; with offload, reduced gradients leave the device."""
+        """Count the tensors that exist before the step. If `is_offloaded` is true, gradients leave the device once reduced."""
         super().__init__()
         self.kind, self._is_offloaded = SHARDS, is_offloaded
-        self.live: dict[str, int] = {}  # bytes by kind, now and at the peak
+        self.live: dict[str, int] = {}  # {kind: bytes}, like `peak`
         self.peak: dict[str, int] = {}
         self._alive: dict[int, tuple[str, int]] = {}
         for tensor in resident:
@@ -67,13 +67,13 @@ class MemoryCounter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor first turns the operation into local ones
+            return NotImplemented  # DTensor first turns this into operations on local tensors
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # its fake version would copy
+            return args[0]  # the fake version of this operation would copy
         if func is torch.ops.aten._local_scalar_dense.default:
             return args[0].dtype == torch.bool or 1  # the model reads a value, which a fake tensor does not have
         result = func(*args, **(kwargs or {}))
-        if active_fake_mode() is self._mode:  # not in DTensor's own fake mode, which only finds shapes
+        if active_fake_mode() is self._mode:  # DTensor's own fake mode only finds shapes
             for tensor in tree_leaves(result):
                 if isinstance(tensor, torch.Tensor):
                     self._add(tensor.untyped_storage())

@@ -1,4 +1,4 @@
-"""Reads what `hf-fsdp sft` would run with: the recipe's arguments, and the variables that Accelerate's launcher sets on ranks."""
+"""Reads the job that `hf-fsdp sft` would run: the recipe's arguments and the environment variables that the launcher sets."""
 
 import os
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
 class Job(NamedTuple):
-    """One way to train a model: the recipe's arguments, the variables of a rank, and the ranks on all nodes."""
+    """A training job: the recipe's arguments, a rank's environment variables, and the number of ranks on all nodes."""
 
     arguments: "Arguments"
     environment: dict[str, str]
@@ -29,7 +29,7 @@ class Job(NamedTuple):
 
     @property
     def num_replicas(self) -> int:
-        """Copies of the model: one on each node with hybrid sharding."""
+        """Number of copies of the model. With hybrid sharding, each node usually has one. Otherwise, there is a single copy."""
         return int(self.environment.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
 
     @property
@@ -39,19 +39,19 @@ class Job(NamedTuple):
 
     @property
     def is_joined(self) -> bool:
-        """Whether TRL joins the rows of a batch, as in `SFTTrainer.__init__`."""
+        """Whether TRL joins the rows of a batch into one. The condition is that of `SFTTrainer.__init__`."""
         training = self.arguments.training
         return training.padding_free or (training.packing and training.packing_strategy.startswith("bfd"))
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows of a micro-batch, and tokens of a row; 1024 if the recipe has no `max_length`."""
+        """(rows of a micro-batch, tokens of a row). A row has 1024 tokens if the recipe has no `max_length`."""
         training = self.arguments.training
         return training.per_device_train_batch_size, training.max_length or 1024
 
 
 def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
-    """Return the job of a command line; options of the launcher and fields of the recipe can be in any order.
+    """Return the job of a command line. Options of the launcher and fields of the recipe can be in any order.
 
     Raises:
         RecipeError: a file does not exist or cannot be read, an option is unknown, or the template is not for FSDP2.
@@ -77,7 +77,7 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
 
 
 def read_config(job: Job) -> "PreTrainedConfig":
-    """Return the config of the job's model, from its directory, from the Hub or from the shipped copy."""
+    """Return the config of the job's model, with the recipe's overrides. `files.read_config` finds the config."""
     recipe = job.arguments.recipe
     config = files.read_config(recipe.config_name or str(job.arguments.model.model_name_or_path))
     if recipe.config_overrides:

@@ -1,8 +1,8 @@
-"""Finds the memory of one training step, from the model's config alone.
+"""Predicts the memory of one training step from the model's config alone.
 
-The real model, PEFT's real adapter, Accelerate's real FSDP2 units and TRL's real loss run one step on fake tensors (shapes
-without data). The process group is fake, too, and has the planned size. `MemoryCounter` counts what is allocated and freed. Only
-bitsandbytes' layers, and functions that cannot run on fake tensors or need their values, are replaced.
+One step runs on fake tensors, which have shapes but no data. The process group is fake, too, and has the planned size. The
+model, PEFT's adapter, Accelerate's FSDP2 units and TRL's loss are real. `MemoryCounter` counts what is allocated and freed.
+Two things are replaced: bitsandbytes' layers, and functions that differ on a GPU or cannot run on fake tensors.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ from hf_fsdp_recipes.training.sharded_optimizer import optimizer_name
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Number of state tensors of a trained parameter, by part of the optimizer's name.
+# {part of the optimizer's name: number of its state tensors for each trained parameter}
 NUM_STATES = {"sgd": 0, "lion": 1, "rmsprop": 1, "adamw": 2}
-STATE_BYTES = {"8bit": 1 + 4 / 256, "4bit": 0.5 + 4 / 256}  # per value; 256 values share one fp32 scale
-SCALE_BYTES = {False: 4 / 64, True: 1 / 64 + 4 / (64 * 256)}  # per 4-bit value, by whether scales are quantized too
+STATE_BYTES = {"8bit": 1 + 4 / 256, "4bit": 0.5 + 4 / 256}  # bytes per value; 256 values share one fp32 scale
+SCALE_BYTES = {False: 4 / 64, True: 1 / 64 + 4 / (64 * 256)}  # bytes per value; True: scales are quantized too
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -47,10 +47,10 @@ class StepMemory(NamedTuple):
 
 
 def measure_step(config: "PreTrainedConfig", job: Job) -> StepMemory:
-    """Return the memory of a job's step on one rank. Starts and ends a fake process group.
+    """Return what a step of the job needs on one rank. During this call, a fake process group exists.
 
     Raises:
-        ToolError: the ranks cannot hold whole replicas, the recipe trains nothing, or PEFT finds no module for its adapter.
+        ToolError: the ranks are no multiple of the replicas, the recipe trains nothing, or PEFT cannot add the adapter.
     """
     if job.num_ranks % job.num_replicas:
         raise ToolError(f"{job.num_ranks} ranks cannot hold {job.num_replicas} replicas. Pass another --num_processes.")
@@ -65,7 +65,7 @@ def measure_step(config: "PreTrainedConfig", job: Job) -> StepMemory:
             _replace_kernels(stack, job)
             model, flops = _build(config, job), None
             rows, length = job.shape[0] * job.arguments.training.gradient_accumulation_steps, job.shape[1]
-            with contextlib.suppress(AttributeError, ValueError):  # no FLOPs for other kinds of models
+            with contextlib.suppress(AttributeError, ValueError):  # FLOPs are counted only for text decoders
                 flops = find_model_flops(model).training(rows * length, rows * length**2)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 return StepMemory(_run(_shard(_make_fake(model), mesh, job), job), flops)
@@ -74,7 +74,7 @@ def measure_step(config: "PreTrainedConfig", job: Job) -> StepMemory:
 
 
 def _build(config: "PreTrainedConfig", job: Job) -> Any:
-    """Return the model that the job trains, on meta, as the recipe's script and SFTTrainer build it."""
+    """Return the job's model on meta. It is built like the model of recipes/sft.py and SFTTrainer."""
     import transformers
     from peft import get_peft_model
     from trl import get_peft_config
@@ -110,7 +110,7 @@ def _build(config: "PreTrainedConfig", job: Job) -> Any:
 
 
 def _make_fake(model: Any) -> Any:
-    """Replace meta tensors by fake ones on the CPU, so that torch and Accelerate treat them as real ones."""
+    """Replace meta tensors with fake CPU tensors, which torch and Accelerate treat like real ones."""
     done: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -123,16 +123,16 @@ def _make_fake(model: Any) -> Any:
 
 
 def _shard(model: Any, mesh: Any, job: Job) -> Any:
-    """Wrap the model as `Accelerator.prepare` does."""
+    """Shard the model as `Accelerator.prepare` does."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
 
     plugin, precision = FullyShardedDataParallelPlugin(), job.environment["ACCELERATE_MIXED_PRECISION"]
     if precision != "no":
         plugin.set_mixed_precision(precision)
-        policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)  # as recipes do
+        policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)  # as `adjust` does
         plugin.mixed_precision_policy = policy
-    plugin.cpu_offload = plugin.cpu_ram_efficient_loading = None  # the counter leaves out what is on the host
+    plugin.cpu_offload = plugin.cpu_ram_efficient_loading = None  # the counter leaves out what would be on the host
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh={(): mesh},
@@ -142,7 +142,7 @@ def _shard(model: Any, mesh: Any, job: Job) -> Any:
         device=torch.device("cpu"),
     )
     patches.apply_for_loading()
-    model.__dict__[patches.LOADER] = job  # SIZE_BASED_WRAP works for models of load_model only
+    model.__dict__[patches.LOADER] = job  # SIZE_BASED_WRAP needs a model that looks like load_model's
     plugin.set_auto_wrap_policy(model)
     model = fsdp2_apply_ac(accelerator, model) if plugin.activation_checkpointing else model
     gather_units_once(model)
@@ -167,7 +167,7 @@ def _run(model: Any, job: Job) -> dict[str, int]:
 
 
 def _add_optimizer(model: Any, counter: MemoryCounter, job: Job) -> dict[str, int]:
-    """Add the optimizer's state, which exists from the second training step on, and the memory that `optimizer.step()` needs."""
+    """Return the peak of any step after the first. It includes the optimizer's state and what `optimizer.step()` needs."""
     optimizer = optimizer_name(job.arguments.training)
     shards = [one._local_tensor for one in model.parameters() if one.requires_grad]
     num_states = next((number for name, number in NUM_STATES.items() if name in optimizer), 2)
@@ -181,7 +181,7 @@ def _add_optimizer(model: Any, counter: MemoryCounter, job: Job) -> dict[str, in
 
 
 def _pack_linears(model: Any, dtype: torch.dtype, is_nested: bool) -> None:
-    """Pack the weights of linear layers, except the head, into 4 bits, with scales on every rank, as bitsandbytes does."""
+    """Pack the weights of linear layers, except the head, into 4 bits, like bitsandbytes. Every rank has all scales."""
     head = model.get_output_embeddings()
     for module in [one for one in model.modules() if isinstance(one, torch.nn.Linear) and one is not head]:
         num_values = module.weight.numel()
@@ -197,7 +197,7 @@ class Params4bit(torch.nn.Parameter):
 
 
 def _multiply_packed(module: Any, shape: torch.Size, dtype: torch.dtype, rows: torch.Tensor) -> torch.Tensor:
-    """Unpack the weight for the matmul, and again in the backward pass."""
+    """Multiply rows by a packed weight. It is unpacked for this, and again in the backward pass."""
 
     def unpack(_: Any = None) -> torch.Tensor:
         return module.weight.new_empty(shape).t()
@@ -208,13 +208,13 @@ def _multiply_packed(module: Any, shape: torch.Size, dtype: torch.dtype, rows: t
 
 
 def _replace_kernels(stack: contextlib.ExitStack, job: Job) -> None:
-    """Replace functions that differ on a GPU or fail on fake tensors, until the stack is closed."""
+    """Replace functions that differ on a GPU or fail on fake tensors. Closing the stack restores them."""
     from transformers import masking_utils
     from transformers.integrations import moe
     from trl.kernels import chunked_logprob
 
     is_flash = "flash" in str(job.arguments.model.attn_implementation)
-    # SDPA needs a mask for padded and for packed rows, and for windows.
+    # SDPA needs a mask for padded rows, for packed rows and for sliding windows.
     has_mask = not is_flash and (job.is_joined or (job.shape[0] > 1 and not job.arguments.training.packing))
 
     def ignore_mask(padding: Any, length: int, kv_length: int, offset: Any, kv_offset: Any, window: Any = None) -> bool:
@@ -223,9 +223,9 @@ def _replace_kernels(stack: contextlib.ExitStack, job: Job) -> None:
     replacements: list[tuple[Any, str, Any]] = [
         (masking_utils, "_ignore_causal_mask_sdpa", ignore_mask),
         (masking_utils, "find_packed_sequence_indices", lambda position_ids: position_ids if has_mask else None),
-        (moe, "_grouped_mm", lambda rows, weight, offs: rows.to(weight.dtype) @ weight[0]),  # of the same shape
+        (moe, "_grouped_mm", lambda rows, weight, offs: rows.to(weight.dtype) @ weight[0]),  # same shape
     ]
-    if not job.on_cpu:  # Triton kernels work in place, and GPUs have attention kernels with dropout
+    if not job.on_cpu:  # on GPUs, Triton kernels work in place, and attention kernels have dropout
         attend = torch.nn.functional.scaled_dot_product_attention
         without = lambda *args, dropout_p=0.0, **kwargs: attend(*args, **kwargs)  # noqa: E731
         replacements.append((torch.nn.functional, "scaled_dot_product_attention", without))
