@@ -66,9 +66,10 @@ def test_recipes_are_listed_name_a_template_and_are_copied_with_the_files_that_t
     assert run(cli.app, ["recipes", "copy", "quickstart"]).exit_code == 0
     copied = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()}
     assert copied == {"quickstart.yaml", "data/quickstart.jsonl", "launch.slurm"}
-    Path("launch.slurm").unlink()
-    again = run(cli.app, ["recipes", "copy", "quickstart"])
-    assert "quickstart.yaml, data/quickstart.jsonl" in str(again.exception) and not Path("launch.slurm").exists()
+    assert run(cli.app, ["recipes", "copy", "smollm2_135m_lora"]).exit_code == 0  # launch.slurm is there already
+    Path("launch.slurm").write_text("my own")
+    again = run(cli.app, ["recipes", "copy", "smollm2_135m_full"])
+    assert "launch.slurm exists" in str(again.exception) and not Path("smollm2_135m_full.yaml").exists()
 
 
 def test_arguments_go_to_the_launcher_or_to_the_script_in_any_order(monkeypatch):

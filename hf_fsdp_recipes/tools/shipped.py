@@ -1,5 +1,6 @@
 """Commands that list and print the shipped templates and recipes, copy a recipe with its files, and run the quickstart."""
 
+import filecmp
 import os
 import shutil
 import sys
@@ -44,17 +45,13 @@ def copy(name: Name) -> None:
     named = [value for value in values if isinstance(value, str)]
     files = {file: source.parent / file for file in [source.name, *named] if (source.parent / file).is_file()}
     files["launch.slurm"] = shipped_directory("recipe") / "launch.slurm"
-    files = {target: file for target, file in files.items() if not _has_same_text(Path(target), file)}
-    if existing := [target for target in files if Path(target).exists()]:
-        raise ToolError(f"{', '.join(existing)} exists here already. Move it, or use another directory.")
-    for target, file in files.items():
+    existing = [target for target in files if Path(target).exists()]
+    if changed := [target for target in existing if not filecmp.cmp(target, files[target], shallow=False)]:
+        raise ToolError(f"{', '.join(changed)} exists here already. Move it, or use another directory.")
+    for target in [target for target in files if target not in existing]:
         Path(target).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, target)
+        shutil.copyfile(files[target], target)
         print(f"wrote {target}")
-
-
-def _has_same_text(target: Path, file: Path) -> bool:
-    return target.is_file() and target.read_bytes() == file.read_bytes()
 
 
 def quickstart(context: typer.Context) -> None:
