@@ -53,7 +53,7 @@ def _finish(temporary: Path, output_dir: Path) -> Path:
 def write_configs(directory: Path, model: "PreTrainedModel", dtype: torch.dtype | None = None) -> None:
     """Write the configs that `save_pretrained` writes next to the weights. Rank 0 only.
 
-    `dtype` is the dtype of the weight files. None keeps the dtype in the config.
+    `dtype` is the dtype of the weight files. If it is None, the config's `dtype` stays as it is.
     """
     from transformers.dynamic_module_utils import custom_object_save
 

@@ -26,7 +26,7 @@ NUM_NAMED = 3  # maximum number of names in a message
 
 @dataclass(frozen=True)
 class Entry:
-    """One unit of reading: one tensor of the checkpoint, several that transformers converts together, or a new weight."""
+    """One step of loading: a tensor of the checkpoint, tensors that transformers converts together, or a new weight."""
 
     names: tuple[str, ...]  # names of the entry's weights in the model
     keys: tuple[str, ...]  # names of the entry's tensors in the checkpoint; empty for a new weight

@@ -49,7 +49,7 @@ def nan_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_placeholder(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is a placeholder, even if its class is that of bitsandbytes' packed weights."""
+    """Return whether a parameter is a placeholder. Its class may also be that of bitsandbytes' packed weights."""
     has_no_memory = parameter.ndim > 0 and not any(parameter.stride()) and parameter.numel() > 1
     return isinstance(parameter, Placeholder) or has_no_memory
 

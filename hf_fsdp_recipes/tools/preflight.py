@@ -163,7 +163,7 @@ def connect(node: Node, address: str, port: int, timeout: float) -> list[Buffere
 
 
 def greet(connection: socket.socket, timeout: float) -> BufferedRWPair:
-    """Return the connection as a file with this timeout. Raise an OSError if the other end is no preflight of this job."""
+    """Return the connection as a file with this timeout. Raise an OSError unless this job's preflight answers."""
     connection.settimeout(ANSWER_SECONDS)
     greeting, answer, peer = f"preflight {os.environ.get('SLURM_JOB_ID')}\n".encode(), b"", connection.makefile("rwb")
     with contextlib.suppress(OSError):

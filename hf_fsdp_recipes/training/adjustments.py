@@ -48,7 +48,7 @@ def gather_units_once(model: torch.nn.Module) -> None:
 
 
 class PackingCheck(TrainerCallback):
-    """Refuses to train if the second of two packed rows depends on the first.
+    """Refuses to train if the model's output for a packed row depends on the row before it.
 
     The check runs the loaded model twice on two short rows, with the attention that training uses. Transformers keeps packed
     rows apart by their position ids. Some models silently ignore these ids, like OPT, Mamba, and gpt-oss with eager attention.

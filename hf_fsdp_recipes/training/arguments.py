@@ -27,7 +27,7 @@ def _help(text: str, default: Any = None) -> Any:
 
 @dataclass
 class RecipeArguments:
-    """The arguments of a recipe that TRL does not have."""
+    """The recipe arguments that this package adds to TRL's."""
 
     config_name: str | None = _help("Config of a new model with random weights, instead of model_name_or_path.")
     config_overrides: str | None = _help("Changes to it, such as hidden_size=768,num_hidden_layers=12.")
