@@ -29,7 +29,7 @@ def run_recipe(
 ) -> int | None:
     """Run `hf-fsdp sft` until it ends, `is_done()` is true, or the time limit is reached. Then kill what still runs.
 
-    The command's output is appended to `log`. With `on_cpu`, CPU ranks of this machine keep only the template's sharding and wrapping.
+    The command's output is appended to `log`. With `on_cpu`, the template's sharding runs on CPU ranks of this machine.
     Returns the exit status, or None if the command was still running.
     """
     command = [sys.executable, "-m", "hf_fsdp_recipes.cli", "sft", "--accelerate_config", str(template)]
