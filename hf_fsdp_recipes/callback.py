@@ -188,11 +188,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         if state.best_global_step and (best == final or best.is_dir()):
             state.best_model_checkpoint = str(best)
         best_path = state.best_model_checkpoint
-        facts = {
-            "step": state.global_step,
-            "world_size": args.world_size,
-            "global_batch_size": trainer.get_total_train_batch_size(args),
-        }
+        global_batch_size = trainer.get_total_train_batch_size(args)
+        facts = {"step": state.global_step, "world_size": args.world_size, "global_batch_size": global_batch_size}
         written = self._directory.workspace / final.name
         save = Save(written, final, facts, args.save_total_limit, {best_path} if best_path else set())
         try:

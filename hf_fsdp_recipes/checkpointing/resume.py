@@ -78,15 +78,16 @@ def keep_global_batch(args: "TrainingArguments", checkpoint: str | os.PathLike[s
     args.gradient_accumulation_steps = steps
 
 
-def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1) -> str | None:
-    """Check part number `part` of a checkpoint's files. Return what is wrong with these files, or None if they are intact."""
+def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1, prefix: str = "") -> str | None:
+    """Check one part of the files whose names begin with `prefix`. Return what is wrong with them, or None if they are intact."""
     manifest = read_manifest(checkpoint)
     if manifest is None:
         has_weights = any(checkpoint.glob("*.safetensors")) and not any(checkpoint.rglob("*.distcp"))
         if has_weights and (checkpoint / "trainer_state.json").is_file():
             return None  # Trainer wrote this checkpoint without FSDP
         return "it has no readable manifest.json, so ShardedCheckpointCallback did not complete it"
-    by_size = sorted(manifest["files"].items(), key=lambda item: (item[1]["bytes"], item[0]))
+    listed = [item for item in manifest["files"].items() if item[0].startswith(prefix)]
+    by_size = sorted(listed, key=lambda item: (item[1]["bytes"], item[0]))
     for name, facts in by_size[part::num_parts]:
         try:
             if read_facts(checkpoint / name) != facts:

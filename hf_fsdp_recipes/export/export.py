@@ -19,6 +19,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
 from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.checkpointing.directory import list_checkpoints
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export import directory, merge, shells, sources
 from hf_fsdp_recipes.export.files import FileWriter, check_finite
@@ -104,9 +105,11 @@ def export_checkpoint(
         The export's directory.
 
     Raises:
-        ExportError: the checkpoint does not fit the model, or the export cannot be written. No files are left behind.
+        ExportError: the checkpoint is damaged or does not fit the model, or the export cannot be written. Nothing is left behind.
     """
     checkpoint, output_dir, dtype = Path(checkpoint_dir), Path(output_dir), parse_dtype(dtype)
+    if found := list_checkpoints(checkpoint):
+        raise ExportError(f"{checkpoint} is the directory of a run. Export one of its checkpoints, such as {found[0]}.")
     sharded = next((path for path in (checkpoint / MODEL_FOLDER, checkpoint) if (path / ".metadata").is_file()), None)
     held = sources.from_files(Checkpoint(checkpoint)) if sharded is None else sources.from_checkpoint(sharded)
     config = shells.load_adapter_config(checkpoint)

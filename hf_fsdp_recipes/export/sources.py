@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_fsdp_recipes.checkpointing.resume import check_pickles
+from hf_fsdp_recipes.checkpointing.directory import MANIFEST
+from hf_fsdp_recipes.checkpointing.resume import check_pickles, find_damage
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.errors import describe as describe_error
 from hf_fsdp_recipes.export.files import DTYPES
@@ -89,6 +90,8 @@ class _Reader(dcp.FileSystemReader):
 
 def from_checkpoint(directory: Path) -> dict[str, Source]:
     """Return the tensors of a torch DCP checkpoint. Names omit the top-level key `model` that Accelerate adds."""
+    if damage := (directory.parent / MANIFEST).is_file() and find_damage(directory.parent, prefix=directory.name):
+        raise ExportError(f"{directory.parent} cannot be exported: {damage}. Export another checkpoint.")
     try:
         check_pickles(directory)
     except Exception as error:  # a forged pickle can raise any error

@@ -54,11 +54,6 @@ def _run_rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
     for start in starts[-1:]:
         batch, ranks, accumulation = start["batch_per_device"], start["num_ranks"], start["gradient_accumulation_steps"]
         yield "model", start["model"]
-        if "matmul_parameters" in start:
-            yield (
-                "parameters in each token's matrix products",
-                f"{start['matmul_parameters']:,}, trained: {start['trainable_parameters']:,}",
-            )
         yield "ranks", f"{ranks} x {start['device']}, {start['dtype']}"
         yield "batch size", f"{batch * ranks * accumulation:,} = {batch} x {ranks} ranks x {accumulation} accumulated"
         if "no_mfu" in start:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["template", "recipe"]
 FOLDERS: dict[Kind, str] = {"template": "accelerate_configs", "recipe": "recipes"}
-COMMANDS: dict[Kind, str] = {"template": "config", "recipe": "recipes"}
 
 
 def shipped_directory(kind: Kind) -> Path:
@@ -41,7 +40,7 @@ def find_file(kind: Kind, name: str) -> Path:
     close = get_close_matches(Path(relative).stem, [file.stem for file in shipped_files(kind)], cutoff=0.5)
     similar = f" Similar names: {', '.join(close)}." if close else ""
     raise ToolError(
-        f"{name} is neither a file nor a shipped {kind}.{similar} `hf-fsdp {COMMANDS[kind]} list` lists all."
+        f"{name} is neither a file nor a shipped {kind}.{similar} See `hf-fsdp recipes list` and `hf-fsdp config list`."
     )
 
 

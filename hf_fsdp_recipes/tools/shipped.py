@@ -17,7 +17,7 @@ Name = Annotated[str, typer.Argument(help="A name from `list`, or a file.")]
 
 def make_app(kind: Kind) -> typer.Typer:
     """Return an app with the commands `list`, `show` and `path` for one kind of files."""
-    app = typer.Typer(help=f"List and print the shipped {kind}s.", no_args_is_help=True)
+    app = typer.Typer(help=f"Commands for the shipped {kind}s.", no_args_is_help=True)
 
     @app.command("list")
     def list_files() -> None:

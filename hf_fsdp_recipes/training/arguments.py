@@ -120,8 +120,8 @@ def _find_fault(name: str, value: Any, actions: dict[str, Any]) -> str | None:
     """Return a message if no argument has this name, or if its value in the YAML file is invalid. Otherwise return None."""
     action = actions.get(name.replace("-", "_"))
     if action is None:
-        close = get_close_matches(name, actions, 1)
-        return f"{name} is not an argument{f'; did you mean {close[0]}?' if close else '.'}"
+        close = " or ".join(get_close_matches(name, actions, 2))
+        return f"{name} is not an argument{f'; did you mean {close}?' if close else '.'}"
     if action.choices and value not in (None, *action.choices):
         known = [str(choice) for choice in action.choices]
         return f"{name} is {value!r}. Set one of {', '.join(get_close_matches(str(value), known) or known)}."

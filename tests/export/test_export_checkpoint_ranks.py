@@ -150,6 +150,22 @@ def test_a_bare_dcp_directory_is_exported_with_its_base_model(prefix, top, store
     assert_same_tensors(stored, export_checkpoint(checkpoint, tmp_path / "export", base_model=tiny_model()))
 
 
+def test_a_changed_weight_and_a_runs_directory_are_refused(trained, tmp_path):
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.errors import ExportError
+
+    shutil.copytree(trained("llama") / "checkpoint-2", tmp_path / "run" / "checkpoint-2")
+    with pytest.raises(ExportError, match=r"such as .*run/checkpoint-2"):
+        export_checkpoint(tmp_path / "run", tmp_path / "export")
+    shard = tmp_path / "run" / "checkpoint-2" / "pytorch_model_fsdp_0" / "__1_0.distcp"
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shard.write_bytes(damaged)
+    with pytest.raises(ExportError, match=r"__1_0\.distcp is damaged"):
+        export_checkpoint(tmp_path / "run" / "checkpoint-2", tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+
+
 def test_an_adapters_checkpoint_without_its_config_names_the_file(trained, tmp_path):
     """Version two and stock Trainer write such checkpoints."""
     from hf_fsdp_recipes import export_checkpoint

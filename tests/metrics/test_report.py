@@ -45,7 +45,6 @@ def test_report_and_log_show_what_was_measured(tmp_path):
         "steps": "40 of 40",
         "ranks": "2 x NVIDIA H200, bfloat16",
         "batch size": "16 = 4 x 2 ranks x 2 accumulated",
-        "parameters in each token's matrix products": "1,200,000, trained: 4,000",
         "evaluation loss, last": "0.5000",
         "step time, median": "2.000 s",
         "throughput, padding excluded": "100 tokens/s (50 per rank)",  # without the warm-up
