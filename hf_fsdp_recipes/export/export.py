@@ -98,7 +98,8 @@ def export_checkpoint(
         output_dir: as in `export_model`.
         base_model: directory or Hub id of the model that gives the config and, for a merge, the weights. None uses the
             base model in the checkpoint's `adapter_config.json` or, without an adapter, the checkpoint's own config.
-        dtype, max_shard_size: as in `export_model`.
+        dtype: as in `export_model`.
+        max_shard_size: as in `export_model`.
         merge_adapter: write the base model with the adapter merged in, instead of the adapter alone.
 
     Returns:
@@ -114,9 +115,7 @@ def export_checkpoint(
     held = sources.from_files(Checkpoint(checkpoint)) if sharded is None else sources.from_checkpoint(sharded)
     config = shells.load_adapter_config(checkpoint)
     if config is None and any(".lora_" in name for name in held):
-        raise ExportError(
-            f"{checkpoint} holds an adapter, but no adapter_config.json. Copy it there from the run's export."
-        )
+        raise ExportError(f"{checkpoint} has no adapter_config.json. Copy it there from the run's export.")
     name = base_model or (config.base_model_name_or_path if config is not None else checkpoint)
     shell = shells.load_on_meta(name)
     save_tokenizer = functools.partial(_save_tokenizer_of, [checkpoint, name])
