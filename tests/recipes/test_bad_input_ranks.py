@@ -139,7 +139,7 @@ BROKEN = {
     "output_dir is in a file": ("place/run", bad.output(lambda path: path.write_text("my notes"), "run")),
     "output_dir is a dangling link": ("place/run", bad.output(lambda path: path.symlink_to("gone/run"))),
     "output_dir is not writable": ("place/run", bad.output(lambda path: path.mkdir(mode=0o500))),
-    "output_dir holds another run": ("another run", bad.used_output),
+    "output_dir holds another run": ("an earlier run", bad.used_output),
     "checkpoint is a model": ("llama", lambda i: {"resume_from_checkpoint": i.model("llama")}),
     "checkpoint is empty": ("checkpoint-2", bad.resume(bad.empty)),
     "checkpoint is incomplete": ("checkpoint-2", bad.resume(bad.remove("manifest.json"))),
