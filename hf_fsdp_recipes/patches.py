@@ -231,7 +231,7 @@ def enable_cpu_ranks() -> None:
     if not are_cpu_ranks_requested():
         return
     if os.environ.get("RANK", "0") == "0" and "ACCELERATE_USE_CPU" not in os.environ:
-        print("note: this machine has no accelerator, so its CPU ranks train", flush=True)
+        print("note: no accelerator was found, so FSDP trains on CPU ranks", flush=True)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.environ.update(dict.fromkeys(HIDDEN_DEVICES, ""))
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # otherwise each rank warns about missing GPU kernels

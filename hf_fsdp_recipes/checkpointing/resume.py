@@ -95,7 +95,7 @@ def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1, prefix: str
         except (OSError, ValueError) as error:
             return f"{name} is unusable: {describe(error)}"
     # Also check `.metadata` files that the manifest does not list, because torch DCP would read them.
-    folders = sorted({path.parent for path in checkpoint.glob("*/*.metadata")})
+    folders = sorted({path.parent for path in checkpoint.glob(f"{prefix}*/*.metadata")})
     for folder in folders[part::num_parts]:
         try:
             check_pickles(folder)

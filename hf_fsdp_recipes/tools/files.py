@@ -31,17 +31,15 @@ def shipped_files(kind: Kind) -> list[Path]:
 def find_file(kind: Kind, name: str) -> Path:
     """Return the file `name` if it exists, otherwise the shipped file of that name. The suffix `.yaml` is optional.
 
-    If neither exists, raises a ToolError that names similar shipped files.
+    If neither exists, raises a ToolError that names similar shipped files, or all of them.
     """
     directory, relative = shipped_directory(kind), name.removeprefix(f"{FOLDERS[kind]}/")
     for file in (Path(name), Path(f"{name}.yaml"), directory / relative, directory / f"{relative}.yaml"):
         if file.is_file():
             return file
-    close = get_close_matches(Path(relative).stem, [file.stem for file in shipped_files(kind)], cutoff=0.5)
-    similar = f" Similar names: {', '.join(close)}." if close else ""
-    raise ToolError(
-        f"{name} is neither a file nor a shipped {kind}.{similar} See `hf-fsdp recipes list` and `hf-fsdp config list`."
-    )
+    names = [file.stem for file in shipped_files(kind)]
+    close = get_close_matches(Path(relative).stem, names, cutoff=0.5) or names
+    raise ToolError(f"{name} is neither a file nor a shipped {kind}, such as {', '.join(close)}.")
 
 
 def read_yaml(file: Path) -> dict[str, Any]:

@@ -13,13 +13,13 @@ import typer
 
 from hf_fsdp_recipes.errors import ToolError, describe
 from hf_fsdp_recipes.tools.files import find_file, read_config, read_yaml
-from hf_fsdp_recipes.tools.subprocess_runner import find_error, run_recipe
+from hf_fsdp_recipes.tools.subprocess_runner import FLOAT32, find_error, run_recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 NUM_ROWS, SAVE_STEPS, LIMIT_SECONDS = 64, 2, 600
-WITHOUT_GPU = ["--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--validation_split_percentage", "0"]
+WITHOUT_GPU = ["--use_cpu=true", *FLOAT32, "--validation_split_percentage=0"]
 SHORT = (  # values for settings that would need a GPU, much time or an account
     "--dtype float32 --attn_implementation eager --torch_compile false --use_liger_kernel false --push_to_hub false "
     f"--report_to none --max_steps {3 * SAVE_STEPS} --save_strategy steps --save_steps {SAVE_STEPS} --save_total_limit 9 "

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)", re.MULTILINE)
-# Arguments that replace a template's values for GPUs on CPU ranks: options of the launcher, then fields of the recipe.
-ON_CPU = ["--num_machines=1", "--machine_rank=0", "--main_process_ip=127.0.0.1", "--mixed_precision=no"]
-ON_CPU += ["--dynamo_backend=no", "--bf16=false", "--fp16=false"]
+# Options of the launcher that replace a template's values for GPUs, and fields of the recipe that go with them.
+ON_CPU = "--num_machines=1 --machine_rank=0 --main_process_ip=127.0.0.1 --mixed_precision=no --dynamo_backend=no"
+FLOAT32 = ["--bf16=false", "--fp16=false"]
 NOT_THE_CAUSE = ("ChildFailedError", "by peer")  # words of the launcher's summary, and of ranks that lost another
 
 
@@ -33,7 +33,7 @@ def run_recipe(
     Returns the exit status, or None if the command was still running.
     """
     command = [sys.executable, "-m", "hf_fsdp_recipes.cli", "sft", "--accelerate_config", str(template)]
-    command += ["--main_process_port", "0", *(ON_CPU if on_cpu else ()), *arguments]
+    command += ["--main_process_port", "0", *([*ON_CPU.split(), *FLOAT32] if on_cpu else ()), *arguments]
     environment = os.environ | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {})
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # then `finally` kills the ranks too
     deadline = time.monotonic() + limit_seconds

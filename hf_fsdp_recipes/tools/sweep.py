@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 LOG_FILE, RANK_LOGS = "log.txt", "logs"
 FINISHED, OUT_OF_MEMORY = "finished", "OOM"
 MEASURE_ONLY = (
-    "--max_steps 13 --logging_steps 1 --save_strategy no --eval_strategy no --load_best_model_at_end false --export false "
-    "--report_to none --push_to_hub false --disable_tqdm true"  # the first 3 steps are warm-up
+    "--num_machines 1 --max_steps 13 --logging_steps 1 --save_strategy no --eval_strategy no --load_best_model_at_end false "
+    "--export false --report_to none --push_to_hub false --disable_tqdm true"  # the first 3 steps are warm-up
 )
 # Messages of torch's allocators for device and host, of Python, and of Slurm when the kernel has killed a task.
 OUT_OF_MEMORY_MESSAGE = re.compile(
@@ -53,11 +53,12 @@ def sweep(
 ) -> None:
     """Which template scales? Measure a recipe's memory, time and throughput with each template and number of ranks.
 
-    The other arguments are those of `hf-fsdp sft`. The results are a table and plots of all runs in the directory.
-    Without templates, nothing is run.
+    The other arguments are those of `hf-fsdp sft`. Without templates, only the table and plots of earlier runs are written.
     """
     import torch
 
+    if bool(accelerate_config) != bool(num_processes):
+        raise ToolError("Pass both --accelerate_config and --num_processes, or neither to show the earlier runs.")
     for template in [find_file("template", name) for name in accelerate_config]:
         for ranks in sorted(set(num_processes)):
             case = output_dir / f"{template.stem}_{ranks}ranks"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
+from tests.ranks.harness import FSDP2, fsdp_environment, printed_by, run_ranks
 from tests.ranks.training import build
 
 REPRODUCTIONS = Path(__file__).parent / "reproductions"
@@ -89,3 +89,16 @@ def test_an_accelerator_that_came_too_early_is_one_error(tiny_model, tmp_path):
     arguments = ("accelerator model arguments", tiny_model(), tmp_path)
     errors = run_ranks(_prepare_in_order, 2, *arguments, environment=fsdp_environment(FSDP2), expect_failure=True)
     assert all("Accelerator was created before FSDP" in text for _, text in errors)
+
+
+def _enable_cpu_ranks_twice():
+    from hf_fsdp_recipes import patches
+
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # as with a template for GPUs
+    patches.enable_cpu_ranks()
+    patches.enable_cpu_ranks()
+
+
+def test_a_template_for_gpus_without_one_is_announced_once_by_rank_0():
+    printed = run_ranks(printed_by, 2, _enable_cpu_ranks_twice, environment=fsdp_environment(FSDP2))
+    assert printed == ["note: no accelerator was found, so FSDP trains on CPU ranks\n", ""]

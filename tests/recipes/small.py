@@ -33,8 +33,7 @@ def environment_of(recipe: Path, name: str | None = None) -> dict[str, str]:
     """Return the variables of CPU ranks with a template, by default the one in the recipe's command."""
     name = name or command_of(recipe)[command_of(recipe).index("--accelerate_config") + 1]
     template = ROOT / "accelerate_configs" / f"{name}.yaml"
-    launcher = [option for option in ON_CPU if "16" not in option]
-    return template_environment(template, *launcher, *ranks_of(template)) | {"ACCELERATE_USE_CPU": "true"}
+    return template_environment(template, *ON_CPU.split(), *ranks_of(template)) | {"ACCELERATE_USE_CPU": "true"}
 
 
 def write_rows(dataset: str, directory: Path) -> Path:

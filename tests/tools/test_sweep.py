@@ -133,7 +133,7 @@ def test_a_repeated_case_replaces_what_a_kill_left(app, tmp_path, monkeypatch):
         case = log.parent
         launched.append(case.name)
         assert not log.exists() and not (case / "metrics.jsonl").exists()
-        assert f"--num_processes={case.name[-6]}" in arguments and "--learning_rate" in arguments
+        assert f"--num_processes={case.name[-6]}" in arguments and {"--learning_rate", "--num_machines"} <= {*arguments}
         log.write_text("CUDA out of memory" if case.name[-6] == "1" else "step 5")
         if case.name[-6] != "1":
             write_metrics(case)
@@ -150,6 +150,8 @@ def test_a_repeated_case_replaces_what_a_kill_left(app, tmp_path, monkeypatch):
 
 
 def test_a_sweep_without_cases_is_refused(app, tmp_path):
+    with pytest.raises(ToolError, match="Pass both"):
+        invoke(app, "--output_dir", tmp_path, "--accelerate_config", FULL)
     with pytest.raises(ToolError, match="holds no case"):
         invoke(app, "--output_dir", tmp_path)
 

@@ -55,7 +55,7 @@ def plan(
     if job.on_cpu or needed_bytes(job, memory) <= limit:
         print("" if job.on_cpu else f"fits in {gpu_memory}")
         return
-    print("\n  ".join([f"does not fit in {gpu_memory}. Options that save memory, unless they are set:", *ADVICE]))
+    print("\n  ".join([f"does not fit in {gpu_memory}. These options save memory if they are not set yet:", *ADVICE]))
     raise typer.Exit(1)
 
 
