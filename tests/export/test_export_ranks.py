@@ -1,6 +1,7 @@
 """`export_model` on ranks: the files of the sharded model are those that `save_pretrained` writes of the whole one."""
 
 import copy
+import ctypes
 import functools
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from tests.export.cases import TOKENS, assert_same_files, change, load, shard
 from tests.ranks.harness import run_ranks
+
+M_MMAP_THRESHOLD = -3  # of mallopt, from malloc.h
 
 
 def _export(directory, folder, held=torch.float32, dtype=None, size="60KB", is_new=False, **sharding):
@@ -81,6 +84,7 @@ def _measure(folder):
     from hf_fsdp_recipes import export_model
     from tests.ranks.memory import PeakMemory
 
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)  # otherwise glibc keeps freed memory
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
     model = shard(LlamaForCausalLM(LlamaConfig(vocab_size=4096, num_hidden_layers=3, **sizes)), is_offloaded=True)
     export_model(model, folder / "export")  # imports what is needed
@@ -92,4 +96,4 @@ def _measure(folder):
 @pytest.mark.slow
 def test_a_rank_holds_about_two_parameters_beside_its_shard(tmp_path):
     for growth, parameter in run_ranks(_measure, 2, tmp_path):
-        assert growth < 2.5 * parameter + 30
+        assert growth < 2.1 * parameter
