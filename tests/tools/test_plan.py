@@ -51,9 +51,8 @@ def test_hybrid_sharding_divides_by_the_ranks_of_a_node():
 
 
 def test_shard_grad_op_keeps_the_layers_gathered():
-    kept = measure("--fsdp_reshard_after_forward false").peak["gathered units"]
-    assert kept >= 2 * (NUM_LINEAR + NUM_ENDS)  # all of the model, in bf16
-    assert total() < total("--fsdp_reshard_after_forward false")
+    kept, freed = total("--fsdp_reshard_after_forward false --num_processes 2"), total("--num_processes 2")
+    assert kept - freed > 2 * NUM_LINEAR / 2  # at least one of the two layers more, in bf16
 
 
 def test_offload_leaves_neither_shards_nor_state_on_the_gpu():
@@ -72,7 +71,6 @@ def test_accumulation_keeps_full_gradients_unless_each_batch_is_reduced():
     )
     assert two - one > 0.8 * 4 * (NUM_LINEAR + NUM_ENDS)  # in float32, in which recipes reduce
     assert synced - one < 4 * (NUM_LINEAR + NUM_ENDS) / 4
-    assert measure("--gradient_accumulation_steps 2").peak["gradients"] >= 4 * (NUM_LINEAR + NUM_ENDS)
 
 
 def test_a_head_that_the_frozen_base_does_not_keep_is_counted_once():
@@ -95,11 +93,14 @@ def test_4_bit_weights_take_half_a_byte_and_scales_on_every_rank():
 def test_frozen_experts_get_no_gradients():
     attention = f"{LORA} --lora_target_modules q_proj v_proj --gradient_checkpointing false"
     experts = 8 * 3 * HIDDEN * 512 * 2  # of a layer, in bf16
-    peak = measure(attention, kind="qwen3_moe", **EXPERTS).peak
-    assert sum(peak.values()) - peak["gathered units"] - peak["parameters"] < experts
-    assert total("--gradient_checkpointing false", kind="qwen3_moe", **EXPERTS) > total(
-        attention, kind="qwen3_moe", **EXPERTS
-    )
+
+    def added(options):  # by eight more experts in each of two layers
+        return total(options, kind="qwen3_moe", **EXPERTS | {"num_experts": 16}) - total(
+            options, kind="qwen3_moe", **EXPERTS
+        )
+
+    assert added(attention) < 3.5 * experts  # shards, and what is gathered in backward
+    assert added("--gradient_checkpointing false") > 6 * experts
 
 
 @pytest.mark.parametrize(

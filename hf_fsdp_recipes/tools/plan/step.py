@@ -1,7 +1,7 @@
 """Predicts the memory of one training step from the model's config alone.
 
 One step runs on fake tensors, which have shapes but no data. The process group is fake, too, and has the planned size. The
-model, PEFT's adapter, Accelerate's FSDP2 units and TRL's loss are real. `MemoryCounter` counts what is allocated and freed.
+model, PEFT's adapter, Accelerate's FSDP2 units and TRL's loss are real. torch's `MemTracker` counts what is allocated and freed.
 Two things are replaced: bitsandbytes' layers, and functions that differ on a GPU or cannot run on fake tensors.
 """
 
@@ -17,14 +17,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_fsdp_recipes import patches
 from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.loading.load_model import build_on_meta, take_quantizer
 from hf_fsdp_recipes.metrics.flops import find_model_flops
-from hf_fsdp_recipes.tools.plan.counter import MemoryCounter
 from hf_fsdp_recipes.tools.plan.job import Job
 from hf_fsdp_recipes.training.adjustments import gather_units_once
 from hf_fsdp_recipes.training.sharded_optimizer import optimizer_name
@@ -36,6 +37,13 @@ if TYPE_CHECKING:
 NUM_STATES = {"sgd": 0, "lion": 1, "rmsprop": 1, "adamw": 2}
 STATE_BYTES = {"8bit": 1 + 4 / 256, "4bit": 0.5 + 4 / 256}  # bytes per value; 256 values share one fp32 scale
 SCALE_BYTES = {False: 4 / 64, True: 1 / 64 + 4 / (64 * 256)}  # bytes per value; True: scales are quantized too
+KINDS = {  # {torch's kind of memory: name in the plan}
+    _MemRefType.PARAM: "parameters",
+    _MemRefType.BUFFER: "parameters",
+    _MemRefType.OTH: "parameters",  # buffers, if the parameters are offloaded
+    _MemRefType.ACT: "forward pass: activations, gathered units",
+    _MemRefType.TEMP: "backward pass: gradients, gathered units, temporary tensors",
+}
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -132,7 +140,7 @@ def _shard(model: Any, mesh: Any, job: Job) -> Any:
         plugin.set_mixed_precision(precision)
         policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)  # as `adjust` does
         plugin.mixed_precision_policy = policy
-    plugin.cpu_offload = plugin.cpu_ram_efficient_loading = None  # the counter leaves out what would be on the host
+    plugin.cpu_offload = plugin.cpu_ram_efficient_loading = None  # what would be on the host is not counted
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh={(): mesh},
@@ -155,18 +163,44 @@ def _run(model: Any, job: Job) -> dict[str, int]:
     rows = torch.zeros(job.shape, dtype=torch.long)
     rows = rows.view(1, -1) if job.is_joined else rows
     inputs = {"input_ids": rows, "labels": rows, "position_ids" if job.is_joined else "attention_mask": rows}
-    weights = [] if job.is_offloaded else [getattr(one, "_local_tensor", one) for one in model.parameters()]
     options = training.accelerator_config.gradient_accumulation_kwargs or {}
-    with MemoryCounter([*weights, *model.buffers()], job.is_offloaded) as counter:
+    tracker = StepTracker()
+    tracker.track_external(*model.buffers(), *(() if job.is_offloaded else [model]))
+    for parameter in model.parameters() if job.is_offloaded else ():
+        parameter.register_post_accumulate_grad_hook(
+            lambda reduced: setattr(reduced, "grad", None)
+        )  # it is on the host
+    with tracker:
         for is_last in (False, True)[training.gradient_accumulation_steps == 1 :]:
             model.set_requires_gradient_sync(is_last or options.get("sync_each_batch", False))
             with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
                 loss = -model(**inputs, fused_lm_head=True).log_probs.sum()  # keeps no outputs, like Trainer
             loss.backward()
-    return _add_optimizer(model, counter, job)
+    return _add_optimizer(model, tracker, job)
 
 
-def _add_optimizer(model: Any, counter: MemoryCounter, job: Job) -> dict[str, int]:
+class StepTracker(MemTracker):
+    """torch's tracker of live tensors, without its statistics per module, which would take minutes for a large model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mode = active_fake_mode()
+        self._mod_tracker.register_user_hooks = lambda *hooks: None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return args[0].dtype == torch.bool or 1  # the model reads a value, which a fake tensor does not have
+        if active_fake_mode() is not self._mode:  # DTensor's own mode only finds shapes; torch 2.11 would count them
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def sizes(self, when: str) -> dict[str, int]:
+        """Return the bytes of each kind, now ("current") or at the peak."""
+        [found] = self.get_tracker_snapshot(when).values()
+        return {text: sum(found[kind] for kind in KINDS if KINDS[kind] == text) for text in KINDS.values()}
+
+
+def _add_optimizer(model: Any, tracker: StepTracker, job: Job) -> dict[str, int]:
     """Return the peak of any step after the first. It includes the optimizer's state and what `optimizer.step()` needs."""
     optimizer = optimizer_name(job.arguments.training)
     shards = [one._local_tensor for one in model.parameters() if one.requires_grad]
@@ -176,7 +210,7 @@ def _add_optimizer(model: Any, counter: MemoryCounter, job: Job) -> dict[str, in
     resident = {"optimizer state": 0 if job.is_offloaded or "paged" in optimizer else states}
     is_multi_tensor = optimizer == "adamw_torch" and not (job.on_cpu or job.is_offloaded)
     update = {"optimizer's new values": sum(one.nbytes for one in shards) if is_multi_tensor else 0}
-    peaks = (counter.peak | resident, counter.live | resident | update)
+    peaks = (tracker.sizes("peak") | resident, tracker.sizes("current") | resident | update)
     return {name: size for name, size in max(peaks, key=lambda peak: sum(peak.values())).items() if size > 0}
 
 
