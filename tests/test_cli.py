@@ -114,17 +114,20 @@ def test_the_launcher_and_the_recipe_share_only_the_options_that_are_listed():
 
 
 def test_checkpoints_are_listed_and_verify_finds_damage(tmp_path):
-    for step in (5, 10):
+    for step in (5, 10, 12):
         checkpoint = tmp_path / f"checkpoint-{step}"
         checkpoint.mkdir()
         (checkpoint / "a.bin").write_bytes(b"weights")
         facts = {"a.bin": read_facts(checkpoint / "a.bin")}
         (checkpoint / "manifest.json").write_text(json.dumps({"run": "x", "world_size": 2, "files": facts}))
     (tmp_path / "checkpoint-10" / "a.bin").write_bytes(b"Weights")
+    (tmp_path / "checkpoint-12" / "a.bin").unlink()
     (tmp_path / "checkpoint-15").mkdir()
     rows = [line.split(maxsplit=3) for line in run(cli.app, ["checkpoints", str(tmp_path)]).output.splitlines()]
-    assert [row[0] for row in rows] == ["step", "5", "10", "15"] and [row[2] for row in rows[1:]] == ["2", "2", "?"]
-    assert [row[3] for row in rows[1:3]] == ["complete", "complete"] and "no readable manifest" in rows[3][3]
+    assert [row[0] for row in rows] == ["step", "5", "10", "12", "15"]
+    assert [row[2] for row in rows[1:]] == ["2", "2", "2", "?"]
+    assert [row[3] for row in rows[1:4]] == ["complete", "complete", "a.bin is missing or cut off"]
+    assert "no readable manifest" in rows[4][3]
     verified = run(cli.app, ["checkpoints", str(tmp_path), "--verify"]).output.splitlines()
     assert verified[1].endswith("complete") and verified[2].endswith("a.bin is damaged")
 

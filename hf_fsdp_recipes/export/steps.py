@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Computes tensors from the sources named in `inputs`. `outputs` are the same tensors on meta."""
+    """Computes tensors from the sources named in `inputs`. `outputs` are the computed tensors, on meta."""
 
     inputs: tuple[str, ...]
     outputs: Tensors

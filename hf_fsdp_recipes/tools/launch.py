@@ -9,6 +9,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from hf_fsdp_recipes.errors import ToolError, describe
 from hf_fsdp_recipes.tools.files import find_file, read_yaml, shipped_directory
 
 # Options that both the launcher and the script have. They are passed to the script, as in `trl sft`.
@@ -43,7 +44,10 @@ def sft(
 
 
 def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
-    """Run a script on all ranks and wait. If a rank fails, exit with status 1. The arguments are as in `parse_launch`."""
+    """Run a script on all ranks and wait. If a rank fails or a signal stops the run, exit with status 1.
+
+    The arguments are as in `parse_launch`. Raises a ToolError if Accelerate refuses the template.
+    """
     from accelerate.commands.launch import launch_command
     from torch.distributed.launcher.api import ChildFailedError, SignalException
 
@@ -54,6 +58,8 @@ def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
         os.environ.update(CPU_ENVIRONMENT | os.environ | dict.fromkeys(HIDDEN_DEVICES, ""))
     try:
         launch_command(parse_launch(script, template, arguments))
+    except ValueError as error:
+        raise ToolError(f"{template} is refused: {describe(error)} `hf-fsdp config check` lists all faults.") from error
     except (ChildFailedError, SignalException):  # the ranks have printed why; torch has logged which rank failed first
         sys.exit(1)
 

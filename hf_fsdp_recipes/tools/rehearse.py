@@ -82,7 +82,7 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
     except (OSError, ValueError) as error:
-        cure = "Log in, download the model first, or rehearse with --tokenizer_name of another model."
+        cure = "Log in, or use --tokenizer_name of another model. Without a network, set HF_HUB_OFFLINE=1."
         raise ToolError(f"the tokenizer of {tokenizer_name} cannot be read: {describe(error)} {cure}") from error
     config = shrink(read_config(name), len(tokenizer))
     AutoModelForCausalLM.from_config(config, dtype="float32").save_pretrained(model)

@@ -3,10 +3,10 @@
 import re
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -31,18 +31,17 @@ OUT_OF_MEMORY_MESSAGE = re.compile(
 )
 
 
-class Result(NamedTuple):
-    """The measurements of a case (one template with one number of ranks) without its warm-up. Unknown values are None."""
-
-    template: str
-    num_ranks: int
-    status: str
-    gigabytes: float | None = None  # peak of the largest rank
-    epoch_seconds: float | None = None  # step_seconds times the number of steps per epoch; None for a stream
-    step_seconds: float | None = None  # median
-    tokens_per_second: float | None = None
-    per_rank: float | None = None  # tokens per second
-    mfu: float | None = None
+COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {  # {measurement: title and format}
+    "gigabytes": ("peak memory per rank", "{:,.2f} GB".format),  # of the largest rank
+    "epoch_seconds": ("epoch", lambda seconds: str(timedelta(seconds=round(seconds)))),
+    "step_seconds": ("step", "{:.3g} s".format),  # median
+    "tokens_per_second": ("tokens/s", "{:,.0f}".format),
+    "tokens_per_second_per_device": ("tokens/s per rank", "{:,.0f}".format),
+    "mfu": ("MFU", "{:.1%}".format),
+}
+Result: TypeAlias = dict[
+    str, Any
+]  # template, ranks and status of a case, and what is known of COLUMNS, without warm-up
 
 
 def sweep(
@@ -91,24 +90,21 @@ def find_status(case: Path) -> str:
 def read_result(case: Path) -> Result:
     """Return the result of a case from its directory, TEMPLATE_<n>ranks."""
     template, _, ranks = case.name.removesuffix("ranks").rpartition("_")
-    found = Result(template, int(ranks), find_status(case))
+    result: Result = {"template": template, "ranks": int(ranks), "status": find_status(case)}
     entries = read_metrics(case / METRICS_FILE)
     steps = [entry for entry in entries if "loss" in entry and not entry.get("is_warmup")]
-    if found.status != FINISHED or not steps:
-        return found
+    if result["status"] != FINISHED or not steps:
+        return result
     start = next(entry for entry in entries if "run" in entry)
     rows_per_step = start["batch_per_device"] * start["num_ranks"] * start["gradient_accumulation_steps"]
     seconds = statistics.median(step["step_seconds"] for step in steps)
     kinds = ("device_reserved_peak_bytes", "device_peak_bytes", "host_bytes")
-    peaks = [max(max(step[kind]) for step in steps) for kind in kinds]
-    return found._replace(
-        gigabytes=next(filter(None, peaks), 0) / 1e9,
-        epoch_seconds=-(-start["num_rows"] // rows_per_step) * seconds if "num_rows" in start else None,
-        step_seconds=seconds,
-        tokens_per_second=average(steps, "tokens_per_second"),
-        per_rank=average(steps, "tokens_per_second_per_device"),
-        mfu=average(steps, "mfu"),
-    )
+    found: Result = {name: average(steps, name) for name in COLUMNS}
+    found["gigabytes"] = next(filter(None, (max(max(step[kind]) for step in steps) for kind in kinds)), 0) / 1e9
+    found["step_seconds"] = seconds
+    if "num_rows" in start:  # otherwise the dataset is a stream
+        found["epoch_seconds"] = -(-start["num_rows"] // rows_per_step) * seconds
+    return result | {name: value for name, value in found.items() if value is not None}
 
 
 def write_table(output_dir: Path) -> Path:
@@ -117,22 +113,19 @@ def write_table(output_dir: Path) -> Path:
     Raises:
         ToolError: the directory holds no case.
     """
-    results = sorted(read_result(case) for case in output_dir.glob("*_*ranks") if case.is_dir())
+    results = [read_result(case) for case in output_dir.glob("*_*ranks") if case.is_dir()]
+    results.sort(key=lambda one: (one["template"], one["ranks"]))
     if not results:
         raise ToolError(f"{output_dir} holds no case of a sweep. Pass the --output_dir of `hf-fsdp sweep`.")
-    lines = [
-        "| template | ranks | peak memory per rank | epoch (h:mm:ss) | step | tokens/s | tokens/s per rank | MFU |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    titles = ["template", "ranks", *(title for title, _ in COLUMNS.values())]
+    lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
     for one in results:
-        epoch = None if one.epoch_seconds is None else timedelta(seconds=round(one.epoch_seconds))
-        figures = [("{}", epoch), ("{:.3g} s", one.step_seconds), ("{:,.0f}", one.tokens_per_second)]
-        figures += [("{:,.0f}", one.per_rank), ("{:.1%}", one.mfu)]
-        cells = [one.template, str(one.num_ranks)]
-        cells.append(one.status.partition(":")[0] if one.gigabytes is None else f"{one.gigabytes:,.2f} GB")
-        cells += ["-" if value is None else text.format(value) for text, value in figures]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *(f"- {one.template} on {one.num_ranks}: {one.status}" for one in results if ":" in one.status), ""]
+        cells = [text(one[name]) if name in one else "-" for name, (_, text) in COLUMNS.items()]
+        if "gigabytes" not in one:
+            cells[0] = one["status"].partition(":")[0]
+        lines.append(f"| {' | '.join([one['template'], str(one['ranks']), *cells])} |")
+    failed = [one for one in results if ":" in one["status"]]
+    lines += ["", *(f"- {one['template']} on {one['ranks']}: {one['status']}" for one in failed), ""]
     lines += [
         "Memory: largest rank, reserved by the device's allocator or, on CPU ranks, anonymous host memory at optimizer steps. "
         "Step: median after the warm-up. Epoch: steps of an epoch times the step time; no epoch was run. Padding is not counted.",
@@ -147,22 +140,19 @@ def write_table(output_dir: Path) -> Path:
 
 
 def draw(results: Sequence[Result]) -> "Figure":
-    """Plot memory, times and MFU (or throughput) by number of ranks, with one line per template. "OOM" marks lack of memory."""
+    """Plot each measurement by number of ranks, with one line per template. "OOM" marks lack of memory."""
     from matplotlib.figure import Figure
 
     from hf_fsdp_recipes.metrics.report import style
 
-    panels = {"gigabytes": "peak memory per rank, GB", "epoch_seconds": "epoch, s", "step_seconds": "step, s"}
-    panels |= {"mfu": "MFU"} if any(one.mfu for one in results) else {"per_rank": "tokens/s per rank"}
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    for axes, (name, title) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
-        for template in dict.fromkeys(one.template for one in results):
-            points = [(one.num_ranks, getattr(one, name)) for one in results if one.template == template]
-            points = [point for point in points if point[1] is not None]
-            axes.plot(*(zip(*points, strict=True) if points else ([], [])), "o-", label=template)
-        counts = sorted({one.num_ranks for one in results})
+    counts = sorted({one["ranks"] for one in results})
+    figure = Figure(figsize=(11, 12), layout="constrained")
+    for axes, (name, (title, _)) in zip(figure.subplots(3, 2).flat, COLUMNS.items(), strict=True):
+        for template in dict.fromkeys(one["template"] for one in results):
+            measured = [one for one in results if one["template"] == template and name in one]
+            axes.plot([one["ranks"] for one in measured], [one[name] for one in measured], "o-", label=template)
         for ranks in counts:
-            if lost := [one.template for one in results if (one.num_ranks, one.status) == (ranks, OUT_OF_MEMORY)]:
+            if lost := [one["template"] for one in results if (one["ranks"], one["status"]) == (ranks, OUT_OF_MEMORY)]:
                 text, place = f"OOM: {', '.join(lost)}", ("data", "axes fraction")
                 axes.annotate(text, (ranks, 0.95), xycoords=place, rotation=90, va="top", ha="center")
         axes.set_xscale("log", base=2)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hf_fsdp_recipes import distributed, patches
 from hf_fsdp_recipes.errors import RecipeError, describe
-from hf_fsdp_recipes.training.sharded_optimizer import SHARDABLE, is_bitsandbytes_optimizer, optimizer_name
+from hf_fsdp_recipes.training.sharded_optimizer import BITSANDBYTES, SHARDABLE, optimizer_name
 
 if TYPE_CHECKING:
     from hf_fsdp_recipes.training.arguments import Arguments
@@ -68,7 +68,6 @@ def _check_launch(arguments: "Arguments") -> list[tuple[bool, str]]:
     training, is_fsdp, optimizer = arguments.training, patches.is_fsdp_requested(), optimizer_name(arguments.training)
     launched, precision = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("ACCELERATE_MIXED_PRECISION")
     state_type = os.environ.get("FSDP_STATE_DICT_TYPE")
-    is_shardable = optimizer in SHARDABLE or is_bitsandbytes_optimizer(optimizer)
     return [
         (
             launched != training.world_size,
@@ -84,9 +83,9 @@ def _check_launch(arguments: "Arguments") -> list[tuple[bool, str]]:
             "the template sets mixed_precision: bf16, but the recipe bf16: false. Remove one of the two.",
         ),
         (
-            is_fsdp and not is_shardable,
-            f"optim: {optimizer} fails to train, save or resume under FSDP2. Use adamw_8bit, paged_adamw_32bit, or one of "
-            f"{', '.join(SHARDABLE)}.",
+            is_fsdp and optimizer not in SHARDABLE + BITSANDBYTES,
+            f"optim: {optimizer} fails to train, save or resume under FSDP2. Use one of "
+            f"{', '.join(SHARDABLE + BITSANDBYTES)}.",
         ),
     ]
 

@@ -107,7 +107,7 @@ def test_frozen_experts_get_no_gradients():
     ("less", "more"),
     [
         ("--gradient_checkpointing true", "--gradient_checkpointing false"),
-        ("--optim adamw_8bit", "--optim adamw_torch_fused"),
+        ("--optim paged_adamw_32bit", "--optim adamw_torch_fused"),
         ("--optim sgd", "--optim adamw_torch_fused"),
         ("--max_length 8 --optim adamw_torch_fused", "--max_length 8 --optim adamw_torch"),
         ("--max_length 512 --attn_implementation sdpa", "--max_length 512 --attn_implementation eager"),

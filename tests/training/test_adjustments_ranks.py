@@ -83,7 +83,7 @@ def _train(model, data, output, optimizer, resume=False):
     "optimizer",
     [
         "paged_adamw_32bit",
-        pytest.param("adamw_8bit", marks=pytest.mark.slow),
+        pytest.param("lion_32bit", marks=pytest.mark.slow),
         pytest.param("sgd", marks=pytest.mark.slow),
     ],
 )

@@ -1,4 +1,4 @@
-"""`hf-fsdp plan`: predicts how much memory a recipe takes, and for what. Lists options that save memory if it does not fit."""
+"""`hf-fsdp plan`: predicts how much memory a recipe takes, and for what. If it does not fit, lists options that save memory."""
 
 import logging
 import warnings
@@ -20,7 +20,7 @@ ADVICE = (
     """--accelerator_config '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}' if a full fine-tune accumulates""",
     "--per_device_train_batch_size 1, with more --gradient_accumulation_steps",
     "--fsdp_reshard_after_forward true",
-    "--optim adamw_8bit",
+    "--optim paged_adamw_32bit",
     "--fsdp_offload_params true",
     "more ranks, with --num_processes",
     "--use_peft --lora_target_modules all-linear --dtype bfloat16, and after that --load_in_4bit true",

@@ -39,7 +39,7 @@ class Job(NamedTuple):
 
     @property
     def is_joined(self) -> bool:
-        """Whether TRL joins the rows of a batch into one. The condition is that of `SFTTrainer.__init__`."""
+        """Whether TRL joins the rows of a batch into one. The condition is copied from `SFTTrainer.__init__`."""
         training = self.arguments.training
         return training.padding_free or (training.packing and training.packing_strategy.startswith("bfd"))
 

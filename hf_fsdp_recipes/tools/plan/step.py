@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 # {part of the optimizer's name: number of its state tensors for each trained parameter}
 NUM_STATES = {"sgd": 0, "lion": 1, "rmsprop": 1, "adamw": 2}
-STATE_BYTES = {"8bit": 1 + 4 / 256, "4bit": 0.5 + 4 / 256}  # bytes per value; 256 values share one fp32 scale
 SCALE_BYTES = {False: 4 / 64, True: 1 / 64 + 4 / (64 * 256)}  # bytes per value; True: scales are quantized too
 KINDS = {  # {torch's kind of memory: name in the plan}
     _MemRefType.PARAM: "parameters",
@@ -205,8 +204,7 @@ def _add_optimizer(model: Any, tracker: StepTracker, job: Job) -> dict[str, int]
     optimizer = optimizer_name(job.arguments.training)
     shards = [one._local_tensor for one in model.parameters() if one.requires_grad]
     num_states = next((number for name, number in NUM_STATES.items() if name in optimizer), 2)
-    item_bytes = next((size for name, size in STATE_BYTES.items() if name in optimizer), None)
-    states = round(num_states * sum(one.numel() * (item_bytes or one.element_size()) for one in shards))
+    states = num_states * sum(one.nbytes for one in shards)
     resident = {"optimizer state": 0 if job.is_offloaded or "paged" in optimizer else states}
     is_multi_tensor = optimizer == "adamw_torch" and not (job.on_cpu or job.is_offloaded)
     update = {"optimizer's new values": sum(one.nbytes for one in shards) if is_multi_tensor else 0}
