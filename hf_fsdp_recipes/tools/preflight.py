@@ -74,21 +74,19 @@ def preflight(
 def check_nodes(node: Node, address: str, port: int, output_dir: Path | None, timeout: float) -> list[Node]:
     """Return all nodes, sorted by rank, or raise a ToolError. Each node calls this. All that reach node 0 get the same result.
 
-    The nodes connect to `port` of node 0 and wait up to `timeout` seconds for each other. Afterwards, the port is free again.
+    Each node connects to `port` of node 0, sends its report, and gets node 0's verdict. Node 0 waits up to `timeout` seconds
+    for the others. Afterwards, the port is free again.
     """
     probe = output_dir / f".preflight-{node.host}-{node.pid}" if output_dir else None
     try:
         if probe:
             node.faults.extend(write_probe(probe))
-        peers = connect(node, address, port, timeout)
-        nodes = [Node(**values) for values in exchange(node, peers, asdict(node))]
-        nodes.sort(key=lambda each: (each.machine_rank, each.host, each.pid))
-        faults = find_faults(nodes, address, timeout)
-        if probe and not faults:
-            reports = exchange(node, peers, find_unseen(node, probe.parent, nodes))
-            faults = [fault for fault in reports if fault]
-            if len(reports) < len(nodes):
-                faults.append("A node has stopped. Its own output says why.")
+        if node.machine_rank == 0:
+            nodes, faults = judge(node, address, port, output_dir, timeout)
+        else:
+            nodes, faults = ask(node, address, port, timeout)
+    except OSError as error:
+        raise ToolError(f"{node}: {explain(error, address, port)}") from error
     finally:
         if probe:
             with contextlib.suppress(OSError):
@@ -96,6 +94,69 @@ def check_nodes(node: Node, address: str, port: int, output_dir: Path | None, ti
     if faults:
         raise ToolError(" ".join(faults))
     return nodes
+
+
+def judge(node: Node, address: str, port: int, output_dir: Path | None, timeout: float) -> tuple[list[Node], list[str]]:
+    """Collect the reports of all nodes that join in time. Send all nodes and all faults to each node, and return them."""
+    deadline, peers, nodes = time.monotonic() + timeout, list[BufferedRWPair](), [node]
+    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    socket.create_server(target[:2], family=family).close()  # fails for another host's address and for a used port
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    with socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=dual) as server:
+        while len(nodes) < node.num_machines and (left := deadline - time.monotonic()) > 0:
+            server.settimeout(left)
+            with contextlib.suppress(OSError, ValueError):  # nothing has connected, or it is no node of this job
+                peer = greet(server.accept()[0], ANSWER_SECONDS)
+                nodes.append(Node(**json.loads(peer.readline())))
+                peers.append(peer)
+    nodes.sort(key=lambda each: (each.machine_rank, each.host, each.pid))
+    faults = find_faults(nodes, address, timeout) or (find_unseen(nodes, output_dir) if output_dir else [])
+    for peer in peers:
+        with contextlib.suppress(OSError):
+            send(peer, [[asdict(each) for each in nodes], faults])
+    return nodes, faults
+
+
+def ask(node: Node, address: str, port: int, timeout: float) -> tuple[list[Node], list[str]]:
+    """Send this node's report to node 0, as soon as that listens. Return all nodes and all faults.
+
+    Plain sockets are used, because a TCPStore has no timeout when it connects to a port of another program.
+    """
+    deadline, peer = time.monotonic() + timeout, None
+    while peer is None:
+        try:
+            connection = socket.create_connection((address, port), timeout=ANSWER_SECONDS / 2)
+            peer = greet(connection, timeout + 2 * ANSWER_SECONDS)
+        except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+    try:
+        send(peer, asdict(node))
+        nodes, faults = json.loads(peer.readline())
+    except (OSError, ValueError) as error:
+        raise ToolError(f"{node}: node 0 has stopped. Its own output says why.") from error
+    return [Node(**values) for values in nodes], faults
+
+
+def greet(connection: socket.socket, timeout: float) -> BufferedRWPair:
+    """Return the connection as a file with this timeout. Raise an OSError unless this job's preflight answers."""
+    connection.settimeout(ANSWER_SECONDS)
+    greeting, answer, peer = f"preflight {os.environ.get('SLURM_JOB_ID')}", None, connection.makefile("rwb")
+    with contextlib.suppress(OSError, ValueError):
+        send(peer, greeting)
+        answer = json.loads(peer.readline())
+    if answer != greeting:
+        raise OSError(errno.EADDRINUSE, "another program answers")
+    connection.settimeout(timeout)
+    return peer
+
+
+def send(peer: BufferedRWPair, message: Any) -> None:
+    """Send a message as a line of JSON."""
+    peer.write(json.dumps(message).encode() + b"\n")
+    peer.flush()
 
 
 def describe_node(job: dict[str, Any], template: Path | None) -> Node:
@@ -133,71 +194,6 @@ def _shorten(names: Sequence[object]) -> str:
     return ", ".join(map(str, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def connect(node: Node, address: str, port: int, timeout: float) -> list[BufferedRWPair]:
-    """Return this node's connections. Node 0 has one to each node that joins in time. The others have one, to node 0.
-
-    Plain sockets are used, because a TCPStore has no timeout when it connects to a port of another program.
-    """
-    deadline, peers = time.monotonic() + timeout, list[BufferedRWPair]()
-    try:
-        while node.machine_rank != 0:
-            try:
-                connection = socket.create_connection((address, port), timeout=ANSWER_SECONDS / 2)
-                return [greet(connection, timeout + 2 * ANSWER_SECONDS)]
-            except OSError as error:
-                if isinstance(error, socket.gaierror) or error.errno == errno.EADDRINUSE or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
-        family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        socket.create_server(target[:2], family=family).close()  # fails for another host's address and for a used port
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        with socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=dual) as server:
-            while len(peers) < node.num_machines - 1 and (left := deadline - time.monotonic()) > 0:
-                server.settimeout(left)
-                with contextlib.suppress(OSError):  # nothing has connected, or it is no node of this job
-                    peers.append(greet(server.accept()[0], ANSWER_SECONDS + VISIBLE_SECONDS))
-    except OSError as error:
-        raise ToolError(f"{node}: {explain(error, address, port)}") from error
-    return peers
-
-
-def greet(connection: socket.socket, timeout: float) -> BufferedRWPair:
-    """Return the connection as a file with this timeout. Raise an OSError unless this job's preflight answers."""
-    connection.settimeout(ANSWER_SECONDS)
-    greeting, answer, peer = f"preflight {os.environ.get('SLURM_JOB_ID')}\n".encode(), b"", connection.makefile("rwb")
-    with contextlib.suppress(OSError):
-        _send(peer, greeting)
-        answer = peer.readline()
-    if answer != greeting:
-        raise OSError(errno.EADDRINUSE, "another program answers")
-    connection.settimeout(timeout)
-    return peer
-
-
-def _send(peer: BufferedRWPair, line: bytes) -> None:
-    peer.write(line)
-    peer.flush()
-
-
-def exchange(node: Node, peers: list[BufferedRWPair], report: Any) -> list[Any]:
-    """Return the reports of all nodes that still run, the same list on each node. If node 0 has stopped, raise a ToolError."""
-    if node.machine_rank != 0:
-        try:
-            _send(peers[0], json.dumps(report).encode() + b"\n")
-            return list(json.loads(peers[0].readline()))
-        except (OSError, ValueError) as error:
-            raise ToolError(f"{node}: node 0 has stopped. Its own output says why.") from error
-    reports = [report]
-    for peer in peers:
-        with contextlib.suppress(OSError, ValueError):
-            reports.append(json.loads(peer.readline()))
-    for peer in peers:
-        with contextlib.suppress(OSError):
-            _send(peer, json.dumps(reports).encode() + b"\n")
-    return reports
-
-
 def explain(error: OSError, address: str, port: int) -> str:
     """Explain why node 0 cannot listen, or why another node cannot reach it."""
     if isinstance(error, socket.gaierror):
@@ -229,12 +225,12 @@ def write_probe(probe: Path) -> list[str]:
     return []
 
 
-def find_unseen(node: Node, output_dir: Path, nodes: list[Node]) -> str:
-    """Return a fault if this node does not see the files of all nodes in the output directory, or else an empty string."""
+def find_unseen(nodes: list[Node], output_dir: Path) -> list[str]:
+    """Return a fault if node 0, which calls this, does not see the files of all nodes in the output directory."""
     deadline, unseen = time.monotonic() + VISIBLE_SECONDS, nodes
     while unseen and time.monotonic() < deadline:
         names = {file.name for file in output_dir.iterdir()}
         unseen = [each for each in nodes if f".preflight-{each.host}-{each.pid}" not in names]
         time.sleep(0.1)
     cure = f"All nodes save in {output_dir}: pass an absolute path on storage that all of them mount."
-    return f"{node} does not see the files of {_shorten(unseen)}. {cure}" if unseen else ""
+    return [f"{nodes[0]} does not see the files of {_shorten(unseen)}. {cure}"] if unseen else []
