@@ -79,7 +79,7 @@ def load_tokenizer(arguments: Arguments) -> "PreTrainedTokenizerBase":
     own = arguments.model.model_name_or_path or arguments.recipe.config_name
     name = arguments.recipe.tokenizer_name or own
     options = {"revision": arguments.model.model_revision} if name == own else {}
-    with explained(f"there is no tokenizer in {name}"):
+    with explained(f"the tokenizer of {name} cannot be loaded"):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=arguments.training.trust_remote_code, **options)
 
 

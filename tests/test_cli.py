@@ -137,4 +137,4 @@ def test_an_export_generates_and_a_missing_one_is_one_error(tiny_model, tmp_path
     plain, chat = run(cli.app, arguments), run(cli.app, [*arguments, "--chat"])
     assert plain.exit_code == chat.exit_code == 0 and plain.output and plain.output != chat.output
     missing = run(cli.app, ["generate", str(tmp_path / "none"), "--prompt", "a"])
-    assert "holds no exported weights" in str(missing.exception)
+    assert "is no directory with exported weights" in str(missing.exception)

@@ -109,6 +109,8 @@ def export_checkpoint(
         ExportError: the checkpoint is damaged or does not fit the model, or the export cannot be written. Nothing is left behind.
     """
     checkpoint, output_dir, dtype = Path(checkpoint_dir), Path(output_dir), parse_dtype(dtype)
+    if not checkpoint.is_dir():
+        raise ExportError(f"{checkpoint} is no directory. `hf-fsdp checkpoints {checkpoint.parent}` lists a run's.")
     if found := list_checkpoints(checkpoint):
         raise ExportError(f"{checkpoint} is the directory of a run. Export one of its checkpoints, such as {found[0]}.")
     sharded = next((path for path in (checkpoint / MODEL_FOLDER, checkpoint) if (path / ".metadata").is_file()), None)

@@ -64,7 +64,7 @@ def _check_launch(config: dict[str, Any], parallel: dict[str, Any]) -> Iterator[
 
 
 def _check_fsdp(fsdp: dict[str, Any]) -> Iterator[str]:
-    version, policy = fsdp.get("fsdp_version", 1), fsdp.get("fsdp_auto_wrap_policy")
+    version, policy = fsdp.get("fsdp_version", "1 by default"), fsdp.get("fsdp_auto_wrap_policy")
     state, layers = fsdp.get("fsdp_state_dict_type"), fsdp.get("fsdp_transformer_layer_cls_to_wrap") or ""
     if version != 2:
         yield f"fsdp_version is {version}. Set `fsdp_version: 2`; `accelerate to-fsdp2` converts a config for FSDP1."

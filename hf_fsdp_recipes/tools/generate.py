@@ -22,7 +22,7 @@ def generate(
 def complete(model: Path, prompts: Sequence[str], *, is_chat: bool = False, max_new_tokens: int = 200) -> list[str]:
     """Return the greedy continuation of each prompt or, with `is_chat`, the answer to it. If that fails, raise a ToolError."""
     if not any(model.glob("*.safetensors")):
-        raise ToolError(f"{model} holds no exported weights. Name an export, such as runs/first/export.")
+        raise ToolError(f"{model} is no directory with exported weights. Name an export, such as runs/first/export.")
     from transformers import logging, pipeline
 
     logging.set_verbosity_error()

@@ -44,10 +44,7 @@ def sft(
 
 
 def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
-    """Run a script on all ranks and wait. If a rank fails or a signal stops the run, exit with status 1.
-
-    The arguments are as in `parse_launch`. Raises a ToolError if Accelerate refuses the template.
-    """
+    """Run a script on all ranks and wait. Exit with status 1 if a rank fails or a signal stops the run."""
     from accelerate.commands.launch import launch_command
     from torch.distributed.launcher.api import ChildFailedError, SignalException
 
@@ -58,7 +55,7 @@ def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
         os.environ.update(CPU_ENVIRONMENT | os.environ | dict.fromkeys(HIDDEN_DEVICES, ""))
     try:
         launch_command(parse_launch(script, template, arguments))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ToolError(f"{template} is refused: {describe(error)} `hf-fsdp config check` lists all faults.") from error
     except (ChildFailedError, SignalException):  # the ranks have printed why; torch has logged which rank failed first
         sys.exit(1)

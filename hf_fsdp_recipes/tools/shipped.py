@@ -48,10 +48,11 @@ def copy(name: Name) -> None:
     existing = [target for target in files if Path(target).exists()]
     if changed := [target for target in existing if not filecmp.cmp(target, files[target], shallow=False)]:
         raise ToolError(f"{', '.join(changed)} exists here already. Move it, or use another directory.")
-    for target in [target for target in files if target not in existing]:
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(files[target], target)
-        print(f"wrote {target}")
+    for target in files:
+        if target not in existing:
+            Path(target).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(files[target], target)
+        print(f"{'kept' if target in existing else 'wrote'} {target}")
 
 
 def quickstart(context: typer.Context) -> None:

@@ -142,7 +142,7 @@ def run(*arguments):
 def test_plan_says_what_takes_the_memory(model):
     result = run("--accelerate_config", "full_shard", "--model_name_or_path", model, "--max_length", "64")
     assert result.exit_code == 0, result.output
-    assert result.output.splitlines()[-1] == "fits in 80GB"
+    assert result.output.splitlines()[-1] == "fits in 80 GB"
     sizes = [float(size) for size in re.findall(r"^ *([\d.]+) GB  (?!in total)", result.output, re.M)]
     assert sum(sizes) == pytest.approx(float(re.search(r"([\d.]+) GB  in total", result.output)[1]), abs=0.05)
 

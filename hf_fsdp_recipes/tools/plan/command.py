@@ -53,9 +53,9 @@ def plan(
     memory = measure_step(model, job)
     print("\n".join(describe(job, memory, gpu_tflops)), flush=True)
     if job.on_cpu or needed_bytes(job, memory) <= limit:
-        print("" if job.on_cpu else f"fits in {gpu_memory}")
+        print("" if job.on_cpu else f"fits in {limit / 1e9:g} GB")
         return
-    print("\n  ".join([f"does not fit in {gpu_memory}. These options save memory if they are not set yet:", *ADVICE]))
+    print("\n  ".join([f"does not fit in {limit / 1e9:g} GB. Options that save memory, if not set yet:", *ADVICE]))
     raise typer.Exit(1)
 
 
