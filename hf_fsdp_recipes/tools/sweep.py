@@ -3,8 +3,7 @@
 import re
 import statistics
 import textwrap
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -31,13 +30,13 @@ OUT_OF_MEMORY_MESSAGE = re.compile(
 )
 
 
-COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {  # {measurement: title and format}
-    "gigabytes": ("peak memory per rank", "{:,.2f} GB".format),  # of the largest rank
-    "epoch_seconds": ("epoch", lambda seconds: str(timedelta(seconds=round(seconds)))),
-    "step_seconds": ("step", "{:.3g} s".format),  # median
-    "tokens_per_second": ("tokens/s", "{:,.0f}".format),
-    "tokens_per_second_per_device": ("tokens/s per rank", "{:,.0f}".format),
-    "mfu": ("MFU", "{:.1%}".format),
+COLUMNS = {  # {measurement: title and format}
+    "gigabytes": ("peak memory per rank, GB", "{:,.2f}"),
+    "epoch_seconds": ("epoch, s", "{:,.0f}"),
+    "step_seconds": ("step, s", "{:.3g}"),
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "tokens_per_second_per_device": ("tokens/s per rank", "{:,.0f}"),
+    "mfu": ("MFU", "{:.1%}"),
 }
 Result: TypeAlias = dict[
     str, Any
@@ -120,7 +119,7 @@ def write_table(output_dir: Path) -> Path:
     titles = ["template", "ranks", *(title for title, _ in COLUMNS.values())]
     lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
     for one in results:
-        cells = [text(one[name]) if name in one else "-" for name, (_, text) in COLUMNS.items()]
+        cells = [text.format(one[name]) if name in one else "-" for name, (_, text) in COLUMNS.items()]
         if "gigabytes" not in one:
             cells[0] = one["status"].partition(":")[0]
         lines.append(f"| {' | '.join([one['template'], str(one['ranks']), *cells])} |")
