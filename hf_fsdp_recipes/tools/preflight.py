@@ -24,7 +24,6 @@ PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 PROBE_BYTES = 64 << 20  # a disk with less free space counts as full
 ANSWER_SECONDS = 10.0  # limit for the greeting, which another preflight answers at once
 VISIBLE_SECONDS = 5.0  # enough for NFS, where listing a directory refreshes the client's cache of it
-
 DEFAULTS = {"num_machines": 1, "machine_rank": 0, "main_process_ip": "127.0.0.1", "main_process_port": 29500}
 OWN_RANK = "Give each node its own --machine_rank; in an srun command, $SLURM_NODEID needs single quotes around it."
 
