@@ -50,7 +50,9 @@ def checkpoints(
     print(f"{'step':>8}  {'MB':>11}  {'ranks':>5}  state")
     for checkpoint in reversed(list_checkpoints(output_dir)):
         manifest = read_manifest(checkpoint) or {}
-        sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in checkpoint.rglob("*")}
+        sizes = {
+            str(path.relative_to(checkpoint)): path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()
+        }
         listed = manifest.get("files", {}).items()
         wrong = [f"{name} is missing or cut off" for name, facts in listed if sizes.get(name) != facts["bytes"]]
         damage = find_damage(checkpoint) if verify or not manifest else next(iter(wrong), None)

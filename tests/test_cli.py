@@ -102,6 +102,13 @@ def test_arguments_go_to_the_launcher_or_to_the_script_in_any_order(monkeypatch)
     assert "SIGUSR1" in os.environ["PET_SIGNALS_TO_HANDLE"]
 
 
+def test_a_template_that_accelerate_refuses_is_one_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    (tmp_path / "two.yaml").write_text("distributed_type: FSDP\nnum_processes: two\n")
+    refused = run(cli.app, ["sft", "--accelerate-config", str(tmp_path / "two.yaml")])
+    assert type(refused.exception).__name__ == "ToolError" and "two.yaml or an option" in str(refused.exception)
+
+
 def test_the_launcher_and_the_recipe_share_only_the_options_that_are_listed():
     from accelerate.commands.launch import launch_command_parser
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser

@@ -56,7 +56,9 @@ def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
     try:
         launch_command(parse_launch(script, template, arguments))
     except (TypeError, ValueError) as error:
-        raise ToolError(f"{template} is refused: {describe(error)} `hf-fsdp config check` lists all faults.") from error
+        raise ToolError(
+            f"accelerate launch refuses {template} or an option: {describe(error)}. Run `hf-fsdp config check`."
+        ) from error
     except (ChildFailedError, SignalException):  # the ranks have printed why; torch has logged which rank failed first
         sys.exit(1)
 

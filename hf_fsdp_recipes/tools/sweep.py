@@ -28,8 +28,6 @@ OUT_OF_MEMORY_MESSAGE = re.compile(
     r"OutOfMemoryError|(CUDA|HIP|XPU|NPU) out of memory|DefaultCPUAllocator: (can't|not enough)|\bMemoryError\b"
     r"|Cannot allocate memory|oom[_-]kill|OUT_OF_MEMORY"
 )
-
-
 COLUMNS = {  # {measurement: title and format}
     "gigabytes": ("peak memory per rank, GB", "{:,.2f}"),
     "epoch_seconds": ("epoch, s", "{:,.0f}"),
@@ -38,9 +36,8 @@ COLUMNS = {  # {measurement: title and format}
     "tokens_per_second_per_device": ("tokens/s per rank", "{:,.0f}"),
     "mfu": ("MFU", "{:.1%}"),
 }
-Result: TypeAlias = dict[
-    str, Any
-]  # template, ranks and status of a case, and what is known of COLUMNS, without warm-up
+# The template, ranks and status of a case, and what is known of COLUMNS, without the warm-up.
+Result: TypeAlias = dict[str, Any]
 
 
 def sweep(

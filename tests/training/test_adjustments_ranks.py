@@ -84,6 +84,8 @@ def _train(model, data, output, optimizer, resume=False):
     [
         "paged_adamw_32bit",
         pytest.param("lion_32bit", marks=pytest.mark.slow),
+        pytest.param("paged_lion_32bit", marks=pytest.mark.slow),
+        pytest.param("rmsprop_bnb_32bit", marks=pytest.mark.slow),
         pytest.param("sgd", marks=pytest.mark.slow),
     ],
 )
