@@ -28,7 +28,7 @@ OUT_OF_MEMORY_MESSAGE = re.compile(
     r"OutOfMemoryError|(CUDA|HIP|XPU|NPU) out of memory|DefaultCPUAllocator: (can't|not enough)|\bMemoryError\b"
     r"|Cannot allocate memory|oom[_-]kill|OUT_OF_MEMORY"
 )
-COLUMNS = {  # {measurement: title and format}
+COLUMNS = {  # {measurement without the warm-up: title and format}
     "gigabytes": ("peak memory per rank, GB", "{:,.2f}"),
     "epoch_seconds": ("epoch, s", "{:,.0f}"),
     "step_seconds": ("step, s", "{:.3g}"),
@@ -36,8 +36,7 @@ COLUMNS = {  # {measurement: title and format}
     "tokens_per_second_per_device": ("tokens/s per rank", "{:,.0f}"),
     "mfu": ("MFU", "{:.1%}"),
 }
-# The template, ranks and status of a case, and what is known of COLUMNS, without the warm-up.
-Result: TypeAlias = dict[str, Any]
+Result: TypeAlias = dict[str, Any]  # template, ranks and status of a case, and what is known of COLUMNS
 
 
 def sweep(

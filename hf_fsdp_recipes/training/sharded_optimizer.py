@@ -66,9 +66,7 @@ class _LocalStep:
             state["step"] += 1
             return
         shard.grad = p.grad.to_local()
-        self.state[shard] = {
-            name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()
-        }
+        self.state[shard] = {name: getattr(value, "_local_tensor", value) for name, value in state.items()}
         super().update_step(group, shard, gindex, pindex)  # type: ignore[misc]
         state["step"] = self.state.pop(shard)["step"]
 

@@ -49,8 +49,10 @@ def plan(
     logging.getLogger("accelerate").setLevel(logging.ERROR)  # it logs notes about launching
     warnings.simplefilter("ignore", FutureWarning)
     job = read_job(config, accelerate_config, context.args)
-    model = read_config(job)
-    memory = measure_step(model, job)
+    try:
+        memory = measure_step(read_config(job), job)
+    except ImportError as error:
+        raise ToolError(f"this version of TRL cannot be planned; 1.16 can: {error}.") from error
     print("\n".join(describe(job, memory, gpu_tflops)), flush=True)
     if job.on_cpu or needed_bytes(job, memory) <= limit:
         print("" if job.on_cpu else f"fits in {limit / 1e9:g} GB")

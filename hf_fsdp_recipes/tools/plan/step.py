@@ -159,8 +159,7 @@ def _shard(model: Any, mesh: Any, job: Job) -> Any:
 def _run(model: Any, job: Job) -> dict[str, int]:
     """Return the bytes of each kind at the peak of a step."""
     training, precision = job.arguments.training, PRECISIONS.get(job.environment["ACCELERATE_MIXED_PRECISION"])
-    rows = torch.zeros(job.shape, dtype=torch.long)
-    rows = rows.view(1, -1) if job.is_joined else rows
+    rows = torch.zeros(job.shape, dtype=torch.long).view((1, -1) if job.is_joined else job.shape)
     inputs = {"input_ids": rows, "labels": rows, "position_ids" if job.is_joined else "attention_mask": rows}
     options = training.accelerator_config.gradient_accumulation_kwargs or {}
     tracker = StepTracker()
