@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -88,9 +90,6 @@ class ShardedCheckpointCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Install the signal handlers. Under FSDP, open the output directory for this run and create the threads that save."""
-        from accelerate import PartialState
-        from accelerate.utils import DistributedType
-
         self._close()
         self._last_error, self._pending_best, self._saved_step, self._stop_signal = None, None, -1, 0
         if PartialState().distributed_type == DistributedType.FSDP:

@@ -12,17 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, parse_flag_from_env, str_to_bool
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from hf_fsdp_recipes.errors import PatchError, RecipeError
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import FullyShardedDataParallelPlugin
-    from transformers import Trainer
 
 Function = Callable[..., Any]
 
@@ -93,7 +92,7 @@ FILL_SHARDS = Patch(
 )
 
 
-def _fill_shards(original: Function, accelerator: "Accelerator", model: torch.nn.Module) -> torch.nn.Module:
+def _fill_shards(original: Function, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
     loader = find_loader(model)
     return original(accelerator, model) if loader is None else loader.shard(accelerator, model, original)
 
@@ -110,9 +109,7 @@ WRAP_BY_SIZE = Patch(
 )
 
 
-def _wrap_by_size(original: Function, fsdp2_plugin: "FullyShardedDataParallelPlugin", model: torch.nn.Module) -> Any:
-    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
-
+def _wrap_by_size(original: Function, fsdp2_plugin: FullyShardedDataParallelPlugin, model: torch.nn.Module) -> Any:
     policy = original(fsdp2_plugin, model)
     wanted = fsdp2_plugin.auto_wrap_policy
     if find_loader(model) is None or getattr(wanted, "func", wanted) is not size_based_auto_wrap_policy:
@@ -143,7 +140,7 @@ SAVE_CHECKPOINT = Patch(
 )
 
 
-def _save_checkpoint(original: Function, self: "Trainer", model: torch.nn.Module, trial: Any) -> None:
+def _save_checkpoint(original: Function, self: Any, model: torch.nn.Module, trial: Any) -> None:
     # The callback's `save` is public only for this call. It replaces `original` only while a run under FSDP trains.
     found = [one for one in self.callback_handler.callbacks if getattr(one, "saves_checkpoints", False)]
     if found:
@@ -163,11 +160,7 @@ CPU_RANKS = Patch(
 )
 
 
-def _turn_cpu_ranks_into_fsdp(original: Function, self: "AcceleratorState", *args: Any, **kwargs: Any) -> None:
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
+def _turn_cpu_ranks_into_fsdp(original: Function, self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
     was_initialized, plugin = self._shared_state.get("_mixed_precision") is not None, kwargs.get("fsdp_plugin")
     original(self, *args, **kwargs)
     is_on_cpu = self.distributed_type in (DistributedType.MULTI_CPU, DistributedType.NO)
@@ -200,14 +193,9 @@ def apply_for_saving() -> None:
     SAVE_CHECKPOINT.apply(_save_checkpoint)
 
 
-def is_true(value: object) -> bool:
-    """Return whether a flag from the environment is true by Accelerate's rules."""
-    return str(value).lower() in ("true", "1", "yes", "on", "y", "t")
-
-
 def is_fsdp_requested() -> bool:
     """Return whether the launcher asks for FSDP."""
-    return is_true(os.environ.get("ACCELERATE_USE_FSDP"))
+    return parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
 def are_cpu_ranks_requested() -> bool:
@@ -217,7 +205,7 @@ def are_cpu_ranks_requested() -> bool:
     If it is unset, FSDP on a machine without an accelerator counts as FSDP on CPU ranks.
     """
     flag = os.environ.get("ACCELERATE_USE_CPU")
-    return is_fsdp_requested() and (not torch.accelerator.is_available() if flag is None else is_true(flag))
+    return is_fsdp_requested() and (not torch.accelerator.is_available() if flag is None else bool(str_to_bool(flag)))
 
 
 def enable_cpu_ranks() -> None:
@@ -236,9 +224,6 @@ def enable_cpu_ranks() -> None:
     os.environ.update(dict.fromkeys(HIDDEN_DEVICES, ""))
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # otherwise each rank warns about missing GPU kernels
     CPU_RANKS.apply(_turn_cpu_ranks_into_fsdp)
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
-
     if AcceleratorState._shared_state.get("distributed_type") in (DistributedType.MULTI_CPU, DistributedType.NO):
         raise RecipeError(
             "an Accelerator was created before FSDP could be turned on for CPU ranks. Call load_model or "

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -11,14 +11,11 @@ import torch.distributed.checkpoint as dcp
 
 from hf_fsdp_recipes.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
 State = Mapping[str, Any]
 
 
 @contextlib.contextmanager
-def redirected(trainer: "Trainer", directory: Path) -> Iterator[dict[str, State]]:
+def redirected(trainer: Any, directory: Path) -> Iterator[dict[str, State]]:
     """Let Trainer save to another directory. The state that it passes to torch DCP is recorded and not written.
 
     Yields a dict {folder: state dict} that is filled while Trainer saves. DTensors share memory with the parameters and the

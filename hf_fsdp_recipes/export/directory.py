@@ -7,16 +7,15 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from huggingface_hub import StateDictSplit
+from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import sync
-
-if TYPE_CHECKING:
-    from huggingface_hub import StateDictSplit
-    from transformers import PreTrainedModel
 
 
 def create(output_dir: Path, write: Callable[[Path], None]) -> Path:
@@ -50,13 +49,11 @@ def _finish(temporary: Path, output_dir: Path) -> Path:
     return final
 
 
-def write_configs(directory: Path, model: "PreTrainedModel", dtype: torch.dtype | None = None) -> None:
+def write_configs(directory: Path, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
     """Write the configs that `save_pretrained` writes next to the weights. Rank 0 only.
 
     `dtype` is the dtype of the weight files. If it is None, the config's `dtype` stays as it is.
     """
-    from transformers.dynamic_module_utils import custom_object_save
-
     config = copy.deepcopy(model.config)
     config.dtype = config.dtype if dtype is None else str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
@@ -67,7 +64,7 @@ def write_configs(directory: Path, model: "PreTrainedModel", dtype: torch.dtype 
         model.generation_config.save_pretrained(directory)
 
 
-def write_index(directory: Path, model: "PreTrainedModel", split: "StateDictSplit") -> None:
+def write_index(directory: Path, model: PreTrainedModel, split: StateDictSplit) -> None:
     """Write the index, which names the file of each tensor. Rank 0 only."""
     metadata = {"total_parameters": model.num_parameters(), **split.metadata}
     index = json.dumps({"metadata": metadata, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True)
@@ -76,8 +73,6 @@ def write_index(directory: Path, model: "PreTrainedModel", split: "StateDictSpli
 
 def write_description(directory: Path, model: torch.nn.Module, processor: Any) -> None:
     """Write the config and the tokenizer, which `export_checkpoint` needs in addition to the weights. Rank 0 only."""
-    from transformers import PreTrainedModel
-
     if hasattr(model, "peft_config"):
         model.peft_config[model.active_adapter].save_pretrained(os.fspath(directory))
     elif isinstance(model, PreTrainedModel):

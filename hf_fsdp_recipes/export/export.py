@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from huggingface_hub import snapshot_download, split_state_dict_into_shards_factory
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
@@ -29,7 +30,6 @@ from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MODEL_FOLDER = "pytorch_model_fsdp_0"  # Accelerate's name for the folder of sharded weights in a checkpoint
 PathLike = str | os.PathLike[str]
@@ -41,7 +41,7 @@ def export_model(
     *,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     merge_adapter: bool = False,
 ) -> Path:
     """Write a model, which may be sharded with FSDP2. Collective: every rank calls this with the same arguments.
@@ -148,8 +148,6 @@ def _find_base(name: PathLike) -> Path:
 
 
 def _save_tokenizer_of(names: list[PathLike], target: Path) -> None:
-    from transformers import AutoTokenizer
-
     for name in names:
         with contextlib.suppress(OSError, ValueError):
             AutoTokenizer.from_pretrained(name).save_pretrained(target)
@@ -157,7 +155,7 @@ def _save_tokenizer_of(names: list[PathLike], target: Path) -> None:
 
 
 def _plan_full(
-    shell: "PreTrainedModel", owner: "PreTrainedModel", held: Mapping[str, Source], dtype: torch.dtype | None
+    shell: PreTrainedModel, owner: PreTrainedModel, held: Mapping[str, Source], dtype: torch.dtype | None
 ) -> Plan:
     """Return a plan that writes all weights of a model. `owner` knows which weights are tied, and may be `shell` itself."""
     ignored = set(shell._keys_to_ignore_on_save or ())
@@ -201,7 +199,7 @@ def _export_adapter(
 
 def _export_weights(
     plan: Plan,
-    shell: "PreTrainedModel",
+    shell: PreTrainedModel,
     output_dir: Path,
     max_shard_size: int | str,
     save_tokenizer: Callable[[Path], None],

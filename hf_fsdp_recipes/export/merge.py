@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export.sources import Source, describe, from_files
@@ -14,7 +15,6 @@ from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
-    from transformers import PreTrainedModel
 
 PREFIX = "base_model.model."  # PEFT's name for the transformers model inside a PeftModel
 # With these values of init_lora_weights, PEFT changes the base weights when it adds the adapter.
@@ -22,7 +22,7 @@ CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
 def plan_merge(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     adapted: "PeftModel",
     base_names: Mapping[str, str],
     sources: Mapping[str, Source],
@@ -40,7 +40,7 @@ def plan_merge(
 
 
 def plan_merge_into_files(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     adapted: "PeftModel",
     base_names: Mapping[str, str],
     adapter: Mapping[str, Source],
@@ -69,7 +69,7 @@ def check_unchanged_base(config: "PeftConfig") -> None:
 
 
 def _merge_steps(
-    model: "PreTrainedModel", adapted: "PeftModel", sources: Mapping[str, Source], dtype: torch.dtype | None
+    model: PreTrainedModel, adapted: "PeftModel", sources: Mapping[str, Source], dtype: torch.dtype | None
 ) -> list[Step]:
     """Return one step for each layer that the adapter changes. A step's outputs have the names of parameters in `model`."""
     steps = []

@@ -8,16 +8,13 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export.sources import Source
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Tensors = dict[str, torch.Tensor]
 
@@ -52,7 +49,7 @@ def rename_outputs(step: Step, names: Mapping[str, str]) -> Step:
 
 
 def plan_in_file_format(
-    model: "PreTrainedModel", names: Iterable[str], steps: Iterable[Step], sources: Mapping[str, Source]
+    model: PreTrainedModel, names: Iterable[str], steps: Iterable[Step], sources: Mapping[str, Source]
 ) -> Plan:
     """Return a plan that writes the parameters `names` in the format of `save_pretrained`. `steps` compute these parameters.
 
@@ -82,7 +79,7 @@ def plan_in_file_format(
     return Plan(converted, sources, {name: found[name] for name in expected})
 
 
-def _convert(steps: list[Step], model: "PreTrainedModel", expected: Tensors) -> Step | None:
+def _convert(steps: list[Step], model: PreTrainedModel, expected: Tensors) -> Step | None:
     """Join steps into one step with outputs in the files' format. Return None if this needs tensors of other steps."""
 
     def compute(tensors: Tensors) -> Tensors:

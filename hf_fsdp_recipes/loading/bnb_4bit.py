@@ -3,31 +3,29 @@
 import copy
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState, is_initialized
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.modeling_utils import local_torch_dtype
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.placeholder import nan_like
 
-if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig, PreTrainedModel
-    from transformers.quantizers.base import HfQuantizer
-
 logger = logging.getLogger(__name__)
 
 
-def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtype: torch.dtype) -> "HfQuantizer":
+def replace_linears(model: PreTrainedModel, config: BitsAndBytesConfig, dtype: torch.dtype) -> HfQuantizer:
     """Replace the linear layers of a meta model with 4-bit layers, and return transformers' quantizer.
 
     The packed bytes are stored in the float dtype in which FSDP gathers parameters. FSDP would cast them if they were stored in
     another float dtype. They cannot be integers, because Accelerate does not shard integers.
     """
-    from accelerate.state import AcceleratorState, is_initialized
-    from transformers.modeling_utils import local_torch_dtype
-    from transformers.quantizers.auto import AutoHfQuantizer
-
     if not getattr(config, "load_in_4bit", False):
         raise LoadError("only 4-bit bitsandbytes weights can be sharded. Use BitsAndBytesConfig(load_in_4bit=True).")
     config = copy.deepcopy(config)
@@ -43,7 +41,7 @@ def replace_linears(model: "PreTrainedModel", config: "BitsAndBytesConfig", dtyp
     return quantizer
 
 
-def pack_weights(model: "PreTrainedModel", quantizer: "HfQuantizer", dtype: torch.dtype) -> None:
+def pack_weights(model: PreTrainedModel, quantizer: HfQuantizer, dtype: torch.dtype) -> None:
     """Replace the weights of the 4-bit layers with placeholders of the packed shape."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
@@ -71,7 +69,6 @@ class Layer:
     def quantize(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the packed weight, and keep its scales for `broadcast_scales`."""
         from bitsandbytes.functional import quantize_4bit
-        from transformers.pytorch_utils import Conv1D
 
         module = self.module
         weight = weight.T.contiguous() if issubclass(module.source_cls, Conv1D) else weight

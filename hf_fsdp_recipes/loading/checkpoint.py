@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes.errors import LoadError, describe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-    from transformers.quantizers.base import HfQuantizer
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Entry:
 class Checkpoint:
     """The safetensors files of one directory. They are opened on first use."""
 
-    def __init__(self, directory: Path, quantizer: "HfQuantizer | None" = None) -> None:
+    def __init__(self, directory: Path, quantizer: HfQuantizer | None = None) -> None:
         self.directory, self.quantizer = directory, quantizer
         self._converters: dict[str, Any] = {}
         self._new: dict[str, torch.Tensor] = {}  # initial values of a new head's weights, on rank 0 only
@@ -78,7 +78,7 @@ class Checkpoint:
         """Return a lazy tensor: its data is read from the file only when it is indexed."""
         return self.files[self.file_of[key]].get_slice(key)
 
-    def plan(self, model: "PreTrainedModel") -> tuple[list[Entry], list[Any] | None]:
+    def plan(self, model: PreTrainedModel) -> tuple[list[Entry], list[Any] | None]:
         """Return the entries to read for a model, in file order, and the conversions that `save_pretrained` must revert.
 
         Raises a LoadError if a weight is missing or has the wrong shape. As in `from_pretrained`, the weights of a head are new
@@ -91,27 +91,24 @@ class Checkpoint:
         entries.sort(key=lambda entry: order[entry.keys[0]])
         return entries + self._find_new(model, entries, shapes), conversions
 
-    def match(self, model: "PreTrainedModel") -> dict[str, str]:
+    def match(self, model: PreTrainedModel) -> dict[str, str]:
         """Map the model's weight names to the checkpoint's tensor names. Weights that transformers converts are left out."""
         groups, _ = self._group_keys(model, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
         return {name: found[-1][0] for name, found in groups.items() if found[-1][1] is None}
 
     def _group_keys(
-        self, model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]
+        self, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[dict[str, list[tuple[str, str | None]]], list[Any] | None]:
         """Return {weight name: [(tensor name, converter pattern or None)]}, and the conversions that were used."""
-        from transformers import conversion_mapping, core_model_loading
-
-        transforms = conversion_mapping.get_model_conversion_mapping(model, None, self.quantizer)
-        renamings = [one for one in transforms if isinstance(one, core_model_loading.WeightRenaming)]
-        converters = [one for one in transforms if isinstance(one, core_model_loading.WeightConverter)]
+        transforms = get_model_conversion_mapping(model, None, self.quantizer)
+        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        converters = [one for one in transforms if isinstance(one, WeightConverter)]
         self._converters = {pattern: one for one in converters for pattern in one.source_patterns}
-        rename = functools.partial(
-            core_model_loading.rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=shapes
-        )
+        prefix = model.base_model_prefix
+        rename = functools.partial(rename_source_key, base_model_prefix=prefix, meta_state_dict=shapes)
         groups: dict[str, list[tuple[str, str | None]]] = {}
         unexpected = []
-        for key in sorted(self.file_of, key=core_model_loading.dot_natural_key):
+        for key in sorted(self.file_of, key=dot_natural_key):
             name, pattern = rename(key, renamings, converters)
             if name not in shapes and key in shapes:
                 name, pattern = rename(key, [], [])
@@ -134,7 +131,7 @@ class Checkpoint:
         return Entry((name, *(name.replace(first, other) for other in others)), keys, patterns, None)
 
     def _find_new(
-        self, model: "PreTrainedModel", entries: list[Entry], shapes: Mapping[str, tuple[int, ...]]
+        self, model: PreTrainedModel, entries: list[Entry], shapes: Mapping[str, tuple[int, ...]]
     ) -> list[Entry]:
         found = {name: entry for entry in entries for name in entry.names}
         present = set(found)
@@ -161,7 +158,7 @@ class Checkpoint:
         self._new = {name: new_value(model, name) for name in new}
         return [Entry((name,), (), (), None) for name in new]
 
-    def read(self, entry: Entry, model: "PreTrainedModel") -> dict[str, torch.Tensor]:
+    def read(self, entry: Entry, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         """Return an entry's weights as {name: tensor}. Weights that need no conversion are memory-mapped."""
         if not entry.keys:
             return {name: self._new[name] for name in entry.names}
@@ -179,7 +176,7 @@ class Checkpoint:
 
 
 @torch.no_grad()
-def new_value(model: "PreTrainedModel", name: str) -> torch.Tensor:
+def new_value(model: PreTrainedModel, name: str) -> torch.Tensor:
     """Return the values that the model's own `_init_weights` gives to a weight that the checkpoint lacks."""
     path, _, parameter = name.rpartition(".")
     module = model.get_submodule(path)

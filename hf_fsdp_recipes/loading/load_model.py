@@ -4,9 +4,16 @@ import copy
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from accelerate import PartialState, init_empty_weights
+from accelerate.utils import parse_flag_from_env
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
+from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes import distributed, patches
 from hf_fsdp_recipes.errors import LoadError
@@ -14,10 +21,6 @@ from hf_fsdp_recipes.loading.bnb_4bit import pack_weights, replace_linears
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.loading.loader import Loader
 from hf_fsdp_recipes.loading.placeholder import insert_placeholders
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
-    from transformers.quantizers.base import HfQuantizer
 
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only")
@@ -30,7 +33,7 @@ def load_model(
     source: Literal["rank0", "direct"] = "rank0",
     auto_class: Any = None,
     **kwargs: Any,
-) -> "PreTrainedModel":
+) -> PreTrainedModel:
     """Return a pretrained model whose weights take no memory until it is sharded. After that, each rank holds only its shard.
 
     The weights are read when Accelerate shards the model with FSDP2, in `trainer.train` or `accelerator.prepare`. Until then,
@@ -51,16 +54,13 @@ def load_model(
             raised for an unreadable file, or a weight used or resized before loading (PiSSA, OLoRA, DoRA, new embeddings).
         PatchError: the installed version of Accelerate is not supported.
     """
-    from accelerate import PartialState
-    from transformers import AutoModelForCausalLM
-
     auto_class = auto_class or AutoModelForCausalLM
     if not patches.is_fsdp_requested():
         return auto_class.from_pretrained(name_or_path, **kwargs)
     check_fsdp_version()
     patches.enable_cpu_ranks()
     patches.apply_for_loading()
-    PartialState(cpu=patches.is_true(os.environ.get("ACCELERATE_USE_CPU")))  # starts the process group
+    PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))  # starts the process group
     dtype, packing = kwargs.pop("dtype", "auto"), kwargs.pop("quantization_config", None)
     directory, config, rest, generation_config = describe_model(str(name_or_path), kwargs)
     checkpoint = Checkpoint(directory, take_quantizer(config))
@@ -86,15 +86,13 @@ def check_fsdp_version() -> None:
         )
 
 
-def describe_model(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Path, "PreTrainedConfig", dict[str, Any], Any]:
+def describe_model(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Path, PreTrainedConfig, dict[str, Any], Any]:
     """Return a model's directory, its config, the remaining `kwargs` and its generation config. Collective.
 
     Rank 0 reads them for all ranks. With `trust_remote_code`, each rank reads them, because their classes cannot be sent.
     """
 
     def describe() -> tuple[Any, ...]:
-        from transformers import GenerationConfig
-
         directory = find_directory(name_or_path, kwargs)
         has_generation_config = (directory / "generation_config.json").is_file()
         generation_config = GenerationConfig.from_pretrained(directory) if has_generation_config else None
@@ -116,8 +114,6 @@ def find_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
     if not directory.is_dir():
         if directory.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") > 1:
             raise LoadError(f"{name_or_path} is not a directory. Pass the model's directory or its Hub id.")
-        from huggingface_hub import snapshot_download
-
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         try:
             directory = Path(snapshot_download(name_or_path, allow_patterns=HUB_PATTERNS, **hub))
@@ -126,10 +122,8 @@ def find_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
     return directory / kwargs.get("subfolder", "")
 
 
-def read_config(directory: Path, kwargs: dict[str, Any]) -> tuple["PreTrainedConfig", dict[str, Any]]:
+def read_config(directory: Path, kwargs: dict[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """Return the config with overrides from `kwargs`, and the other `kwargs`. A config object in `kwargs` is used as is."""
-    from transformers import AutoConfig, PreTrainedConfig
-
     rest = {name: value for name, value in kwargs.items() if name not in (*HUB_ARGUMENTS, "subfolder")}
     config = copy.deepcopy(rest.pop("config", None))
     if isinstance(config, PreTrainedConfig):
@@ -138,10 +132,8 @@ def read_config(directory: Path, kwargs: dict[str, Any]) -> tuple["PreTrainedCon
     return config, {name: rest[name] for name in rest if name in unused or name in FOR_BUILDING}
 
 
-def take_quantizer(config: "PreTrainedConfig") -> "HfQuantizer | None":
+def take_quantizer(config: PreTrainedConfig) -> HfQuantizer | None:
     """Remove the quantization from an FP8 or MXFP4 checkpoint's config. Return the quantizer that dequantizes the weights."""
-    from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
-
     found = getattr(config, "quantization_config", None)
     if found is None:
         return None
@@ -156,7 +148,7 @@ def take_quantizer(config: "PreTrainedConfig") -> "HfQuantizer | None":
     )
 
 
-def resolve_dtype(dtype: str | torch.dtype | None, config: "PreTrainedConfig", checkpoint: Checkpoint) -> torch.dtype:
+def resolve_dtype(dtype: str | torch.dtype | None, config: PreTrainedConfig, checkpoint: Checkpoint) -> torch.dtype:
     """Return the dtype that `from_pretrained` would choose for the model."""
     if dtype in (None, "auto"):
         return getattr(config, "dtype", None) or checkpoint.first_dtype()
@@ -167,12 +159,9 @@ def resolve_dtype(dtype: str | torch.dtype | None, config: "PreTrainedConfig", c
 
 
 def build_on_meta(
-    config: "PreTrainedConfig", dtype: torch.dtype, auto_class: Any, kwargs: dict[str, Any]
-) -> "PreTrainedModel":
+    config: PreTrainedConfig, dtype: torch.dtype, auto_class: Any, kwargs: dict[str, Any]
+) -> PreTrainedModel:
     """Return a model with meta parameters and real buffers, in evaluation mode."""
-    from accelerate import init_empty_weights
-    from transformers.initialization import no_init_weights
-
     build = getattr(auto_class, "from_config", None)
     if build is None:  # `auto_class` is one model's class, which takes no trust_remote_code
         build = auto_class._from_config

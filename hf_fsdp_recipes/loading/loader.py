@@ -1,10 +1,13 @@
 """Shards a model from `load_model` and fills the shards with weights. Until then, using the model raises an error."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import PreTrainedModel
 
 from hf_fsdp_recipes import patches
 from hf_fsdp_recipes.errors import LoadError
@@ -12,18 +15,14 @@ from hf_fsdp_recipes.loading import bnb_4bit, fill
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
 from hf_fsdp_recipes.loading.placeholder import NOT_LOADED, OFFLINE, is_placeholder, move_to_meta
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from transformers import PreTrainedModel
-
-Shard = Callable[["Accelerator", torch.nn.Module], torch.nn.Module]
+Shard = Callable[[Accelerator, torch.nn.Module], torch.nn.Module]
 
 
 class Loader:
     """Fills one model when Accelerate prepares the model. Until then, this loader is an attribute of the model."""
 
     def __init__(
-        self, model: "PreTrainedModel", checkpoint: Checkpoint, entries: Sequence[Entry], is_direct: bool
+        self, model: PreTrainedModel, checkpoint: Checkpoint, entries: Sequence[Entry], is_direct: bool
     ) -> None:
         self.model, self.checkpoint, self.entries, self.is_direct = model, checkpoint, entries, is_direct
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -31,10 +30,8 @@ class Loader:
         model.__dict__["save_pretrained"] = _refuse
         self._guard = model.register_forward_pre_hook(_refuse)
 
-    def shard(self, accelerator: "Accelerator", model: torch.nn.Module, shard: Shard) -> torch.nn.Module:
+    def shard(self, accelerator: Accelerator, model: torch.nn.Module, shard: Shard) -> torch.nn.Module:
         """Shard the model with `shard`, which is Accelerate's own function, and fill the shards. Collective."""
-        from torch.distributed.fsdp import CPUOffloadPolicy
-
         plugin, device = accelerator.state.fsdp_plugin, accelerator.device
         if device.type == "cpu":
             device = torch.device("cpu")  # torch takes Accelerate's cpu:0 for another device, so each `to` would copy

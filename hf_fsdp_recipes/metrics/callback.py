@@ -7,18 +7,16 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from accelerate.state import AcceleratorState
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import describe
 from hf_fsdp_recipes.metrics import flops, memory, metrics_file, report
 from hf_fsdp_recipes.metrics.metrics_file import NOT_TRAINING, PHASES, Entry
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +166,7 @@ class MetricsCallback(TrainerCallback):
             self._has_warned = True
 
 
-def place_before_reporters(trainer: "Trainer") -> None:
+def place_before_reporters(trainer: Trainer) -> None:
     """Move MetricsCallback to the front, so that the callbacks of `report_to` log its figures. Call this on every rank.
 
     Trainer passes the same dict of logs to one callback after the other. By default, those of `report_to` come first.
@@ -178,8 +176,6 @@ def place_before_reporters(trainer: "Trainer") -> None:
 
 def _describe_run(args: TrainingArguments, state: TrainerState, model: torch.nn.Module) -> Entry:
     """Return the entry that is written to metrics.jsonl each time the run starts or resumes."""
-    from accelerate.state import AcceleratorState
-
     name = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__).name
     device, precision = torch.get_device_module(args.device), str(AcceleratorState().mixed_precision)
     if precision == "no":

@@ -4,14 +4,10 @@ import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from hf_fsdp_recipes.errors import ToolError, describe
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, PHASES, Entry, average, read_metrics
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 REPORT_FILE = "report.md"
 MEMORY = {
@@ -92,9 +88,9 @@ def _format_log(rows: Sequence[tuple[str, str]], steps: Sequence[Entry]) -> str:
     return "\n".join([*lines, ""])
 
 
-def draw(entries: Sequence[Entry]) -> "Figure":
-    """Plot loss, throughput, seconds per phase, and memory. The x axis is the training step."""
-    from matplotlib.figure import Figure
+def draw(entries: Sequence[Entry]) -> Any:
+    """Return a figure with loss, throughput, seconds per phase, and memory. The x axis is the training step."""
+    from matplotlib.figure import Figure  # slow to import, and only rank 0 draws
 
     def gigabytes(key: str) -> Callable[[Entry], float]:
         return lambda entry: max(entry[key]) / 1e9
@@ -123,7 +119,7 @@ def draw(entries: Sequence[Entry]) -> "Figure":
     return figure
 
 
-def style(axes: "Axes", title: str, x_label: str) -> None:
+def style(axes: Any, title: str, x_label: str) -> None:
     """Set a panel's title, x label and grid. Let its y axis start at 0."""
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel(x_label)

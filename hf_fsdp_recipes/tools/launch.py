@@ -46,12 +46,13 @@ def sft(
 def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
     """Run a script on all ranks and wait. Exit with status 1 if a rank fails or a signal stops the run."""
     from accelerate.commands.launch import launch_command
+    from accelerate.utils import parse_flag_from_env
     from torch.distributed.launcher.api import ChildFailedError, SignalException
 
-    from hf_fsdp_recipes.patches import HIDDEN_DEVICES, is_true
+    from hf_fsdp_recipes.patches import HIDDEN_DEVICES
 
     os.environ.update(PREEMPTION | os.environ)
-    if read_yaml(template).get("use_cpu") or is_true(os.environ.get("ACCELERATE_USE_CPU")):
+    if read_yaml(template).get("use_cpu") or parse_flag_from_env("ACCELERATE_USE_CPU"):
         os.environ.update(CPU_ENVIRONMENT | os.environ | dict.fromkeys(HIDDEN_DEVICES, ""))
     try:
         launch_command(parse_launch(script, template, arguments))

@@ -5,7 +5,7 @@ import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -13,9 +13,6 @@ from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, average, read_metrics
 from hf_fsdp_recipes.tools.files import find_file
 from hf_fsdp_recipes.tools.subprocess_runner import find_error, run_recipe
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LOG_FILE, RANK_LOGS = "log.txt", "logs"
 FINISHED, OUT_OF_MEMORY = "finished", "OOM"
@@ -134,7 +131,7 @@ def write_table(output_dir: Path) -> Path:
     return table
 
 
-def draw(results: Sequence[Result]) -> "Figure":
+def draw(results: Sequence[Result]) -> Any:
     """Plot each measurement by number of ranks, with one line per template. "OOM" marks lack of memory."""
     from matplotlib.figure import Figure
 

@@ -1,22 +1,20 @@
 """Changes an SFTTrainer: sums gradients in float32, refuses models that mix packed rows, and lets streamed runs resume."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
+from trl import SFTTrainer
 
 from hf_fsdp_recipes.errors import RecipeError
-
-if TYPE_CHECKING:
-    from trl import SFTTrainer
 
 LENGTH = 16  # tokens in each of the two rows that are packed for the check
 TOLERANCE = 1e-2  # largest difference, relative to the outputs' norm, that counts as rounding
 
 
-def adjust(trainer: "SFTTrainer", is_streamed: bool) -> None:
+def adjust(trainer: SFTTrainer, is_streamed: bool) -> None:
     """Change a new trainer in place. Every rank calls this before `trainer.train`. Not a collective."""
     if trainer.padding_free:
         trainer.add_callback(PackingCheck(trainer.data_collator))

@@ -4,19 +4,18 @@ import math
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from huggingface_hub import whoami
 
 from hf_fsdp_recipes import distributed, patches
 from hf_fsdp_recipes.errors import RecipeError, describe
+from hf_fsdp_recipes.training.arguments import Arguments
 from hf_fsdp_recipes.training.sharded_optimizer import BITSANDBYTES, SHARDABLE, optimizer_name
-
-if TYPE_CHECKING:
-    from hf_fsdp_recipes.training.arguments import Arguments
 
 LORA_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_dora")
 
 
-def check_arguments(arguments: "Arguments") -> None:
+def check_arguments(arguments: Arguments) -> None:
     """Raise a RecipeError that lists everything wrong with a recipe. Print a note if training would lose small updates.
 
     The ranks do not communicate here. Each rank checks on its own and gets the same result.
@@ -31,7 +30,7 @@ def check_arguments(arguments: "Arguments") -> None:
         )
 
 
-def _check_recipe(arguments: "Arguments") -> list[tuple[bool, str]]:
+def _check_recipe(arguments: Arguments) -> list[tuple[bool, str]]:
     """Return a pair for each check: whether the recipe fails it, and what to say then."""
     model, recipe, script, mixture = arguments.model, arguments.recipe, arguments.script, arguments.mixture
     training, percentage = arguments.training, recipe.validation_split_percentage
@@ -64,7 +63,7 @@ def _check_recipe(arguments: "Arguments") -> list[tuple[bool, str]]:
     ]
 
 
-def _check_launch(arguments: "Arguments") -> list[tuple[bool, str]]:
+def _check_launch(arguments: Arguments) -> list[tuple[bool, str]]:
     training, is_fsdp, optimizer = arguments.training, patches.is_fsdp_requested(), optimizer_name(arguments.training)
     launched, precision = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("ACCELERATE_MIXED_PRECISION")
     state_type = os.environ.get("FSDP_STATE_DICT_TYPE")
@@ -90,7 +89,7 @@ def _check_launch(arguments: "Arguments") -> list[tuple[bool, str]]:
     ]
 
 
-def check_targets(arguments: "Arguments") -> None:
+def check_targets(arguments: Arguments) -> None:
     """Raise a RecipeError on every rank if output_dir cannot be written or the Hub would refuse the upload. Collective."""
 
     def check() -> None:
@@ -101,8 +100,6 @@ def check_targets(arguments: "Arguments") -> None:
         except OSError as error:
             raise RecipeError(f"output_dir: {output} cannot be written: {error.strerror}. Name another.") from error
         if arguments.training.push_to_hub:
-            from huggingface_hub import whoami
-
             try:
                 whoami(token=arguments.training.hub_token)
             except Exception as error:

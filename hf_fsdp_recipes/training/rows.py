@@ -1,12 +1,12 @@
 """Reads a recipe's rows from the Hub, a folder, a file or a mixture, and brings them into one of TRL's formats."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from datasets import load_dataset
 
 from hf_fsdp_recipes.errors import RecipeError, describe
-
-if TYPE_CHECKING:
-    from hf_fsdp_recipes.training.arguments import Arguments
+from hf_fsdp_recipes.training.arguments import Arguments
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 COLUMNS = ("messages", "conversations", "prompt", "input_ids")  # TRL's columns, in addition to dataset_text_field
@@ -17,7 +17,7 @@ ALPACA = (
 )
 
 
-def read_rows(arguments: "Arguments") -> tuple[Any, Any]:
+def read_rows(arguments: Arguments) -> tuple[Any, Any]:
     """Return the training rows, and the evaluation rows or None. Every rank calls this.
 
     Raises:
@@ -48,8 +48,7 @@ def read_rows(arguments: "Arguments") -> tuple[Any, Any]:
     return train, evaluation
 
 
-def _load(arguments: "Arguments") -> Any:
-    from datasets import load_dataset
+def _load(arguments: Arguments) -> Any:
     from trl import get_dataset
 
     script = arguments.script

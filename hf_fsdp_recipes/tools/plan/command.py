@@ -40,7 +40,6 @@ def plan(
     `hf-fsdp sft`. Options of `accelerate launch` and fields of the recipe can follow in any order.
     """
     from hf_fsdp_recipes.tools.plan.job import read_config, read_job
-    from hf_fsdp_recipes.tools.plan.step import measure_step
 
     try:
         limit = float(gpu_memory.upper().removesuffix("GB")) * 1e9
@@ -50,9 +49,10 @@ def plan(
     warnings.simplefilter("ignore", FutureWarning)
     job = read_job(config, accelerate_config, context.args)
     try:
-        memory = measure_step(read_config(job), job)
+        from hf_fsdp_recipes.tools.plan.step import measure_step
     except ImportError as error:
         raise ToolError(f"this version of TRL cannot be planned; 1.16 can: {error}.") from error
+    memory = measure_step(read_config(job), job)
     print("\n".join(describe(job, memory, gpu_tflops)), flush=True)
     if job.on_cpu or needed_bytes(job, memory) <= limit:
         print("" if job.on_cpu else f"fits in {limit / 1e9:g} GB")

@@ -3,18 +3,18 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from unittest import mock
+
+from accelerate.commands.launch import _validate_launch_command
+from accelerate.utils.launch import prepare_multi_gpu_env
+from transformers import PreTrainedConfig
 
 from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.tools import files
 from hf_fsdp_recipes.tools.files import find_file
 from hf_fsdp_recipes.tools.launch import parse_launch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    from hf_fsdp_recipes.training.arguments import Arguments
+from hf_fsdp_recipes.training.arguments import Arguments, parse_arguments
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
@@ -22,7 +22,7 @@ PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 class Job(NamedTuple):
     """A training job: the recipe's arguments, a rank's environment variables, and the number of ranks on all nodes."""
 
-    arguments: "Arguments"
+    arguments: Arguments
     environment: dict[str, str]
     num_ranks: int
     on_cpu: bool
@@ -56,11 +56,6 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
     Raises:
         RecipeError: a file does not exist or cannot be read, an option is unknown, or the template is not for FSDP2.
     """
-    from accelerate.commands.launch import _validate_launch_command
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
-    from hf_fsdp_recipes.training.arguments import parse_arguments
-
     options = ["--main_process_port", "0", *options]
     launch, _, _ = _validate_launch_command(parse_launch(Path("sft.py"), find_file("template", template), options))
     environment = {name: value for name, value in prepare_multi_gpu_env(launch).items() if name.startswith(PREFIXES)}
@@ -76,7 +71,7 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
     return Job(arguments, environment, launch.num_processes, bool(launch.use_cpu))
 
 
-def read_config(job: Job) -> "PreTrainedConfig":
+def read_config(job: Job) -> PreTrainedConfig:
     """Return the config of the job's model, with the recipe's overrides. `files.read_config` finds the config."""
     recipe = job.arguments.recipe
     config = files.read_config(recipe.config_name or str(job.arguments.model.model_name_or_path))

@@ -12,15 +12,24 @@ import functools
 import os
 import warnings
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import transformers
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
+from peft import get_peft_model
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedConfig, masking_utils
+from transformers.integrations import moe
+from trl import get_peft_config
+from trl.kernels import chunked_logprob
+from trl.trainer.utils import add_fused_lm_head
 
 from hf_fsdp_recipes import patches
 from hf_fsdp_recipes.errors import ToolError
@@ -29,9 +38,6 @@ from hf_fsdp_recipes.metrics.flops import find_model_flops
 from hf_fsdp_recipes.tools.plan.job import Job
 from hf_fsdp_recipes.training.adjustments import gather_units_once
 from hf_fsdp_recipes.training.sharded_optimizer import optimizer_name
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 # {part of the optimizer's name: number of its state tensors for each trained parameter}
 NUM_STATES = {"sgd": 0, "lion": 1, "rmsprop": 1, "adamw": 2}
@@ -53,7 +59,7 @@ class StepMemory(NamedTuple):
     flops: int | None
 
 
-def measure_step(config: "PreTrainedConfig", job: Job) -> StepMemory:
+def measure_step(config: PreTrainedConfig, job: Job) -> StepMemory:
     """Return what a step of the job needs on one rank. During this call, a fake process group exists.
 
     Raises:
@@ -80,13 +86,8 @@ def measure_step(config: "PreTrainedConfig", job: Job) -> StepMemory:
         dist.destroy_process_group()
 
 
-def _build(config: "PreTrainedConfig", job: Job) -> Any:
+def _build(config: PreTrainedConfig, job: Job) -> Any:
     """Return the job's model on meta. It is built like the model of recipes/sft.py and SFTTrainer."""
-    import transformers
-    from peft import get_peft_model
-    from trl import get_peft_config
-    from trl.trainer.utils import add_fused_lm_head
-
     config, chosen, training = copy.deepcopy(config), job.arguments.model, job.arguments.training
     config.get_text_config().use_cache = config.use_cache = False
     take_quantizer(config)
@@ -131,9 +132,6 @@ def _make_fake(model: Any) -> Any:
 
 def _shard(model: Any, mesh: Any, job: Job) -> Any:
     """Shard the model as `Accelerator.prepare` does."""
-    from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
-
     plugin, precision = FullyShardedDataParallelPlugin(), job.environment["ACCELERATE_MIXED_PRECISION"]
     if precision != "no":
         plugin.set_mixed_precision(precision)
@@ -240,10 +238,6 @@ def _multiply_packed(module: Any, shape: torch.Size, dtype: torch.dtype, rows: t
 
 def _replace_kernels(stack: contextlib.ExitStack, job: Job) -> None:
     """Replace functions that differ on a GPU or fail on fake tensors. Closing the stack restores them."""
-    from transformers import masking_utils
-    from transformers.integrations import moe
-    from trl.kernels import chunked_logprob
-
     is_flash = "flash" in str(job.arguments.model.attn_implementation)
     # SDPA needs a mask for padded rows, for packed rows and for sliding windows.
     has_mask = not is_flash and (job.is_joined or (job.shape[0] > 1 and not job.arguments.training.packing))
