@@ -9,12 +9,12 @@ import typer
 
 from hf_fsdp_recipes.errors import RecipeError, ToolError
 from hf_fsdp_recipes.tools.config import check
+from hf_fsdp_recipes.tools.files import copy, make_app, quickstart
 from hf_fsdp_recipes.tools.generate import generate
 from hf_fsdp_recipes.tools.launch import sft
 from hf_fsdp_recipes.tools.plan.command import plan
 from hf_fsdp_recipes.tools.preflight import preflight
 from hf_fsdp_recipes.tools.rehearse import rehearse
-from hf_fsdp_recipes.tools.shipped import copy, make_app, quickstart
 from hf_fsdp_recipes.tools.sweep import sweep
 
 PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}  # recipe fields are passed on

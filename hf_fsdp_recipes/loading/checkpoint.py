@@ -179,14 +179,9 @@ class Checkpoint:
 def new_value(model: PreTrainedModel, name: str) -> torch.Tensor:
     """Return the values that the model's own `_init_weights` gives to a weight that the checkpoint lacks."""
     path, _, parameter = name.rpartition(".")
-    module = model.get_submodule(path)
-    twin = copy.copy(module)
-    twin._parameters = {
-        key: None if value is None else torch.nn.Parameter(torch.empty(value.shape, dtype=value.dtype))
-        for key, value in module._parameters.items()
-    }
+    twin = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu", recurse=False)
     model._init_weights(twin)
-    return twin._parameters[parameter].detach()
+    return twin.get_parameter(parameter).detach()
 
 
 def some(names: list[str]) -> str:

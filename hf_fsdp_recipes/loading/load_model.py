@@ -112,8 +112,6 @@ def find_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
     """Return a model's local directory. If `name_or_path` is a Hub id, download the model first."""
     directory = Path(name_or_path)
     if not directory.is_dir():
-        if directory.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") > 1:
-            raise LoadError(f"{name_or_path} is not a directory. Pass the model's directory or its Hub id.")
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         try:
             directory = Path(snapshot_download(name_or_path, allow_patterns=HUB_PATTERNS, **hub))

@@ -7,16 +7,13 @@ import tempfile
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
 from hf_fsdp_recipes.errors import ToolError, describe
-from hf_fsdp_recipes.tools.files import find_file, read_config, read_yaml
+from hf_fsdp_recipes.tools.files import find_file, read_yaml
 from hf_fsdp_recipes.tools.subprocess_runner import FLOAT32, find_error, run_recipe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 NUM_ROWS, SAVE_STEPS, LIMIT_SECONDS = 64, 2, 600
 WITHOUT_GPU = ["--use_cpu=true", *FLOAT32, "--validation_split_percentage=0"]
@@ -69,6 +66,7 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
+    from hf_fsdp_recipes.tools.plan.job import find_config
     from hf_fsdp_recipes.training.arguments import parse_arguments
     from hf_fsdp_recipes.training.rows import read_rows
 
@@ -84,7 +82,7 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
     except (OSError, ValueError) as error:
         cure = "Log in, or use --tokenizer_name of another model. Without a network, set HF_HUB_OFFLINE=1."
         raise ToolError(f"the tokenizer of {tokenizer_name} cannot be read: {describe(error)} {cure}") from error
-    config = shrink(read_config(name), len(tokenizer))
+    config = shrink(find_config(name), len(tokenizer))
     AutoModelForCausalLM.from_config(config, dtype="float32").save_pretrained(model)
     tokenizer.save_pretrained(model)
     rows = islice(read_rows(arguments)[0], NUM_ROWS)
@@ -94,7 +92,7 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
     return [*given, *(word for name, value in replaced.items() for word in (f"--{name}", str(value))), *SHORT]
 
 
-def shrink(config: "PreTrainedConfig", num_tokens: int) -> "PreTrainedConfig":
+def shrink(config: Any, num_tokens: int) -> Any:
     """Return a tiny config of the same class. Tied weights stay tied. Of several kinds of layers, two kinds are kept."""
     tiny = copy.deepcopy(config)
     heads, groups = getattr(tiny, "num_attention_heads", 4), getattr(tiny, "num_key_value_heads", None)

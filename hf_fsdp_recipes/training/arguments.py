@@ -56,21 +56,6 @@ class Arguments:
         return self.mixture.streaming if self.mixture.datasets else self.script.dataset_streaming
 
 
-class RecipeLoader(yaml.SafeLoader):
-    """Loads YAML, but refuses a name that is set twice. `SafeLoader` would silently use the last value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping. If a name is set twice, raise a YAML error that points to the second one."""
-        names = set()
-        for key, _ in node.value:
-            if key.value in names:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"{key.value} is set twice", problem_mark=key.start_mark
-                )
-            names.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     """Return the arguments from the command line and from the recipe that `--config` names. Not a collective.
 
@@ -102,13 +87,18 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
-    """Return a recipe's fields. Raise a RecipeError if the file is unreadable or holds no YAML mapping. Not a collective."""
+    """Return a recipe's fields. Raise a RecipeError if the file is no YAML mapping or sets a field twice. Not a collective."""
     try:
-        recipe = yaml.load(file.read_text(), RecipeLoader)
+        text = file.read_text()
+        recipe = yaml.safe_load(text)
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"the recipe {file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(recipe, dict):
         raise RecipeError(f"the recipe {file} is no list of `name: value` lines.")
+    node: Any = yaml.compose(text, yaml.SafeLoader)
+    names = [name.value for name, _ in node.value]
+    if repeated := next((name for name in recipe if names.count(name) > 1), None):  # YAML would use the last value
+        raise RecipeError(f"{repeated} is set twice in the recipe {file}. Remove one of the two.")
     return recipe
 
 

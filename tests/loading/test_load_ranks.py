@@ -317,7 +317,7 @@ def test_use_before_loading_and_bad_arguments_are_one_error(options, text, tiny_
 
 
 def test_a_missing_directory_and_a_quantized_checkpoint_are_one_error(tiny_model, text_file, tmp_path):
-    assert "is not a directory" in _errors(tmp_path / "nothing", text_file, tmp_path)[1]
+    assert "is no directory and cannot be downloaded" in _errors(tmp_path / "nothing", text_file, tmp_path)[1]
     shutil.copytree(tiny_model(), tmp_path / "gptq")
     config = json.loads((tmp_path / "gptq" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}

@@ -5,7 +5,8 @@ import typer
 from typer.testing import CliRunner
 
 from hf_fsdp_recipes.errors import RecipeError, ToolError
-from hf_fsdp_recipes.tools.files import find_file, read_config, shipped_files
+from hf_fsdp_recipes.tools.files import find_file, shipped_files
+from hf_fsdp_recipes.tools.plan.job import find_config
 from hf_fsdp_recipes.tools.rehearse import rehearse, shrink, write_recipe
 from hf_fsdp_recipes.tools.subprocess_runner import find_error
 from tests.conftest import make_tokenizer
@@ -59,7 +60,7 @@ def test_every_recipes_model_shrinks(file):
 
     fields = read_recipe(file)
     name = fields.get("model_name_or_path", "HuggingFaceTB/SmolLM2-135M-Instruct")
-    config = read_config(str(file.parent / fields["config_name"]) if "config_name" in fields else name)
+    config = find_config(str(file.parent / fields["config_name"]) if "config_name" in fields else name)
     tiny = shrink(config, 300)
     assert type(tiny) is type(config) and tiny.num_hidden_layers == 2 and tiny.hidden_size == 64
     assert tiny.tie_word_embeddings == config.tie_word_embeddings and tiny.vocab_size == 300

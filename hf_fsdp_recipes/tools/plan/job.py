@@ -8,10 +8,9 @@ from unittest import mock
 
 from accelerate.commands.launch import _validate_launch_command
 from accelerate.utils.launch import prepare_multi_gpu_env
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
-from hf_fsdp_recipes.errors import ToolError
-from hf_fsdp_recipes.tools import files
+from hf_fsdp_recipes.errors import ToolError, describe
 from hf_fsdp_recipes.tools.files import find_file
 from hf_fsdp_recipes.tools.launch import parse_launch
 from hf_fsdp_recipes.training.arguments import Arguments, parse_arguments
@@ -72,9 +71,18 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
 
 
 def read_config(job: Job) -> PreTrainedConfig:
-    """Return the config of the job's model, with the recipe's overrides. `files.read_config` finds the config."""
+    """Return the config of the job's model, with the recipe's overrides."""
     recipe = job.arguments.recipe
-    config = files.read_config(recipe.config_name or str(job.arguments.model.model_name_or_path))
+    config = find_config(recipe.config_name or str(job.arguments.model.model_name_or_path))
     if recipe.config_overrides:
         config.update_from_string(recipe.config_overrides)
     return config
+
+
+def find_config(name: str) -> PreTrainedConfig:
+    """Return the config of a directory or Hub id. A Hub id with a copy in models/ needs neither network nor access rights."""
+    copy = Path(__file__).parents[1] / "models" / f"{name.replace('/', '--')}.json"
+    try:
+        return AutoConfig.from_pretrained(copy if copy.is_file() and not Path(name).is_dir() else name)
+    except (OSError, ValueError) as error:
+        raise ToolError(f"the config of {name} cannot be read: {describe(error)}") from error
