@@ -55,11 +55,12 @@ def test_shard_grad_op_keeps_the_layers_gathered():
     assert kept - freed > 2 * NUM_LINEAR / 2  # at least one of the two layers more, in bf16
 
 
-def test_offload_leaves_neither_shards_nor_state_on_the_gpu():
-    peak = measure(template="offload").peak
+@pytest.mark.parametrize("options", ["", LORA])
+def test_offload_leaves_neither_shards_nor_state_on_the_gpu(options):
+    peak = measure(options, template="offload").peak
     assert "optimizer state" not in peak
     assert peak.get("parameters", 0) < 10_000
-    assert sum(peak.values()) < total()
+    assert sum(peak.values()) < total(options)
 
 
 def test_accumulation_keeps_full_gradients_unless_each_batch_is_reduced():

@@ -81,7 +81,9 @@ def measure_step(config: PreTrainedConfig, job: Job) -> StepMemory:
             with contextlib.suppress(AttributeError, ValueError):  # FLOPs are counted only for text decoders
                 flops = find_model_flops(model).training(rows * length, rows * length**2)
             with FakeTensorMode(allow_non_fake_inputs=True):
-                return StepMemory(_run(_shard(_make_fake(model), mesh, job), job), flops)
+                model.to_empty(device="cpu")  # fake tensors, which torch and Accelerate treat like real ones
+                model.tie_weights()
+                return StepMemory(_run(_shard(model, mesh, job), job), flops)
     finally:
         dist.destroy_process_group()
 
@@ -117,19 +119,6 @@ def _build(config: PreTrainedConfig, job: Job) -> Any:
     return model
 
 
-def _make_fake(model: Any) -> Any:
-    """Replace meta tensors with fake CPU tensors, which torch and Accelerate treat like real ones."""
-    done: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, old in tensors.items():
-                if old is not None and id(old) not in done:
-                    new = torch.empty(old.shape, dtype=old.dtype)
-                    done[id(old)] = type(old)(new, old.requires_grad) if tensors is module._parameters else new
-                tensors[name] = None if old is None else done[id(old)]
-    return model
-
-
 def _shard(model: Any, mesh: Any, job: Job) -> Any:
     """Shard the model as `Accelerator.prepare` does."""
     plugin, precision = FullyShardedDataParallelPlugin(), job.environment["ACCELERATE_MIXED_PRECISION"]
@@ -142,7 +131,9 @@ def _shard(model: Any, mesh: Any, job: Job) -> Any:
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh={(): mesh},
         parallelism_config=SimpleNamespace(fsdp_dim_names=()),
-        mixed_precision=precision,
+        mixed_precision="no"
+        if job.arguments.model.load_in_4bit
+        else precision,  # adapters of 4-bit models stay in bf16
         is_main_process=False,
         device=torch.device("cpu"),
     )
@@ -162,7 +153,8 @@ def _run(model: Any, job: Job) -> dict[str, int]:
     options = training.accelerator_config.gradient_accumulation_kwargs or {}
     tracker = StepTracker()
     tracker.track_external(*model.buffers(), *(() if job.is_offloaded else [model]))
-    for parameter in model.parameters() if job.is_offloaded else ():
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained if job.is_offloaded else ():
         parameter.register_post_accumulate_grad_hook(
             lambda reduced: setattr(reduced, "grad", None)
         )  # it is on the host
@@ -218,11 +210,7 @@ def _pack_linears(model: Any, dtype: torch.dtype, is_nested: bool) -> None:
         module.register_buffer("scales", scales, persistent=False)
         module.forward = functools.partial(_multiply_packed, module, module.weight.shape, dtype)
         packed = torch.empty(num_values // (2 * dtype.itemsize), 1, dtype=dtype, device="meta")
-        module.weight = Params4bit(packed, requires_grad=False)
-
-
-class Params4bit(torch.nn.Parameter):
-    """A packed weight. Accelerate recognizes bitsandbytes' class by this name, and then keeps the dtype of adapters."""
+        module.weight = torch.nn.Parameter(packed, requires_grad=False)
 
 
 def _multiply_packed(module: Any, shape: torch.Size, dtype: torch.dtype, rows: torch.Tensor) -> torch.Tensor:
