@@ -66,7 +66,7 @@ class Day:
         self, directory: Path, output: Path, settings: dict[str, Any], is_done: Callable[[], bool] = lambda: False
     ) -> None:
         """Run recipes/sft.py on all accelerators to its end, or kill it when `is_done`."""
-        from hf_fsdp_recipes.tools.subprocess_runner import run_recipe
+        from hf_fsdp_recipes.tools.launch import run_recipe
 
         length = 256 if self.is_small else 4096
         values = {

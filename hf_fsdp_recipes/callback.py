@@ -117,13 +117,13 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Start the exchange that tells all ranks whether any rank got a signal and whether a save has failed."""
         if self._flags is not None and not self._stop_signal:
-            self._flags.start(self._has_failed)
+            self._flags.start(self._writer is not None and self._writer.has_failed)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """If a save has failed, log the error. If any rank got a signal, let Trainer save and stop."""
         if self._flags is None or self._stop_signal:
             return
-        self._stop_signal, any_failed = self._flags.finish(self._has_failed)
+        self._stop_signal, any_failed = self._flags.finish()
         if any_failed:
             self._settle(state)
         if self._stop_signal:
@@ -172,10 +172,6 @@ class ShardedCheckpointCallback(TrainerCallback):
     def saves_checkpoints(self) -> bool:
         """Whether `save` replaces `Trainer._save_checkpoint`. This is true only while a run under FSDP trains."""
         return self._writer is not None
-
-    @property
-    def _has_failed(self) -> bool:
-        return self._writer is not None and self._writer.has_failed
 
     def save(self, trainer: Trainer, save_by_trainer: Callable[[], None], trial: Any) -> None:
         """Save a checkpoint in place of `Trainer._save_checkpoint`. Collective."""

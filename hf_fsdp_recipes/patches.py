@@ -8,9 +8,9 @@ import functools
 import inspect
 import logging
 import os
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
@@ -48,13 +48,16 @@ class Patch:
         Raises:
             PatchError: upstream has moved the function or has changed its parameters.
         """
-        owner, _, attribute = f"{self.module}.{self.name}".rpartition(".")
-        holder = self._find_holder()
+        classes, _, attribute = self.name.rpartition(".")
+        try:
+            holder = pkgutil.resolve_name(f"{self.module}:{classes}")
+        except (ImportError, AttributeError) as error:
+            raise self._error(str(error)) from error
         original = getattr(holder, attribute, None)
         if hasattr(original, MARK):
             return
         if original is None:
-            raise self._error(f"{owner} has no {attribute}")
+            raise self._error(f"{self.module} has no {self.name}")
         found = tuple(inspect.signature(original).parameters)[: len(self.parameters)]
         if found != self.parameters:
             raise self._error(f"{self.module}.{self.name} has the parameters {', '.join(found)}")
@@ -65,13 +68,6 @@ class Patch:
 
         setattr(replaced, MARK, original)
         setattr(holder, attribute, replaced)
-
-    def _find_holder(self) -> Any:
-        *classes, _ = self.name.split(".")
-        try:
-            return functools.reduce(getattr, classes, import_module(self.module))
-        except (ImportError, AttributeError) as error:
-            raise self._error(str(error)) from error
 
     def _error(self, found: str) -> PatchError:
         package = self.module.partition(".")[0]

@@ -97,7 +97,7 @@ def train(options: argparse.Namespace, model: Path, kill_after: int | None = Non
     """Run the recipe on two CPU ranks; with `kill_after`, kill its processes once that step is logged."""
     from hf_fsdp_recipes.checkpointing.directory import list_checkpoints
     from hf_fsdp_recipes.tools.files import find_file
-    from hf_fsdp_recipes.tools.subprocess_runner import run_recipe
+    from hf_fsdp_recipes.tools.launch import run_recipe
 
     output, log = Path(options.output_dir), Path(options.output_dir) / "quickstart.log"
     shown = max(logged_losses(output), default=0)

@@ -115,7 +115,6 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
     from trl import SFTTrainer, get_peft_config
 
     from hf_fsdp_recipes import MetricsCallback, sharded_optimizer
-    from hf_fsdp_recipes.metrics.callback import place_before_reporters
     from hf_fsdp_recipes.training.adjustments import adjust
 
     training = arguments.training
@@ -135,7 +134,8 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
             callbacks=[MetricsCallback(throughput_warmup_steps=arguments.recipe.throughput_warmup_steps), saving],
             optimizer_cls_and_kwargs=sharded_optimizer(training),
         )
-    place_before_reporters(trainer)
+    # Trainer passes its logs to one callback after the other. MetricsCallback adds to them before `report_to` sends them.
+    trainer.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, MetricsCallback))
     adjust(trainer, arguments.is_streamed)
     return trainer
 

@@ -1,7 +1,4 @@
-"""Prints how long the parts of this project are, and fails where one is longer than its limit. `make lint` runs it.
-
-The limits of the package and the tools are still above the design's (5,500 and 1,300 lines) and may only fall.
-"""
+"""Prints how long the parts of this project are, and fails where one is longer than its limit. `make lint` runs it."""
 
 import ast
 import re
@@ -30,9 +27,9 @@ def longest_function(files: list[Path]) -> int:
 def main() -> int:
     package, docs = python_files(PACKAGE), [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     rows = [
-        ("hf_fsdp_recipes", num_lines(package), 5703),
+        ("hf_fsdp_recipes", num_lines(package), 5500),
         ("  core: loading to errors", num_lines(python_files(*(PACKAGE / name for name in CORE))), 3200),
-        ("  tools", num_lines(python_files(PACKAGE / "tools")), 1355),
+        ("  tools", num_lines(python_files(PACKAGE / "tools")), 1300),
         ("replaced functions", len(re.findall(r"^\w+ = Patch\(", (PACKAGE / "patches.py").read_text(), re.M)), 4),
         ("longest module", max(num_lines([file]) for file in package), 300),
         ("longest function", longest_function(package), 50),

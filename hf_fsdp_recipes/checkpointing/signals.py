@@ -41,13 +41,8 @@ class StepFlags:
         if self._group is not None:
             self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-    def finish(self, has_failed: bool) -> tuple[int, bool]:
-        """Return the signal that any rank got, or 0 if none did, and whether any rank's save has failed. Collective.
-
-        If `start` has begun an exchange in this step, `has_failed` is ignored. Otherwise, or without a group, it is used.
-        """
-        if self._work is None:
-            self.start(has_failed)
+    def finish(self) -> tuple[int, bool]:
+        """Return the signal that any rank got, or 0 if none did, and whether any rank's save has failed. Collective."""
         if self._work is not None:
             self._work.wait()
             self._work = None

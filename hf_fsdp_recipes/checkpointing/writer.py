@@ -38,14 +38,6 @@ class Save:
     parts: dict[str, State] = field(default_factory=dict)  # {folder: state dict}
 
 
-class _Planner(dcp.DefaultSavePlanner):
-    """Sends a rank's plan only when the plan changes. torch caches one plan for each key, so each folder has its own key."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__(enable_plan_caching=True)
-        self._cached_plans_key = folder
-
-
 class Writer:
     """Writes saves as checkpoints. Every rank creates a writer and calls its methods in the same order.
 
@@ -129,9 +121,11 @@ class Writer:
         files: dict[str, FileFacts] = {}
         for folder, state in parts.items():
             writer = HashingWriter(save.written / folder)
+            planner = dcp.DefaultSavePlanner(enable_plan_caching=True)  # a rank sends its plan only when it changes
+            planner._cached_plans_key = folder  # otherwise, all folders would share one cached plan
             try:
                 with config.patch("save.compute_crc32", False):  # the manifest's hashes replace the CRC
-                    dcp.save(dict(state), storage_writer=writer, planner=_Planner(folder), process_group=self._group)
+                    dcp.save(dict(state), storage_writer=writer, planner=planner, process_group=self._group)
             except dcp.CheckpointException as error:  # not a subclass of Exception
                 first = next(iter(error.failures.values()), (error, None))[0]
                 raise CheckpointError(describe(first)) from error

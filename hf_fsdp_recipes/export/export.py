@@ -10,10 +10,10 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import snapshot_download, split_state_dict_into_shards_factory
+from peft import PeftConfig, PeftModel
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -24,12 +24,9 @@ from hf_fsdp_recipes.checkpointing.directory import list_checkpoints
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export import directory, merge, shells, sources
 from hf_fsdp_recipes.export.files import FileWriter, check_finite
-from hf_fsdp_recipes.export.sources import Source, describe
+from hf_fsdp_recipes.export.sources import Source, on_meta
 from hf_fsdp_recipes.export.steps import Plan, Step, Tensors, copy_step, plan_in_file_format
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 MODEL_FOLDER = "pytorch_model_fsdp_0"  # Accelerate's name for the folder of sharded weights in a checkpoint
 PathLike = str | os.PathLike[str]
@@ -115,12 +112,12 @@ def export_checkpoint(
         raise ExportError(f"{checkpoint} is the directory of a run. Export one of its checkpoints, such as {found[0]}.")
     sharded = next((path for path in (checkpoint / MODEL_FOLDER, checkpoint) if (path / ".metadata").is_file()), None)
     held = sources.from_files(Checkpoint(checkpoint)) if sharded is None else sources.from_checkpoint(sharded)
-    config = shells.load_adapter_config(checkpoint)
+    has_adapter = (checkpoint / "adapter_config.json").is_file()
+    config = PeftConfig.from_pretrained(os.fspath(checkpoint)) if has_adapter else None
     if config is None and any(".lora_" in name for name in held):
         raise ExportError(f"{checkpoint} has no adapter_config.json. Copy it there from the run's export.")
     name = base_model or (config.base_model_name_or_path if config is not None else checkpoint)
-    shell = shells.load_on_meta(name)
-    save_tokenizer = functools.partial(_save_tokenizer_of, [checkpoint, name])
+    shell, save_tokenizer = shells.load_on_meta(name), functools.partial(_save_tokenizer_of, [checkpoint, name])
     if config is None:
         plan = _plan_full(shell, shell, held, dtype)
         return _export_weights(plan, shell, output_dir, max_shard_size, save_tokenizer)
@@ -164,12 +161,12 @@ def _plan_full(
     wrong = [name for name in kept if name not in held or held[name].meta.shape != kept[name].shape]
     if wrong := wrong + sorted(held.keys() - state.keys() - ignored):
         raise ExportError(f"the weights do not fit the config of {type(shell).__name__}: {wrong[:3]}.")
-    steps = [copy_step(name, describe(held[name].meta.shape, held[name].meta.dtype, dtype), name) for name in kept]
+    steps = [copy_step(name, on_meta(held[name].meta.shape, held[name].meta.dtype, dtype), name) for name in kept]
     return plan_in_file_format(shell, kept, steps, held)
 
 
 def _export_adapter(
-    model: "PeftModel",
+    model: PeftModel,
     held: Mapping[str, Source],
     output_dir: Path,
     dtype: torch.dtype | None,

@@ -3,18 +3,15 @@
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel
 
 from hf_fsdp_recipes.errors import ExportError
-from hf_fsdp_recipes.export.sources import Source, describe, from_files
+from hf_fsdp_recipes.export.sources import Source, from_files, on_meta
 from hf_fsdp_recipes.export.steps import Plan, Step, Tensors, copy_step, plan_in_file_format, rename_outputs
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
-
-if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
 
 PREFIX = "base_model.model."  # PEFT's name for the transformers model inside a PeftModel
 # With these values of init_lora_weights, PEFT changes the base weights when it adds the adapter.
@@ -23,7 +20,7 @@ CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 def plan_merge(
     model: PreTrainedModel,
-    adapted: "PeftModel",
+    adapted: PeftModel,
     base_names: Mapping[str, str],
     sources: Mapping[str, Source],
     dtype: torch.dtype | None,
@@ -33,7 +30,7 @@ def plan_merge(
     for key, name in base_names.items():
         if name not in steps:
             meta = sources[key].meta
-            steps[name] = copy_step(name, describe(meta.shape, meta.dtype, dtype), key)
+            steps[name] = copy_step(name, on_meta(meta.shape, meta.dtype, dtype), key)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     names = [name for name in model.state_dict() if name in steps and name not in tied]
     return plan_in_file_format(model, names, dict.fromkeys(steps[name] for name in names), sources)
@@ -41,7 +38,7 @@ def plan_merge(
 
 def plan_merge_into_files(
     model: PreTrainedModel,
-    adapted: "PeftModel",
+    adapted: PeftModel,
     base_names: Mapping[str, str],
     adapter: Mapping[str, Source],
     base: Path,
@@ -55,13 +52,13 @@ def plan_merge_into_files(
     steps = [rename_outputs(step, stored) for step in _merge_steps(model, adapted, {**adapter, **bases}, dtype)]
     merged = {name: value for step in steps for name, value in step.outputs.items()}
     outputs = {
-        name: merged.get(name, describe(source.meta.shape, source.meta.dtype, dtype)) for name, source in files.items()
+        name: merged.get(name, on_meta(source.meta.shape, source.meta.dtype, dtype)) for name, source in files.items()
     }
     steps += [copy_step(name, value, name) for name, value in outputs.items() if name not in merged]
     return Plan(steps, {**adapter, **bases, **files}, outputs)
 
 
-def check_unchanged_base(config: "PeftConfig") -> None:
+def check_unchanged_base(config: PeftConfig) -> None:
     """Raise an ExportError if the base model's files do not have the weights that the adapter was trained on."""
     start = str(getattr(config, "init_lora_weights", "")).lower()
     if start.startswith(CHANGES_BASE):
@@ -69,7 +66,7 @@ def check_unchanged_base(config: "PeftConfig") -> None:
 
 
 def _merge_steps(
-    model: PreTrainedModel, adapted: "PeftModel", sources: Mapping[str, Source], dtype: torch.dtype | None
+    model: PreTrainedModel, adapted: PeftModel, sources: Mapping[str, Source], dtype: torch.dtype | None
 ) -> list[Step]:
     """Return one step for each layer that the adapter changes. A step's outputs have the names of parameters in `model`."""
     steps = []
@@ -112,7 +109,7 @@ def _merge_step(path: str, layer: torch.nn.Module, meta: Tensors, dtype: torch.d
         floating = {name: torch.float32 if value.is_floating_point() else None for name, value in tensors.items()}
         return merge({name: value.to(device, floating[name]) for name, value in tensors.items()})
 
-    outputs = {name: describe(value.shape, value.dtype, dtype) for name, value in merge(meta).items()}
+    outputs = {name: on_meta(value.shape, value.dtype, dtype) for name, value in merge(meta).items()}
     return Step(tuple(meta), outputs, merge_in_float32)
 
 

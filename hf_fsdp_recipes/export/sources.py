@@ -5,17 +5,17 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdp_recipes.checkpointing.directory import MANIFEST
 from hf_fsdp_recipes.checkpointing.resume import check_pickles, find_damage
-from hf_fsdp_recipes.errors import ExportError
-from hf_fsdp_recipes.errors import describe as describe_error
+from hf_fsdp_recipes.errors import ExportError, describe
 from hf_fsdp_recipes.export.files import DTYPES
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 
@@ -31,7 +31,7 @@ class Source:
     is_collective: bool = False  # True: all ranks must call `read`. False: only the given rank needs to
 
 
-def describe(shape: torch.Size, held: torch.dtype, dtype: torch.dtype | None = None) -> torch.Tensor:
+def on_meta(shape: torch.Size, held: torch.dtype, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a meta tensor of this shape. Its dtype is `held`, or `dtype` if that is given and `held` is floating-point."""
     return torch.empty(shape, dtype=dtype if dtype is not None and held.is_floating_point else held, device="meta")
 
@@ -41,7 +41,7 @@ def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict
     sources = {}
     for name, value in model.state_dict().items():
         if isinstance(value, torch.Tensor):  # bitsandbytes also stores strings
-            meta = describe(value.shape, value.dtype, dtype)
+            meta = on_meta(value.shape, value.dtype, dtype)
             read = functools.partial(_gather, value.detach(), meta.dtype)
             sources[_WRAPPERS.sub("", name)] = Source(meta, read, isinstance(value, DTensor))
     return sources
@@ -77,17 +77,6 @@ def _exchange(requests: list[dist.P2POp]) -> None:
         request.wait()
 
 
-class _Reader(dcp.FileSystemReader):
-    """Reads a checkpoint's metadata only once, although every tensor is loaded separately."""
-
-    _metadata: Metadata | None = None
-
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
-        return self._metadata
-
-
 def from_checkpoint(directory: Path) -> dict[str, Source]:
     """Return the tensors of a torch DCP checkpoint. Names omit the top-level key `model` that Accelerate adds."""
     if damage := (directory.parent / MANIFEST).is_file() and find_damage(directory.parent, prefix=directory.name):
@@ -95,8 +84,9 @@ def from_checkpoint(directory: Path) -> dict[str, Source]:
     try:
         check_pickles(directory)
     except Exception as error:  # a forged pickle can raise any error
-        raise ExportError(f"{directory} is unusable: {describe_error(error)}") from error
-    reader = _Reader(directory)
+        raise ExportError(f"{directory} is unusable: {describe(error)}") from error
+    reader: Any = dcp.FileSystemReader(directory)
+    reader.read_metadata = functools.cache(reader.read_metadata)  # although every tensor is loaded separately
     metadata = reader.read_metadata()
     tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
     paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in tensors}
@@ -109,11 +99,11 @@ def from_checkpoint(directory: Path) -> dict[str, Source]:
         try:
             dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
         except dcp.CheckpointException as error:  # no subclass of Exception
-            raise ExportError(f"{key} of {directory} is unreadable: {describe_error(error.failures[0][0])}") from error
+            raise ExportError(f"{key} of {directory} is unreadable: {describe(error.failures[0][0])}") from error
         return tensor
 
     def source(key: str) -> Source:
-        return Source(describe(tensors[key].size, tensors[key].properties.dtype), lambda _: read(key))
+        return Source(on_meta(tensors[key].size, tensors[key].properties.dtype), lambda _: read(key))
 
     return {_WRAPPERS.sub("", name): source(key) for key, name in names.items()}
 
@@ -123,6 +113,6 @@ def from_files(checkpoint: Checkpoint) -> dict[str, Source]:
 
     def source(key: str) -> Source:
         part = checkpoint.slice_of(key)
-        return Source(describe(part.get_shape(), DTYPES[part.get_dtype()]), lambda _: part[...])
+        return Source(on_meta(part.get_shape(), DTYPES[part.get_dtype()]), lambda _: part[...])
 
     return {key: source(key) for key in checkpoint.file_of}

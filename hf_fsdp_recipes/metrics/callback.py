@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import describe
@@ -164,14 +164,6 @@ class MetricsCallback(TrainerCallback):
             if not self._has_warned:
                 logger.warning("metrics are incomplete: %s", describe(error))
             self._has_warned = True
-
-
-def place_before_reporters(trainer: Trainer) -> None:
-    """Move MetricsCallback to the front, so that the callbacks of `report_to` log its figures. Call this on every rank.
-
-    Trainer passes the same dict of logs to one callback after the other. By default, those of `report_to` come first.
-    """
-    trainer.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, MetricsCallback))
 
 
 def _describe_run(args: TrainingArguments, state: TrainerState, model: torch.nn.Module) -> Entry:

@@ -63,11 +63,15 @@ def preflight(
     if output_dir is None and config is not None:
         output_dir = read_yaml(find_file("recipe", config)).get("output_dir")
     directory = Path(output_dir) if output_dir else None
-    address, port = job["main_process_ip"], job["main_process_port"]
-    nodes = check_nodes(describe_node(job, template), address, port, directory, timeout)
-    if job["machine_rank"] == 0:
-        facts = ", ".join(f"{name} {value}" for name, value in nodes[0].facts.items())
-        print(f"preflight passed on {', '.join(node.host for node in nodes)}: {facts}", flush=True)
+    facts = {name: str(job[name]) for name in ("num_machines", "num_processes")}
+    facts |= {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
+    if template is not None:
+        facts["template"] = f"{template.stem} ({hashlib.sha256(template.read_bytes()).hexdigest()[:8]})"
+    node = Node(job["machine_rank"], job["num_machines"], facts)
+    nodes = check_nodes(node, job["main_process_ip"], job["main_process_port"], directory, timeout)
+    if node.machine_rank == 0:
+        found = ", ".join(f"{name} {value}" for name, value in facts.items())
+        print(f"preflight passed on {', '.join(each.host for each in nodes)}: {found}", flush=True)
 
 
 def check_nodes(node: Node, address: str, port: int, output_dir: Path | None, timeout: float) -> list[Node]:
@@ -156,15 +160,6 @@ def send(peer: BufferedRWPair, message: Any) -> None:
     """Send a message as a line of JSON."""
     peer.write(json.dumps(message).encode() + b"\n")
     peer.flush()
-
-
-def describe_node(job: dict[str, Any], template: Path | None) -> Node:
-    """Return this node's report, still without the faults of its output directory."""
-    facts = {name: str(job[name]) for name in ("num_machines", "num_processes")}
-    facts |= {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
-    if template is not None:
-        facts["template"] = f"{template.stem} ({hashlib.sha256(template.read_bytes()).hexdigest()[:8]})"
-    return Node(job["machine_rank"], job["num_machines"], facts)
 
 
 def find_faults(nodes: list[Node], address: str, timeout: float) -> list[str]:

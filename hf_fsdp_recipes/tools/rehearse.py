@@ -13,7 +13,7 @@ import typer
 
 from hf_fsdp_recipes.errors import ToolError, describe
 from hf_fsdp_recipes.tools.files import find_file, read_yaml
-from hf_fsdp_recipes.tools.subprocess_runner import FLOAT32, find_error, run_recipe
+from hf_fsdp_recipes.tools.launch import FLOAT32, find_error, run_recipe
 
 NUM_ROWS, SAVE_STEPS, LIMIT_SECONDS = 64, 2, 600
 WITHOUT_GPU = ["--use_cpu=true", *FLOAT32, "--validation_split_percentage=0"]

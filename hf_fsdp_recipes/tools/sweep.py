@@ -12,7 +12,7 @@ import typer
 from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, average, read_metrics
 from hf_fsdp_recipes.tools.files import find_file
-from hf_fsdp_recipes.tools.subprocess_runner import find_error, run_recipe
+from hf_fsdp_recipes.tools.launch import find_error, run_recipe
 
 LOG_FILE, RANK_LOGS = "log.txt", "logs"
 FINISHED, OUT_OF_MEMORY = "finished", "OOM"

@@ -24,12 +24,12 @@ class Reporter(TrainerCallback):
 
 def train(model, data, output, settings):
     """Train with the callback; return the logs that reporters get and the lengths of the sequences in each batch."""
-    from hf_fsdp_recipes.metrics.callback import MetricsCallback, place_before_reporters
+    from hf_fsdp_recipes.metrics.callback import MetricsCallback
 
     reporter = Reporter()
     callbacks = [reporter, MetricsCallback(throughput_warmup_steps=2)]
     trainer = build(str(model), str(data), str(output), callbacks=callbacks, **settings)
-    place_before_reporters(trainer)
+    trainer.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, MetricsCallback))
     lengths, collate = [], trainer.data_collator
 
     def recording(examples):

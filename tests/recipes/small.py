@@ -6,8 +6,8 @@ from pathlib import Path
 
 import yaml
 
+from hf_fsdp_recipes.tools.launch import ON_CPU
 from hf_fsdp_recipes.tools.rehearse import ranks_of, write_recipe
-from hf_fsdp_recipes.tools.subprocess_runner import ON_CPU
 from tests.conftest import SENTENCES, make_tokenizer
 from tests.ranks.harness import template_environment
 from tests.recipes.launching import ROOT

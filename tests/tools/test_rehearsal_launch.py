@@ -6,9 +6,9 @@ from typer.testing import CliRunner
 
 from hf_fsdp_recipes.errors import RecipeError, ToolError
 from hf_fsdp_recipes.tools.files import find_file, shipped_files
+from hf_fsdp_recipes.tools.launch import find_error
 from hf_fsdp_recipes.tools.plan.job import find_config
 from hf_fsdp_recipes.tools.rehearse import rehearse, shrink, write_recipe
-from hf_fsdp_recipes.tools.subprocess_runner import find_error
 from tests.conftest import make_tokenizer
 
 ROWS = str(find_file("recipe", "quickstart").parent / "data" / "sharded_training_faq.jsonl")

@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from hf_fsdp_recipes.errors import ToolError
-from hf_fsdp_recipes.tools import subprocess_runner, sweep
+from hf_fsdp_recipes.tools import launch, sweep
 from hf_fsdp_recipes.tools.files import find_file
 
 FULL, GRAD = "full_shard", "shard_grad_op"
@@ -168,7 +168,7 @@ def test_no_rank_survives_a_run_that_is_stopped(tmp_path):
         return len(members) >= 3  # the launcher and two ranks
 
     template = find_file("template", "cpu")
-    assert subprocess_runner.run_recipe(template, [], tmp_path / "log.txt", have_started, 120) is None
+    assert launch.run_recipe(template, [], tmp_path / "log.txt", have_started, 120) is None
     assert not [one for one in members if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -22,7 +22,6 @@ REFUSED = [
     ({"max_length": "0"}, {}, "max_length is 0"),
     ({"max_steps": "0"}, {}, "max_steps is 0"),
     ({"num_train_epochs": "0"}, {}, "num_train_epochs is 0"),
-    ({"learning_rate": "nan"}, {}, "learning_rate is nan"),
     ({"validation_split_percentage": "100"}, {}, "validation_split_percentage is 100"),
     (STREAM | {"validation_split_percentage": "4"}, {}, "cannot split a stream"),
     ({"streaming": "true"}, {}, "dataset_streaming belongs to dataset_name"),
