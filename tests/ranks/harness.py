@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 PRELOAD = ["torch", "transformers", "trl", "peft", "datasets", "accelerate", "tests.ranks.preload"]
@@ -106,7 +107,7 @@ def start_ranks(
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size)),  # as accelerate launch does on CPUs
             **(environment or {}),
         }
         inputs = (function, arguments, rank, variables, results, _stack_directory().name)
@@ -180,6 +181,7 @@ def _run(
 ) -> None:
     os.environ.update(variables)
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # the fork server has imported torch without the variable
     stack_file = Path(stack_directory, str(os.getpid())).open("w")  # noqa: SIM115, open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stack_file)  # for a rank that outlasts the timeout
     try:
