@@ -1,7 +1,6 @@
 """Fills a sharded model. Either rank 0 reads a weight and sends each rank its rows (dim 0), or each rank reads its own rows."""
 
 import re
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -123,7 +122,8 @@ class Reader:
 
     def __init__(self, model: torch.nn.Module, checkpoint: Checkpoint, targets: Tensors, device: torch.device) -> None:
         self.error: Exception | None = None
-        self._quantizing = threading.Lock()  # one weight at a time: on a CPU, quantizing takes several times its memory
+        # One thread quantizes. On a CPU, this takes several times a weight's memory, which glibc keeps for each thread.
+        self._quantizing = ThreadPoolExecutor(1, "weights-quantizing")
         self.layers, self.targets = bnb_4bit.find_layers(model), targets
         self._model, self._checkpoint, self._device = model, checkpoint, device
 
@@ -151,9 +151,7 @@ class Reader:
         for name, value in self._checkpoint.read(entry, self._model).items():
             if name in self.targets:  # otherwise the weight's module was replaced
                 if name in self.layers:
-                    value = value.to(self._device)
-                    with self._quantizing:
-                        value = self.layers[name].quantize(value)
+                    value = self._quantizing.submit(self.layers[name].quantize, value.to(self._device)).result()
                 if value.shape != self.targets[name][0].shape:
                     raise LoadError(f"{name} is {list(value.shape)}, not {list(self.targets[name][0].shape)}")
                 weights[name] = bring(value, self.dtype_of(entry, name), self._device)
