@@ -1,10 +1,12 @@
 """Merges a PEFT adapter into its base model, one layer at a time. PEFT's own code merges full tensors in float32."""
 
 import copy
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel
 
@@ -41,12 +43,12 @@ def plan_merge_into_files(
     adapted: PeftModel,
     base_names: Mapping[str, str],
     adapter: Mapping[str, Source],
-    base: Path,
+    base: str | os.PathLike[str],
     dtype: torch.dtype | None,
 ) -> Plan:
-    """Return a plan that merges an adapter into the tensors of the files in `base`. Names are kept. No file is changed."""
+    """Return a plan that merges an adapter into the weights of `base`, a directory or Hub id. Their names are kept."""
     check_unchanged_base(adapted.active_peft_config)
-    checkpoint = Checkpoint(base)
+    checkpoint = Checkpoint(Path(base) if Path(base).is_dir() else Path(snapshot_download(os.fspath(base))))
     files, stored = from_files(checkpoint), checkpoint.match(model)
     bases = {key: files[stored[name]] for key, name in base_names.items() if name in stored}
     steps = [rename_outputs(step, stored) for step in _merge_steps(model, adapted, {**adapter, **bases}, dtype)]

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,8 @@ class Source:
     """One full tensor, which is read only when it is needed."""
 
     meta: torch.Tensor  # a meta tensor with its shape and dtype
-    read: Callable[[int], torch.Tensor | None]  # returns the tensor on the given rank; other ranks may get None
+    # Takes a rank, and host memory in which the tensor may be returned. Other ranks may get None.
+    read: Callable[[int, torch.Tensor], torch.Tensor | None]
     is_collective: bool = False  # True: all ranks must call `read`. False: only the given rank needs to
 
 
@@ -47,7 +47,7 @@ def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict
     return sources
 
 
-def _gather(value: torch.Tensor, dtype: torch.dtype, writer: int) -> torch.Tensor | None:
+def _gather(value: torch.Tensor, dtype: torch.dtype, writer: int, memory: torch.Tensor) -> torch.Tensor | None:
     """Return the full tensor on rank `writer`. Other ranks may get None. Collective if `value` is a DTensor."""
     value = value.to(dtype)
     if not isinstance(value, DTensor):
@@ -63,13 +63,19 @@ def _gather(value: torch.Tensor, dtype: torch.dtype, writer: int) -> torch.Tenso
     if own != writer:
         _exchange([dist.P2POp(dist.isend, local, writer)] if own in ranks and local.numel() else [])
         return None
-    full = torch.empty(value.shape, dtype=value.dtype, device=local.device)
+    if local.device.type != "cpu":  # its allocator reuses memory by itself
+        memory = torch.empty(value.nbytes, dtype=torch.uint8, device=local.device)
+    full = _view(memory, value)
     parts = dict(zip(ranks, full.chunk(len(ranks)), strict=False))  # the last ranks may have no part
     requests = [dist.P2POp(dist.irecv, part, rank) for rank, part in parts.items() if rank != own]
     if own in parts:
         parts[own].copy_(local)
     _exchange(requests)
     return full
+
+
+def _view(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _exchange(requests: list[dist.P2POp]) -> None:
@@ -85,8 +91,8 @@ def from_checkpoint(directory: Path) -> dict[str, Source]:
         check_pickles(directory)
     except Exception as error:  # a forged pickle can raise any error
         raise ExportError(f"{directory} is unusable: {describe(error)}") from error
-    reader: Any = dcp.FileSystemReader(directory)
-    reader.read_metadata = functools.cache(reader.read_metadata)  # although every tensor is loaded separately
+    reader = dcp.FileSystemReader(directory)
+    reader.read_metadata = functools.cache(reader.read_metadata)  # type: ignore[method-assign]  # not for each tensor
     metadata = reader.read_metadata()
     tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
     paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in tensors}
@@ -94,8 +100,8 @@ def from_checkpoint(directory: Path) -> dict[str, Source]:
     top = "model" if "model" in tops else next(iter(tops), None)
     names = {key: ".".join(map(str, path[1:])) if top else key for key, path in paths.items() if top in (None, path[0])}
 
-    def read(key: str) -> torch.Tensor:
-        tensor = torch.empty(tensors[key].size, dtype=tensors[key].properties.dtype)
+    def read(key: str, meta: torch.Tensor, _: int, memory: torch.Tensor) -> torch.Tensor:
+        tensor = _view(memory, meta)
         try:
             dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
         except dcp.CheckpointException as error:  # no subclass of Exception
@@ -103,7 +109,8 @@ def from_checkpoint(directory: Path) -> dict[str, Source]:
         return tensor
 
     def source(key: str) -> Source:
-        return Source(on_meta(tensors[key].size, tensors[key].properties.dtype), lambda _: read(key))
+        meta = on_meta(tensors[key].size, tensors[key].properties.dtype)
+        return Source(meta, functools.partial(read, key, meta))
 
     return {_WRAPPERS.sub("", name): source(key) for key, name in names.items()}
 
@@ -113,6 +120,6 @@ def from_files(checkpoint: Checkpoint) -> dict[str, Source]:
 
     def source(key: str) -> Source:
         part = checkpoint.slice_of(key)
-        return Source(on_meta(part.get_shape(), DTYPES[part.get_dtype()]), lambda _: part[...])
+        return Source(on_meta(part.get_shape(), DTYPES[part.get_dtype()]), lambda *_: part[...])
 
     return {key: source(key) for key in checkpoint.file_of}

@@ -154,7 +154,10 @@ class Reader:
                     value = self._quantizing.submit(self.layers[name].quantize, value.to(self._device)).result()
                 if value.shape != self.targets[name][0].shape:
                     raise LoadError(f"{name} is {list(value.shape)}, not {list(self.targets[name][0].shape)}")
-                weights[name] = bring(value, self.dtype_of(entry, name), self._device)
+                dtype = self.dtype_of(entry, name)
+                if self._device.type == "cpu" and value.is_contiguous() and value.dtype == dtype:
+                    value.view(-1).view(torch.uint8)[::PAGE_BYTES].sum()  # this thread reads every page from disk
+                weights[name] = value.to(self._device, dtype).contiguous()
         return weights
 
 
@@ -184,13 +187,6 @@ def fill_from_rank0(
     distributed.raise_agreed(reader.error)
     for layer in reader.layers.values():
         layer.broadcast_scales(device)
-
-
-def bring(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a memory-mapped tensor on the device and in this dtype. The calling thread reads it from disk."""
-    if device.type == "cpu" and value.is_contiguous() and value.dtype == dtype:
-        value.view(-1).view(torch.uint8)[::PAGE_BYTES].sum()  # touches every page, so that it is read now
-    return value.to(device, dtype).contiguous()
 
 
 @torch.no_grad()

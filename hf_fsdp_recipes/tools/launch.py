@@ -22,10 +22,7 @@ from hf_fsdp_recipes.tools.files import find_file, read_yaml, shipped_directory
 # Options that both the launcher and the script have. They are passed to the script, as in `trl sft`.
 SHARED_OPTIONS = {"debug", "gradient_accumulation_steps"}
 # Let torchrun pass on the signal that Slurm sends before a job ends. Give the ranks ten minutes to write a checkpoint.
-PREEMPTION = {
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
-    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-}
+PREEMPTION = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}
 CPU_ENVIRONMENT = {
     "ACCELERATE_USE_CPU": "true",  # with FSDP, the launcher does not pass on use_cpu
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
