@@ -97,6 +97,6 @@ def check_targets(arguments: Arguments) -> None:
             try:
                 whoami(token=arguments.training.hub_token)
             except Exception as error:
-                raise RecipeError(f"the Hub refuses the token. Run `hf auth login`. {describe(error)}") from error
+                raise RecipeError(f"push_to_hub: run `hf auth login`. {describe(error)}") from error
 
     distributed.run_on_main(check)
