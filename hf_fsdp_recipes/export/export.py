@@ -178,8 +178,9 @@ def _export_adapter(
     def write(target: Path) -> None:
         state = {}
         for name in names:
-            memory, is_needed = torch.empty(held[name].meta.nbytes, dtype=torch.uint8), held[name].is_collective
-            tensor = held[name].read(0, memory) if is_needed or distributed.is_main() else None
+            source = held[name]
+            is_needed = source.is_collective or distributed.is_main()
+            tensor = source.read(0, torch.empty(source.meta.nbytes, dtype=torch.uint8)) if is_needed else None
             if tensor is not None and distributed.is_main():
                 state[name] = tensor.to("cpu", dtype if tensor.is_floating_point() else None)
         with distributed.agreed():

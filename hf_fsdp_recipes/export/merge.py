@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from transformers import PreTrainedModel
 
 from hf_fsdp_recipes.errors import ExportError
@@ -47,7 +47,9 @@ def plan_merge_into_files(
     dtype: torch.dtype | None,
 ) -> Plan:
     """Return a plan that merges an adapter into the weights of `base`, a directory or Hub id. Their names are kept."""
-    check_unchanged_base(adapted.active_peft_config)
+    start = str(getattr(adapted.active_peft_config, "init_lora_weights", "")).lower()
+    if start.startswith(CHANGES_BASE):  # then the files do not have the weights that the adapter was trained on
+        raise ExportError(f"init_lora_weights={start} changed the base weights. Merge in training, with export_model.")
     checkpoint = Checkpoint(Path(base) if Path(base).is_dir() else Path(snapshot_download(os.fspath(base))))
     files, stored = from_files(checkpoint), checkpoint.match(model)
     bases = {key: files[stored[name]] for key, name in base_names.items() if name in stored}
@@ -58,13 +60,6 @@ def plan_merge_into_files(
     }
     steps += [copy_step(name, value, name) for name, value in outputs.items() if name not in merged]
     return Plan(steps, {**adapter, **bases, **files}, outputs)
-
-
-def check_unchanged_base(config: PeftConfig) -> None:
-    """Raise an ExportError if the base model's files do not have the weights that the adapter was trained on."""
-    start = str(getattr(config, "init_lora_weights", "")).lower()
-    if start.startswith(CHANGES_BASE):
-        raise ExportError(f"init_lora_weights={start} changed the base weights. Merge in training, with export_model.")
 
 
 def _merge_steps(

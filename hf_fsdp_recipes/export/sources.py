@@ -92,7 +92,7 @@ def from_checkpoint(directory: Path) -> dict[str, Source]:
     except Exception as error:  # a forged pickle can raise any error
         raise ExportError(f"{directory} is unusable: {describe(error)}") from error
     reader = dcp.FileSystemReader(directory)
-    reader.read_metadata = functools.cache(reader.read_metadata)  # not for each tensor
+    reader.read_metadata = functools.cache(reader.read_metadata)  # read once, not for each tensor
     metadata = reader.read_metadata()
     tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
     paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in tensors}
