@@ -51,7 +51,9 @@ def plan(
     try:
         from hf_fsdp_recipes.tools.plan.step import measure_step
     except ImportError as error:
-        raise ToolError(f"this version of TRL cannot be planned; 1.16 can: {error}.") from error
+        raise ToolError(
+            f"plan needs what an installed version lacks: {error}. TRL 1.16 with torch 2.13 is tested."
+        ) from error
     memory = measure_step(read_config(job), job)
     print("\n".join(describe(job, memory, gpu_tflops)), flush=True)
     if job.on_cpu or needed_bytes(job, memory) <= limit:
