@@ -87,7 +87,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
-    """Return a recipe's fields. Raise a RecipeError if the file is no YAML mapping or sets a field twice. Not a collective."""
+    """Return a recipe's fields. Raise a RecipeError if the file is unreadable, is no YAML mapping, or sets a field twice."""
     try:
         text = file.read_text()
         recipe = yaml.safe_load(text)

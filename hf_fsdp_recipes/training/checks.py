@@ -50,7 +50,7 @@ def _check_recipe(arguments: Arguments) -> list[tuple[bool, str]]:
         (steps == 0, "max_steps is 0, which Trainer ignores. Remove it, or set it to at least 1."),
         (steps < 0 and epochs <= 0, f"num_train_epochs is {epochs}, which trains nothing. Set it above 0."),
         (not 0 <= percentage < 100, f"validation_split_percentage is {percentage}. Set it to at least 0, below 100."),
-        (percentage > 0 and arguments.is_streamed, "validation_split_percentage cannot split a stream."),
+        (percentage > 0 and arguments.is_streamed, "A stream cannot be split. Remove validation_split_percentage."),
         (is_misplaced, "dataset_streaming belongs to dataset_name, and streaming to datasets. Set the other one."),
         (bool(changed) and not model.use_peft, f"{', '.join(changed)} without use_peft: true would train all weights."),
         (recipe.merge_adapter and not model.use_peft, "merge_adapter needs use_peft: true."),
@@ -97,6 +97,6 @@ def check_targets(arguments: Arguments) -> None:
             try:
                 whoami(token=arguments.training.hub_token)
             except Exception as error:
-                raise RecipeError(f"push_to_hub: run `hf auth login`. {describe(error)}") from error
+                raise RecipeError(f"push_to_hub cannot log in: {describe(error)} Run `hf auth login`.") from error
 
     distributed.run_on_main(check)

@@ -23,7 +23,7 @@ REFUSED = [
     ({"max_steps": "0"}, {}, "max_steps is 0"),
     ({"num_train_epochs": "0"}, {}, "num_train_epochs is 0"),
     ({"validation_split_percentage": "100"}, {}, "validation_split_percentage is 100"),
-    (STREAM | {"validation_split_percentage": "4"}, {}, "cannot split a stream"),
+    (STREAM | {"validation_split_percentage": "4"}, {}, "A stream cannot be split"),
     ({"streaming": "true"}, {}, "dataset_streaming belongs to dataset_name"),
     ({"lora_r": "4"}, {}, "lora_r without use_peft"),
     ({"merge_adapter": "true"}, {}, "merge_adapter needs use_peft"),
