@@ -54,7 +54,7 @@ class Writer:
         self._stager = StateDictStager(pin_memory=device.type == "cuda", share_memory=False)
         self._staging = ThreadPoolExecutor(1, "checkpoint-staging")
         self._writing = ThreadPoolExecutor(1, "checkpoint-writing")
-        self._staged: Future[dict[str, State]] | None = None
+        self._staged: dict[str, Future[State]] = {}  # {folder: copy of its state}
         self._written: Future[None] | None = None
 
     def start(self, save: Save, asynchronous: bool) -> None:
@@ -63,14 +63,13 @@ class Writer:
         stream = None if self._device.type == "cpu" else torch.Stream(self._device)
         if stream is not None:
             stream.wait_stream(torch.accelerator.current_stream(self._device))
-        stage = self._stage if asynchronous else lambda parts, _: parts
-        self._staged = self._staging.submit(stage, parts, stream)
+        stage = self._stage if asynchronous else lambda state, _: state
+        self._staged = {folder: self._staging.submit(stage, state, stream) for folder, state in parts.items()}
         self._written = self._writing.submit(self._write, save, self._staged)
 
     def wait_until_staged(self) -> None:
         """Wait until the state is copied to host memory. Then training may change the state. Not a collective."""
-        if self._staged is not None:
-            wait([self._staged])
+        wait(self._staged.values())
 
     @property
     def has_failed(self) -> bool:
@@ -79,7 +78,7 @@ class Writer:
 
     def wait(self) -> str | None:
         """Wait for the save in flight. Return its error, or None if it succeeded or no save is in flight. Collective."""
-        written, self._written, self._staged = self._written, None, None
+        written, self._written, self._staged = self._written, None, {}
         error = None if written is None else written.exception()
         return None if error is None else describe(error)
 
@@ -89,19 +88,18 @@ class Writer:
         self._staging.shutdown()
         self._stager.close()
 
-    def _stage(self, parts: dict[str, State], stream: torch.Stream | None) -> dict[str, State]:
+    def _stage(self, state: State, stream: torch.Stream | None) -> State:
         with stream or contextlib.nullcontext():  # also makes the stream's device current in this thread
-            return self._stager.stage(parts)
+            return self._stager.stage(state)
 
-    def _write(self, save: Save, staged: "Future[dict[str, State]]") -> None:
+    def _write(self, save: Save, staged: dict[str, Future[State]]) -> None:
         try:
             with distributed.agreed(self._group):
                 if save.error is not None:
                     raise save.error
-                parts = staged.result()
-                for state in parts.values():
-                    check_finite(state.get("model", {}))
-            files = self._write_parts(save, parts)
+            files: dict[str, FileFacts] = {}
+            for folder, state in staged.items():
+                files |= self._write_part(save.written / folder, state)
             with distributed.agreed(self._group):
                 files |= self._hash_small_files(save.written)
             gathered = distributed.gather(files, self._group)
@@ -116,21 +114,21 @@ class Writer:
         if distributed.is_main():
             self._directory.prune(save.final.parent, save.keep, save.protected)
 
-    def _write_parts(self, save: Save, parts: dict[str, State]) -> dict[str, FileFacts]:
-        """Write the sharded state. Return size and hash of this rank's files. DCP raises the same error on every rank."""
-        files: dict[str, FileFacts] = {}
-        for folder, state in parts.items():
-            writer = HashingWriter(save.written / folder)
-            planner = dcp.DefaultSavePlanner(enable_plan_caching=True)  # a rank sends its plan only when it changes
-            planner._cached_plans_key = folder  # otherwise, all folders would share one cached plan
-            try:
-                with config.patch("save.compute_crc32", False):  # the manifest's hashes replace the CRC
-                    dcp.save(dict(state), storage_writer=writer, planner=planner, process_group=self._group)
-            except dcp.CheckpointException as error:  # not a subclass of Exception
-                first = next(iter(error.failures.values()), (error, None))[0]
-                raise CheckpointError(describe(first)) from error
-            files |= {f"{folder}/{name}": facts for name, facts in writer.files.items()}
-        return files
+    def _write_part(self, folder: Path, staged: Future[State]) -> dict[str, FileFacts]:
+        """Write one part of the sharded state, while the next one is copied. Return size and hash of this rank's files."""
+        with distributed.agreed(self._group):
+            state = staged.result()
+            check_finite(state.get("model", {}))
+        writer = HashingWriter(folder)
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)  # a rank sends its plan only when it changes
+        planner._cached_plans_key = folder.name  # otherwise, all folders would share one cached plan
+        try:
+            with config.patch("save.compute_crc32", False):  # the manifest's hashes replace the CRC
+                dcp.save(dict(state), storage_writer=writer, planner=planner, process_group=self._group)
+        except dcp.CheckpointException as error:  # not a subclass of Exception; the same on every rank
+            first = next(iter(error.failures.values()), (error, None))[0]
+            raise CheckpointError(describe(first)) from error
+        return {f"{folder.name}/{name}": facts for name, facts in writer.files.items()}
 
     def _hash_small_files(self, directory: Path) -> dict[str, FileFacts]:
         """Flush and hash Trainer's files. Rank 0 hashes all files that it sees. Other ranks hash their own random state."""
