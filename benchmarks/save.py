@@ -68,6 +68,7 @@ def measure(num_parameters: float, directory: Path) -> dict[str, float]:
             sync(file)
         dist.barrier()
         measured = {STOCK: time.perf_counter() - started}
+        distributed.run_on_main(lambda: shutil.rmtree(directory / "stock"))
         for kind in (IDLE, BUSY):
             dist.barrier()
             with PeakMemory() as memory:
@@ -75,7 +76,6 @@ def measure(num_parameters: float, directory: Path) -> dict[str, float]:
             extra = max(extra, memory.growth_bytes)
             measured["standstill"] = max(standstill, measured.get("standstill", 0.0))
             distributed.run_on_main(lambda: shutil.rmtree(run.output_dir / "checkpoint-1"))
-        distributed.run_on_main(lambda: shutil.rmtree(directory / "stock"))
         for key, values in found.items():
             values += [measured[key]] if repeat else []
     num_bytes = sum(3 * parameter.to_local().nbytes for parameter in trainer.model.parameters())

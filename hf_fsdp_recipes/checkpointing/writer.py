@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,10 +96,12 @@ class Writer:
             with distributed.agreed(self._group):
                 if save.error is not None:
                     raise save.error
+            checked = self._staging.submit(check_finite, staged)  # while the files are written
             files: dict[str, FileFacts] = {}
             for folder, state in staged.items():
                 files |= self._write_part(save.written / folder, state)
             with distributed.agreed(self._group):
+                checked.result()
                 files |= self._hash_small_files(save.written)
             gathered = distributed.gather(files, self._group)
             with distributed.agreed(self._group):
@@ -118,7 +119,6 @@ class Writer:
         """Write one part of the sharded state, while the next one is copied. Return size and hash of this rank's files."""
         with distributed.agreed(self._group):
             state = staged.result()
-            check_finite(state.get("model", {}))
         writer = HashingWriter(folder)
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)  # a rank sends its plan only when it changes
         planner._cached_plans_key = folder.name  # otherwise, all folders would share one cached plan
@@ -137,9 +137,10 @@ class Writer:
         return {path.name: read_facts(path, sync=True) for path in found if path.is_file()}
 
 
-def check_finite(tensors: Mapping[str, Any]) -> None:
+def check_finite(staged: Mapping[str, Future[State]]) -> None:
     """Raise a CheckpointError if a weight has NaN or infinity, so that the checkpoint does not replace a usable one."""
-    for name, value in tensors.items():
+    weights = {name: value for state in staged.values() for name, value in state.result().get("model", {}).items()}
+    for name, value in weights.items():
         local = value.to_local() if isinstance(value, DTensor) else value
         if isinstance(local, torch.Tensor) and not is_finite(local):
             raise CheckpointError(
