@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, is_initialized
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.modeling_utils import local_torch_dtype
 from transformers.pytorch_utils import Conv1D
@@ -16,6 +17,8 @@ from transformers.quantizers.base import HfQuantizer
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.placeholder import nan_like
+
+PIECE_SIZE = 2**16  # numbers; a multiple of every block size
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +62,22 @@ def pack_weights(model: PreTrainedModel, quantizer: HfQuantizer, dtype: torch.dt
     quantizer.postprocess_model(model, config=model.config)
 
 
+class _InPieces(TorchDispatchMode):
+    """On a CPU, lets bitsandbytes quantize a weight in pieces, because it takes several times their memory. Results are equal."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.bitsandbytes.quantize_4bit.default or args[0].device.type != "cpu":
+            return func(*args, **(kwargs or {}))
+        weight, blocksize, _, storage = args
+        results = [torch.empty_like(result, device="cpu") for result in func(weight.to("meta"), *args[1:])]
+        sizes = (PIECE_SIZE // 2 // storage.itemsize, PIECE_SIZE // blocksize)
+        parts = (result.split(size) for result, size in zip(results, sizes, strict=True))
+        for piece, packed, scales in zip(weight.reshape(-1).split(PIECE_SIZE), *parts, strict=True):
+            for part, value in zip((packed, scales), func(piece, *args[1:]), strict=True):
+                part.copy_(value)
+        return tuple(results)
+
+
 class Layer:
     """Quantizes the weight of one 4-bit layer in a model from `load_model`."""
 
@@ -72,9 +91,10 @@ class Layer:
 
         module = self.module
         weight = weight.T.contiguous() if issubclass(module.source_cls, Conv1D) else weight
-        if not weight.isfinite().all():
+        if not torch.stack(torch.aminmax(weight)).isfinite().all():  # without temporary tensors
             raise LoadError("it contains NaN or infinity, which cannot be quantized. Load an intact checkpoint.")
-        packed, state = quantize_4bit(weight.to(module.unpacked_dtype), **module.quant_options)
+        with _InPieces():
+            packed, state = quantize_4bit(weight.to(module.unpacked_dtype), **module.quant_options)
         self._scales = {name: value.cpu() for name, value in state.as_dict(packed=True).items()}
         return packed
 

@@ -122,8 +122,6 @@ class Reader:
 
     def __init__(self, model: torch.nn.Module, checkpoint: Checkpoint, targets: Tensors, device: torch.device) -> None:
         self.error: Exception | None = None
-        # One thread quantizes. On a CPU, this takes several times a weight's memory, which glibc keeps for each thread.
-        self._quantizing = ThreadPoolExecutor(1, "weights-quantizing")
         self.layers, self.targets = bnb_4bit.find_layers(model), targets
         self._model, self._checkpoint, self._device = model, checkpoint, device
 
@@ -151,7 +149,7 @@ class Reader:
         for name, value in self._checkpoint.read(entry, self._model).items():
             if name in self.targets:  # otherwise the weight's module was replaced
                 if name in self.layers:
-                    value = self._quantizing.submit(self.layers[name].quantize, value.to(self._device)).result()
+                    value = self.layers[name].quantize(value.to(self._device))
                 if value.shape != self.targets[name][0].shape:
                     raise LoadError(f"{name} is {list(value.shape)}, not {list(self.targets[name][0].shape)}")
                 dtype = self.dtype_of(entry, name)

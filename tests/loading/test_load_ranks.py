@@ -3,11 +3,14 @@
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file, save_file
 
+from hf_fsdp_recipes.loading import bnb_4bit
 from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
 from tests.ranks.training import LORA, build, digest, error_of, train
 
@@ -104,6 +107,19 @@ def test_lora_is_equal_with_nothing_patched_in_peft(lora, tiny_model, text_file,
 @pytest.mark.parametrize("source", ["rank0", pytest.param("direct", marks=pytest.mark.slow)])
 def test_4bit_weights_are_equal(source, tiny_model, text_file, tmp_path):
     _compare(tiny_model("llama_wide", "bfloat16"), text_file, tmp_path, source, lora=LORA, quantization=NF4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_of_a_weight_are_quantized_as_the_whole_weight(dtype):
+    options = {"quant_type": "nf4", "quant_storage": dtype, "compress_statistics": True}
+    module = SimpleNamespace(source_cls=torch.nn.Linear, unpacked_dtype=torch.bfloat16, quant_options=options)
+    weight = torch.randn(300, 512, dtype=torch.bfloat16)
+    packed, state = quantize_4bit(weight, **options)
+    layer = bnb_4bit.Layer(module)
+    assert weight.numel() > 2 * bnb_4bit.PIECE_SIZE
+    assert torch.equal(layer.quantize(weight).view(torch.uint8), packed.view(torch.uint8))
+    own = QuantState.from_dict(layer._scales, device=torch.device("cpu"))
+    assert torch.equal(dequantize_4bit(packed, own), dequantize_4bit(packed, state))
 
 
 def test_units_by_size_have_the_losses_of_units_by_layer(tiny_model, text_file, tmp_path):
