@@ -106,13 +106,10 @@ class RunDirectory:
         for name, facts in manifest["files"].items():
             if (written / name).stat().st_size != facts["bytes"]:
                 raise CheckpointError(f"{written / name} differs from what was written. Do all nodes share output_dir?")
-        with (written / MANIFEST).open("w") as stream:
-            entries = {"run": self.run, **manifest}
-            json.dump({**entries, "xxh3": _hash(entries)}, stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
-        for directory in [written, *(path for path in written.rglob("*") if path.is_dir())]:
-            sync(directory)
+        entries = {"run": self.run, **manifest}
+        (written / MANIFEST).write_text(json.dumps({**entries, "xxh3": _hash(entries)}, indent=1))
+        for path in [written / MANIFEST, written, *(path for path in written.rglob("*") if path.is_dir())]:
+            sync(path)
         final.parent.mkdir(parents=True, exist_ok=True)
         replaced = final.with_name(final.name.replace("-", "-0"))  # still a checkpoint's name, so a kill loses nothing
         while final.exists():

@@ -10,39 +10,20 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
+from transformers.modeling_utils import str_to_torch_dtype
 
 from hf_fsdp_recipes.checkpointing.writer import is_finite
 from hf_fsdp_recipes.errors import ExportError, describe
 
-# The names that safetensors gives to dtypes. A file stores its tensors in the order of this list, so that they are aligned.
-DTYPES = {
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F32": torch.float32,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 IN_FLIGHT = 1  # maximum number of export steps that wait or are written while the next step is gathered
 
 
 def make_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
-    """Return the header that `save_file` would write for a file, and the position of each tensor in the file."""
-    dtypes = {dtype: text for text, dtype in DTYPES.items()}
-    order = list(dtypes)
+    """Return a file's header, and the position of each tensor in the file. Wider dtypes come first, so all are aligned."""
+    dtypes = {dtype: text for text, dtype in str_to_torch_dtype.items()}
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
-    for name in sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name)):
+    for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):
         value, offsets[name] = tensors[name], end
         end += value.nbytes
         header[name] = {"dtype": dtypes[value.dtype], "shape": list(value.shape), "data_offsets": [offsets[name], end]}

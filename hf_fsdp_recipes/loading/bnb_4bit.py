@@ -69,13 +69,12 @@ class _InPieces(TorchDispatchMode):
         if func is not torch.ops.bitsandbytes.quantize_4bit.default or args[0].device.type != "cpu":
             return func(*args, **(kwargs or {}))
         weight, blocksize, _, storage = args
-        results = [torch.empty_like(result, device="cpu") for result in func(weight.to("meta"), *args[1:])]
-        sizes = (PIECE_SIZE // 2 // storage.itemsize, PIECE_SIZE // blocksize)
-        parts = (result.split(size) for result, size in zip(results, sizes, strict=True))
-        for piece, packed, scales in zip(weight.reshape(-1).split(PIECE_SIZE), *parts, strict=True):
-            for part, value in zip((packed, scales), func(piece, *args[1:]), strict=True):
-                part.copy_(value)
-        return tuple(results)
+        packed, scales = (torch.empty_like(one, device="cpu") for one in func(weight.to("meta"), *args[1:]))
+        parts = packed.split(PIECE_SIZE // 2 // storage.itemsize), scales.split(PIECE_SIZE // blocksize)
+        for piece, *outputs in zip(weight.reshape(-1).split(PIECE_SIZE), *parts, strict=True):
+            for output, value in zip(outputs, func(piece, *args[1:]), strict=True):
+                output.copy_(value)
+        return packed, scales
 
 
 class Layer:
